@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from motet.model import frozen_weight
 from motet.model.arithmetic import Arithmetic
 from motet.model.frozen_weight import FrozenWeight, reorder_all
-from motet.model.lora import AdapterWeights
+from motet.model.lora import AdapterWeights, new_vector
 from motet.model.norm import speed_up_norms
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.process.allocator import keep_freed_memory
@@ -346,6 +346,18 @@ def test_the_allocator_can_be_told_twice() -> None:
     code = "from motet.process.allocator import keep_freed_memory as keep; print(keep(), keep())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(platform.libc_ver()[0] == "glibc")] * 2
+
+
+def test_a_version_has_the_memory_of_an_earlier_one_that_nothing_reads() -> None:
+    def made() -> torch.Tensor:
+        return new_vector(5003, torch.float32, torch.device("cpu"), zeros=False)
+
+    first = made()
+    view, place = first[8:], first.data_ptr()
+    del first
+    assert made().data_ptr() != place
+    del view
+    assert made().data_ptr() == place
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from motet.core import seeds
 from motet.model.arithmetic import ROWS, Arithmetic, least_rows, round_up
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.packed import PackedLinear, frozen_weight, joint_weight
-from motet.process.allocator import memory_apart
+from motet.process.allocator import memory_again, memory_apart
 
 Views = dict[str, tuple[Tensor, Tensor]]
 
@@ -255,17 +255,18 @@ class AdapterWeights:
     @classmethod
     def from_masters(cls, layout: AdapterLayout, scaling: float, masters: Tensor, dtype: torch.dtype) -> AdapterWeights:
         """A compute copy of fp32 masters."""
-        source, flat = masters.detach(), new_vector(len(masters), dtype, masters.device)
+        source, flat = masters.detach(), new_vector(len(masters), dtype, masters.device, zeros=False)
         torch.mul(source[: layout.size_a], scaling, out=flat[: layout.size_a])  # scaled in fp32, rounded once
         flat[layout.size_a :].copy_(source[layout.size_a :])
         return cls(layout, scaling, flat)
 
 
-def new_vector(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A vector of zeros; on a CPU it is allocated outside the heap, so that freeing it does not fragment the heap."""
+def new_vector(size: int, dtype: torch.dtype, device: torch.device, *, zeros: bool = True) -> Tensor:
+    """A vector, on a CPU outside the heap, which freeing it does not fragment; without `zeros` its content is undefined."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    return torch.frombuffer(memory_apart(size * dtype.itemsize), dtype=dtype, count=size)
+    allocate = memory_apart if zeros else memory_again
+    return torch.frombuffer(allocate(size * dtype.itemsize), dtype=dtype, count=size)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ Legend: K inputs, N outputs of a product, R rank, W columns of A.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from motet.model.lora import AdapterLayout, AdapterWeights
-from motet.process.allocator import memory_apart
+from motet.process.allocator import HUGE, huge_memory, memory_again
 
 ALIGNMENT = 64
 """Alignment of packed matrices, in bytes."""
@@ -171,18 +169,11 @@ class Pass(ctypes.Structure):
     ]
 
 
-_HUGE = 4 << 20
-"""Bytes from which memory is requested in huge pages."""
-
-
 def room(n_bytes: int) -> Tensor:
     """Memory that begins at a multiple of `ALIGNMENT`; large sizes are in huge pages, if Linux has them."""
-    if n_bytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if n_bytes < HUGE:
         return torch.empty(n_bytes, dtype=torch.uint8)
-    memory = memory_apart(n_bytes)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return torch.frombuffer(huge_memory(n_bytes), dtype=torch.uint8)
 
 
 Matrix = tuple[Tensor, int, int, int, int]
@@ -260,7 +251,7 @@ class PackedAdapter:
 
     def __init__(self, library: Calls, plan: Plan, weights: AdapterWeights, packed: PackedLayout, threads: int) -> None:
         self.backward, self._layout = packed.backward, packed
-        self._memory = room(packed.n_bytes + ALIGNMENT)
-        self.adapter = Adapter(packed.linears, -(-self._memory.data_ptr() // ALIGNMENT) * ALIGNMENT)
+        self._memory = memory_again(packed.n_bytes)  # begins at a page
+        self.adapter = Adapter(packed.linears, self._memory.ctypes.data)
         to = ctypes.byref(plan), ctypes.byref(self.adapter), weights.flat.data_ptr()
         library.pack_adapter(*to, int(packed.backward), threads)

@@ -10,11 +10,19 @@ import ctypes
 import gc
 import mmap
 import platform
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8  # malloc.h of glibc
 _LARGEST_FROM_HEAP = 32 << 20  # the largest that glibc accepts
 _SMALLEST_APART = 1 << 20
+HUGE = 4 << 20
+"""Bytes from which memory is requested in huge pages."""
+_waiting: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
 
 
 def keep_freed_memory() -> bool:
@@ -49,6 +57,36 @@ def memory_apart(n_bytes: int) -> mmap.mmap:
     size, so the heap grew by 8 bytes per parameter of each parked adapter.
     """
     return mmap.mmap(-1, max(1, n_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def huge_memory(n_bytes: int) -> mmap.mmap:
+    """`memory_apart` in huge pages, if it is large and Linux has them."""
+    memory = memory_apart(n_bytes)
+    if n_bytes >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def memory_again(n_bytes: int) -> NDArray[np.uint8]:
+    """Memory of any content, outside the heap; when unused, it waits for the next request of the same size.
+
+    Fresh pages take ten times as long as writing to them. The system may take back the pages of memory that waits.
+    """
+    try:
+        memory = _waiting[n_bytes].pop()
+    except IndexError:
+        memory = huge_memory(n_bytes)
+    array = np.frombuffer(memory, np.uint8)
+    weakref.finalize(array, _wait, n_bytes, memory).atexit = False
+    return array
+
+
+def _wait(n_bytes: int, memory: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_FREE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_FREE)
+    _waiting[n_bytes].append(memory)
 
 
 @contextlib.contextmanager

@@ -139,7 +139,8 @@ class AdapterArena:
         if not state:
             state.update({"step": torch.zeros(()), **{name: torch.zeros_like(masters) for name in MOMENTS}})
         state["step"] += 1
-        new = AdapterWeights(self.layout, self.scaling, new_vector(len(masters), self.dtype, masters.device))
+        flat = new_vector(len(masters), self.dtype, masters.device, zeros=False)
+        new = AdapterWeights(self.layout, self.scaling, flat)
         learned = masters, self.gradient, *(state[name] for name in MOMENTS)
         own.adamw(adamw, int(state["step"]), factor, learned, new)
         self.weights = new
