@@ -32,6 +32,7 @@ from motet.hosting.answers import Answers
 from motet.hosting.launch import load
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
+from motet.rollout.fake import FakeEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
 
@@ -154,6 +155,29 @@ def test_what_is_answered_to_a_service_that_is_gone_ends(base: Any) -> None:
     asyncio.run(scenario())
     assert ended == [1]
     assert not [message for message in sent if isinstance(message, Answered | QuestionRefused)]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_abandoned_answer_sends_the_tokens_that_it_has(base: Any, begun: bool) -> None:
+    engine, sent = FakeEngine(seconds=0.001, max_positions=2**20), list[FromHost]()
+    shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(1), engine_suffix="x")
+    asked = Answers(base, shared, 2**20, sent.append)
+    sampling = SamplingParams(max_tokens=2**19)
+    question = Complete("us", None, 1, 0, False, False, sampling, prompt=[1], stop_token_ids=[2**20], key=7)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(asked.answer(question))
+        asked.hold(7, task)
+        async with asyncio.timeout(60):
+            while begun and not engine.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1 if begun else 0)
+            await asked.abandon(7)
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+    counts = [len(message.chunk.token_ids) for message in sent if isinstance(message, Tokens)]
+    assert ([count > 0 for count in counts], type(sent[-1])) == ([True] if begun else [], Answered)
 
 
 def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None:

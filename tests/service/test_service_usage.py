@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -77,6 +78,20 @@ def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> Non
         return clock is not None and seconds == pytest.approx(float(clock[1]), rel=0.05)
 
     service.until(charged, 30)
+
+
+def test_tokens_of_an_answer_that_nobody_waits_for_are_counted(service: Service) -> None:
+    """The chat is not streamed: the service has no token of it before its end."""
+
+    def sampled() -> int:
+        return sum(one["tokens_sampled"] for one in service.ask("GET", "/v1/usage")["data"] if not one["job"])
+
+    before = sampled()
+    asked = {"model": "small", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2000, "n": 16}
+    asked |= {"response_format": {"type": "json_object"}, "temperature": 2}
+    with contextlib.suppress(httpx2.ReadTimeout):
+        httpx2.post(f"{service.url}/v1/chat/completions", json=asked, timeout=1, trust_env=False)
+    service.until(lambda: sampled() > before)
 
 
 @pytest.mark.soak

@@ -71,16 +71,14 @@ class _Process:
         self._answers = Answers(cast("Any", SimpleNamespace(info=info)), shared, ROOM, self._receive)
 
     def _receive(self, message: FromHost) -> None:
-        one: Any = message
-        if one.key in self._host._open:
-            self._host._open[one.key].put_nowait(one)
+        self._host.hear(cast("Any", message))
 
     def send(self, message: ToHost) -> None:
         """Answer a question, or abandon it."""
         if isinstance(message, Complete):
             self._answers.hold(message.key, asyncio.create_task(self._answers.answer(message)))
         elif isinstance(message, Abandon):
-            self._answers.abandon(message.key)
+            asyncio.create_task(self._answers.abandon(message.key))  # noqa: RUF006
 
 
 @contextlib.contextmanager

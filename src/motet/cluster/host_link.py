@@ -104,6 +104,7 @@ class HostLink:
         self.failure = ""
         """Why it is not available, for a person."""
         self.away = ""
+        self._payers: dict[int, str] = {}  # of completions by key, also of abandoned ones, until they are answered
         """Why it answers no questions although it runs: its servers are away."""
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
@@ -157,8 +158,8 @@ class HostLink:
                 done = isinstance(answer, m.Answered | m.QuestionRefused)
                 if isinstance(answer, m.QuestionRefused):
                     raise _refusal(answer, gone=not self.ready)
-                if isinstance(question, m.Complete):
-                    self._count(question.tenant, answer)
+        if isinstance(question, m.Complete):
+            self._payers[key] = question.tenant
                 if not done:
                     yield answer
         finally:
@@ -166,11 +167,16 @@ class HostLink:
             if not done:
                 self.send(m.Abandon(key))
 
-    def _count(self, tenant: str, answer: m.Answer) -> None:
-        if self._handlers is not None and isinstance(answer, m.PromptRead):
-            self._handlers.tokens(tenant, self.base, answer.tokens, 0)
-        elif self._handlers is not None and isinstance(answer, m.Tokens):
-            self._handlers.tokens(tenant, self.base, 0, len(answer.chunk.token_ids))
+    def hear(self, answer: m.Answer) -> None:
+        """Charge an answer's tokens, and pass it on unless its question is abandoned."""
+        if self._handlers is not None and (payer := self._payers.get(answer.key)) is not None:
+            read = answer.tokens if isinstance(answer, m.PromptRead) else 0
+            sampled = len(answer.chunk.token_ids) if isinstance(answer, m.Tokens) else 0
+            self._handlers.tokens(payer, self.base, read, sampled)
+        if isinstance(answer, m.Answered | m.QuestionRefused):
+            self._payers.pop(answer.key, None)
+        if (answers := self._open.get(answer.key)) is not None:
+            answers.put_nowait(answer)
 
     def refuse(self, reason: str) -> None:
         """Give up the questions that are open."""
@@ -250,7 +256,7 @@ class HostLink:
             self._child = None
         self.ready, self.away = False, ""
         self._stopped.set()
-        self.progress, self.used = {}, {}
+        self.progress, self.used, self._payers = {}, {}, {}
         for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
@@ -301,8 +307,7 @@ class HostLink:
             case m.Released():
                 self._heard(self, message)
             case _:
-                if (answers := self._open.get(message.key)) is not None:
-                    answers.put_nowait(message)
+                self.hear(message)
 
     def _begin(self, tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToHost]) -> None:
         """Send an answer when it is ready."""

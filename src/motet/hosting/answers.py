@@ -52,6 +52,8 @@ class Answers:
         self._held: Counter[str] = Counter()
         """Answers that a version of the cache gives now, by `_contents`."""
         self._open: dict[int, asyncio.Task[None]] = {}
+        self._sampling: dict[int, str] = {}
+        """The engine's requests by the question's key."""
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
         self._caching = asyncio.Lock()
@@ -65,15 +67,20 @@ class Answers:
         """Keep the task of an answer, so that `abandon` can cancel it."""
         self._open[key] = task
 
-    def abandon(self, key: int) -> None:
-        """Cancel an answer that nobody waits for."""
+    async def abandon(self, key: int) -> None:
+        """End an answer that nobody waits for; tokens that are sampled already are sent, because they are charged."""
+        if key in self._sampling:
+            await self._engine.abort(self._sampling[key])
+            return
         if task := self._open.pop(key, None):
             task.cancel()
+        self._send(m.Answered(key))
 
     def abandon_all(self) -> None:
         """Cancel all answers after the service has gone."""
-        for key in list(self._open):
-            self.abandon(key)
+        for task in self._open.values():
+            task.cancel()
+        self._open.clear()
 
     async def answer(self, question: m.Complete) -> None:
         """Complete a prompt or a conversation, from the base or from a stored version."""
@@ -117,16 +124,23 @@ class Answers:
             if question.prompt_logprobs:
                 with used_by(request.job, tenant, share):
                     self._send(await self._scored(question, prompt_ids, ref))
-            sampled, stopped = defaultdict[int, list[int]](list), ""
-            async for chunk in self._engine.generate(request):
-                self._scheduler.spend(request.job, len(chunk.token_ids))
-                ids = chunk.token_ids.tolist()
-                texts = [token_bytes(self._chat.tokenizer, token) for token in ids] if question.logprobs else []
-                if sampling.stop:
-                    sampled[chunk.index] += ids
-                    ended = chunk.finish_reason is FinishReason.STOP
-                    stopped = met(self._chat.completion_text(sampled[chunk.index]), sampling.stop) if ended else ""
-                self._send(m.Tokens(key, chunk, texts, stopped))
+            self._sampling[key] = request.id
+            try:
+                await self._sample(question, request)
+            finally:
+                del self._sampling[key]
+
+    async def _sample(self, question: m.Complete, request: GenerateRequest) -> None:
+        sampled, stopped, stop = defaultdict[int, list[int]](list), "", request.sampling.stop
+        async for chunk in self._engine.generate(request):
+            self._scheduler.spend(request.job, len(chunk.token_ids))
+            ids = chunk.token_ids.tolist()
+            texts = [token_bytes(self._chat.tokenizer, token) for token in ids] if question.logprobs else []
+            if stop:
+                sampled[chunk.index] += ids
+                ended = chunk.finish_reason is FinishReason.STOP
+                stopped = met(self._chat.completion_text(sampled[chunk.index]), stop) if ended else ""
+            self._send(m.Tokens(question.key, chunk, texts, stopped))
 
     async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)

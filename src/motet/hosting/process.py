@@ -205,7 +205,7 @@ class HostProcess:
             case m.ExamineAdapter():
                 self._answers.hold(message.key, self._begin(self._answers.examine(message)))
             case m.Abandon():
-                self._answers.abandon(message.key)
+                self._begin(self._answers.abandon(message.key))
             case m.ScoresAnswered():
                 self._scores.hear(message)
             case e.BeginEpisode() | e.EpisodeEnded():
