@@ -63,6 +63,16 @@ class HostHandlers:
     reconcile: Callable[[Sequence[m.Held]], Mapping[str, Sequence[m.ToHost]]] = lambda held: {}
     """Messages for each job that a host already had under an earlier service. Runs in the thread of events."""
 
+    def keep(self, message: OfJob | m.UsageWindow) -> None:
+        """Handle an event; an error is logged."""
+        try:
+            if isinstance(message, m.UsageWindow):
+                self.usage(message)
+            else:
+                self.event(message)
+        except Exception:  # this process must continue to read messages
+            _log.exception("an event was not kept: %s", message)
+
 
 OfHost = m.HostReady | m.HostFailed | m.Progress | m.JobChanged | m.JobStepped | m.Released
 """Messages of a host about itself or a job."""
@@ -94,6 +104,7 @@ class HostLink:
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
+        self._payers: dict[int, str] = {}  # of completions by key, also of abandoned ones, until they are answered
         self._keys = itertools.count(secrets.randbits(32) << 20)  # different from keys of an earlier service
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
@@ -104,7 +115,6 @@ class HostLink:
         self.failure = ""
         """Why it is not available, for a person."""
         self.away = ""
-        self._payers: dict[int, str] = {}  # of completions by key, also of abandoned ones, until they are answered
         """Why it answers no questions although it runs: its servers are away."""
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
@@ -150,6 +160,8 @@ class HostLink:
             raise HostGone(self.failure)
         key, answers = next(self._keys), asyncio.Queue[m.Answer]()
         self._open[key] = answers
+        if isinstance(question, m.Complete):
+            self._payers[key] = question.tenant
         done = False
         try:
             self.send(replace(question, key=key))
@@ -158,8 +170,6 @@ class HostLink:
                 done = isinstance(answer, m.Answered | m.QuestionRefused)
                 if isinstance(answer, m.QuestionRefused):
                     raise _refusal(answer, gone=not self.ready)
-        if isinstance(question, m.Complete):
-            self._payers[key] = question.tenant
                 if not done:
                     yield answer
         finally:
@@ -299,7 +309,7 @@ class HostLink:
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
             case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.UsageWindow():
-                await loop.run_in_executor(self._handling, keep_event, message, handlers)
+                await loop.run_in_executor(self._handling, handlers.keep, message)
                 if self._start.takeover_seconds:
                     self.send(m.EventKept())
                 if not isinstance(message, m.UsageWindow | m.JobWorked):
@@ -327,17 +337,6 @@ class HostLink:
 def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:
     if (unwanted := tasks.get(key)) is not None:
         unwanted.cancel()
-
-
-def keep_event(message: OfJob | m.UsageWindow, handlers: HostHandlers) -> None:
-    """Handle an event; an error is logged."""
-    try:
-        if isinstance(message, m.UsageWindow):
-            handlers.usage(message)
-        else:
-            handlers.event(message)
-    except Exception:  # this process must continue to read messages
-        _log.exception("an event was not kept: %s", message)
 
 
 def _refusal(answer: m.QuestionRefused, *, gone: bool) -> EngineError | ConfigError:

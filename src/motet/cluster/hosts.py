@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments, even_out
-from motet.cluster.host_link import HostChild, HostHandlers, HostLink, Launch, OfHost, keep_event
+from motet.cluster.host_link import HostChild, HostHandlers, HostLink, Launch, OfHost
 from motet.cluster.placement import HostLoad
 from motet.core.errors import EngineError, HostGone
 from motet.core.types import Wanted
@@ -217,7 +217,7 @@ class Hosts:
                 self._unplaced = self.jobs.released(host, message.job) or self._unplaced
             case m.HostFailed(device=True) if self._handlers is not None:
                 for failed in self.jobs.lost_device(host, message.reason):
-                    self._handling.submit(keep_event, failed, self._handlers)
+                    self._handling.submit(self._handlers.keep, failed)
             case m.JobStepped():
                 return
         self._look.set()
