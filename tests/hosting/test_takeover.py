@@ -218,7 +218,9 @@ def test_an_engine_goes_on_with_the_kernels_of_its_jobs(short_path: Path) -> Non
 
 
 @pytest.mark.parametrize("why", ["late", "full"])
-def test_an_engine_that_nobody_takes_over_saves_and_ends(short_path: Path, why: str) -> None:
+def test_an_engine_that_nobody_takes_over_saves_and_ends(
+    short_path: Path, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work() -> None:
         seconds = 0.05 if why == "late" else 60.0
         async with begun(short_path, replace(START, takeover_seconds=seconds)) as (made, first, messages):
@@ -241,6 +243,8 @@ def test_an_engine_that_nobody_takes_over_saves_and_ends(short_path: Path, why: 
             made.usage.write_bytes(b"torn")
             await LocalHosts(short_path).end_from(0, found.append)
             assert not made.usage.exists()
+            (told,) = [one.getMessage() for one in caplog.records if one.name == "motet.cluster.local_hosts"]
+            assert told.startswith(f"{made.usage} cannot be read, and is deleted: ")
 
     asyncio.run(work())
 
