@@ -24,8 +24,15 @@ def good(share: float, seed: int = 0) -> Judge:
     return lambda problem: float(random.Random(1000 * seed + problem).random() < share)
 
 
-def write(path: Path, judge: Judge, problems: Sequence[int] = range(64), version: int = 8, **job: Any) -> Path:
-    """A job that answered held-out problems at its newest version."""
+def ask(n: int) -> dict[str, str]:
+    """A problem as in a rollout log."""
+    return {"prompt": f"What is {n}?", "answer": str(n)}
+
+
+def write(
+    path: Path, judge: Judge, problems: Sequence[int] = range(64), version: int = 8, more: bool = False, **job: Any
+) -> Path:
+    """A job that answered held-out problems at its newest version; with `more`, each begins with other turns."""
     directory = JobDirectory(path)
     open_job(directory, {"job": {"name": path.name, "rewards": [{"name": "exact"}], **job}})
     for at in (0, version):
@@ -35,7 +42,7 @@ def write(path: Path, judge: Judge, problems: Sequence[int] = range(64), version
         directory.write_rollouts(
             f"eval-{at}",
             (
-                {"prompt": f"What is {n}?", "answer": str(n), "reward": r}
+                {"problem": n, "reward": r, **({"prompt": "And?", "answer": ""} if more else ask(n))}
                 for n, r in zip(problems, rewards, strict=True)
             ),
         )
@@ -54,6 +61,15 @@ def test_two_jobs_are_compared_problem_by_problem(tmp_path: Path, says: Motet) -
     assert row.split()[-1] == "better"
     assert "against first:" in out
     assert "one job a side: another seed may come out differently" in out
+
+
+@pytest.mark.parametrize("command", [("compare",), ("diff", "--rollouts")])
+def test_problems_that_differ_in_earlier_turns_are_several(tmp_path: Path, says: Motet, command: Sequence[str]) -> None:
+    for name, share in (("first", 0.2), ("second", 0.9)):
+        write(tmp_path / name, good(share), more=True)
+    code, out, err = says(command[0], tmp_path / "first", tmp_path / "second", *command[1:])
+    assert (code, err) == (0, "")
+    assert re.search(r"second +1 +64 .*better" if command == ("compare",) else "5 of 64 problems", out)
 
 
 @pytest.mark.parametrize("words", [("compare", "--svg"), ("diff", "--json"), ("data", "--to")])

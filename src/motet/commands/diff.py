@@ -13,7 +13,7 @@ from motet.commands.answers import check_place, say, table
 from motet.commands.compare import short_names, signed
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
-from motet.report.comparison import Difference, compare, evaluated, side_of_job
+from motet.report.comparison import Difference, by_problem, compare, evaluated, side_of_job
 from motet.report.read import JobRecord, Line, number, read_job, read_lines
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.receipts import fields_apart, materials_of, read_receipt
@@ -76,10 +76,7 @@ class Compared:
 
     def answers(self, file: str) -> dict[str, list[Line]]:
         """Recorded rollouts by problem."""
-        found: dict[str, list[Line]] = {}
-        for line in read_lines(self.directory.path / "rollouts" / f"{file}.jsonl"):
-            found.setdefault(json.dumps([line.get("prompt"), line.get("answer")], default=str), []).append(line)
-        return found
+        return by_problem(read_lines(self.directory.path / "rollouts" / f"{file}.jsonl"))
 
 
 def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: int, report: Path | None) -> None:

@@ -34,7 +34,7 @@ class EvaluatedJob:
     figure: float
     """Held-out reward, accuracy or log-likelihood."""
     problems: Mapping[str, float]
-    """Mean reward of each held-out problem, by its prompt and reference answer; empty where none was sampled."""
+    """Mean reward of each held-out problem, by its key in `by_problem`; empty where none was sampled."""
     read: int
     """Answers that were read, of `answers` that the evaluation sampled."""
     answers: int
@@ -92,16 +92,32 @@ def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None =
     figures = {int(x): y for x, y in zip(record.evaluations.xs, record.evaluations.ys, strict=True)}
     if not figures:
         raise RunError(f"job {record.name} has no held-out evaluation to compare; set eval.every, or data.holdout")
-    rewards, lines = dict[str, list[float]](), tuple(rollouts)
-    for line in lines:
-        if (reward := number(line.get("reward"))) is not None:
-            problem = json.dumps([line.get("prompt"), line.get("answer")], sort_keys=True, default=str)
-            rewards.setdefault(problem, []).append(reward)
+    lines = tuple(rollouts)
+    rewards = {
+        problem: [reward for line in some if (reward := number(line.get("reward"))) is not None]
+        for problem, some in by_problem(lines).items()
+    }
     at = next(reversed(figures)) if version is None else version
     counts = record.columns.get("eval/rollouts", Series()).known
     answers = int(dict(zip(counts.xs, counts.ys, strict=True)).get(at, len(lines)))
-    problems = {one: fmean(some) for one, some in rewards.items()}
+    problems = {one: fmean(some) for one, some in rewards.items() if some}
     return EvaluatedJob(record, at, figures[at], problems, len(lines), answers)
+
+
+def by_problem(lines: Iterable[Line]) -> dict[str, list[Line]]:
+    """Rollouts by prompt and reference answer, and by row where several rows have both.
+
+    Such rows may differ in earlier messages: a rollout's prompt is the last one.
+    """
+    rows: dict[str, dict[str, list[Line]]] = {}
+    for line in lines:
+        problem = json.dumps([line.get("prompt"), line.get("answer")], sort_keys=True, default=str)
+        rows.setdefault(problem, {}).setdefault(str(line.get("problem")), []).append(line)
+    return {
+        f"{problem} {row}" if len(some) > 1 else problem: of_row
+        for problem, some in rows.items()
+        for row, of_row in some.items()
+    }
 
 
 def read_evaluated(path: Path) -> EvaluatedJob:
