@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from motet.commands.export import drafted, write
 from motet.core.errors import AdapterError, BaseModelError
-from motet.core.types import ADAPTER_CONFIG
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.find import SMALL_BASE
 from tests.support import tiny_models as tiny
 from tests.support.peft_files import close, peft_logits
@@ -66,6 +67,27 @@ def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None
     with pytest.raises(AdapterError, match="give --base"):
         write(nameless, None, tmp_path / "merged", "merged", "auto", checked=False)
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "model.embed_tokens.lora_embedding_A",
+            "leave embeddings out of its training, or merge it with `merge_and_unload`",
+        ),
+        ("lm_head.weight", "only LoRA on linear layers and experts is merged here"),
+        ("lm_head.lora_A.weight", r"is damaged: it has no tensor base_model.model.lm_head.lora_B.weight"),
+    ],
+)
+def test_tensors_that_are_no_product_are_refused_before_a_base_is_looked_for(
+    adapter: Path, name: str, why: str, tmp_path: Path
+) -> None:
+    shutil.copytree(adapter, tmp_path / "foreign")
+    weights = tmp_path / "foreign" / ADAPTER_WEIGHTS
+    save_file({**load_file(weights), f"base_model.model.{name}": torch.ones(4, 4)}, weights)
+    with pytest.raises(AdapterError, match=why):
+        write(tmp_path / "foreign", "/not/there", tmp_path / "merged", "merged", "auto", checked=False)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

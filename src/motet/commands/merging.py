@@ -122,8 +122,9 @@ def merge(source: ExportSource, target: Path, dtype: str) -> str:
         BaseModelError: the base cannot be loaded.
     """
     weights = source.weights
+    paths = _paths(weights, source.adapter)
     model, tokenizer = load_model(source.base, source.files, dtype)
-    _add(model, weights, source.adapter, source.base)
+    _add(model, weights, paths, source.adapter, source.base)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     _copy_processors(source.files, target)
@@ -160,14 +161,33 @@ def _copy_processors(source: str, target: Path) -> None:
             shutil.copyfile(file, target / name)
 
 
-def _add(model: Any, adapter: Any, source: Path, base: str) -> None:
+def _paths(adapter: PeftAdapter, source: Path) -> list[str]:
+    """Paths of the layers that have a product.
+
+    Raises:
+        AdapterError: it has a tensor that belongs to none, or half of a product.
+    """
+    from motet.model.peft_io import PREFIX
+
+    paths = sorted({name.rsplit(".lora_", 1)[0] for name in adapter.tensors})
+    pairs = {f"{path}.lora_{side}.weight" for path in paths for side in "AB"}
+    if odd := sorted(adapter.tensors.keys() - pairs):
+        raise AdapterError(
+            f"{source} has {odd[0]}, and only LoRA on linear layers and experts is merged here: leave embeddings out of its "
+            "training, or merge it with `merge_and_unload` of peft"
+        )
+    if lacking := sorted(pairs - adapter.tensors.keys()):
+        raise AdapterError(f"{source} is damaged: it has no tensor {lacking[0]}; save it again")
+    return [path.removeprefix(PREFIX) for path in paths]
+
+
+def _add(model: Any, adapter: PeftAdapter, paths: list[str], source: Path, base: str) -> None:
     """Add the adapter to the weights of its layers."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
     from motet.model.peft_io import PREFIX
 
-    paths = sorted({key.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for key in adapter.tensors})
     layers = dict(model.named_modules())
     for path in paths:
         a, b = (adapter.tensors[f"{PREFIX}{path}.lora_{side}.weight"].float() for side in "AB")
