@@ -35,6 +35,9 @@ def stop(problem, completion, pid, mark):
         pass
     return 1.0
 
+def cut(problem, completion):
+    raise ValueError("a cut emoji: \\ud83d")
+
 class Echo:
     def step(self, text):
         return None if len(text) > 3 else "longer, please"
@@ -61,6 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {**learns, "data": str(rows), "algorithm": "sft"},
         job("away", rewards, environment="agent"),
         job("raises", rewards, data=held_out, reward=f"{rewards}:raises"),
+        job("cut", rewards, data=held_out, reward=f"{once}:cut"),
         job("pressed", rewards, data=held_out, reward={"name": f"{once}:stop", "args": mark}),
         job("echo", rewards, data=held_out, environment=f"{once}:Echo"),
     ]
@@ -234,3 +238,9 @@ def test_rewards_that_fail_are_told(trained: Path, says: Motet) -> None:
     assert code == 1
     assert "base: 2 answers got no reward" in printed
     assert "the tenant's own mistake" in printed
+
+
+def test_half_of_a_character_in_an_error_is_told(trained: Path, tmp_path: Path, says: Motet) -> None:
+    code, printed, _ = says("eval", trained, "digits@1", "--task", "cut", "--rows", 1, "--json", tmp_path / "figures")
+    assert (code, "a cut emoji" in printed) == (1, True)
+    assert "a cut emoji: ?" in (tmp_path / "figures").read_text()

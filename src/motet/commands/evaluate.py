@@ -174,7 +174,8 @@ def evaluate(
     if report is not None:
         facts = {**asdict(asked), "base": config.base, "task": task.name, "rows": done, "of": len(rows)}
         figures = {"models": [model.summary(asked) for model in models], "differences": list(map(asdict, differences))}
-        replace_file(report, json.dumps(as_json({**facts, **figures}), indent=1, ensure_ascii=False).encode())
+        text = json.dumps(as_json({**facts, **figures}), indent=1, ensure_ascii=False)
+        replace_file(report, text.encode(errors="replace"))
     if done < len(rows):
         return INTERRUPTED
     return 0 if all(model.rewards for model in models) else 1
