@@ -20,7 +20,7 @@ import pytest
 
 from motet.config import DataConfig, RewardConfig
 from motet.core.errors import RewardError
-from motet.core.types import Message, Problem
+from motet.core.types import Message, Problem, ToolCall
 from motet.process.channel import LONGEST_LINE
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_elsewhere import from_wire, to_wire
@@ -256,6 +256,26 @@ def test_a_worker_may_say_that_its_reward_does_not_apply():
             await pool.close()
 
     assert [(s.reward, s.error) for s in asyncio.run(main())] == [(1.0, ""), (1.0, "")]
+
+
+def test_half_of_a_character_in_a_tool_call_is_sent_to_who_scores_elsewhere():
+    seen = []
+
+    async def score(job, reward, problem, completions, transcripts):
+        seen.extend(transcripts)
+        return [1.0]
+
+    async def main():
+        pool = RewardPool(1, {"worker": score})
+        await pool.register("job", [RewardConfig(name="worker")])
+        call = Message("assistant", "", (ToolCall("look", {"for": "\ud83d"}),))
+        try:
+            return await pool.score("job", PROBLEM, ["42"], [[*PROBLEM.messages, call]])
+        finally:
+            await pool.close()
+
+    assert [one.reward for one in asyncio.run(main())] == [1.0]
+    assert seen[0][-1]["tool_calls"][0]["arguments"] == {"for": "\ud83d"}
 
 
 def test_a_judge_model_is_sent_no_conversations():

@@ -269,7 +269,7 @@ class RewardPool:
         written = [json.dumps(one, ensure_ascii=False) for one in seen]
         sent = [n for n, one in enumerate(written) if len(one) <= LONGEST_TRANSCRIPT]
         parts = [_Part(error=_too_long(len(one))) for one in written]
-        sizes = [len((one + answer.text).encode()) for one, answer in zip(written, answers, strict=True)]
+        sizes = [len((one + own.text).encode(errors="replace")) for one, own in zip(written, answers, strict=True)]
         for some in _in_parts(sent, sizes):
             texts, talks = [answers[n].text for n in some], [seen[n] for n in some]
             scores = await self._elsewhere[reward.name](job.name, reward, given, texts, talks if any(talks) else [])
