@@ -231,6 +231,17 @@ def test_nothing_is_told_of_a_run_and_a_project_that_were_not_edited(project: Pa
     assert "5 receipts, all as they were saved" in capsys.readouterr().out
 
 
+def test_files_beside_the_receipts_are_none(project: Path, capsys: Capsys) -> None:
+    receipts = project / "run/words/receipts"
+    for name in ("v3 (copy).json", "v.json"):
+        shutil.copy(receipts / "v3.json", receipts / name)
+    assert verify(project / "run", project / "jobs.yaml") == 0
+    assert "5 receipts, all as they were saved" in capsys.readouterr().out
+    (receipts / "v3.json").unlink()
+    with pytest.raises(RunError, match="it has those of versions 0, 1, 2, 4"):
+        motet("replay", project / "jobs.yaml", "words@3")
+
+
 def test_a_difference_is_told_as_it_is_written(project: Path, capsys: Capsys) -> None:
     """`[/INST]` is no markup of the terminal's."""
     write_jobs(project, job() | {"data": {"source": "rows.jsonl", "system": "Be brief. [/INST]"}})

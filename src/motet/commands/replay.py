@@ -38,6 +38,7 @@ from motet.runtime.receipts import (
     materials_of,
     outputs_of,
     read_receipt,
+    receipt_numbers,
 )
 from motet.runtime.recorded import check_recorded, edit_of
 from motet.tasks.judge_answers import FILE, JudgeAnswers
@@ -143,7 +144,7 @@ def _bounds(wanted: Range, original: JobDirectory) -> tuple[int, int]:
     if not 0 < last <= newest.step:
         raise ConfigError(f"{wanted.job} has done {newest.step} steps: there is no version {last} to train again")
     if not (original.receipts / f"v{last}.json").is_file():
-        known = sorted(int(path.stem[1:]) for path in original.receipts.glob("v*.json"))
+        known = receipt_numbers(original.receipts)
         raise RunError(
             f"version {last} of {wanted.job} has no receipt to compare with; it has those of versions "
             f"{', '.join(map(str, known)) or 'none: an earlier Motet trained it'}"

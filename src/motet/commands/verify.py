@@ -26,6 +26,7 @@ from motet.runtime.receipts import (
     Materials,
     read_receipt,
     receipt_damages,
+    receipt_numbers,
     subjects_of,
     version_before,
 )
@@ -61,7 +62,7 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
             lines += wrong
             continue
         early = "" if job.manifest.path.exists() or not steps else _NO_MANIFEST
-        n_receipts = len(list(job.receipts.glob("v*.json")))
+        n_receipts = len(receipt_numbers(job.receipts))
         counted = (
             f"{len(steps)} commits, {len(job.versions())} versions{f', {n_receipts} receipts' if n_receipts else ''}"
         )
@@ -93,7 +94,7 @@ def _verify_version(directory: Path, jobs_file: Path | None) -> int:
         unknown.append(f"{', '.join(others)} (the receipt does not name them)")
     n_receipts = 1
     if chain.is_dir():
-        numbers = [int(path.stem[1:]) for path in chain.glob("v*.json") if path.stem[1:].isdecimal()]
+        numbers = receipt_numbers(chain)
         first, n_receipts = min(numbers, default=0), len(numbers)
         lines += map(str, receipt_damages(chain, number, hash_of(directory / RECEIPT).hexdigest(), first))
         if not lines and version_before(read_receipt(chain / f"v{first}.json")) is not None:
@@ -179,7 +180,7 @@ def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]
     config, sources = load_jobs(jobs_file), Sources()
     known = known_jobs(config.jobs, directories[0].parent if directories else Path(config.run))
     for path in directories:
-        newest = max((int(one.stem[1:]) for one in (path / RECEIPTS).glob("v*.json")), default=None)
+        newest = max(receipt_numbers(path / RECEIPTS), default=None)
         if newest is None or path.name not in known:
             yield from [f"{path}: it has no receipt"] if newest is None else _no_job(path, jobs_file)
             continue

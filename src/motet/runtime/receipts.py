@@ -258,6 +258,11 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return statement
 
 
+def receipt_numbers(folder: Path) -> list[int]:
+    """The versions whose receipts are in a folder, ascending; files with other names are not counted."""
+    return sorted(int(path.stem[1:]) for path in folder.glob("v*.json") if path.stem[1:].isdecimal())
+
+
 def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
     """sha256 of the version's files, by name."""
     return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}
@@ -310,6 +315,6 @@ def receipt_damages(folder: Path, newest: int, wanted: str, first: int = 0) -> I
         if before is None or before[0] < first:
             break
         number, wanted = before
-    for path in sorted(folder.glob("v*.json")):
-        if path.stem[1:].isdecimal() and int(path.stem[1:]) not in known:
-            yield Damage(path, "was added", "remove it")
+    for number in receipt_numbers(folder):
+        if number not in known:
+            yield Damage(folder / f"v{number}.json", "was added", "remove it")

@@ -12,7 +12,7 @@ from tempfile import gettempdir
 from motet.core.errors import ConfigError
 from motet.process import wall
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.receipts import RECEIPT, RECEIPTS
+from motet.runtime.receipts import RECEIPT, RECEIPTS, receipt_numbers
 
 MOST_RECEIPTS = 1000
 """Receipts that an adapter's archive has, of some kilobytes each."""
@@ -55,8 +55,7 @@ class Storage:
             return {}
         newest = int(version.name.removeprefix("v"))
         folder = JobDirectory(version.parent.parent).receipts
-        numbers = (int(path.stem[1:]) for path in folder.glob("v*.json") if path.stem[1:].isdecimal())
-        kept = sorted(number for number in numbers if number <= newest)[-MOST_RECEIPTS:]
+        kept = [number for number in receipt_numbers(folder) if number <= newest][-MOST_RECEIPTS:]
         names = [f"v{number}.json" for number in kept]
         return {RECEIPT: version / RECEIPT, **{f"{RECEIPTS}/{name}": folder / name for name in names}}
 
