@@ -92,6 +92,17 @@ def json_call() -> str:
     return '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
+def test_a_call_is_read_again_as_the_model_wrote_it(stock: openai.OpenAI, model: Says) -> None:
+    arguments = '{"where": "Z\u00fcrich \u00e0 8 \u20ac", "half": "\\ud83d"}'
+    call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    model.texts = [call, "Yes."]
+    (choice,) = chat(stock, False, messages=[HI], tools=[FUNCTION]).choices
+    said = choice.message.model_dump(include={"role", "content", "tool_calls"})
+    result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "2"}
+    chat(stock, False, messages=[HI, said, result], tools=[FUNCTION])
+    assert f"{call}<|im_end|>" in model.read[-1]
+
+
 def test_tools_that_are_not_to_be_called_are_not_offered(stock: openai.OpenAI, model: Says) -> None:
     model.texts = [CALL]
     (choice,) = chat(stock, False, messages=[HI], tools=[FUNCTION], tool_choice="none").choices

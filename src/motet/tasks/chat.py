@@ -141,8 +141,8 @@ class Chat:
             end = self._decode(self._end)
             if all(call["name"] in whole for call in calls) and (not end or end in whole):
                 return whole.rpartition(end)[0] if end else whole
-        written = "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls)
-        return f"{message.content}\n{written}" if message.content else written
+        text = written(message.tool_calls)
+        return f"{message.content}\n{text}" if message.content else text
 
     @cached_property
     def _end(self) -> IntArray:
