@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -101,6 +102,25 @@ def test_a_call_is_read_again_as_the_model_wrote_it(stock: openai.OpenAI, model:
     result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "2"}
     chat(stock, False, messages=[HI, said, result], tools=[FUNCTION])
     assert f"{call}<|im_end|>" in model.read[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [HI], "tools": [FUNCTION]}),
+        ("responses", {"input": "hi", "tools": [FLAT]}),
+        ("messages", {"messages": [HI], "max_tokens": 900, "tools": [{"name": "add", "input_schema": {}}]}),
+    ],
+)
+def test_numbers_that_json_lacks_are_null(
+    scripted: tuple[House, Says], model: Says, path: str, body: Json, stream: bool
+) -> None:
+    model.texts = ['<tool_call>{"name": "add", "arguments": {"a": [NaN, -Infinity, 1e999]}}</tool_call>']
+    answer = scripted[0].ask("POST", f"/v1/{path}", json={"model": "small", **body, "stream": stream})
+    said = answer.text.replace("\\", "").replace(" ", "")
+    assert (answer.status_code, '{"a":[null,null,null]}' in said) == (200, True), said
+    assert not re.search("NaN|Infinity", said)
 
 
 def test_tools_that_are_not_to_be_called_are_not_offered(stock: openai.OpenAI, model: Says) -> None:

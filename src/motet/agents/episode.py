@@ -25,6 +25,7 @@ from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFa
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, ToolCall
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
+from motet.tasks.plain_json import as_json
 from motet.tasks.tool_calls import tool_calls, without_calls
 
 Key = tuple[str, ...]
@@ -240,8 +241,8 @@ def _keys(messages: Sequence[Message]) -> Key:
 
 
 def _key(message: Message) -> str:
-    """Equal for equivalent messages: clients reformat arguments and strip spaces."""
-    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    """Equal for equivalent messages: clients reformat arguments, get null for NaN, and strip spaces."""
+    calls = [[call.name, as_json(call.arguments)] for call in message.tool_calls]
     return json.dumps([message.role, message.content.strip(), calls], sort_keys=True)
 
 

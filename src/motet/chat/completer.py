@@ -14,7 +14,7 @@ from motet.core.errors import ChatRefusal
 from motet.core.section import Described
 from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Tools
-from motet.tasks.plain_json import check_plain
+from motet.tasks.plain_json import as_json, check_plain
 
 EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096
@@ -238,8 +238,8 @@ def call_of(name: str, arguments: str) -> ToolCall:
 
 
 def arguments_of(call: ToolCall) -> str:
-    """A tool call's arguments as JSON text."""
-    return json.dumps(dict(call.arguments))
+    """A tool call's arguments as JSON text; null for numbers that JSON lacks."""
+    return json.dumps(as_json(call.arguments))
 
 
 def event(body: Mapping[str, Any], kind: str = "") -> str:

@@ -21,6 +21,7 @@ from motet.chat.completer import (
 from motet.core.errors import ChatRefusal
 from motet.core.stops import few
 from motet.core.types import Message, ToolCall
+from motet.tasks.plain_json import as_json
 
 Blocks = str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _MOST_BLOCKS = 2 * MOST_MESSAGES
@@ -74,7 +75,7 @@ class MessagesRequest(ChatFormat):
             ends = "tool_use" if one.calls else "max_tokens"
         text = [{"type": "text", "text": one.text}] if one.text or not one.calls else []
         uses = (
-            {"type": "tool_use", "id": name, "name": call.name, "input": dict(call.arguments)}
+            {"type": "tool_use", "id": name, "name": call.name, "input": as_json(call.arguments)}
             for name, call in one.named_calls
         )
         sampled = {"input_tokens": reply.prompt_tokens, "output_tokens": len(one.token_ids)}
