@@ -32,7 +32,7 @@ from motet.runtime.race import Race, check_prepared, check_rows, known_of
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
-from motet.tracking.follow import Followers, job_of_run
+from motet.tracking.follow import Followers, begin, job_of_run
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -189,6 +189,8 @@ def _followed(
         return
 
     states = dict[str, JobState]()
+    for job in config.jobs:
+        begin(run, job.name)
 
     def seen(progress: Sequence[JobProgress]) -> None:
         for one in progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -316,6 +317,23 @@ def test_a_run_that_ended_before_is_sent_by_the_next_one(tmp_path: Path) -> None
     for observers in ([], [lambda job: Noted(job, got)], [lambda job: Noted(job, got)]):
         assert motet.run(jobs, directory=tmp_path / "run", engine={"samplers": 0}, quiet=True, observers=observers).ok
     assert [one[1] for one in got] == [0, "succeeded"]
+
+
+def test_a_job_that_is_removed_and_trained_again_is_another_one(tmp_path: Path) -> None:
+    got, ids, run = list[Any](), list[str](), tmp_path / "run"
+
+    def make(job: ObservedJob) -> Noted:
+        ids.append(job.id)
+        return Noted(job, got)
+
+    for _ in range(3):
+        jobs = [{**JOB, "name": "a", "steps": 1}]
+        assert motet.run(jobs, directory=run, engine={"samplers": 0}, quiet=True, observers=[make]).ok
+        assert [one[1] for one in got] == [0, "succeeded"]
+        assert job_of_run(run, "a").id == ids[-1]
+        got.clear()
+        shutil.rmtree(run / "a")
+    assert ids == [ids[0], f"{ids[0]}-2", f"{ids[0]}-3"]
 
 
 def _until(holds: Any) -> None:

@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -292,7 +293,22 @@ def job_of_run(run_directory: Path, name: str) -> ObservedJob:
     job_id = re.sub(r"[^\w-]+", "_", whole := f"{run_id}-{name}")
     if job_id != whole:  # otherwise `a.1` and `a=1` would be one job
         job_id += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    with contextlib.suppress(FileNotFoundError):
+        job_id += f"-{_times(run_directory, name).read_text()}"
     return ObservedJob(job_id, name, run_directory.resolve().name, "", run_directory / name, run_directory)
+
+
+def begin(run_directory: Path, name: str) -> None:
+    """Before a job of a run begins or resumes: one that was removed gets another id, as its observers know the old steps."""
+    job, times = job_of_run(run_directory, name), _times(run_directory, name)
+    metrics = job.path / "metrics.jsonl"
+    if any(run_directory.glob(f".observed/*/{job.id}")) and not (metrics.is_file() and metrics.stat().st_size):
+        times.write_text(str(int(times.read_text()) + 1 if times.is_file() else 2))
+
+
+def _times(run_directory: Path, name: str) -> Path:
+    """The file that counts how often a job was begun, if more than once."""
+    return run_directory / ".observed" / f"{name}.times"
 
 
 def _state(path: Path) -> JobState:
