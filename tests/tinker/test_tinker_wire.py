@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import tracemalloc
@@ -31,6 +32,7 @@ from motet.runtime.journal import (
     Tensor,
 )
 from motet.service.errors import Refusal
+from motet.service.http.bodies import MOST_GRADIENT
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
@@ -191,6 +193,20 @@ def test_a_gradient_that_takes_too_much_to_read_uses_its_number_up(tmp_path: Pat
         odd = request(model).SerializeToString()[::-1] + bytes(SMALL)  # it does not begin with a model
         assert sent(house, odd).status_code == 413
         assert sent(house, wide("session-0:train:0", 1, [SMALL // 4])).status_code == 404
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_gradient_that_is_too_long_uses_its_number_up(house: House, declared: bool) -> None:
+    model, part = made(house), bytes(2**20)
+    head = request(model, 300).SerializeToString()
+    length = {"content-length": str(MOST_GRADIENT + 1)} if declared else {}
+    first, parts = head + bytes(len(part) - len(head)), MOST_GRADIENT // len(part)
+    body = itertools.chain([first], itertools.repeat(part, parts - 1), [b"."])
+    answer = house.ask(
+        "POST", f"{PREFIX}/forward_backward", content=body, headers={"content-type": CONTENT_TYPE, **length}
+    )
+    assert (answer.status_code, "32 MB at most; send the data in parts" in answer.text) == (413, True), answer.text
+    assert journal(house, model).command(300) == Nothing()
 
 
 def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house: House) -> None:

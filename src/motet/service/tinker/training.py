@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Coroutine, Iterator
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from motet.core.errors import LimitError
 from motet.process.apart import TooMuchError
@@ -17,7 +19,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal
-from motet.service.http.bodies import hold
+from motet.service.http.bodies import MOST_GRADIENT, hold
 from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.models import Models
@@ -39,6 +41,8 @@ from motet.service.tinker.wire import CONTENT_TYPE, SMALL, WireError, begins_wit
 router = new_router()
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
+_FIRST_SECONDS = 2.0
+"""Wait for the beginning of a body that is too long."""
 
 
 def _in_turn(
@@ -93,9 +97,12 @@ def unload_model(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, An
 @router.post("/forward_backward")
 async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, request: Request) -> dict[str, Any]:
     """Add a gradient, or with `forward_only` compute the loss."""
+    body, whole = await _read(request)
+    if not whole:
+        await _use_up(who, tinker, body)
+        raise Refusal(413, f"a gradient request may have {MOST_GRADIENT >> 20} MB at most; send the data in parts")
     if request.headers.get("content-type", "").partition(";")[0] != CONTENT_TYPE:
         raise Refusal(400, f"send {CONTENT_TYPE}: tinker 0.25 and newer do")
-    body = await request.body()
     try:
         read = (
             read_gradient(body)
@@ -103,10 +110,7 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
             else await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
         )
     except TooMuchError:
-        model, number = begins_with(body)
-        if number > 0:
-            refused = functools.partial(_refuse, who, tinker, model, number)
-            await tinker.write_threads.run(who.tenant_id, refused)
+        await _use_up(who, tinker, body)
         raise
 
     def order() -> dict[str, Any]:
@@ -123,8 +127,31 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
     return await tinker.write_threads.run(who.tenant_id, order)
 
 
-def _refuse(who: Principal, tinker: Tinker, model: str, number: int) -> None:
-    tinker.models.refuse(tinker.models.find(who, model), number)
+async def _read(request: Request) -> tuple[bytes, bool]:
+    """The body, and whether it is whole; of one that is too long, the beginning."""
+    parts, whole = list[bytes](), int(request.headers.get("content-length") or 0) <= MOST_GRADIENT
+    try:
+        async with asyncio.timeout(None if whole else _FIRST_SECONDS):
+            async for part in request.stream():
+                parts.append(part)
+                if not whole:
+                    break
+    except TimeoutError:  # nothing came
+        pass
+    except HTTPException as error:
+        if error.status_code != 413:
+            raise
+        whole = False
+    return b"".join(parts), whole
+
+
+async def _use_up(who: Principal, tinker: Tinker, body: bytes) -> None:
+    """Refuse a command that is not read, so that later ones proceed."""
+    model, number = begins_with(body)
+    if number > 0:
+        await tinker.write_threads.run(
+            who.tenant_id, lambda: tinker.models.refuse(tinker.models.find(who, model), number)
+        )
 
 
 @router.post("/optim_step")
