@@ -29,7 +29,8 @@ from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, JsonSize, OpenBytes, _limit
 from motet.service.http.connections import Connections, Seldom, network_of
 from motet.service.routes.completions import ChatCompletion
-from motet.service.schemas import JobsToSubmit
+from motet.service.schemas import CheckedJobs, Events, Jobs, JobsToSubmit, Models, Steps, SubmittedJobs
+from motet.service.schemas.adapters import Shares
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.support.house import House, open_house
@@ -465,6 +466,15 @@ WORK = {
 
 
 def test_it_is_known_of_each_route_where_its_work_is_done() -> None:
+def test_long_lists_are_encoded_beside_the_event_loop() -> None:
+    """FastAPI would check and encode a model in the loop, also where the route works in a thread."""
+    many = {Jobs, SubmittedJobs, CheckedJobs, Models, Shares, Steps, Events}
+    routes = [route for module in ROUTES for route in module.router.routes if route.response_model in many]
+    assert {route.response_model for route in routes} == many
+    in_loop = [route.path for route in routes if inspect.signature(route.endpoint).return_annotation != "Response"]
+    assert in_loop == []
+
+
     listed = [route for routes in WORK.values() for route in routes]
     routes = {
         f"{method} {route.path}": inspect.iscoroutinefunction(route.endpoint)

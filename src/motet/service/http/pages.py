@@ -9,11 +9,20 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 
-def page(around: BaseModel, rows: Iterable[object], *, exclude_none: bool = False) -> Response:
-    """The response `around`, whose `data` is empty, with rows as its data.
+def page(
+    around: BaseModel,
+    rows: Iterable[object] = (),
+    *,
+    exclude_none: bool = False,
+    status: int = 200,
+    **more: Iterable[object],
+) -> Response:
+    """The response `around`, whose lists are empty, with rows as its `data`, and `more` rows for other lists.
 
     Each row is encoded by itself: one call for all would hold up the event loop from any thread.
     """
-    encoded = b",".join(to_json(row, exclude_none=exclude_none, inf_nan_mode="null") for row in rows)
-    empty, whole = b'"data":[]', around.model_dump_json(by_alias=True, exclude_none=exclude_none).encode()
-    return Response(whole.replace(empty, b'"data":[%b]' % encoded, 1), media_type="application/json")
+    whole = around.model_dump_json(by_alias=True, exclude_none=exclude_none).encode()
+    for name, some in {"data": rows, **more}.items():
+        encoded = b",".join(to_json(row, exclude_none=exclude_none, inf_nan_mode="null") for row in some)
+        whole = whole.replace(b'"%b":[]' % name.encode(), b'"%b":[%b]' % (name.encode(), encoded), 1)
+    return Response(whole, status, media_type="application/json")

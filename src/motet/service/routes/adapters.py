@@ -26,6 +26,7 @@ from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, NamedJob, ServiceDep, worked
 from motet.service.errors import Refusal, existing
+from motet.service.http.pages import page
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
 
@@ -235,11 +236,11 @@ def share(who: Asker, service: ServiceDep, shown: SharesDep, wanted: ShareReques
     return shown(made)
 
 
-@router.get("/shares")
-def list_shares(who: Asker, service: ServiceDep, shown: SharesDep) -> Shares:
+@router.get("/shares", response_model=Shares)
+def list_shares(who: Asker, service: ServiceDep, shown: SharesDep) -> Response:
     """List the tenant's shares, and those that others share with it."""
     given, received = service.adapters.given(who), service.adapters.received(who)
-    return Shares(given=[shown(one) for one in given], received=[shown(one) for one in received])
+    return page(Shares(given=[], received=[]), given=map(shown, given), received=map(shown, received))
 
 
 @router.delete("/shares/{share}", status_code=204)

@@ -99,25 +99,25 @@ async def submit(
     return await service.check_threads.run(who.tenant_id, take)
 
 
-@router.post("/submissions", status_code=201)
+@router.post("/submissions", status_code=201, response_model=SubmittedJobs)
 async def submit_all(
     who: Asker,
     service: ServiceDep,
     shown: Shown,
     asked: JobsToSubmit,
     idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
-) -> SubmittedJobs:
+) -> Response:
     """Submit several jobs, all or none. A job may name an earlier one in `adapter.init`; it then waits for that one.
 
     Of a job that races, the answer has all candidates.
     """
 
-    def take() -> SubmittedJobs:
+    def take() -> Response:
         given = [GivenJob(one.job, StartCondition(one.after, asked.at)) for one in asked.jobs]
         submitted = service.submissions.submit(who, given, idempotency_key)
         for job in submitted:
             service.store.audit(who, "submit", job.id)
-        return SubmittedJobs(data=[shown(job) for job in submitted])
+        return page(SubmittedJobs(data=[]), map(shown, submitted), status=201)
 
     return await service.check_threads.run(who.tenant_id, take)
 
@@ -222,14 +222,14 @@ async def rollouts(
     return Response(body, media_type="application/json")
 
 
-@router.post("/check")
-async def check(request: Request, who: Asker, service: ServiceDep, given: JobText) -> CheckedJobs:
+@router.post("/check", response_model=CheckedJobs)
+async def check(request: Request, who: Asker, service: ServiceDep, given: JobText) -> Response:
     """Parse a job file (YAML or JSON) or a single job, and check its jobs as for a submission; nothing is stored."""
     read = await while_there(request, jobs_in(given.text, service.settings.bases, service.apart, who.tenant_id))
 
-    def look() -> CheckedJobs:
+    def look() -> Response:
         service.submissions.check(who, [GivenJob(job) for job in read])
-        return CheckedJobs(jobs=read)
+        return page(CheckedJobs(jobs=[]), jobs=read)
 
     return await while_there(request, service.check_threads.run(who.tenant_id, look))
 
