@@ -259,6 +259,21 @@ class Samples:
         if isinstance(message, Complete):
             self.begun.add(message.key)
             answers = self._host._open[message.key]
+def test_a_model_is_shown_as_it_is_listed(house: House, client: openai.OpenAI) -> None:
+    share = house.ask("POST", "/v1/shares", json={"name": "ended", "tenant": "them"}).json()
+    with client_of(str(house.http.base_url).rstrip("/"), house.keys["theirs"]) as theirs:
+        for one, name in ((client, "ended@latest"), (client, "brought"), (theirs, "us/ended@best")):
+            listed = list(one.models.list())
+            assert {"small", name} <= {model.id for model in listed}
+            assert [one.models.retrieve(model.id) for model in listed] == listed
+        assert (client.models.retrieve("ended").id, client.models.retrieve("base").id) == ("ended", "small")
+        for one, name in ((client, "ended@9"), (client, "nothing"), (theirs, "ended@2"), (theirs, "us/brought")):
+            with pytest.raises(openai.NotFoundError, match=f"there is no model '{name}'") as refused:
+                one.models.retrieve(name)
+            assert (refused.value.param, refused.value.type) == ("model", "not_found_error")
+    house.ask("DELETE", f"/v1/shares/{share['id']}")
+
+
             length = len(message.prompt or message.messages or ())
             if length < 3:
                 answers.put_nowait(PromptRead(message.key, length))

@@ -171,6 +171,20 @@ def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Response:
     return page(Models(data=[]), data, exclude_none=True)
 
 
+@router.get("/models/{model:path}", response_model_exclude_none=True)
+def show_model(who: Asker, service: ServiceDep, model: str) -> Model:
+    """Get a model by any name that a request may give: a base, `job`, `job@version`, an uploaded or a shared adapter."""
+    adapters = service.adapters
+    if (base := adapters.bases.find(model)) is not None:
+        return Model(id=base)
+    named = adapters.named(who, model)
+    if named is None or adapters.resolve(named) is None:
+        raise Refusal(404, str(NoModelError(model)), "model")
+    thing = named.thing
+    created = 0 if "/" in model else int(thing.created)  # those of other tenants do not tell when
+    return Model(id=model, created=created, base=adapters.bases.shown(thing.base))
+
+
 def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse:
     """Server-sent events; a late error becomes an event, because the status has been sent."""
 
