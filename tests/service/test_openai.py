@@ -15,6 +15,7 @@ import pytest
 from motet.cluster.host_link import HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Abandon, Complete, PromptRead, QuestionRefused, ToHost
+from motet.config.service import RateConfig
 from motet.core.types import JobState
 from tests.support.house import House, open_house
 from tests.support.openai_requests import (
@@ -180,6 +181,20 @@ def test_the_same_request_again_is_the_same_job(house: House, client: openai.Ope
     assert client.fine_tuning.jobs.create(**asked).id != first.id
 
 
+def test_a_job_that_the_package_creates_again_after_a_429_is_one(tmp_path: Path) -> None:
+    with (
+        open_house(tmp_path, rate=RateConfig(requests_per_second=0.5, burst=4)) as house,
+        client_of(str(house.http.base_url).rstrip("/"), house.keys["ours"]) as client,
+    ):
+        patient = client.with_options(max_retries=9)
+        asked: Json = {"model": "small", "training_file": uploaded(patient, rows(*WORDS)), "method": method()}
+        while (answer := house.ask("GET", "/v1/me")).status_code == 200:
+            pass
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "2")
+        made = patient.fine_tuning.jobs.create(**asked)
+        assert [job.id for job in patient.fine_tuning.jobs.list()] == [made.id]
+
+
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
@@ -244,21 +259,6 @@ def test_a_version_is_gone_on_from(house: House, client: openai.OpenAI) -> None:
     assert job.model == "ended@latest"
 
 
-class Samples:
-    """A host's process: it answers a prompt of one token id without an end, breaks off one of two, and refuses longer ones."""
-
-    def __init__(self, host: HostLink, place: Path) -> None:
-        """`place` is named where an answer is broken off."""
-        self._host, self._place = host, place
-        self.begun, self.abandoned = set[int](), set[int]()
-
-    def send(self, message: ToHost) -> None:
-        """Begin, refuse or abandon."""
-        if isinstance(message, Abandon):
-            self.abandoned.add(message.key)
-        if isinstance(message, Complete):
-            self.begun.add(message.key)
-            answers = self._host._open[message.key]
 def test_a_model_is_shown_as_it_is_listed(house: House, client: openai.OpenAI) -> None:
     share = house.ask("POST", "/v1/shares", json={"name": "ended", "tenant": "them"}).json()
     with client_of(str(house.http.base_url).rstrip("/"), house.keys["theirs"]) as theirs:
@@ -274,6 +274,21 @@ def test_a_model_is_shown_as_it_is_listed(house: House, client: openai.OpenAI) -
     house.ask("DELETE", f"/v1/shares/{share['id']}")
 
 
+class Samples:
+    """A host's process: it answers a prompt of one token id without an end, breaks off one of two, and refuses longer ones."""
+
+    def __init__(self, host: HostLink, place: Path) -> None:
+        """`place` is named where an answer is broken off."""
+        self._host, self._place = host, place
+        self.begun, self.abandoned = set[int](), set[int]()
+
+    def send(self, message: ToHost) -> None:
+        """Begin, refuse or abandon."""
+        if isinstance(message, Abandon):
+            self.abandoned.add(message.key)
+        if isinstance(message, Complete):
+            self.begun.add(message.key)
+            answers = self._host._open[message.key]
             length = len(message.prompt or message.messages or ())
             if length < 3:
                 answers.put_nowait(PromptRead(message.key, length))
