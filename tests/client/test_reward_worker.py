@@ -14,6 +14,7 @@ import motet
 from motet.client.reward_files import RewardFiles
 from motet.client.scoring import RewardWorker
 from motet.service.schemas.workers import ScoringWork
+from motet.tasks.reward_elsewhere import to_wire
 
 OWN = """
 import time
@@ -39,6 +40,22 @@ def processes() -> set[int]:
             if "motet.tasks.reward_process" in one.cmdline():
                 found.add(one.pid)
     return found
+
+
+def test_a_worker_can_send_an_error_with_half_of_a_character(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text('def reward(problem, completion):\n    raise ValueError("a cut \\ud83d")\n')
+
+    async def main() -> None:
+        async with motet.AsyncClient("http://127.0.0.1:1", "key") as client:
+            worker = RewardWorker(client, RewardFiles(tmp_path / "own.py"))
+            try:
+                scores = to_wire(await worker.score(work()))
+            finally:
+                await worker._pool.close()
+            assert "a cut ?" in scores[0]
+            assert client._request("POST", "/v1/jobs/a/scoring/results", json={"results": scores}).content
+
+    asyncio.run(main())
 
 
 def test_a_worker_ends_the_processes_of_rewards_that_it_used_longest_ago(tmp_path: Path) -> None:

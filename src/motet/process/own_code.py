@@ -104,7 +104,7 @@ class OwnCode:
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """One line for a person: the exception and, if known, the line of `file`.
+    """One line for a person: the exception and, if known, the line of `file`. Halves of characters are `?`.
 
     Motet's own exceptions are sentences already, and need neither a class name nor a line.
     """
@@ -116,7 +116,7 @@ def describe(error: BaseException, file: str = "") -> str:
     own = [frame for frame in frames if frame[0] == file] or theirs
     line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""
     try:
-        text = " ".join(str(error)[:500].split())
+        text = " ".join(str(error)[:500].split()).encode(errors="replace").decode()
     except Exception:  # the __str__ of a user's exception may fail
         text = ""
     if text and frames and frames[-1][0].startswith(_HOUSE) and isinstance(error, ValueError | TypeError | MotetError):
