@@ -65,8 +65,8 @@ smollm2: $(VENV)/.installed-reasoning  ## download SmolLM2-135M-Instruct to the 
 # ---- development -------------------------------------------------------------------------------------------------
 
 .PHONY: vllm
-vllm: | $(BIN)/python  ## make .envs/vllm with a vLLM for CPUs, which tests and benches sample on (a few minutes)
-	@$(BIN)/python -m bench.speed.envs vllm
+vllm: | $(BIN)/python  ## make .envs/vllm with a vLLM for CPUs, which tests and benches sample on (a few minutes; VLLM=0.31.0: an older one)
+	@$(BIN)/python -m bench.speed.envs vllm$(VLLM:%=-%)
 
 .PHONY: tinker
 tinker: | $(BIN)/python  ## make .envs/tinker… with the newest and the oldest tinker package, which tests drive a service with (a few minutes)

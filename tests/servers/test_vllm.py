@@ -22,7 +22,7 @@ from motet.core.errors import EngineError, ProbeError
 from motet.core.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from motet.hosting.launch import load
 from motet.hosting.servers import TOLERANCE, Launched, build_servers
-from motet.rollout.in_vllm.motet_vllm import PREFIX
+from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED
 from motet.rollout.server import Demand, ServerEngine
 from motet.running import run_config
 from motet.runtime.probe import Probe
@@ -41,19 +41,27 @@ KEY = "MOTET_TEST_VLLM_KEY"
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    vllm_python()
     return load("small", EngineConfig(dtype="float32", threads=1))
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("server")
+@pytest.fixture(
+    scope="module", params=[TESTED[-1], *(pytest.param(older, marks=pytest.mark.soak) for older in TESTED[:-1])]
+)
+def release(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def server(small: Any, place: Path) -> Iterator[Launched]:
-    with vllm_server(small, place, own_worker=False) as found:
+def place(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(release)
+
+
+@pytest.fixture(scope="module")
+def server(release: str, small: Any, place: Path) -> Iterator[Launched]:
+    with vllm_server(small, place, own_worker=False, release=release) as found:
         os.environ[KEY] = found.key
+        said = httpx2.get(f"{found.url}/version", headers={"Authorization": f"Bearer {found.key}"}, timeout=60).json()
+        assert said["version"].partition("+")[0] == release
         yield found
         del os.environ[KEY]
 

@@ -16,34 +16,41 @@ from typing import Any
 
 import httpx2
 import pytest
+from bench.speed.envs import directory as environments
+from bench.speed.envs import python_of
 
 from motet.config import LaunchConfig, RolloutConfig
 from motet.hosting import servers
+from motet.rollout.in_vllm.motet_vllm import TESTED
 from motet.rollout.server import Demand
-from tests.conftest import IN_CI, ROOT
+from tests.conftest import IN_CI
 
 WANTED = Demand(adapters=4, versions=16, rank=16)
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 
 
-def vllm_python() -> str:
-    """The interpreter that has vLLM; skips the test where there is none."""
-    found = Path(os.environ.get("MOTET_VLLM_PYTHON") or ROOT / ".envs" / "vllm" / "bin" / "python")
+def vllm_python(release: str = TESTED[-1]) -> str:
+    """The interpreter that has this vLLM; skips the test where there is none."""
+    older = "" if release == TESTED[-1] else f"-{release}"
+    given = "" if older else os.environ.get("MOTET_VLLM_PYTHON")
+    found = Path(given) if given else python_of(environments(), f"vllm{older}")
     if not found.is_file():
-        reason = f"vLLM is not installed in {found.parents[1]}: run `make vllm`"
+        reason = f"vLLM {release} is not installed in {found.parents[1]}: run `make vllm{older and f' VLLM={release}'}`"
         if IN_CI:
             pytest.fail(reason)
         pytest.skip(reason)
     return str(found)
 
 
-def launch() -> LaunchConfig:
+def launch(release: str = TESTED[-1]) -> LaunchConfig:
     """How tests start a server: small."""
-    return LaunchConfig(python=vllm_python(), max_positions=512)
+    return LaunchConfig(python=vllm_python(release), max_positions=512)
 
 
 @contextlib.contextmanager
-def vllm_server(base: Any, directory: Path, *args: str, own_worker: bool = True) -> Iterator[servers.Launched]:
+def vllm_server(
+    base: Any, directory: Path, *args: str, own_worker: bool = True, release: str = TESTED[-1]
+) -> Iterator[servers.Launched]:
     """A server that runs while the block does.
 
     Without `own_worker` its worker shares the engine's process: it loads sooner, and neither waits in a busy loop.
@@ -53,7 +60,7 @@ def vllm_server(base: Any, directory: Path, *args: str, own_worker: bool = True)
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(directory / "by-name"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": f"{own_worker:d}",
     }
-    start = launch().model_copy(update={"env": env, "args": list(args)})
+    start = launch(release).model_copy(update={"env": env, "args": list(args)})
     config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
     (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
     server.process.start()

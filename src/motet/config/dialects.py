@@ -321,7 +321,7 @@ VLLM = Dialect(
     sleep=lambda on_cpu: HttpRequest(f"/sleep?level={0 if on_cpu else 1}", verb="POST"),
     wake=HttpRequest("/wake_up", verb="POST"),
     settings=LimitSettings("--max-loras", "--max-cpu-loras", "--max-lora-rank"),
-    tested=("0.32.0",),  # as `rollout.in_vllm.motet_vllm.TESTED`
+    tested=("0.30.0", "0.31.0", "0.32.0"),  # as `rollout.in_vllm.motet_vllm.TESTED`
 )
 
 SGLANG = Dialect(

@@ -24,8 +24,8 @@ from typing import Any
 EXTENSION = "motet_vllm.FetchedAdapters"
 PREFIX = "/fetched-by-motet/"
 """Without this module, vLLM reports such a path as a missing directory."""
-TESTED = ("0.32.0",)
-"""vLLM releases covered by tests; this module uses private APIs."""
+TESTED = ("0.30.0", "0.31.0", "0.32.0")
+"""vLLM releases covered by tests, oldest first; this module uses private APIs."""
 _ATTEMPTS = 3
 _SECONDS = 30.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -107,7 +107,8 @@ def _fetched(manager: Any, request: Any) -> Any:
         weights_mapper=renames,
         skip_prefixes=getattr(adapters.model, "lora_skip_prefixes", None),
     )
-    adapters._validate_moe_lora_format(lora)
+    if hasattr(adapters, "_validate_moe_lora_format"):  # as for files: from vLLM 0.32
+        adapters._validate_moe_lora_format(lora)
     return lora
 
 
