@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.config import EngineConfig
+from motet.config.engine import ClusterConfig
 from motet.core.device import Device
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.hosting.launch import load
@@ -23,13 +24,16 @@ from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, SampledSequence
+from motet.running import run_config
 from motet.runtime.generation import Generation
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
 from tests.support import tiny_models as tiny
+from tests.support.ray_nodes import cluster_of
 from tests.support.run_decoder import assert_all_is_back, collected_late, decoders
-from tests.support.small_runs import fingerprint, run
+from tests.support.small_runs import config, fingerprint, run
 
+NAMES = ("first", "second")
 BLOCK = 8
 ROOMY = 1 << 30
 CPU = torch.device("cpu")
@@ -369,3 +373,69 @@ def test_a_job_of_several_turns_has_the_same_bytes_and_leaves_no_block(tmp_path:
         found.append(fingerprint(tmp_path / name / "guessing"))
     assert found[0] == found[1] == found[2]
     assert computed[0] < 0.8 * computed[1]
+
+
+COUNTING = """
+import gc, os
+from pathlib import Path
+
+from motet.algorithms import Grpo
+from motet.rollout.decoder import Decoder
+
+
+class Counting(Grpo):
+    place: str
+
+    def advantages(self, groups, max_tokens):
+        gc.collect()
+        (decoder,) = (one for one in gc.get_objects() if type(one) is Decoder)
+        (Path(self.place) / f"{os.getpid()}").write_text(f"{decoder.prefilled_tokens}")
+        return super().advantages(groups, max_tokens)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("engine", "launcher"),
+    [
+        pytest.param({"hosts": 2}, "local", id="hosts", marks=pytest.mark.cell("kept turns", "hosts 2")),
+        pytest.param(
+            {"shard": 2}, "local", id="shards", marks=pytest.mark.cell("kept turns", "shards 2", untried=True)
+        ),
+        pytest.param({"hosts": 2}, "ray", id="ray", marks=pytest.mark.cell("kept turns", "Ray", untried=True)),
+    ],
+)
+def test_several_processes_keep_turns_and_have_the_bytes_of_one_that_keeps_none(
+    engine: dict[str, Any], launcher: str, tmp_path: Path
+) -> None:
+    """They compute fewer tokens of prompts."""
+    (tmp_path / "guessing.py").write_text(GUESSING)
+    (tmp_path / "counting.py").write_text(COUNTING)
+    (counts := tmp_path / "counts").mkdir()
+    common: dict[str, Any] = {"samplers": 0, "threads": 1, "dtype": "float32", "kernels": "torch"}
+
+    def computed(name: str, cluster: dict[str, Any], **engine: Any) -> int:
+        """Tokens of prompts, by all processes."""
+        algorithm = {"type": f"{tmp_path}/counting.py:Counting", "place": str(counts)}
+        jobs = [
+            {
+                "name": one, "data": {"source": "toy:add", "holdout": 0}, "steps": 2, "sampling": {"max_tokens": 12},
+                "environment": {"name": f"{tmp_path}/guessing.py:Guessing", "max_turns": 3},
+                "algorithm": {**algorithm, "group_size": 3, "groups_per_step": 2},
+            }
+            for one in NAMES
+        ]  # fmt: skip
+        settings = config(tmp_path / name, jobs, **common, **engine)
+        result = run_config(settings.model_copy(update={"cluster": ClusterConfig(**cluster)}))
+        assert result.ok, [one.message for one in result.jobs.values()]
+        found = [int(file.read_text()) for file in counts.iterdir()]
+        assert len(found) == engine.get("hosts", 1), "each host has a job"
+        for file in counts.iterdir():
+            file.unlink()
+        return sum(found)
+
+    whole = computed("one", {}, kept_kv=0.0)
+    with cluster_of(launcher) as cluster:
+        assert computed("several", cluster, kept_kv=1.0, **engine) < 0.8 * whole
+    for name in NAMES:
+        assert fingerprint(tmp_path / "several" / name) == fingerprint(tmp_path / "one" / name)

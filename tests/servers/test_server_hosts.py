@@ -22,10 +22,13 @@ from motet.config.service import Largest
 from motet.core.errors import ConfigError
 from motet.hosting.launch import load
 from motet.hosting.servers import build_servers
+from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.server import Demand
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rundir import RunDirectory
 from tests.support.base_servers import BaseServer, base_servers, stand_in
+from tests.support.node_agents import node_agent
+from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import Json, host_process, serving, tiny
 from tests.support.tiny_models import base as tiny_base
 from tests.support.waiting import wait_until
@@ -40,8 +43,9 @@ def job(name: str) -> Json:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[BaseServer]]:
-    with base_servers(load("small", EngineConfig(threads=1, kernels="torch")), 3) as found:
+def servers(request: pytest.FixtureRequest) -> Iterator[list[BaseServer]]:
+    protocol = getattr(request, "param", "vllm")
+    with base_servers(load("small", EngineConfig(threads=1, kernels="torch")), 3, protocol) as found:
         yield found
 
 
@@ -49,6 +53,7 @@ def servers() -> Iterator[list[BaseServer]]:
 def fresh(servers: list[BaseServer]) -> list[BaseServer]:
     for server in servers:
         server.loads.clear()
+        server.paths.clear()
         server.unloads.clear()
         server.completions = 0
     return servers
@@ -56,18 +61,22 @@ def fresh(servers: list[BaseServer]) -> list[BaseServer]:
 
 def rollout(servers: list[BaseServer], place: Path) -> Json:
     settings = {"health_seconds": 0.5, "patience_seconds": 6.0, "directory": str(place)}
-    return {"engine": "vllm", "urls": [server.url for server in servers], **settings}
+    return {"engine": servers[0].dialect if servers else "vllm", "urls": [one.url for one in servers], **settings}
 
 
 class Run:
     """`motet run` of all jobs in a directory."""
 
-    def __init__(self, place: Path, servers: list[BaseServer], launch: Json | None = None, **engine: int) -> None:
+    def __init__(
+        self, place: Path, servers: list[BaseServer], launch: Json | None = None, by: Json | None = None,
+        cluster: Json | None = None, **engine: int,
+    ) -> None:  # fmt: skip
+        """`by`: how versions come to the servers."""
         self.directory = place / "run"
-        settings = rollout(servers, place / "served")
+        settings = {**rollout(servers, place / "served"), **(by or {})}
         if launch is not None:
             settings = {**settings, "urls": [], "launch": launch, "patience_seconds": 120.0}
-        tree = {"base": "small", "engine": {**ENGINE, **engine}, "rollout": settings}
+        tree = {"base": "small", "engine": {**ENGINE, **engine}, "cluster": cluster or {}, "rollout": settings}
         place.mkdir(exist_ok=True)
         (place / "jobs.yaml").write_text(yaml.safe_dump({**tree, "jobs": [job(name) for name in NAMES]}))
         command = [sys.executable, "-m", "motet", "run", str(place / "jobs.yaml"), "--run", str(self.directory)]
@@ -97,21 +106,50 @@ def jobs_of(server: BaseServer) -> set[str]:
     return {name.partition(".")[0] for name in server.loads}
 
 
-@pytest.mark.cell("publish by files", "hosts 2")
 @pytest.mark.soak
 @HOSTS
-def test_each_host_has_servers_of_its_own(alone: dict[str, bytes], fresh: list[BaseServer], tmp_path: Path) -> None:
-    """Three servers for two hosts: a version is where its host's are, and nobody else unloads it."""
-    assert Run(tmp_path, fresh, hosts=2, shard=1).ended() == alone
+@pytest.mark.parametrize(
+    ("servers", "way", "launcher"),
+    [
+        pytest.param("vllm", "files", "local", marks=pytest.mark.cell("publish by files", "hosts 2")),
+        pytest.param("vllm", "tensors", "local", marks=pytest.mark.cell("publish by tensors", "hosts 2")),
+        pytest.param("vllm", "node agents", "local", marks=pytest.mark.cell("publish by node agents", "hosts 2")),
+        pytest.param("sglang", "node agents", "local", marks=pytest.mark.cell(
+            "publish by node agents, hosts", "SGLang (fake)"
+        )),
+        pytest.param("vllm", "files", "ray", marks=pytest.mark.cell("publish by files", "Ray", untried=True)),
+        pytest.param("vllm", "tensors", "ray", marks=pytest.mark.cell("publish by tensors", "Ray", untried=True)),
+        pytest.param("vllm", "node agents", "ray", marks=pytest.mark.cell("publish by node agents", "Ray", untried=True)),
+    ],
+    indirect=["servers"],
+)  # fmt: skip
+def test_each_host_has_servers_of_its_own(
+    way: str, launcher: str, alone: dict[str, bytes], fresh: list[BaseServer], tmp_path: Path
+) -> None:
+    """Three servers for two hosts: a version comes to those of its host, whichever way, and nobody else unloads it."""
+    place = f"{tmp_path / 'served'}/"
+    with contextlib.ExitStack() as stack:
+        by: Json = {}
+        if way == "tensors":
+            by, place = {"publish_by": way}, PREFIX
+        elif way == "node agents":
+            nodes, place = tmp_path / "nodes", f"{tmp_path / 'nodes'}/"
+            agents = [node_agent(one.url, nodes / f"{one.port}", dialect=one.dialect) for one in fresh]
+            by = {"agents": [stack.enter_context(agent) for agent in agents]}
+        cluster = stack.enter_context(cluster_of(launcher))
+        assert Run(tmp_path, fresh, by=by, cluster=cluster, hosts=2, shard=1).ended() == alone
     first, second, third = map(jobs_of, fresh)
     assert first | third | second == set(NAMES)
     assert all(server.completions for server in fresh)
     assert not (first | third) & second
     for server in fresh:
+        assert all(path.startswith(place) for path in server.paths), server.paths
         assert len(set(server.loads)) == len(server.loads), "a name was used twice"
         assert sorted(server.unloads) == sorted(server.loads), "each version is unloaded once"
         assert server.loaded == []
-    assert not list((tmp_path / "served").iterdir()), "files stayed"
+    assert not [*tmp_path.glob("served/*")], "files stayed"
+    for node in tmp_path.glob("nodes/*"):
+        assert len([*node.iterdir()]) <= 2, "an agent keeps more than the two that were unloaded last"
 
 
 @HOSTS

@@ -298,6 +298,7 @@ def test_where_others_could_fetch_too_there_is_a_key(tmp_path: Path) -> None:
         server.close()
 
 
+@pytest.mark.cell("publish by tensors", "SGLang (fake)", refused="only vLLM's workers fetch versions")
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

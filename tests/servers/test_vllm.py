@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -219,6 +220,39 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
     assert np.array_equal(fetched, read)
     print(problem)
     assert "differ" in problem
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("files", marks=pytest.mark.cell("publish by files", "two vLLMs", untried=True)),
+        pytest.param("node agents", marks=pytest.mark.cell("publish by node agents", "two vLLMs", untried=True)),
+    ],
+)
+def test_a_job_learns_on_two_servers_that_both_get_each_version(
+    way: str, release: str, small: Any, server: Launched, place: Path, tmp_path: Path
+) -> None:
+    one = job("both", "toy:sort_letters", 8, steps=4, optimizer={"lr_multiplier": 2})
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(
+            vllm_server(small, tmp_path / "other", own_worker=False, release=release, key=server.key)
+        )
+        urls, agents = [server.url, other.url], list[str]()
+        if way == "node agents":
+            beside = (node_agent(url, tmp_path / f"node-{n}", server.key) for n, url in enumerate(urls))
+            agents = [stack.enter_context(agent) for agent in beside]
+        found = run_config(config(tmp_path, {"urls": urls, "agents": agents, "api_key_env": KEY}, [one]), base=small)
+    result = found.jobs["both"]
+    assert result.state == "succeeded", result.message
+    (_, before), (_, after) = result.evaluations
+    assert after > before + 0.05
+    assert max(line["logprob_gap"] for line in records(tmp_path / "run", "both") if line.get("tokens")) < FLOAT32_GAP
+    for number, log in enumerate((place / "server-0.log", tmp_path / "other" / "server-0.log")):
+        given = re.findall(r"Loaded new LoRA adapter: name 'both\.[^']*-v(\d)', path '([^']*)'", log.read_text())
+        assert [version for version, _ in given][-5:] == [*"01234"]
+        where = tmp_path / (f"node-{number}" if way == "node agents" else "served")
+        assert all(path.startswith(f"{where}/") for _, path in given[-5:])
 
 
 def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tmp_path: Path) -> None:

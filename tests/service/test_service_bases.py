@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import re
 import tarfile
@@ -25,7 +26,7 @@ from motet.cluster.placement import HostLoad, Move, moved, placed
 from motet.cluster.starts import launcher, starts_of
 from motet.config import HostConfig, budgets
 from motet.config.engine import ClusterConfig, EngineConfig
-from motet.config.jobfile import load_service
+from motet.config.jobfile import load_service, validate
 from motet.config.service import ANY_SIZE, ServiceConfig
 from motet.core.device import Device
 from motet.core.errors import ConfigError, StoreError
@@ -33,6 +34,7 @@ from motet.core.types import Message, SamplingParams, Wanted
 from motet.hosting.answers import Answers
 from motet.hosting.launch import load
 from motet.rollout.embedded import EmbeddedEngine
+from motet.running import run_config
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Claim, Rule
 from motet.service.app import create_app
@@ -43,8 +45,10 @@ from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tinker.parts import PREFIX
 from tests.support.adapter_files import run_alone, weights_of
+from tests.support.base_servers import base_servers
 from tests.support.commands import Motet
 from tests.support.house import House, open_house
+from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import Json, Service, host_process, serving, tiny
 from tests.support.tinker_run import job_of, run_script
 
@@ -159,6 +163,45 @@ def test_each_job_trains_on_its_base_and_a_host_that_dies_loses_nothing(
     assert service.states(story.victim).count("running") >= 2
     service.until(lambda: starts(service)[str(story.first[story.victim])] == (dead, 2.0))
     assert starts(service)[str(hosts)][0] == "twin"
+
+
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("shards", marks=pytest.mark.cell("several bases", "shards 2", untried=True)),
+        pytest.param("ray", marks=pytest.mark.cell("several bases", "Ray", untried=True)),
+        pytest.param("sglang", marks=pytest.mark.cell("several bases", "SGLang (fake)", untried=True)),
+    ],
+)
+def test_bases_in_shards_on_nodes_and_on_servers_have_the_bytes_of_each_alone(
+    where: str, twin: Path, tmp_path: Path
+) -> None:
+    engine: Json = {**ENGINE, "kernels": "torch"}
+    bases: dict[str, Json] = {"small": {"base": "small"}, "twin": {"base": str(twin)}}
+    with contextlib.ExitStack() as stack:
+        for name, one in bases.items() if where == "sglang" else ():
+            loaded = load(one["base"], EngineConfig(threads=1, kernels="torch"))
+            (server,) = stack.enter_context(base_servers(loaded, 1, where))
+            one["rollout"] = {"engine": where, "urls": [server.url], "directory": str(tmp_path / f"served-{name}")}
+        names = dict(zip("ab", bases, strict=True))
+        alone = {
+            name: weights_of(run_config(validate({
+                **bases[base], "run": str(tmp_path / name), "engine": engine, "jobs": [job(name)]
+            }, "the test")))[name]
+            for name, base in names.items()
+        }  # fmt: skip
+        cluster = stack.enter_context(cluster_of("ray" if where == "ray" else "local"))
+        shard = 2 if where == "shards" else 1
+        config = {"engine": {**engine, "shard": shard}, "bases": bases, "cluster": cluster}
+        (tmp_path / "bases.yaml").write_text(yaml.safe_dump(config))
+        with serving(tmp_path / "service", "--config", str(tmp_path / "bases.yaml"), base=None) as service:
+            for name, base in names.items():
+                service.submit({**job(name), "base": base})
+            for name, base in names.items():
+                assert service.ended(name) == "succeeded", service.job(name)["message"]
+                assert service.weights(name) == alone[name], f"not the bytes of {base} alone"
 
 
 def starts(service: Service) -> dict[str, tuple[str, float]]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +38,9 @@ from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
 from motet.hosting.launch import build, load
 from motet.hosting.workshop import Workshop
 from motet.model.lora_model import LoraModel
+from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.server_process import free_port
+from motet.rollout.shipping import unpack
 from tests.conftest import ROOT
 
 _serial = itertools.count()
@@ -46,11 +50,13 @@ class BaseServer:
     """One of them; they share an engine, not their adapters."""
 
     def __init__(self, workshop: Workshop, base: LoraModel, port: int = 0, dialect: str = "vllm") -> None:
-        self.port, self._dialect = port or free_port(), dialect
+        self.port, self.dialect = port or free_port(), dialect
         self._home = asyncio.Event()
         self._closed = False
         self.loads: list[str] = []
         """Names, in order."""
+        self.paths: list[str] = []
+        """Where each was."""
         self.unloads: list[str] = []
         self.completions = 0
         self._asleep = False
@@ -75,7 +81,7 @@ class BaseServer:
             ("POST", "/sleep"): self._sleep,
             ("POST", "/wake_up"): self._wake,
         }
-        if self._dialect == "sglang":
+        if self.dialect == "sglang":
             paths = {
                 ("GET", "/health"): self._health,
                 ("GET", "/v1/models"): self._models,
@@ -132,8 +138,13 @@ class BaseServer:
     async def _load(self, body: Any) -> Response:
         name = body["lora_name"]
         self.loads.append(name)
+        self.paths.append(path := body["lora_path"])
         ref = AdapterRef(f"{self.port}.{name}", next(_serial))
-        await self._engine.load_adapter(ref, Path(body["lora_path"]))
+        with tempfile.TemporaryDirectory() as fetched:
+            if path.startswith(PREFIX):
+                content = await asyncio.to_thread(fetch, path, None)
+                unpack(content, hashlib.sha256(content).hexdigest(), Path(path := fetched))
+            await self._engine.load_adapter(ref, Path(path))
         self._adapters[name] = ref
         return Response()
 

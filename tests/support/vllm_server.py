@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def launch(release: str = TESTED[-1]) -> LaunchConfig:
 
 @contextlib.contextmanager
 def vllm_server(
-    base: Any, directory: Path, *args: str, own_worker: bool = True, release: str = TESTED[-1]
+    base: Any, directory: Path, *args: str, own_worker: bool = True, release: str = TESTED[-1], key: str = ""
 ) -> Iterator[servers.Launched]:
     """A server that runs while the block does.
 
@@ -59,6 +60,7 @@ def vllm_server(
     env = {
         "VLLM_LORA_RESOLVER_CACHE_DIR": str(directory / "by-name"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": f"{own_worker:d}",
+        **({"VLLM_API_KEY": key} if key else {}),
     }
     start = launch(release).model_copy(update={"env": env, "args": list(args)})
     config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
@@ -66,7 +68,7 @@ def vllm_server(
     server.process.start()
     try:
         _wait(server)
-        yield server
+        yield replace(server, key=key or server.key)
     finally:
         server.process.close()
 
