@@ -223,7 +223,7 @@ def start_block() -> Block:
                 "value",
                 "first token",
                 "",
-                Goal("<", 5.0),
+                Goal("<", 3.0),
                 "s",
             ),
         ),
