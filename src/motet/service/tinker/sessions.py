@@ -26,7 +26,6 @@ def client_config(who: Asker, wanted: Anything) -> dict[str, Any]:
     return {
         **_CHUNK,
         "parallel_fwdbwd_chunks": True,
-        "use_pyqwest_transport": False,
         "sample_max_concurrent_requests": 512,
     }
 
