@@ -23,6 +23,7 @@ from motet.service.database.tables import StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
+from motet.service.jobs.named_files import NamedFiles
 from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, Sibling, StartCondition
 from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
@@ -61,6 +62,7 @@ class Submissions:
         quotas: Quotas,
         enforcer: QuotaEnforcer,
         queue: JobQueue,
+        files: NamedFiles,
         handover: Handover,
         hosts: Hosts,
         secrets: Secrets,
@@ -71,7 +73,7 @@ class Submissions:
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
-        self._handover, self._hosts, self._secrets = handover, hosts, secrets
+        self._files, self._handover, self._hosts, self._secrets = files, handover, hosts, secrets
         self._recorder, self._races = recorder, races
         self._changing = threading.Lock()
 
@@ -154,7 +156,7 @@ class Submissions:
         if self._bases.hides(config.name):
             raise ConfigError(f"name: {config.name!r} is a base of this service; give the job another")
         self._quotas.check_size(who.tenant_id, config)
-        self._handover.tree(who, config, "job")  # files that it names must exist now
+        self._files.tree(who, config, "job")  # files that it names must exist now
         return config, base
 
     def submit(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None) -> list[StoredJob]:
