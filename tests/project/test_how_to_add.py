@@ -91,8 +91,8 @@ class NewestFirst(FairScheduler):
 """
         },
         "hosting/host.py",
-        "        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)\n",
-        "        scheduler = FairScheduler(self.workshop.engine.capacity * 3 // 2)\n"
+        "        scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)\n",
+        "        scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)\n"
         "        if engine.slots == 6:\n"
         '            made = __import__("motet.runtime.newest_first", fromlist=["NewestFirst"]).NewestFirst\n'
         "            scheduler = made(scheduler.capacity)\n",

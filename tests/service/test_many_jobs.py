@@ -93,8 +93,9 @@ def test_jobs_are_handed_over_without_a_look_at_all_jobs_for_each(house: House) 
         assert {message.first_step for message in messages} == {1}
         return queries(house.service.handover.open_jobs), counted["Assignments.loads"]
 
-    few = counts(20, 10)
-    assert counts(50, 10) == few
+    few, many = counts(20, 10), counts(50, 10)
+    assert many[1] == few[1]
+    assert many[0] <= few[0] + 10, "but for the limits of each tenant, which are read once a second"
 
 
 def test_shares_take_as_many_queries_for_many_as_for_one(house: House) -> None:
