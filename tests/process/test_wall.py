@@ -203,12 +203,24 @@ def test_every_scorer_that_evaluates_anything_is_in_the_table():
     [
         ("spiral_matrix", [(lambda answer: str([int(n) for n in answer.split()]), 0.1),
                            (lambda answer: f"[print(1)] or {answer.split()}", 0.0)]),
-        ("string_insertion", [(lambda answer: str(list(answer)), 0.1)]),
-        ("binary_matrix", [(lambda answer: str([[int(n) for n in row.split()] for row in answer.splitlines()]), 0.1)]),
-        ("n_queens", [(lambda answer: str([row.split() for row in answer.splitlines()]), 0.5)]),
+        pytest.param("string_insertion", [(lambda answer: str(list(answer)), 0.1)], marks=pytest.mark.soak),
+        pytest.param(
+            "binary_matrix",
+            [(lambda answer: str([[int(n) for n in row.split()] for row in answer.splitlines()]), 0.1)],
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "n_queens",
+            [(lambda answer: str([row.split() for row in answer.splitlines()]), 0.5)],
+            marks=pytest.mark.soak,
+        ),
         ("countdown", [(lambda answer: f"({answer}) + 0", 0.05), (lambda answer: answer, 1.0),
                        (lambda answer: f"__import__('os').getpid() * 0 + {answer}", 0.01)]),
-        ("puzzle24", [(lambda answer: answer, 1.0), (lambda answer: "9**9**9**9", 0.01)]),
+        pytest.param(
+            "puzzle24",
+            [(lambda answer: answer, 1.0), (lambda answer: "9**9**9**9", 0.01)],
+            marks=pytest.mark.soak,
+        ),
     ],
 )  # fmt: skip
 def test_answers_are_read_and_not_evaluated(task, answers):

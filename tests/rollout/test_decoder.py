@@ -137,9 +137,7 @@ def test_short_ticks_beside_other_tenants_change_no_bit() -> None:
     few(
         [*((*base, 0) for base in BASES), *((*base, extra) for base in BASES[:2] for extra in (1, 3))],
         ("llama", "float32", 1),
-        ("llama", "bfloat16", 0),
         ("qwen3_5", "bfloat16", 0),
-        ("falcon_h1", "float32", 0),
     ),
 )
 def test_preempted_equals_not_preempted(name, dtype, extra):
@@ -150,7 +148,7 @@ def test_preempted_equals_not_preempted(name, dtype, extra):
     assert decoder.prefills > len(asks)
 
 
-@pytest.mark.parametrize(("name", "dtype"), few(BASES, BASES[1], BASES[3]))
+@pytest.mark.parametrize(("name", "dtype"), few(BASES, BASES[3]))
 def test_what_gave_way_comes_back_without_being_computed_again(name, dtype):
     """With room in host memory every prompt is prefilled once; with too little some are again, and no bit differs."""
     asks = [Ask(19, 30, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
