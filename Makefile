@@ -59,7 +59,8 @@ demo: $(VENV)/.installed  ## train several adapters on the small base that ships
 	HF_HUB_OFFLINE=1 $(BIN)/motet demo
 
 .PHONY: smollm2
-smollm2: $(VENV)/.installed-reasoning  ## download SmolLM2-135M-Instruct to the local cache, and install reasoning-gym
+# beside a goal that installs more, only that one calls pip
+smollm2: $(VENV)/$(if $(filter install lint,$(MAKECMDGOALS)),.installed-dev,.installed-reasoning)  ## download SmolLM2-135M-Instruct to the local cache, and install reasoning-gym
 	$(BIN)/python scripts/fetch_smollm2.py
 
 # ---- development -------------------------------------------------------------------------------------------------
