@@ -45,7 +45,7 @@ ROUTES = (
     training, sessions, runs,
     jobs, races, events, adapters, files, tenants, sign_in, completions, fine_tuning, dashboard, rewards, episodes, health,
 )  # fmt: skip
-"""Searched in this order for each request; a client of the Tinker protocol sends a score for each step."""
+"""Searched in this order for each request; a client of the Tinker protocol sends the most."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503, 507)
 }
