@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from motet.algorithms.supervised import Supervised
@@ -141,6 +142,56 @@ def test_a_wide_pass_pauses_for_others_and_changes_no_bit() -> None:
         if name == "big":
             np.testing.assert_array_equal(trained[0].logprobs[0], found["big"][0].logprobs[0])
             assert trained[0].stats == found["big"][0].stats
+
+
+class Underestimated(Watched):
+    """Its passes take several turns, though their work fits into one."""
+
+    def train_in_pieces(self, batch: Batch) -> Pieces[Any]:
+        for _ in range(3):
+            yield HEAD_ROWS
+        return (yield from super().train_in_pieces(batch))
+
+
+def all_end(base: LoraModel, given: Mapping[str, tuple[Segment, ...]], kind: type[Watched] = Watched) -> Watched:
+    """Train the segments of several jobs; the first is chosen alone. Fails if some are never trained."""
+
+    async def script(learner: Learner, scheduler: FairScheduler) -> None:
+        tasks = set[asyncio.Task[Any]]()
+        for name, some in given.items():
+            tasks.add(asyncio.create_task(learner.train(name, some), name=name))
+            if len(tasks) == 1:
+                await until(lambda: learner._turn_of is not None)
+        done, left = await asyncio.wait(tasks, timeout=60)
+        for task in left:
+            task.cancel()
+        assert not left, f"only {sorted(one.get_name() for one in done)} of {sorted(given)} were trained"
+
+    trainer = company(base, script, *given, kind=kind)
+    alone = TorchTrainer(base, slots=4)
+    for name, some in given.items():
+        alone.add_adapter(name, AdapterConfig(rank=4), seed=1)
+        for one in some:
+            alone.forward_backward(Batch((one,)))
+        assert torch.equal(gradient(alone, name), gradient(trainer, name))
+    return trainer
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
+def test_passes_that_are_longer_than_their_work_are_all_trained(names: str) -> None:
+    """A second pass that paused took the place of the first, whose callers waited for ever."""
+    given = {name: segments(name, make_samples(((3, 5),), seed=seed)) for seed, name in enumerate(names)}
+    all_end(tiny.base("llama"), given, Underestimated)
+
+
+def test_targets_of_shared_tokens_count_for_each_sample() -> None:
+    """Eight samples of one text run once, but their targets are predicted eight times: no pass has two of these."""
+    sample = replace(make_samples(((1, 21),), seed=3)[0], loss_mask=np.arange(22) > 0)
+    segment = Segment("a", (sample,) * 8, Supervised(), 10.0, share_prefixes=True)
+    assert segment.packed_work == 8 * 21
+    given = {name: (replace(segment, adapter=name),) for name in "abcd"}
+    trainer = all_end(tiny.base("llama"), given)
+    assert {name for name in trainer.pieces if "+" in name} == set()
 
 
 def test_a_pass_has_no_more_of_another_tenants_work_than_of_the_one_that_comes_first() -> None:

@@ -210,11 +210,12 @@ class Segment:
 
     @property
     def packed_work(self) -> int:
-        """Tokens times targets; shared tokens count once."""
-        return sum(
+        """Tokens times targets; shared tokens count once. At least the number of predicted targets."""
+        packed = sum(
             (sample.n_tokens - saved) * sample.n_targets
             for sample, saved in zip(self.samples, self.shared, strict=True)
         )
+        return max(packed, sum(sample.n_trainable * sample.n_targets for sample in self.samples))
 
 
 @dataclass(frozen=True)

@@ -252,9 +252,9 @@ class Learner:
             turn.entries = wanted
         started = time.perf_counter()
         pieces = turn.pieces = turn.pieces or self._pieces(turn.entries)
-        done = 0
+        done, pauses = 0, len(turn.entries) == 1 and self._paused in (None, turn)
         try:
-            while done < self._budget:
+            while done < self._budget or not pauses:
                 done += next(pieces)
         except StopIteration as end:
             results: tuple[Any, ...] = end.value
