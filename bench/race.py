@@ -1,6 +1,7 @@
 """Do races find good settings, and what do they cost? Rules are compared on recorded curves.
 
     python bench/race.py record curves/ --tasks sort_letters,reverse --seeds 1,2     # trains every candidate to the end, once
+    python bench/race.py record curves/ --tasks products,letters --seeds 1           # tasks of examples/smollm2.yaml
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --schedule linear  # each with a rate that falls to 0
     python bench/race.py race curves/ --tasks sort_letters --seeds 1 --race '{"exploit": true}' --label copies  # a real race
@@ -25,6 +26,8 @@ from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
 
+import yaml
+
 from motet.config import JobConfig
 from motet.config.candidates import raced
 from motet.config.jobfile import validate
@@ -40,6 +43,9 @@ WIDE = {
     "algorithm.group_size": [4, 8, 16],
 }
 ENGINE = {"samplers": 0}
+EXAMPLE = yaml.safe_load((Path(__file__).parents[1] / "examples/smollm2.yaml").read_text())
+SMOLLM2 = {job["name"]: {**EXAMPLE["defaults"]["data"], **job["data"]} for job in EXAMPLE["jobs"]}
+"""Data of the tasks on SmolLM2; all others are tasks of the small base."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +77,24 @@ class Curve:
 
 def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant") -> JobConfig:
     """A job that races."""
+    larger = task in SMOLLM2
     job = {
         "name": f"{task}-s{seed}",
-        "data": f"toy:{task}",
-        "reward": "exact",
+        "data": SMOLLM2[task] if larger else f"toy:{task}",
+        "reward": EXAMPLE["defaults"]["reward"] if larger else "exact",
         "steps": STEPS,
         "seed": seed,
-        "sampling": {"max_tokens": 12},
+        "sampling": {"max_tokens": 24 if larger else 12},
         "algorithm": {"groups_per_step": 4},
         "optimizer": {"schedule": schedule},
         "race": race,
     }
     return JobConfig.model_validate(job)
+
+
+def base_of(task: str) -> str:
+    """The base on which a task is trained."""
+    return "smollm2" if task in SMOLLM2 else "small"
 
 
 def candidates(task: str, seed: int, *, control: bool, schedule: str) -> list[JobConfig]:
@@ -101,7 +113,7 @@ def record(directory: Path, task: str, seed: int, *, control: bool, schedule: st
     if out.exists():
         return
     jobs, run = candidates(task, seed, control=control, schedule=schedule), directory / "runs" / name
-    done = run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": jobs}, "the bench"))
+    done = run_config(validate({"base": base_of(task), "run": str(run), "engine": ENGINE, "jobs": jobs}, "the bench"))
     if any(job.state != "succeeded" for job in done.jobs.values()):
         raise SystemExit("interrupted; the same command resumes")
     curves = {}
@@ -349,7 +361,7 @@ def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label:
     out, run = directory / f"race-{label}-{job.name}.json", directory / "runs" / f"{label}-{job.name}"
     if out.exists():
         return
-    done = run_config(validate({"base": "small", "run": str(run), "engine": ENGINE, "jobs": [job]}, "the bench"))
+    done = run_config(validate({"base": base_of(task), "run": str(run), "engine": ENGINE, "jobs": [job]}, "the bench"))
     outcome = done.races[job.name].outcome
     assert outcome is not None
     assert outcome.finalist is not None

@@ -7,6 +7,7 @@ import math
 import random
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
@@ -75,21 +76,31 @@ def page(run: Path) -> Page:
     return Page(write_report(run).read_text())
 
 
-def shown(report: Path, text: str = "", modifiers: Any = (), **settings: Any) -> str:
-    """What a real browser shows of a report, once it has drawn; it must ask for nothing and tell no error.
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """A real one."""
+    pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+    from tests.support.browser import CHROMIUM, browsing
+
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: apt install chromium")
+    with browsing() as opened:
+        yield opened
+
+
+def shown(browser: Any, report: Path, text: str = "", modifiers: Any = (), **settings: Any) -> str:
+    """What a browser shows of a report, once it has drawn; it must ask for nothing and tell no error.
 
     Args:
+        browser: a real one.
         report: the file.
         text: of the buttons that are pressed, with commas between.
         modifiers: keys that are held meanwhile.
         settings: of the browser's context.
     """
-    pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
-    from tests.support.browser import CHROMIUM, browsing, watched
+    from tests.support.browser import watched
 
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt install chromium")
-    with browsing() as browser, watched(browser, report.as_uri(), **settings) as opened:
+    with watched(browser, report.as_uri(), **settings) as opened:
         opened.goto(report.as_uri())
         opened.locator("figure .scatterlayer .trace, figure[data-points='0']").first.wait_for()
         opened.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
@@ -208,10 +219,10 @@ def test_page_is_deterministic(run: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_shows_it_without_a_network(run: Path, scheme: str) -> None:
+def test_a_browser_shows_it_without_a_network(run: Path, browser: Any, scheme: str) -> None:
     """On a desk and on a phone; what users and models wrote is text."""
     viewport = {"width": 360, "height": 740} if scheme == "dark" else {"width": 1280, "height": 900}
-    text = shown(write_report(run), viewport=viewport, color_scheme=scheme)
+    text = shown(browser, write_report(run), viewport=viewport, color_scheme=scheme)
     for part in ("succeeded", "40/40", "33/60", "9/40", "26/40", "1 succeeded", "1 failed", "add/versions/v40"):
         assert part in text
     for part in (
@@ -227,20 +238,21 @@ def test_a_browser_shows_it_without_a_network(run: Path, scheme: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_is_hidden_in_all_charts_at_once(run: Path) -> None:
+def test_a_job_is_hidden_in_all_charts_at_once(run: Path, browser: Any) -> None:
     def points(text: str) -> dict[str, int]:
         return {title: int(number) for title, number in re.findall(r"(\w+)=(\d+)", text)}
 
     report = write_report(run)
-    before, after = points(shown(report)), points(shown(report, "add"))
+    before, after = points(shown(browser, report)), points(shown(browser, report, "add"))
     assert all(after[title] < before[title] for title in ("Length", "Entropy", "Tokens"))
     assert after["Occupancy"] == before["Occupancy"]
     assert "parts" not in before
-    alone = points(shown(report, "add", ["Shift"]))
+    shifted = shown(browser, report, "add", ["Shift"])
+    alone = points(shifted)
     assert alone["Length"] == before["Length"] - after["Length"] == 40
     assert alone["parts"] > 40
-    assert re.search(r"Held-out reward now \d", shown(report, "add", ["Shift"]))
-    assert re.search(r"Held-out reward now +Length", shown(report, "spell-r64-lr0.0003,count_letters")), (
+    assert re.search(r"Held-out reward now \d", shifted)
+    assert re.search(r"Held-out reward now +Length", shown(browser, report, "spell-r64-lr0.0003,count_letters")), (
         "of two jobs, no one's value is the chart's"
     )
 
@@ -384,10 +396,10 @@ def test_a_line_being_written_does_not_count_yet(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_without_steps_and_one_of_garbage(tmp_path: Path) -> None:
+def test_a_job_without_steps_and_one_of_garbage(tmp_path: Path, browser: Any) -> None:
     write_job(tmp_path, "add", done=0, steps=5, top=0.9, state="queued", every=0)
     _garbage(write_job(tmp_path, "broken", done=5, steps=5, top=0.9, state="succeeded"))
-    text = shown(write_report(tmp_path))
+    text = shown(browser, write_report(tmp_path))
     assert "queued 0/5" in text
     assert "Entropy=0" in text
 
