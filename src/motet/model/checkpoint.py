@@ -28,6 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from motet.core.errors import BaseModelError
 from motet.model.accelerator import free_memory
 from motet.model.experts import has_experts
+from motet.model.lean_import import made_on_cpu
 from motet.model.packed import BaseFormat, PackedExperts, PackedLinear, unpack
 from motet.model.packed_forms import Float8Blocks, Form, GgufBlocks, Mxfp4Blocks, Nf4Blocks
 from motet.model.text_only import without_towers
@@ -205,7 +206,8 @@ def _quantisation(config: Any) -> dict[str, Any]:
 
 
 def _loaded(kind: Any, source: str | None, dtype: Any, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    loaded: tuple[Any, Any] = kind.from_pretrained(source, dtype=dtype, attn_implementation="eager", **options)
+    with made_on_cpu():
+        loaded: tuple[Any, Any] = kind.from_pretrained(source, dtype=dtype, attn_implementation="eager", **options)
     return loaded
 
 

@@ -12,6 +12,7 @@ from motet.core.errors import BaseModelError
 from motet.model.accelerator import add_in_full_precision, place_of
 from motet.model.arithmetic import Arithmetic, Numerics
 from motet.model.find import find_base
+from motet.model.lean_import import import_transformers
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.packed import BaseFormat, n_hidden
 from motet.model.proof import prove
@@ -47,6 +48,7 @@ def load_base(
     Raises:
         BaseModelError: it cannot be found or loaded, or failed the proof; the message suggests alternatives.
     """
+    import_transformers()
     place = place_of(device)
     add_in_full_precision(place)
     model, tokenizer = _load(name, dtype, trust_remote_code, base_format, place, check)

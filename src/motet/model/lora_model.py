@@ -29,7 +29,6 @@ from motet.model.frozen_weight import FrozenWeight, reorder_all
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.mixers import StatefulBackend, replace_mixers
-from motet.model.norm import speed_up_norms
 from motet.model.packed import PackedLinear, frozen_weight, n_hidden
 from motet.model.text_only import decoder_of
 
@@ -324,7 +323,6 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
         )
     stateful = replace_mixers(decoder)
     _remove_dropout(model)
-    speed_up_norms(decoder)
     dtype, head = next(iter(linears.values())).fused.frozen.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
     experts = adaptable_experts(model)

@@ -26,6 +26,7 @@ from motet.model.experts import compute_experts_one_by_one
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.mixers import in_plain_torch
+from motet.model.norm import speed_up_norms
 from motet.model.peft_io import refused_by_peft
 from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
@@ -80,6 +81,7 @@ def prove(
         if shards is None:
             watch.fuse(base, base.decoder)
         else:
+            speed_up_norms(base.decoder)
             shards.settle(base.model, base.decoder, functools.partial(watch.fuse, base))
             base.shards, base.device = shards, place
             moved = [logits.to(place) for logits in stock]
@@ -96,6 +98,8 @@ def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
     """Prepare a base for torch's products: reorder weights, run MLPs in tiles, check exactness and a training step."""
     if pack and base.shards is None:
         base.reorder_weights()
+    if base.shards is None:
+        speed_up_norms(base.decoder)
     cut_mlps(base)
     sequences = _sequences(base.model)
     with base.routed(NoAdapters()):

@@ -154,6 +154,11 @@ class Uneven(TorchDispatchMode):
         self.elsewhere: set[str] = set()
         """Functions called outside the model's modules."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler is not imported to be told to leave this alone."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _depends_on_place(func, args):
             name = func._schema.name.removeprefix("aten::")

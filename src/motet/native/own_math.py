@@ -225,6 +225,11 @@ class _OwnAngles(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._own = own
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's compiler is not imported to be told to leave this alone."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.cos.default:
             return self._own.cos_sin(args[0])[0]

@@ -1,0 +1,105 @@
+"""Imports transformers, and makes its models, without torch's compiler, its distributed tensors and sympy.
+
+To import those takes more than a second. transformers uses them for a few decorators and type checks, and torch for
+tensors of the meta device. Motet does not compile models and gives transformers no distributed tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+_DYNAMO = "torch._dynamo"
+_VMAP = f"{_DYNAMO}._trace_wrapped_higher_order_op"
+_SLOW = {_DYNAMO, "torch.distributed.tensor", "transformers.modeling_utils"}
+_DECORATORS = ("disable", "allow_in_graph", "assume_constant_result")
+"""They only matter to code that is compiled."""
+
+
+def import_transformers() -> None:
+    """Import transformers' models. Does nothing if they, or what is to be left out, are imported already."""
+    if not _SLOW.isdisjoint(sys.modules):
+        return
+    import torch
+
+    utils = [importlib.import_module(name) for name in ("transformers.utils", "transformers.utils.import_utils")]
+    with contextlib.ExitStack() as stack:
+        for place in utils:
+            stack.enter_context(_replaced(place, is_torch_distributed_available=lambda: False))
+        own = {name: getattr(torch.compiler, name) for name in _DECORATORS}
+        stack.enter_context(_replaced(torch.compiler, **{name: _decorator(one) for name, one in own.items()}))
+        stack.enter_context(_without_dynamo(torch))
+        stack.enter_context(contextlib.suppress(ImportError, AttributeError))  # other versions are imported as usual
+        importlib.import_module("transformers.modeling_utils")
+        importlib.import_module("transformers.masking_utils")
+
+
+@contextlib.contextmanager
+def made_on_cpu() -> Iterator[None]:
+    """Let `from_pretrained` make models on the CPU, without initial values, in place of the meta device."""
+    from torch import device
+    from transformers import PreTrainedModel, initialization
+
+    own = PreTrainedModel.__dict__["get_init_context"]
+
+    def contexts(cls: Any, *args: Any, **more: Any) -> list[Any]:
+        some = own.__get__(None, cls)(*args, **more)
+        return [*(one for one in some if not isinstance(one, device)), initialization.no_init_weights()]
+
+    with _replaced(PreTrainedModel, get_init_context=classmethod(contexts)):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(place: Any, **values: Any) -> Iterator[None]:
+    """Give a module or class other attributes."""
+    own = {name: vars(place)[name] for name in values}
+    for name, value in values.items():
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(place, name, value)
+
+
+def _same(function: Any = None, **_: Any) -> Any:
+    """A decorator that does nothing."""
+    return _same if function is None else function
+
+
+def _decorator(own: Any) -> Any:
+    """`_same` for transformers, torch's own for all others."""
+
+    def choose(*args: Any, **more: Any) -> Any:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        return (_same if asks.startswith("transformers.") else own)(*args, **more)
+
+    return choose
+
+
+class _Dynamo(ModuleType):
+    """Stands for `torch._dynamo` until more of it is used than decorators."""
+
+    disable = allow_in_graph = assume_constant_result = staticmethod(_same)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(_DYNAMO), name)
+
+
+@contextlib.contextmanager
+def _without_dynamo(torch: Any) -> Iterator[None]:
+    dynamo, vmap = _Dynamo(_DYNAMO), ModuleType(_VMAP)
+    vars(vmap)["TransformGetItemToIndex"] = lambda: importlib.import_module(_VMAP).TransformGetItemToIndex()
+    torch._dynamo, sys.modules[_VMAP] = dynamo, vmap
+    try:
+        yield
+    finally:
+        if torch._dynamo is dynamo:
+            del torch._dynamo  # torch imports it when it is used
+        if sys.modules.get(_VMAP) is vmap:
+            del sys.modules[_VMAP]
