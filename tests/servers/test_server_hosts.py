@@ -117,9 +117,9 @@ def jobs_of(server: BaseServer) -> set[str]:
         pytest.param("sglang", "node agents", "local", marks=pytest.mark.cell(
             "publish by node agents, hosts", "SGLang (fake)"
         )),
-        pytest.param("vllm", "files", "ray", marks=pytest.mark.cell("publish by files", "Ray", untried=True)),
-        pytest.param("vllm", "tensors", "ray", marks=pytest.mark.cell("publish by tensors", "Ray", untried=True)),
-        pytest.param("vllm", "node agents", "ray", marks=pytest.mark.cell("publish by node agents", "Ray", untried=True)),
+        pytest.param("vllm", "files", "ray", marks=pytest.mark.cell("publish by files", "Ray")),
+        pytest.param("vllm", "tensors", "ray", marks=pytest.mark.cell("publish by tensors", "Ray")),
+        pytest.param("vllm", "node agents", "ray", marks=pytest.mark.cell("publish by node agents", "Ray")),
     ],
     indirect=["servers"],
 )  # fmt: skip

@@ -226,8 +226,8 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("files", marks=pytest.mark.cell("publish by files", "two vLLMs", untried=True)),
-        pytest.param("node agents", marks=pytest.mark.cell("publish by node agents", "two vLLMs", untried=True)),
+        pytest.param("files", marks=pytest.mark.cell("publish by files", "two vLLMs")),
+        pytest.param("node agents", marks=pytest.mark.cell("publish by node agents", "two vLLMs")),
     ],
 )
 def test_a_job_learns_on_two_servers_that_both_get_each_version(

@@ -21,7 +21,7 @@ from motet.cluster.host_link import HostChild, start_host
 from motet.cluster.listener import TOKEN
 from motet.config.service import ServiceConfig
 from motet.process import wall
-from motet.process.channel import LONGEST_LINE, ChannelMessage, Child, decode
+from motet.process.channel import LONGEST_LINE, Child, decode
 
 _log = logging.getLogger(__name__)
 USAGE = ".usage"
@@ -151,7 +151,6 @@ class _Connected(Child[m.FromHost]):
         """`process` is its pidfd; `files` are deleted when it ends."""
         super().__init__(m.FromHost, reader, writer, self._end_process)
         self._files, self._process = files, process
-        self._said_all = False
         self.child: asyncio.subprocess.Process | None = None
         """A reference, because asyncio ends a child without one."""
         self.unread = 0
@@ -164,19 +163,8 @@ class _Connected(Child[m.FromHost]):
             async for message in super().messages():
                 yield message
 
-    def send(self, message: ChannelMessage) -> None:
-        if not self._said_all:
-            super().send(message)
-
-    def close_input(self) -> None:
-        """Let a process end that was asked to stop; its last messages are still read."""
-        if not self._said_all and not self._writer.is_closing():
-            self._said_all = True
-            self._writer.write_eof()
-
     async def _end_process(self) -> None:
         """Kill the process, wait for its end, and delete its files."""
-        self._writer.close()
         if self._process < 0:
             return
         process, self._process = self._process, -1

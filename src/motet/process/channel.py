@@ -91,6 +91,7 @@ class Child(Generic[Received]):
     ) -> None:
         """`kinds` is the union of messages it may send; `end` kills it if it still runs, and waits for its exit."""
         self._kinds, self._reader, self._writer, self._end = kinds, reader, writer, end
+        self._said_all = False
         self.translate: Callable[[ChannelMessage], ChannelMessage] = lambda message: message
         """Replaces each message before it is sent."""
 
@@ -122,7 +123,7 @@ class Child(Generic[Received]):
 
     def send(self, message: ChannelMessage) -> None:
         """Send one message; does nothing if the process is gone."""
-        if not self._writer.is_closing():
+        if not self._said_all and not self._writer.is_closing():
             self._writer.write(encode(self.translate(message)))
 
     async def messages(self) -> AsyncIterator[Received]:
@@ -133,12 +134,14 @@ class Child(Generic[Received]):
                     yield decode(line, self._kinds)
 
     def close_input(self) -> None:
-        """Close its input, so that the process exits."""
-        self._writer.close()
+        """End its input, so that the process exits; its last messages are still read."""
+        if not self._said_all and not self._writer.is_closing():
+            self._said_all = True
+            self._writer.write_eof()
 
     async def kill(self) -> None:
         """Kill the process if it still runs, with what it started, and wait for its exit."""
-        self.close_input()
+        self._writer.close()
         await self._end()
 
 
