@@ -184,12 +184,12 @@ def test_turns_are_kept_by_servers_themselves(kind: Any) -> None:
 
 
 def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer], cluster: Json) -> Path:
-    """What `motet serve --config` reads: two bases with a server each, one base with two, or processes that sample."""
+    """What `motet serve --config` reads: two bases with a server or two each, one base with two, or processes that sample."""
     rollout: Json = {"engine": "embedded"}
     if where in FAKES:
         rollout = served(fakes, place, engine=FAKES[where])
     elif where not in PROCESSES:
-        replicas = 2 if where == "two servers" else 1
+        replicas = 2 if "two servers" in where else 1
         launch = {
             "python": vllm_python(),
             "replicas": replicas,
@@ -199,7 +199,7 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer], c
         rollout = {"engine": "vllm", "launch": launch, "directory": str(place / "served")}
     engine = {"dtype": "float32", "threads": 1, **PROCESSES.get(where, {})}
     tree: Json = {"engine": engine, "cluster": cluster, "lease_seconds": 60}
-    if where == "two bases":
+    if "two bases" in where:
         tree["bases"] = {
             name: {"base": base, "rollout": rollout} for name, base in (("small", "small"), ("twin", str(twin)))
         }
@@ -221,6 +221,7 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer], c
         pytest.param("two bases", marks=pytest.mark.cell(
             "agent worker, agent gateway, Tinker client, several bases", "vLLM"
         )),
+        pytest.param("two bases on two servers each", marks=pytest.mark.cell("several bases", "two vLLMs")),
         pytest.param("two servers", marks=pytest.mark.cell(
             "agent worker, agent gateway, Tinker client", "two vLLMs"
         )),
@@ -247,11 +248,11 @@ def test_the_doors_of_a_service_learn_and_what_samples_is_killed_once(
         fakes = stack.enter_context(base_servers(small, 2, FAKES[where])) if where in FAKES else []
         cluster = stack.enter_context(cluster_of("ray" if where == "two Ray nodes" else "local"))
         config = service_file(tmp_path, where, twin, fakes, cluster)
-        base = None if where == "two bases" else "small"
+        base = None if "two bases" in where else "small"
         service = stack.enter_context(serving(tmp_path / "service", "--config", str(config), base=base))
         worker = service.motet("agent", tmp_path / "jobs.yaml", cwd=tmp_path)
         service.submit(by_hand)
-        if where == "two bases":
+        if "two bases" in where:
             service.submit({**job["single turn"], "name": "twins", "base": "twin"})
         killed = False
         while service.job("by-hand")["state"] not in FINAL:
@@ -270,7 +271,7 @@ def test_the_doors_of_a_service_learn_and_what_samples_is_killed_once(
                     fakes[0].go() if fakes else kill_server(service.process)
         out, _ = worker.communicate(timeout=600)
         assert worker.returncode == 0, out
-        names = ("worked", "by-hand", *(["twins"] if where == "two bases" else []))
+        names = ("worked", "by-hand", *(["twins"] if "two bases" in where else []))
         for name in names:
             assert service.ended(name) == "succeeded", service.job(name)["message"]
             lines = records(service.directory / "run", service.job(name)["id"])
