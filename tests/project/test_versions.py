@@ -13,6 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LOOSE = ("huggingface_hub", "setuptools", "triton")
+"""Packages of which each version of torch and transformers wants another."""
+OLDEST = {"torch": "2.11.0", "transformers": "5.17.0", "numpy": "2.3.5"}
+"""The interpreter of Triton 3.6, which torch 2.11 wants, fails with numpy 2.4."""
+NEWEST = {"torch": "2.13.0", "transformers": "5.23.0"}
+MISSING = "lfm2 convolution scan peft_loads_nothing kernels_that_are_installed without_a_slot Q4_1 gguf_file".split()
+"""Tests that fail with transformers 5.17: it has another convolution in LFM2, which is refused, and fewer types of GGUF."""
 ROOMS = "algorithms chat commands config core model native process rollout running runtime tasks tracking training view"
 
 
@@ -28,32 +35,37 @@ def interpreter(version: str) -> Path | None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("version", "torch", "transformers"),
+    ("version", "pins", "missing"),
     [
-        pytest.param("3.11", "2.11.0", "5.17.0", id="oldest"),
-        pytest.param("3.13", "2.13.0", "5.23.0", id="newest"),
+        pytest.param("3.11", OLDEST, MISSING, id="oldest"),
+        pytest.param("3.13", NEWEST, [], id="newest"),
     ],
 )
-def test_the_rooms_that_depend_on_them_pass(tmp_path: Path, version: str, torch: str, transformers: str) -> None:
+def test_the_rooms_that_depend_on_them_pass(
+    tmp_path: Path, version: str, pins: dict[str, str], missing: list[str]
+) -> None:
     python = interpreter(version)
     if python is None:
         pytest.skip(f"needs Python {version}")
-    copy, pins = tmp_path / "copy", {"torch": torch, "transformers": transformers}
+    copy = tmp_path / "copy"
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    lines = [line for line in lines if line.partition("==")[0] not in pins]
+    lines = [line for line in lines if line.partition("==")[0] not in (*pins, *LOOSE)]
     (copy / "constraints.txt").write_text("\n".join([*lines, *(f"{name}=={pin}" for name, pin in pins.items())]))
     subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
     inside = str(tmp_path / "venv" / "bin" / "python")
     packages = [inside, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt", "--editable"]
     subprocess.run([*packages, ".[serve,reasoning,dev]"], cwd=copy, check=True, timeout=1800)
     command = [inside, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
-    rooms = [f"tests/{room}" for room in ROOMS.split() if (copy / "tests" / room).is_dir()]
+    command += ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]  # Triton 3.6
+    command += ["-k", " and ".join(f"not {one}" for one in missing)] if missing else []
+    rooms = [f"tests/{room}" for room in ROOMS.split()]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CI")}
     done = subprocess.run(
         [*command, *rooms], cwd=copy, env=environment, capture_output=True, text=True, check=False, timeout=7200
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+    print(done.stdout.splitlines()[-1])

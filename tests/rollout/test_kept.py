@@ -398,9 +398,7 @@ class Counting(Grpo):
     ("engine", "launcher"),
     [
         pytest.param({"hosts": 2}, "local", id="hosts", marks=pytest.mark.cell("kept turns", "hosts 2")),
-        pytest.param(
-            {"shard": 2}, "local", id="shards", marks=pytest.mark.cell("kept turns", "shards 2")
-        ),
+        pytest.param({"shard": 2}, "local", id="shards", marks=pytest.mark.cell("kept turns", "shards 2")),
         pytest.param({"hosts": 2}, "ray", id="ray", marks=pytest.mark.cell("kept turns", "Ray")),
     ],
 )

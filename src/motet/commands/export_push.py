@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx2
-
 from motet.commands.answers import say
 from motet.commands.merging import HUB_ID
 from motet.core.errors import ConfigError, RunError
@@ -74,12 +72,14 @@ def push(folder: Path, name: str, *, public: bool) -> str:
 @contextmanager
 def _told(what: str) -> Iterator[None]:
     """What a hub or the way to it does, as an error for people."""
+    from huggingface_hub.errors import HTTPError  # of the package that its release uses
+
     try:
         yield
-    except (httpx2.HTTPError, OSError, ValueError, RuntimeError) as error:
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
         response = getattr(error, "response", None)
         answered = f" answered {response.status_code}" if response is not None else " could not be reached"
-        if response is None and not isinstance(error, httpx2.HTTPError | OSError):
+        if response is None and not isinstance(error, HTTPError | OSError):
             answered = ""
         raise RunError(f"{what}{answered}: {_reason(error)}") from error
 

@@ -208,7 +208,8 @@ def _expert(experts: Any, own: _ExpertRows, rows_MD: Tensor) -> Tensor:
     inner = _product(experts, own, rows_MD, _up(experts))
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     outer = _product(experts, own, inner, "down_proj")
-    said: Tensor = experts.post_expert_norm(outer) if experts.has_post_expert_norm else outer
+    normed = getattr(experts, "has_post_expert_norm", False)  # transformers before 5.19 has no such experts
+    said: Tensor = experts.post_expert_norm(outer) if normed else outer
     return said
 
 

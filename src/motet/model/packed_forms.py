@@ -38,9 +38,10 @@ class GgufBlocks:
 
     def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """One row of bytes for each output."""
-        from transformers.integrations.gguf.dequant import row_bytes
+        from transformers.integrations.gguf.dequant import GGML_BLOCK
 
-        return {"weight": ((n_out, row_bytes(self.ggml_type, n_in)), torch.uint8)}
+        n_elements, n_bytes = GGML_BLOCK[self.ggml_type]
+        return {"weight": ((n_out, n_in // n_elements * n_bytes), torch.uint8)}
 
     def numbers(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
         """Unpacked as transformers does it."""
