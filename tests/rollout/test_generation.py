@@ -88,7 +88,7 @@ def test_each_token_has_its_version_and_logprob_wherever_the_cut_falls(capacity:
     whole = generate([], capacity=capacity)
     mixtures = set()
     for pause in range(28 if capacity > 1 else 80):
-        told = generate([pause, 14], capacity=capacity)
+        told = generate([pause, 10], capacity=capacity)
         for chunk, before in zip(told.chunks, whole.chunks, strict=True):
             tokens, versions = chunk.token_ids.tolist(), chunk.versions.tolist()
             n_first = versions.count(0)
