@@ -72,7 +72,7 @@ def push(folder: Path, name: str, *, public: bool) -> str:
 @contextmanager
 def _told(what: str) -> Iterator[None]:
     """What a hub or the way to it does, as an error for people."""
-    from huggingface_hub.errors import HTTPError  # of the package that its release uses
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the client that it uses
 
     try:
         yield
