@@ -1,7 +1,9 @@
 """Imports transformers, and makes its models, without torch's compiler, its distributed tensors and sympy.
 
 To import those takes more than a second. transformers uses them for a few decorators and type checks, and torch for
-tensors of the meta device. Motet does not compile models and gives transformers no distributed tensors.
+tensors of the meta device. Motet does not compile models and gives transformers no distributed tensors. In a process
+that has loaded a base, transformers cannot split a model by tensor parallelism, unless torch's distributed tensors were
+imported before.
 """
 
 from __future__ import annotations
