@@ -7,7 +7,9 @@ def main() -> None:
     """Entry point."""
     try:
         from motet.commands.cli import main as commands
+        from motet.model import lean_import
 
+        lean_import.allow()
         commands()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""A base is loaded without torch's compiler, and what is left out can be used afterwards."""
+"""Processes of Motet load a base without torch's compiler; others get all of transformers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import sys
 
 SCRIPT = """
 import json, sys
-from motet.config import EngineConfig
+from motet.config import AdapterConfig, EngineConfig
 from motet.hosting.launch import load
+from motet.model import lean_import
+from motet.training.torch_trainer import TorchTrainer
 
+if sys.argv[1] == "of Motet":
+    lean_import.allow()
 base = load("small", EngineConfig(kernels="auto"))
+TorchTrainer(base, slots=1).add_adapter("a", AdapterConfig(rank=4), seed=1)
 heavy = [name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules]
 import torch, transformers
 
@@ -20,16 +25,29 @@ def twice(x):
 
 after = {
     "decorator": torch.compiler.disable(twice)(2) == 4 and torch.compiler.disable(twice) is not twice,
-    "distributed": transformers.utils.is_torch_distributed_available() == torch.distributed.is_available(),
+    "predicate": transformers.utils.is_torch_distributed_available() == torch.distributed.is_available(),
+    "parallel": sys.modules["transformers.distributed.fsdp"].is_torch_distributed_available(),
     "compiler": callable(torch._dynamo.explain) and "torch._dynamo" in sys.modules,
 }
 print(json.dumps([heavy, after]))
 """
 
 
-def test_a_base_is_loaded_without_the_compiler_which_can_be_used_afterwards() -> None:
-    command = [sys.executable, "-c", SCRIPT]
+def loaded(process: str) -> tuple[list[str], dict[str, bool]]:
+    """Which slow packages a process has imported with a base, and what works afterwards."""
+    command = [sys.executable, "-c", SCRIPT, process]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     heavy, after = json.loads(done.stdout.splitlines()[-1])
+    return heavy, after
+
+
+def test_a_process_of_motet_loads_a_base_without_the_compiler_which_can_be_used_afterwards() -> None:
+    heavy, after = loaded("of Motet")
     assert heavy == []
-    assert all(after.values()), after
+    assert after == {**dict.fromkeys(after, True), "parallel": False}
+
+
+def test_in_a_process_of_somebody_else_transformers_lacks_nothing() -> None:
+    heavy, after = loaded("of somebody else")
+    assert "torch._dynamo" in heavy
+    assert after == dict.fromkeys(after, True)

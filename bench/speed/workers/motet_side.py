@@ -41,6 +41,8 @@ from bench.speed.workers.motet_parts import (
 )
 from bench.speed.workers.serve import Repeat, Unavailable, Work, serve, versions
 
+from motet.model import lean_import
+
 
 def load() -> dict[str, Any]:
     """Load the base and put engine and trainer on it."""
@@ -203,6 +205,7 @@ if __name__ == "__main__":
             run()
         print(peak.total)
     elif sys.argv[2:3] == ["first-token"]:
+        lean_import.allow()
         with decode(ONE_TOKEN) as one:
             one()
             print("token", flush=True)

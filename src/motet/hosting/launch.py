@@ -18,6 +18,7 @@ from motet.core.errors import ConfigError
 from motet.core.model_info import ModelInfo
 from motet.hosting.slot_memory import check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
+from motet.model.lean_import import import_transformers
 from motet.native.choice import Choice, kernels_of
 from motet.process.allocator import keep_freed_memory, without_collections
 from motet.protocols import Trainer
@@ -50,6 +51,7 @@ def warm_up() -> None:
     keep_freed_memory()
     _spin_briefly()
     importlib.import_module("motet.model.load")
+    import_transformers()
     importlib.import_module("transformers.modeling_utils")  # imports most of the library
     gc.freeze()  # exclude imported modules from later collections
 

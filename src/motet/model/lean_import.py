@@ -1,16 +1,17 @@
 """Imports transformers, and makes its models, without torch's compiler, its distributed tensors and sympy.
 
 To import those takes more than a second. transformers uses them for a few decorators and type checks, and torch for
-tensors of the meta device. Motet does not compile models and gives transformers no distributed tensors. In a process
-that has loaded a base, transformers cannot split a model by tensor parallelism, unless torch's distributed tensors were
-imported before.
+tensors of the meta device. Motet does not compile models and gives transformers no distributed tensors. Only processes
+of Motet do this: afterwards, transformers there knows no FSDP and no parallelism, and marks nothing for the compiler.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -22,10 +23,30 @@ _DECORATORS = ("disable", "allow_in_graph", "assume_constant_result")
 """They only matter to code that is compiled."""
 
 
+_log = logging.getLogger(__name__)
+_ALLOWED = threading.Event()
+
+
+def allow() -> None:
+    """Say that nobody but Motet uses transformers in this process."""
+    _ALLOWED.set()
+
+
 def import_transformers() -> None:
     """Import transformers' models. Does nothing if they, or what is to be left out, are imported already."""
-    if not _SLOW.isdisjoint(sys.modules):
+    if not _ALLOWED.is_set() or not _SLOW.isdisjoint(sys.modules):
         return
+    before = {*sys.modules}
+    try:
+        _import()
+    except Exception as error:  # in other versions things have other places: import all of it
+        _log.debug("transformers is imported whole: %r", error)
+        for name in {*sys.modules} - before:
+            if name.partition(".")[0] == "transformers":
+                del sys.modules[name]
+
+
+def _import() -> None:
     import torch
 
     utils = [importlib.import_module(name) for name in ("transformers.utils", "transformers.utils.import_utils")]
@@ -35,14 +56,19 @@ def import_transformers() -> None:
         own = {name: getattr(torch.compiler, name) for name in _DECORATORS}
         stack.enter_context(_replaced(torch.compiler, **{name: _decorator(one) for name, one in own.items()}))
         stack.enter_context(_without_dynamo(torch))
-        stack.enter_context(contextlib.suppress(ImportError, AttributeError))  # other versions are imported as usual
         importlib.import_module("transformers.modeling_utils")
         importlib.import_module("transformers.masking_utils")
+    # torch looks here for the function that its compiler leaves alone, before it asks its compiler for one
+    added = torch.optim.Optimizer.add_param_group.__wrapped__  # type: ignore[attr-defined]
+    added.__dynamo_disable = added
 
 
 @contextlib.contextmanager
 def made_on_cpu() -> Iterator[None]:
     """Let `from_pretrained` make models on the CPU, without initial values, in place of the meta device."""
+    if not _ALLOWED.is_set():
+        yield
+        return
     from torch import device
     from transformers import PreTrainedModel, initialization
 

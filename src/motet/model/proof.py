@@ -99,7 +99,8 @@ def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
     if pack and base.shards is None:
         base.reorder_weights()
     if base.shards is None:
-        speed_up_norms(base.decoder)
+        with _refused(f"{base.info.name} does not run as Motet runs it"):
+            speed_up_norms(base.decoder)
     cut_mlps(base)
     sequences = _sequences(base.model)
     with base.routed(NoAdapters()):

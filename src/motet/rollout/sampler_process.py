@@ -20,6 +20,7 @@ import torch
 from motet.core.device import Device
 from motet.core.errors import EngineError, MotetError
 from motet.core.types import GenerateRequest
+from motet.model import lean_import
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
 from motet.native.cover import compute_with
@@ -122,6 +123,7 @@ class SamplerProcess:
 def main() -> None:
     """Entry point of the process."""
     keep_freed_memory()
+    lean_import.allow()
     torch.set_num_threads(1)
     parent = Parent[m.ToSampler](m.ToSampler)
     load = parent.first()

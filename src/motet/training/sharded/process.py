@@ -21,6 +21,7 @@ from motet.algorithms.registry import Choice
 from motet.config import AdapterConfig
 from motet.core.batch import Batch, Loss, Segment
 from motet.core.errors import MotetError
+from motet.model import lean_import
 from motet.model.accelerator import place_of, take, wait_for
 from motet.model.experts import NEED_OWN_SAMPLING
 from motet.model.peft_io import examine
@@ -164,6 +165,7 @@ def _refused(error: BaseException | None) -> m.RankRefused:
 def serve(parent: Parent[m.ToRank]) -> None:
     """Serve as a rank until the parent is gone; the process ends with it."""
     give_back_freed_memory()
+    lean_import.allow()
     parent.longest = None
     parent.on_hang_up(lambda: os._exit(1))  # at once: another process may already write to the same files
     first = parent.first()
