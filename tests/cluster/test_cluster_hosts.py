@@ -141,6 +141,33 @@ def test_a_host_whose_process_cannot_be_ended_is_started_again(tmp_path: Path) -
     asyncio.run(go())
 
 
+def test_a_host_that_does_not_end_is_killed(tmp_path: Path) -> None:
+    """Such as one on a machine that is cut off."""
+
+    class Deaf(Played):
+        def close_input(self) -> None:
+            """Do nothing."""
+
+        async def kill(self) -> None:
+            self.sent.clear()
+            self.says.put_nowait(None)
+
+    async def go() -> list[ChannelMessage]:
+        deaf = Deaf()
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast("HostChild", deaf)
+
+        host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1), launch)
+        host.start(handlers(list), lambda *_: None)
+        await until(lambda: bool(deaf.sent))
+        async with asyncio.timeout(20):
+            await host.stop(patience=0.05)
+        return deaf.sent
+
+    assert asyncio.run(go()) == [], "it was not killed"
+
+
 def test_a_question_that_is_too_long_for_a_host_leaves_nothing_open(tmp_path: Path) -> None:
     class Strict(Played):
         def send(self, message: ChannelMessage) -> None:

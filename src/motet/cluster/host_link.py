@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 _QUICK_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
 _STOP_SECONDS = 120.0
+CLOSE_SECONDS = 60.0
+"""For a process whose jobs have stopped to unload versions and end servers; a machine that is cut off never ends it."""
 HostChild = Child[m.FromHost]
 
 
@@ -193,8 +195,8 @@ class HostLink:
         for key, answers in self._open.items():
             answers.put_nowait(m.QuestionRefused(key, reason))
 
-    async def stop(self) -> None:
-        """Let every job finish its step and save, then end the process."""
+    async def stop(self, patience: float = CLOSE_SECONDS) -> None:
+        """Let every job finish its step and save, then end the process; kill it if it takes `patience` seconds to end."""
         self._closing.set()
         if self.ready or self.heard_at > -math.inf:  # one that was taken over may send much before it is ready
             self.send(m.Stop())
@@ -208,6 +210,9 @@ class HostLink:
         elif self._keeping is not None:
             self._keeping.cancel()  # it may wait for a machine
         if self._keeping is not None:
+            _, late = await asyncio.wait((self._keeping,), timeout=patience)
+            if late:
+                self._keeping.cancel()  # which kills it
             await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def kill(self) -> None:

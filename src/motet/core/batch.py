@@ -208,9 +208,9 @@ class Segment:
         """Charged work: the tokens of its samples, times the targets of each."""
         return sum(sample.work for sample in self.samples)
 
-    @property
+    @cached_property
     def packed_work(self) -> int:
-        """Tokens times targets; shared tokens count once. At least the number of predicted targets."""
+        """Packed tokens, or predicted ones if there are more, each times its targets."""
         packed = sum(
             (sample.n_tokens - saved) * sample.n_targets
             for sample, saved in zip(self.samples, self.shared, strict=True)

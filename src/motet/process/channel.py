@@ -137,7 +137,8 @@ class Child(Generic[Received]):
         """End its input, so that the process exits; its last messages are still read."""
         if not self._said_all and not self._writer.is_closing():
             self._said_all = True
-            self._writer.write_eof()
+            with contextlib.suppress(OSError):  # it is gone, which its reader notices
+                self._writer.write_eof()
 
     async def kill(self) -> None:
         """Kill the process if it still runs, with what it started, and wait for its exit."""
