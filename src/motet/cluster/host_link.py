@@ -201,8 +201,7 @@ class HostLink:
         if self.ready or self.heard_at > -math.inf:  # one that was taken over may send much before it is ready
             self.send(m.Stop())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self._stopped.wait()
+                await asyncio.wait_for(self._stopped.wait(), _STOP_SECONDS)
         elif self._child is not None:
             self.send(m.Stop())  # one that loads has nothing to save
         if self._child is not None:
@@ -210,8 +209,7 @@ class HostLink:
         elif self._keeping is not None:
             self._keeping.cancel()  # it may wait for a machine
         if self._keeping is not None:
-            _, late = await asyncio.wait((self._keeping,), timeout=patience)
-            if late:
+            if (await asyncio.wait((self._keeping,), timeout=patience))[1]:
                 self._keeping.cancel()  # which kills it
             await asyncio.gather(self._keeping, return_exceptions=True)
 
@@ -248,8 +246,7 @@ class HostLink:
             self.failure = f"the engine ended {quick} times right after it was started; see {self.log.name}"
         _log.warning("%s; it is started again in %g s", self.failure or "the engine ended", seconds)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._closing.wait()
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _run_once(self) -> None:
         self.starts += 1
