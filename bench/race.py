@@ -77,14 +77,14 @@ class Curve:
 
 def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant") -> JobConfig:
     """A job that races."""
-    larger = task in SMOLLM2
+    work = {"data": f"toy:{task}", "reward": "exact", "sampling": {"max_tokens": 12}}
+    if base_of(task) == "smollm2":
+        work = {**{name: EXAMPLE["defaults"][name] for name in ("reward", "sampling")}, "data": SMOLLM2[task]}
     job = {
         "name": f"{task}-s{seed}",
-        "data": SMOLLM2[task] if larger else f"toy:{task}",
-        "reward": EXAMPLE["defaults"]["reward"] if larger else "exact",
+        **work,
         "steps": STEPS,
         "seed": seed,
-        "sampling": {"max_tokens": 24 if larger else 12},
         "algorithm": {"groups_per_step": 4},
         "optimizer": {"schedule": schedule},
         "race": race,

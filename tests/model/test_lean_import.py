@@ -9,12 +9,11 @@ import sys
 SCRIPT = """
 import json, sys
 from motet.config import AdapterConfig, EngineConfig
-from motet.hosting.launch import load
-from motet.model import lean_import
+from motet.hosting.launch import load, warm_up
 from motet.training.torch_trainer import TorchTrainer
 
 if sys.argv[1] == "of Motet":
-    lean_import.allow()
+    warm_up()  # as a host does
 base = load("small", EngineConfig(kernels="auto"))
 TorchTrainer(base, slots=1).add_adapter("a", AdapterConfig(rank=4), seed=1)
 heavy = [name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules]

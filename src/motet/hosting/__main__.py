@@ -21,7 +21,6 @@ from motet.hosting.answers import reason
 from motet.hosting.launch import warm_up
 from motet.hosting.line import ServiceLine
 from motet.hosting.process import HostProcess
-from motet.model import lean_import
 from motet.process.channel import Parent
 from motet.runtime.rundir import RunDirectory
 
@@ -36,7 +35,6 @@ def main() -> None:
     serving, parent = threading.Event(), _line(token) if len(sys.argv) > 1 else _parent(address, token)
     if isinstance(parent, Parent):  # while this one loads, the next engine needs the cores and the directory
         parent.on_hang_up(lambda: None if serving.is_set() else os._exit(0))
-    lean_import.allow()
     warm_up()
     sys.setswitchinterval(_SWITCH_SECONDS)
     start = parent.first()

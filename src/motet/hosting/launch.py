@@ -18,7 +18,7 @@ from motet.core.errors import ConfigError
 from motet.core.model_info import ModelInfo
 from motet.hosting.slot_memory import check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
-from motet.model.lean_import import import_transformers
+from motet.model import lean_import
 from motet.native.choice import Choice, kernels_of
 from motet.process.allocator import keep_freed_memory, without_collections
 from motet.protocols import Trainer
@@ -51,7 +51,8 @@ def warm_up() -> None:
     keep_freed_memory()
     _spin_briefly()
     importlib.import_module("motet.model.load")
-    import_transformers()
+    lean_import.allow()
+    lean_import.import_transformers()
     importlib.import_module("transformers.modeling_utils")  # imports most of the library
     gc.freeze()  # exclude imported modules from later collections
 

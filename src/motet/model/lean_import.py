@@ -41,6 +41,7 @@ def import_transformers() -> None:
         _import()
     except Exception as error:  # in other versions things have other places: import all of it
         _log.debug("transformers is imported whole: %r", error)
+        _ALLOWED.clear()
         for name in {*sys.modules} - before:
             if name.partition(".")[0] == "transformers":
                 del sys.modules[name]

@@ -81,7 +81,7 @@ def prove(
         if shards is None:
             watch.fuse(base, base.decoder)
         else:
-            speed_up_norms(base.decoder)
+            speed_up_norms(base.decoder)  # while their weights are whole
             shards.settle(base.model, base.decoder, functools.partial(watch.fuse, base))
             base.shards, base.device = shards, place
             moved = [logits.to(place) for logits in stock]
