@@ -23,7 +23,7 @@ from motet.hosting.launch import open_base
 from motet.model.arithmetic import Arithmetic
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room
 from motet.model.experts import rows_agree
-from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters, make_layout
+from motet.model.lora import AdapterWeights, ExpertRun, make_layout
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import examine, file_views
 from motet.model.routing import TrainerRouting, TrainSegment
@@ -128,16 +128,13 @@ def test_gradients_are_those_of_autograd(rank: int, transposed: bool) -> None:
     made = [AdapterWeights.from_masters(layout, 2.0, flat, torch.float32) for flat in masters]
     sums = [torch.zeros(layout.size) for _ in masters]
     anchor = torch.zeros((), requires_grad=True)
-    context = LoraContext()
-    context.routing = _Runs(
-        [ExpertRun(0, 1, one, layout.matrices(sum_), 2.0, anchor) for one, sum_ in zip(made, sums, strict=True)]
-    )
+    runs = [ExpertRun(0, 1, one, layout.matrices(sum_), 2.0, anchor) for one, sum_ in zip(made, sums, strict=True)]
     weight, bias = random(n_out, n_in), random(n_out)
     weights = torch.stack([weight.t().contiguous() if transposed else weight] * n_experts)
     projection = ExpertProjection(path, 1, weights, bias, transposed)
     rows, slope = random(28, n_in).requires_grad_(), random(28, n_out)
     shares = (ExpertShare(0, 0, 12), ExpertShare(1, 12, 16), ExpertShare(2, 16, 28))
-    said = project(context, projection, rows, shares)
+    said = project(runs, projection, rows, shares)
     said.backward(slope)
 
     plain = rows.detach().double().requires_grad_()
@@ -157,11 +154,6 @@ def test_gradients_are_those_of_autograd(rank: int, transposed: bool) -> None:
 def grad_of(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.grad is not None
     return tensor.grad
-
-
-class _Runs(NoAdapters):
-    def __init__(self, expert_runs: list[ExpertRun]) -> None:
-        self.expert_runs = expert_runs
 
 
 def test_gradients_of_a_step_are_those_of_peft(tmp_path: Path) -> None:

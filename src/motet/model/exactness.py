@@ -64,7 +64,7 @@ def _known_to_differ(base: LoraModel) -> str:
     """Why rows may depend on other rows although the tested ones did not; empty if no reason is known."""
     if base.kernels is not None:
         return ""
-    if base.has_experts and not are_computed_here(base.model):
+    if base.has_experts and not (are_computed_here(base.model) and base.device.type == "cpu"):
         return "an expert's products have as many rows as choose it"
     if base.device.type != "cuda":
         if base.shards is None and not long_products.agree(base):
@@ -88,7 +88,8 @@ def _experts_agree(base: LoraModel) -> bool:
     layout = base.adapter_layout(EXPERTS, RANK)
     flat = torch.randn(layout.size, generator=torch.Generator().manual_seed(0)) * 0.1
     adapter = AdapterWeights.from_masters(layout, 1.0, flat, base.dtype)
-    return all(rows_agree(base.model, _CROWD, weights, base.shards) for weights in (None, adapter))
+    gathered = None if base.shards is None else base.shards.layer_gathered
+    return all(rows_agree(base.model, _CROWD, weights, gathered) for weights in (None, adapter))
 
 
 @torch.no_grad()

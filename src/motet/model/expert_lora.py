@@ -18,7 +18,7 @@ from torch import Tensor
 
 from motet.model.arithmetic import ROWS, Arithmetic, round_up
 from motet.model.frozen_weight import by_tiles
-from motet.model.lora import ExpertRun, LoraContext
+from motet.model.lora import ExpertRun
 from motet.model.packed import PackedExperts
 
 
@@ -33,9 +33,11 @@ class ExpertProjection:
     bias: Tensor | None  # [N]
     transposed: bool
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    first: int = 0
+    """Number of the first expert in `weights`."""
 
     def _weight(self) -> Tensor:
-        weight = self.weights[self.number]
+        weight = self.weights[self.number - self.first]
         return weight.t() if self.transposed else weight
 
     @property
@@ -89,10 +91,9 @@ def room(runs: Sequence[ExpertRun], run: int, n_rows: int, dtype: torch.dtype) -
 
 
 def project(
-    context: LoraContext, projection: ExpertProjection, rows_MK: Tensor, shares: Sequence[ExpertShare]
+    runs: Sequence[ExpertRun], projection: ExpertProjection, rows_MK: Tensor, shares: Sequence[ExpertShare]
 ) -> Tensor:
     """One projection of an expert, with the adapters of its rows, [M, N]."""
-    runs = context.routing.expert_runs
     own = [
         (runs[share.run], share)
         for share in shares

@@ -1,4 +1,4 @@
-"""Experts on a CPU: a row's bits do not depend on how many other rows choose its expert.
+"""Products of experts. On a CPU, a row's bits do not depend on how many other rows choose its expert.
 
 Each expert multiplies its rows, padded so that the product is a GEMM. A row's expert outputs are added in fp32, in
 order of expert number. The model's routers are unchanged.
@@ -10,9 +10,11 @@ D model width, K inputs, N outputs.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +22,8 @@ from torch import Tensor, nn
 
 from motet.model.arithmetic import ROWS, least_rows
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room, runs_of_rows
+from motet.model.expert_ranks import ExpertPairs, ExpertRanks
 from motet.model.lora import AdapterWeights, ExpertRun, LoraContext, NoAdapters
-
-if TYPE_CHECKING:
-    from motet.model.shards import Shards
 
 NAME = "motet"
 """Name in transformers' `ExpertsInterface`."""
@@ -59,10 +59,16 @@ def has_experts(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ExpertsAt:
-    """Path of a module of experts, and the context with its adapters."""
+    """Facts about a module of experts."""
 
     path: str
     context: LoraContext
+    """The context with its adapters."""
+    n_experts: int
+    first: int = 0
+    """Number of the first expert whose weights are here."""
+    ranks: ExpertRanks | None = None
+    """The ranks with the other experts; None if all are here."""
 
 
 def compute_experts_one_by_one(model: Any) -> None:
@@ -84,7 +90,23 @@ def compute_experts(model: Any, context: LoraContext) -> None:
         model.set_experts_implementation(NAME)
     for path, module in model.named_modules():
         if _is_computed_here(module):
-            module.at = ExpertsAt(path, context)
+            module.at = ExpertsAt(path, context, module.down_proj.shape[0])
+
+
+def share_experts(layer: nn.Module, ranks: ExpertRanks, place: torch.device) -> set[nn.Parameter]:
+    """Keep this rank's experts of a layer, on that device; returns their weights. Packed experts stay as they are."""
+    kept = set()
+    for module in layer.modules():
+        at: Any = getattr(module, "at", None)
+        if not isinstance(at, ExpertsAt) or not isinstance(module.down_proj, Tensor):
+            continue
+        own = ranks.own(at.n_experts)
+        for name in (_up(module), "down_proj"):
+            weights = nn.Parameter(getattr(module, name)[own].detach().clone().to(place), requires_grad=False)
+            setattr(module, name, weights)
+            kept.add(weights)
+        module.at = replace(at, first=own.start, ranks=ranks)  # type: ignore[assignment]
+    return kept
 
 
 def adaptable_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
@@ -106,8 +128,16 @@ def are_computed_here(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None, shards: Shards | None = None) -> bool:
-    """Whether 1 to 5 rows that choose an expert have the same bits as among `n_rows` rows that choose it."""
+def rows_agree(
+    model: nn.Module,
+    n_rows: int,
+    weights: AdapterWeights | None,
+    gathered: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
+) -> bool:
+    """Whether 1 to 5 rows that choose an expert have the same bits as among `n_rows` rows that choose it.
+
+    `gathered` is the context for using a module of experts of a base in shards on its own.
+    """
     tried: set[tuple[torch.Size, ...]] = set()
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
@@ -121,7 +151,7 @@ def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None, sh
         tried.add(shapes)
         width = up.shape[1] if experts.is_transposed else up.shape[2]
         rows_TD = torch.randn(n_rows, width, generator=generator).to(up.dtype)
-        with contextlib.nullcontext() if shards is None else shards.layer_gathered(module):
+        with contextlib.nullcontext() if gathered is None else gathered(module):
             whole = _on_one_expert(experts, rows_TD, weights)
             agree = all(torch.equal(_on_one_expert(experts, rows_TD[:n], weights), whole[:n]) for n in range(1, 6))
         if not agree:
@@ -131,7 +161,7 @@ def rows_agree(model: nn.Module, n_rows: int, weights: AdapterWeights | None, sh
 
 def _on_one_expert(experts: Any, rows_TD: Tensor, weights: AdapterWeights | None) -> Tensor:
     """Outputs [T, D] of the last expert for all rows."""
-    context, chosen = experts.at.context, torch.full((len(rows_TD), 1), experts.down_proj.shape[0] - 1)
+    context, chosen = experts.at.context, torch.full((len(rows_TD), 1), experts.at.n_experts - 1)
     routing, context.routing = context.routing, NoAdapters()
     try:
         if weights is not None:
@@ -162,31 +192,47 @@ class _ExpertRows:
 
 def motet_experts(experts: Any, hidden_TD: Tensor, top_TJ: Tensor, share_TJ: Tensor) -> Tensor:
     """Called by transformers in every layer of experts; returns [T, D]."""
+    at: ExpertsAt = experts.at
     by_number = top_TJ.argsort(dim=-1)
     chosen_TJ, share_TJ = top_TJ.gather(1, by_number), share_TJ.gather(1, by_number)
-    runs = experts.at.context.routing.expert_runs
-    key_P = (chosen_TJ * (len(runs) + 1) + runs_of_rows(runs, len(hidden_TD))[:, None]).flatten()
-    laid_out, place_P = _lay_out(experts, key_P, hidden_TD.dtype)
-    n_rows = sum(each.n_rows for each in laid_out)
-    source_M = torch.full((n_rows,), len(place_P)).index_copy(0, place_P, torch.arange(len(place_P)))
-    pairs_PD = hidden_TD[:, None].expand(-1, top_TJ.shape[1], -1).flatten(0, 1)
-    rows_MD = F.pad(pairs_PD, (0, 0, 0, 1)).index_select(0, source_M)
-    parts = [
-        _expert(experts, each, own)
-        for each, own in zip(laid_out, rows_MD.split([each.n_rows for each in laid_out]), strict=True)
-    ]
-    said_TJD = torch.cat(parts).index_select(0, place_P).unflatten(0, top_TJ.shape).float()
-    weighted_TJD: Tensor = said_TJD * share_TJ[..., None].float()
+    runs = at.context.routing.expert_runs
+    pairs = ExpertPairs(
+        hidden_TD[:, None].expand(-1, top_TJ.shape[1], -1).flatten(0, 1),
+        chosen_TJ.flatten(),
+        runs_of_rows(runs, len(hidden_TD)).to(top_TJ.device).repeat_interleave(top_TJ.shape[1]),
+        runs,
+    )
+    if at.ranks is None:
+        said_PD = _said(experts, pairs)
+    else:
+        paths = [f"{at.path}.{name}" for name in (_up(experts), "down_proj")]
+        said_PD = at.ranks.compute(pairs, at.n_experts, paths, partial(_said, experts))
+    weighted_TJD: Tensor = said_PD.unflatten(0, top_TJ.shape).float() * share_TJ[..., None].float()
     total_TD = weighted_TJD[:, 0]
     for place in range(1, top_TJ.shape[1]):
         total_TD = total_TD + weighted_TJD[:, place]
     return total_TD.to(hidden_TD.dtype)
 
 
-def _lay_out(experts: Any, key_P: Tensor, dtype: torch.dtype) -> tuple[list[_ExpertRows], Tensor]:
-    """Assign each pair its padded row [P], ordered by expert, then run. A key is expert · (len(runs) + 1) + run."""
-    runs = experts.at.context.routing.expert_runs
+def _said(experts: Any, pairs: ExpertPairs) -> Tensor:
+    """Outputs [P, D] of pairs whose experts are all here."""
+    laid_out, place_P = _lay_out(experts, pairs)
+    n_rows, device = sum(each.n_rows for each in laid_out), place_P.device
+    source_M = torch.full((n_rows,), len(place_P), device=device)
+    source_M.index_copy_(0, place_P, torch.arange(len(place_P), device=device))
+    rows_MD = F.pad(pairs.rows_PD, (0, 0, 0, 1)).index_select(0, source_M)
+    parts = [
+        _expert(experts, each, pairs.runs, own)
+        for each, own in zip(laid_out, rows_MD.split([each.n_rows for each in laid_out]), strict=True)
+    ]
+    return torch.cat(parts).index_select(0, place_P)
+
+
+def _lay_out(experts: Any, pairs: ExpertPairs) -> tuple[list[_ExpertRows], Tensor]:
+    """Assign each pair its padded row [P], ordered by expert, then run."""
+    runs, dtype = pairs.runs, pairs.rows_PD.dtype
     n_runs = len(runs) + 1
+    key_P = pairs.expert_P * n_runs + pairs.run_P
     weights = getattr(experts, _up(experts)), experts.down_proj
     least = max(least_rows(each.shape[-1], each.shape[-2], dtype) for each in weights)
     sorted_P, order_P = key_P.sort(stable=True)
@@ -199,24 +245,30 @@ def _lay_out(experts: Any, key_P: Tensor, dtype: torch.dtype) -> tuple[list[_Exp
             shares.append(ExpertShare(key % n_runs, last, last := last + room(runs, key % n_runs, count, dtype)))
         laid_out.append(_ExpertRows(number, max(last, least), tuple(shares)))
         start += laid_out[-1].n_rows
-    shift = torch.tensor(starts) - counts.cumsum(0) + counts
-    row_P = torch.arange(len(key_P)) + shift.repeat_interleave(counts)
+    shift = torch.tensor(starts, device=key_P.device) - counts.cumsum(0) + counts
+    row_P = torch.arange(len(key_P), device=key_P.device) + shift.repeat_interleave(counts)
     return laid_out, torch.empty_like(row_P).index_copy_(0, order_P, row_P)
 
 
-def _expert(experts: Any, own: _ExpertRows, rows_MD: Tensor) -> Tensor:
-    inner = _product(experts, own, rows_MD, _up(experts))
+def _expert(experts: Any, own: _ExpertRows, runs: Sequence[ExpertRun], rows_MD: Tensor) -> Tensor:
+    inner = _product(experts, own, runs, rows_MD, _up(experts))
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    outer = _product(experts, own, inner, "down_proj")
+    outer = _product(experts, own, runs, inner, "down_proj")
     normed = getattr(experts, "has_post_expert_norm", False)  # transformers before 5.19 has no such experts
     said: Tensor = experts.post_expert_norm(outer) if normed else outer
     return said
 
 
-def _product(experts: Any, own: _ExpertRows, rows_MK: Tensor, name: str) -> Tensor:
+def _product(experts: Any, own: _ExpertRows, runs: Sequence[ExpertRun], rows_MK: Tensor, name: str) -> Tensor:
     at: ExpertsAt = experts.at
     bias = getattr(experts, f"{name}_bias")[own.number] if experts.has_bias else None
     projection = ExpertProjection(
-        f"{at.path}.{name}", own.number, getattr(experts, name), bias, experts.is_transposed, at.context.arithmetic
+        f"{at.path}.{name}",
+        own.number,
+        getattr(experts, name),
+        bias,
+        experts.is_transposed,
+        at.context.arithmetic,
+        at.first,
     )
-    return project(at.context, projection, rows_MK, own.shares)
+    return project(runs, projection, rows_MK, own.shares)

@@ -57,7 +57,7 @@ def load_base(
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
     arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
     base = prove(
-        lambda: wrap(name, model, tokenizer, place),
+        lambda: wrap(name, model, tokenizer, place, shards=shards is not None),
         model,
         name,
         block_size,

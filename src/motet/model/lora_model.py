@@ -294,14 +294,17 @@ def _remove_dropout(model: nn.Module) -> None:
                 setattr(module, field_name, 0.0)
 
 
-def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraModel:
-    """Replace the decoder's linear layers and attention; the rest of the model is unchanged."""
+def wrap(name: str, model: Any, tokenizer: Any, device: torch.device, *, shards: bool = False) -> LoraModel:
+    """Replace the decoder's linear layers, attention and experts; the rest of the model is unchanged.
+
+    On a GPU, experts are replaced only with `shards`.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(attention.NAME, attention.motet_attention)
     model.set_attn_implementation(attention.NAME)
     context = LoraContext()
-    if device.type == "cpu":
+    if device.type == "cpu" or shards:
         compute_experts(model, context)
     decoder = decoder_of(model)
     linears: dict[str, LoraLinear] = {}
@@ -325,7 +328,7 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device) -> LoraMod
     _remove_dropout(model)
     dtype, head = next(iter(linears.values())).fused.frozen.dtype, _freeze_head(model)
     info = _info(name, model, tokenizer, device, dtype, head, tuple(linears))
-    experts = adaptable_experts(model)
+    experts = adaptable_experts(model) if device.type == "cpu" else {}
     base = LoraModel(info, model, decoder, head, dtype, device, context, linears, experts, stateful=stateful)
     base.revise(experts=tuple(experts), experts_idle=_why_idle(base))
     if peculiar:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from motet.model.expert_ranks import ExpertRanks
+from motet.model.experts import share_experts
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
@@ -24,6 +27,9 @@ class Shards:
     def __init__(self, mesh: DeviceMesh) -> None:
         """`mesh` has one dimension: the ranks."""
         self._mesh = mesh
+        self.experts = ExpertRanks(mesh.get_group())
+        self.has_experts = False
+        """Whether `experts` computes some of the base's layers."""
         self._model: FSDPModule | None = None
         self._layers: list[FSDPModule] = []
 
@@ -37,7 +43,9 @@ class Shards:
         """
         for layer in _layers(decoder):
             fuse(layer)
-            self._layers.append(self._shard(layer))
+            own = share_experts(layer, self.experts, torch.device(self._mesh.device_type))
+            self.has_experts = self.has_experts or bool(own)
+            self._layers.append(self._shard(layer, own))
         fuse(decoder)
         self._model = self._shard(model)  # weights outside the layers: embeddings, the last norm and the head
 
@@ -52,11 +60,12 @@ class Shards:
         modules = ((layer, cast("nn.Module", layer)) for layer in self._layers)
         return _gathered(next(layer for layer, module in modules if inside in set(module.modules())))
 
-    def _shard(self, module: nn.Module) -> FSDPModule:
+    def _shard(self, module: nn.Module, own: set[nn.Parameter] | None = None) -> FSDPModule:
         from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
 
         numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # cannot be sharded
-        sharded: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=numbers)
+        ignored = numbers | (own or set())
+        sharded: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=ignored)
         assert isinstance(sharded, FSDPModule)
         return sharded
 

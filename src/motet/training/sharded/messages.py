@@ -121,6 +121,8 @@ class Forward(ChannelMessage, frozen=True):
     """Run a forward pass; all ranks take part."""
 
     parts: tuple[RankSegment, ...]
+    route: tuple[tuple[str, int], ...]
+    """As of `Train`."""
     base: bool
     """Whether to disable the adapters."""
 

@@ -108,7 +108,7 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
             pairs = zip(message.parts, trained, strict=True)
             return m.RankResult(tuple(m.SegmentResult(part.place, one.logprobs, one.stats) for part, one in pairs))
         case m.Forward():
-            scored = trainer.score(_batch(message.parts), base=message.base)
+            scored = trainer.score(_batch(message.parts), message.route, base=message.base)
             return m.RankResult(
                 tuple(m.SegmentResult(part.place, one) for part, one in zip(message.parts, scored, strict=True))
             )

@@ -9,6 +9,7 @@ Legend: T packed rows.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,8 @@ class RankTrainer:
         trained: tuple[Trained, ...] = ()
         try:
             if learning or self.base.shards is not None:
-                trained = whole(packed.train(learning))
+                with self._beside(route):
+                    trained = whole(packed.train(learning))
         except Exception as error:
             if self.base.shards is not None and not packed.in_step:
                 raise
@@ -124,8 +126,10 @@ class RankTrainer:
             self._add(name, rank, gradients.get(place))
         return trained
 
-    def score(self, batch: Batch, *, base: bool) -> tuple[tuple[FloatArray, ...], ...]:
-        """Logprobs of this rank's segments.
+    def score(
+        self, batch: Batch, route: Sequence[tuple[str, int]], *, base: bool
+    ) -> tuple[tuple[FloatArray, ...], ...]:
+        """Logprobs of this rank's segments; `route` as for `train`.
 
         Raises:
             InStep: a segment failed on some rank.
@@ -138,7 +142,8 @@ class RankTrainer:
             flats = [] if base else [self._head(segment.adapter) for segment in segments]
             heads = [None if flat is None else ValueHead(flat, flat) for flat in flats]  # no gradient is computed
             try:
-                logprobs = whole(packed.score(weights, heads))
+                with self._beside(() if base else route):
+                    logprobs = whole(packed.score(weights, heads))
             except Exception as error:
                 if self.base.shards is not None and not packed.in_step:
                     raise
@@ -170,6 +175,16 @@ class RankTrainer:
                 fault = error
         self._agree(fault)
         self._hand_out(name)
+
+    def _beside(self, route: Sequence[tuple[str, int]]) -> contextlib.AbstractContextManager[None]:
+        """Context for a pass: the adapters on experts that each rank of this copy of the base has in it."""
+        if self.base.shards is None:
+            return contextlib.nullcontext()
+        experts = self.base.shards.experts
+        routed = [(self._weights(name), rank) for name, rank in route]
+        return experts.running(
+            [[one for one, rank in routed if rank == member and one.layout.experts] for member in experts.members]
+        )
 
     def _weights(self, name: str) -> AdapterWeights:
         return self._owned.weights(name) if self._owners[name] == self.rank else self._copies[name]

@@ -52,16 +52,16 @@ class ShardedTrainer:
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
-        ranks = self._scatter(batch)
-        parts = self._parts(batch, ranks, learns=True)
-        route = tuple((segment.adapter, rank) for segment, rank in zip(batch.segments, ranks, strict=True))
+        parts, route = self._parts(batch, self._scatter(batch), learns=True)
         ran = self._run({rank: m.Train(own, route) for rank, own in parts.items()})
         return tuple(Trained(one.stats, one.logprobs) for one in ran if one.stats is not None)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""
-        parts = self._parts(batch, self._scatter(batch, base=base), learns=False)
-        return tuple(one.logprobs for one in self._run({rank: m.Forward(own, base) for rank, own in parts.items()}))
+        parts, route = self._parts(batch, self._scatter(batch, base=base), learns=False)
+        return tuple(
+            one.logprobs for one in self._run({rank: m.Forward(own, route, base) for rank, own in parts.items()})
+        )
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""
@@ -90,12 +90,15 @@ class ShardedTrainer:
         owners = [0 if base else self._owner(segment.adapter) for segment in batch.segments]
         return scatter([segment.n_tokens for segment in batch.segments], owners, self._group.n_ranks)
 
-    def _parts(self, batch: Batch, ranks: tuple[int, ...], *, learns: bool) -> dict[int, tuple[m.RankSegment, ...]]:
-        """Each rank's segments, in batch order."""
+    def _parts(
+        self, batch: Batch, ranks: tuple[int, ...], *, learns: bool
+    ) -> tuple[dict[int, tuple[m.RankSegment, ...]], tuple[tuple[str, int], ...]]:
+        """Each rank's segments, in batch order; adapter and rank of each segment."""
         parts: dict[int, list[m.RankSegment]] = {rank: [] for rank in range(self._group.n_ranks)}
         for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
             parts[rank].append(m.RankSegment.of(place, segment, _loss(segment) if learns else None))
-        return {rank: tuple(own) for rank, own in parts.items()}
+        route = tuple((segment.adapter, rank) for segment, rank in zip(batch.segments, ranks, strict=True))
+        return {rank: tuple(own) for rank, own in parts.items()}, route
 
     def _run(self, messages: dict[int, m.Train] | dict[int, m.Forward]) -> list[m.SegmentResult]:
         """Results of a pass from all ranks, in batch order."""

@@ -1,0 +1,224 @@
+"""Expert parallelism: each rank of a base in shards keeps some of the experts, and rows travel to the rank of their expert.
+
+A rank computes its experts for the rows of all ranks, in the order and the shapes of one process. The backward pass
+sends gradients of rows the other way, and gradients of adapters on experts to the rank with their segment.
+
+Legend: P pairs of a row and an expert that a rank sends, Q pairs that it computes, D model width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from motet.model.lora import AdapterWeights, ExpertRun, LoraMatrices
+
+
+@dataclass(frozen=True)
+class ExpertPairs:
+    """Pairs of a row and an expert that it chose."""
+
+    rows_PD: Tensor
+    expert_P: Tensor
+    run_P: Tensor
+    """Index among `runs`; one past the last for rows without an adapter on experts."""
+    runs: Sequence[ExpertRun]
+
+
+Compute = Callable[[ExpertPairs], Tensor]
+"""Computes the outputs [P, D] of pairs."""
+
+
+class ExpertRanks:
+    """The ranks that share the experts of a base."""
+
+    def __init__(self, group: Any) -> None:
+        """`group` is their process group."""
+        self._group = group
+        self.members: list[int] = distributed.get_process_group_ranks(group)
+        """Their numbers among all ranks."""
+        self._adapters: Sequence[Sequence[AdapterWeights]] | None = None
+
+    def own(self, n_experts: int) -> slice:
+        """The experts that this rank keeps."""
+        first = min(distributed.get_rank(self._group) * self._each(n_experts), n_experts)
+        return slice(first, min(first + self._each(n_experts), n_experts))
+
+    @contextlib.contextmanager
+    def running(self, adapters: Sequence[Sequence[AdapterWeights]]) -> Iterator[None]:
+        """Context for a pass in which each rank has other runs: their adapters, by rank. Without it, all have the same."""
+        self._adapters = adapters
+        try:
+            yield
+        finally:
+            self._adapters = None
+
+    def compute(self, pairs: ExpertPairs, n_experts: int, paths: Sequence[str], compute: Compute) -> Tensor:
+        """The outputs [P, D] of this rank's pairs; all ranks call this together.
+
+        Args:
+            pairs: of this rank.
+            n_experts: number of experts on all ranks.
+            paths: paths of the experts' projections.
+            compute: computes pairs with this rank's experts.
+        """
+        owner_P = pairs.expert_P // self._each(n_experts)
+        order_P = owner_P.argsort(stable=True)
+        keys_P2 = torch.stack([pairs.expert_P, pairs.run_P], dim=1).index_select(0, order_P)
+        trip = _Trip(self._group, torch.bincount(owner_P, minlength=len(self.members)))
+        keys_Q2 = trip.go(keys_P2)
+        gradients = _Gradients(self._visitors(pairs.runs), pairs.runs, paths, trip, keys_P2, keys_Q2)
+        # requires a gradient, so that all ranks run the exchanges of the backward pass
+        anchor = torch.zeros((), device=order_P.device, requires_grad=torch.is_grad_enabled())
+        rows_QD = _Go.apply(pairs.rows_PD.index_select(0, order_P), anchor, trip, gradients)  # type: ignore[no-untyped-call]
+        here = ExpertPairs(rows_QD, keys_Q2[:, 0], gradients.run_Q, gradients.visitors)
+        said_QD = compute(here) if len(rows_QD) else rows_QD
+        said_PD: Tensor = _Return.apply(said_QD, trip)  # type: ignore[no-untyped-call]
+        return said_PD.index_select(0, order_P.argsort())
+
+    def _each(self, n_experts: int) -> int:
+        """Experts per rank; the last ranks may have fewer."""
+        return -(-n_experts // len(self.members))
+
+    def _visitors(self, runs: Sequence[ExpertRun]) -> list[list[ExpertRun]]:
+        """The runs of each rank, with gradients that are collected here."""
+        alike = [[run.weights for run in runs]] * len(self.members)
+        adapters = alike if self._adapters is None else self._adapters
+        return [[ExpertRun(0, 0, weights, _Sums(weights)) for weights in own] for own in adapters]
+
+
+class _Trip:
+    """Exchanges the pairs of one layer."""
+
+    def __init__(self, group: Any, n_sent: Tensor) -> None:
+        """`n_sent` are the numbers of pairs for each rank."""
+        self._group = group
+        n_received = torch.empty_like(n_sent)
+        distributed.all_to_all_single(n_received, n_sent, group=group)
+        self.n_sent: list[int] = n_sent.tolist()
+        self.n_received: list[int] = n_received.tolist()
+
+    def go(self, rows: Tensor) -> Tensor:
+        """[P, ...] → [Q, ...]."""
+        return self.exchange(rows, self.n_sent, self.n_received)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """[Q, ...] → [P, ...]."""
+        return self.exchange(rows, self.n_received, self.n_sent)
+
+    def exchange(self, rows: Tensor, n_out: list[int], n_in: list[int]) -> Tensor:
+        """Send the first `n_out[0]` rows to the first rank, and so on; receive rows in the same way."""
+        sent = rows.contiguous()
+        received = sent.new_empty(sum(n_in), *sent.shape[1:])
+        distributed.all_to_all_single(_bytes(received), _bytes(sent), n_in, n_out, group=self._group)
+        return received
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """[N, ...] → [N, bytes], the same memory: not every backend exchanges every type."""
+    return rows.view(len(rows), *(rows.shape[1:] or (1,))).view(torch.uint8)
+
+
+class _Sums(dict[str, LoraMatrices]):
+    """Gradients of an adapter on experts, by path; zeros are made when a path is first read."""
+
+    def __init__(self, weights: AdapterWeights) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __missing__(self, path: str) -> LoraMatrices:
+        like = self._weights.matrices[path]
+        bs = tuple((place, torch.zeros_like(b)) for place, b in like.bs)
+        self[path] = made = LoraMatrices(torch.zeros_like(like.a), bs)
+        return made
+
+
+class _Gradients:
+    """The gradients of adapters on one layer's experts, which are computed on the ranks of the experts."""
+
+    def __init__(
+        self,
+        by_rank: Sequence[Sequence[ExpertRun]],
+        runs: Sequence[ExpertRun],
+        paths: Sequence[str],
+        trip: _Trip,
+        keys_P2: Tensor,
+        keys_Q2: Tensor,
+    ) -> None:
+        """Keys are the expert and the run of each pair, as sent and as received."""
+        self._by_rank, self._runs, self._paths, self._trip = by_rank, runs, paths, trip
+        self.visitors = [run for own in by_rank for run in own]
+        """The runs of all ranks, one rank after another."""
+        self._sent = [_adapted(keys, len(runs)) for keys in keys_P2.split(trip.n_sent)]
+        received, n_runs = keys_Q2.split(trip.n_received), [len(own) for own in by_rank]
+        self._visits = [_adapted(keys, n) for keys, n in zip(received, n_runs, strict=True)]
+        firsts = list(accumulate(n_runs, initial=0))
+        parts = [
+            torch.where(keys[:, 1] < n, keys[:, 1] + first, firsts[-1])
+            for keys, n, first in zip(received, n_runs, firsts, strict=False)
+        ]
+        self.run_Q = torch.cat(parts)
+        """Each received pair's index among the visitors."""
+
+    def send_home(self) -> None:
+        """Send the gradients that were computed here, and add those of this rank's runs."""
+        if not self.visitors:  # on any rank
+            return
+        none = self.visitors[0].weights.flat.new_empty(0)
+        computed = [
+            torch.cat([none, *(part.flatten() for part in self._parts(own, visits))])
+            for own, visits in zip(self._by_rank, self._visits, strict=True)
+        ]
+        wanted = [self._parts(self._runs, sent) for sent in self._sent]
+        n_in = [sum(part.numel() for part in parts) for parts in wanted]
+        received = self._trip.exchange(torch.cat(computed), [len(one) for one in computed], n_in)
+        places = [one for parts in wanted for one in parts]
+        for sums, part in zip(places, received.split([one.numel() for one in places]), strict=True):
+            sums.add_(part.view(sums.shape))
+
+    def _parts(self, runs: Sequence[ExpertRun], keys: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """Gradients of A and B for each expert and run."""
+        parts = []
+        for expert, index in keys:
+            run = runs[index]
+            assert run.gradients is not None
+            assert run.scaling == 1.0, "ranks scale the gradients of a segment when they are complete"
+            for path in self._paths:
+                if path in run.weights.matrices:
+                    sums = run.gradients[path]
+                    parts += [sums.a[expert], sums.bs[0][1][expert]]
+        return parts
+
+
+def _adapted(keys_N2: Tensor, n_runs: int) -> list[tuple[int, int]]:
+    """The different experts and runs of pairs with an adapter, in one order on all ranks."""
+    return [(expert, run) for expert, run in keys_N2[keys_N2[:, 1] < n_runs].unique(dim=0).tolist()]
+
+
+class _Go(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_PD: Tensor, anchor: Tensor, trip: _Trip, gradients: _Gradients) -> Tensor:
+        ctx.trip, ctx.gradients = trip, gradients
+        return trip.go(rows_PD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.gradients.send_home()
+        return ctx.trip.back(grads[0]), None, None, None
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, said_QD: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.back(said_QD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.go(grads[0]), None
