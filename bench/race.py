@@ -5,6 +5,7 @@
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --schedule linear  # each with a rate that falls to 0
     python bench/race.py race curves/ --tasks sort_letters --seeds 1 --race '{"exploit": true}' --label copies  # a real race
+    python bench/race.py race curves/ --steps 36 --race '{"finalists": 1}' --label longer                             # of a longer job
     python bench/race.py compare curves/                                             # what each rule finds, and its tokens
     python bench/race.py errors                                                      # error rates on made-up rows, no training
 
@@ -75,7 +76,9 @@ class Curve:
         return max((version for version in self.rows if version), key=self.score)
 
 
-def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant") -> JobConfig:
+def raced_job(
+    task: str, seed: int, race: dict[str, Any], schedule: str = "constant", steps: int = STEPS
+) -> JobConfig:
     """A job that races."""
     work = {"data": f"toy:{task}", "reward": "exact", "sampling": {"max_tokens": 12}}
     if base_of(task) == "smollm2":
@@ -83,7 +86,7 @@ def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "const
     job = {
         "name": f"{task}-s{seed}",
         **work,
-        "steps": STEPS,
+        "steps": steps,
         "seed": seed,
         "algorithm": {"groups_per_step": 4},
         "optimizer": {"schedule": schedule},
@@ -353,11 +356,11 @@ def compare(directory: Path) -> None:
 # --- races that curves cannot tell, as those with copies -------------------------------------------------------------
 
 
-def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label: str) -> None:
+def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label: str, steps: int) -> None:
     """Race, and write what was found on the rows that confirm; what is there already stays."""
     from motet.running import run_config
 
-    job = raced_job(task, seed, settings)
+    job = raced_job(task, seed, settings, steps=steps)
     out, run = directory / f"race-{label}-{job.name}.json", directory / "runs" / f"{label}-{job.name}"
     if out.exists():
         return
@@ -417,6 +420,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--control", action="store_true")
     parser.add_argument("--race", type=json.loads, default={}, help="settings of the race, as JSON")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a job that races")
     parser.add_argument("--label", default="default", help="what to call it")
     parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="constant")
     given = parser.parse_args()
@@ -431,7 +435,7 @@ def main() -> None:
     for seed in seeds:
         for task in tasks:
             if given.action == "race":
-                race(given.directory, task, seed, given.race, given.label)
+                race(given.directory, task, seed, given.race, given.label, given.steps)
             else:
                 record(given.directory, task, seed, control=given.control, schedule=given.schedule)
 
