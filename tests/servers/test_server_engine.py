@@ -328,6 +328,24 @@ def test_an_abort_ends_its_own_and_keeps_their_tokens(dialect: Any, name: str, t
         assert server.counts.disconnects == (4 if name == "job" else 2)
 
 
+@both
+def test_what_an_abort_ends_is_known_without_a_stream_if_it_is_to_be_charged(dialect: Any, tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        server.faults.token_seconds = 0.002
+        request = replace(long_request(None, max_tokens=400), partial=True)
+        running = asyncio.ensure_future(collect(engine, request))
+        await until(lambda: len(server.counts.asked) == 2)
+        await asyncio.sleep(0.03)
+        await engine.abort(request.id)
+        for found, whole in zip(await running, await in_process(request), strict=True):
+            assert found.finish == "abort"
+            assert 0 < len(found.tokens) < 400
+            assert found.tokens == whole.tokens[: len(found.tokens)]
+
+    with ProtocolServer(dialect) as server:
+        drive(engine_on([server], tmp_path), test)
+
+
 @either_way
 def test_an_abort_before_anything_was_asked(stream: bool, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:

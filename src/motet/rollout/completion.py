@@ -11,6 +11,9 @@ from motet.core import seeds
 from motet.core.stops import Decode, GrowingText, certain, ending, until_stop
 from motet.core.types import Chunk, FinishReason, GenerateRequest
 
+_LONG = 256
+"""Tokens from which a server streams a completion whose tokens are wanted if it is aborted. Streams cost more."""
+
 
 @dataclass
 class Completion:
@@ -34,6 +37,7 @@ class Completion:
         """The request for the remaining tokens. A retry continues after the received tokens, with another seed."""
         request, seed = self.request, self.request.seeds[self.index]
         self._continued = bool(self._tokens)
+        left = request.sampling.max_tokens - len(self._tokens)
         if self._continued:
             seed = seeds.key(seed, "continued", len(self._tokens))
         return Ask(
@@ -41,9 +45,9 @@ class Completion:
             model=None if request.adapter is None else request.adapter.served_name,
             token_ids=[*request.prompt_ids.tolist(), *self._tokens],
             sampling=request.sampling,
-            max_tokens=request.sampling.max_tokens - len(self._tokens),
+            max_tokens=left,
             seed=seed % (1 << SEED_BITS),
-            stream=request.stream,
+            stream=request.stream or (request.partial and left >= _LONG),
             vocabulary=self.vocabulary,
         )
 
