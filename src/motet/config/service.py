@@ -26,7 +26,7 @@ class LimitsConfig(Config):
 
     model_config = ConfigDict(defer_build=False)  # a route accepts it, and FastAPI must be able to build it
     running_jobs: int | None = Field(16, ge=1, le=10**6)
-    """Jobs that run at once; more wait in the queue."""
+    """Slots that its jobs hold at once: one for each job, two with a critic, one for each role. More jobs wait in the queue."""
     queued_jobs: int | None = Field(100, ge=0, le=10**6)
     """Jobs that wait beyond those that may run, paused ones included."""
     client_models: int | None = Field(32, ge=0, le=10**6)
