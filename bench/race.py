@@ -5,7 +5,7 @@
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --control     # the same with sixteen equal candidates
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --schedule linear  # each with a rate that falls to 0
     python bench/race.py race curves/ --tasks sort_letters --seeds 1 --race '{"exploit": true}' --label copies  # a real race
-    python bench/race.py race curves/ --steps 36 --race '{"finalists": 1}' --label longer                             # of a longer job
+    python bench/race.py race curves/ --steps 36 --race '{"finalists": 1}' --label longer  # of a longer job
     python bench/race.py compare curves/                                             # what each rule finds, and its tokens
     python bench/race.py errors                                                      # error rates on made-up rows, no training
 
@@ -76,9 +76,7 @@ class Curve:
         return max((version for version in self.rows if version), key=self.score)
 
 
-def raced_job(
-    task: str, seed: int, race: dict[str, Any], schedule: str = "constant", steps: int = STEPS
-) -> JobConfig:
+def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant", steps: int = STEPS) -> JobConfig:
     """A job that races."""
     work = {"data": f"toy:{task}", "reward": "exact", "sampling": {"max_tokens": 12}}
     if base_of(task) == "smollm2":
@@ -361,6 +359,7 @@ def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label:
     from motet.running import run_config
 
     job = raced_job(task, seed, settings, steps=steps)
+    label = label if steps == STEPS else f"{label}-{steps}-steps"
     out, run = directory / f"race-{label}-{job.name}.json", directory / "runs" / f"{label}-{job.name}"
     if out.exists():
         return

@@ -89,7 +89,7 @@ MIXERS = ("convolution", "delta rule", "scan")
 
 
 def packed(lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> dict[str, Any]:
-    return {"attention_pass": tiny.base("lfm2").attention.packed(lengths, prefixes)}
+    return {"attention_pass": tiny.base("qwen3_5").attention.packed(lengths, prefixes)}
 
 
 def gradients(function: Callable[[list[Tensor]], Tensor], inputs: list[Tensor], slope: Tensor) -> list[Tensor]:

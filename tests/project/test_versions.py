@@ -19,7 +19,7 @@ OLDEST = {"torch": "2.11.0", "transformers": "5.17.0", "numpy": "2.3.5"}
 """The interpreter of Triton 3.6, which torch 2.11 wants, fails with numpy 2.4."""
 NEWEST = {"torch": "2.13.0", "transformers": "5.23.0"}
 MISSING = (
-    "lfm2 [convolution] [scan] peft_loads_nothing kernels_that_are_installed without_a_slot [Q4_1] [gguf_file-".split()
+    "lfm2 gemma-architecture peft_loads_nothing kernels_that_are_installed without_a_slot [Q4_1] [gguf_file-".split()
 )
 """Tests that fail with transformers 5.17: it has another convolution in LFM2, which is refused, and fewer types of GGUF."""
 ROOMS = "algorithms chat commands config core model native process rollout running runtime tasks tracking training view"

@@ -332,7 +332,7 @@ def test_an_abort_ends_its_own_and_keeps_their_tokens(dialect: Any, name: str, t
 def test_what_an_abort_ends_is_known_without_a_stream_if_it_is_to_be_charged(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         server.faults.token_seconds = 0.002
-        request = replace(long_request(None, max_tokens=400), partial=True)
+        request = replace(long_request(None, max_tokens=400), keep_aborted=True)
         running = asyncio.ensure_future(collect(engine, request))
         await until(lambda: len(server.counts.asked) == 2)
         await asyncio.sleep(0.03)

@@ -224,8 +224,8 @@ class GenerateRequest:
     """One 64-bit key per completion; the random number of position p is a function of (key, p) alone."""
     stream: bool = False
     """Return tokens as they are sampled; otherwise each completion is one chunk."""
-    partial: bool = False
-    """Whether an abort returns what was sampled, even of a long completion that is not streamed."""
+    keep_aborted: bool = False
+    """Whether an abort returns the tokens that a server had sampled of a long completion that is not streamed."""
     episodes: tuple[str, ...] = ()
     """For each seed, the episode that continues after it: an engine may keep what it has computed for the episode's next
     turn."""

@@ -114,7 +114,7 @@ class Answers:
             sampling,
             tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
             stream=question.stream,
-            partial=True,  # an answer that is abandoned is charged
+            keep_aborted=True,  # an answer that is abandoned is charged
         )
         self._send(m.PromptRead(key, len(prompt_ids), prompt_ids.tolist() if question.prompt_ids else []))
         async with self._turn(request.job, question.tenant, question.n):

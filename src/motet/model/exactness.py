@@ -35,9 +35,8 @@ def check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
     with uneven if base.device.type == "cpu" else contextlib.nullcontext():
         packed = packed_logits(base, sequences)[0]
     solo = [packed_logits(base, [sequence])[0][0] for sequence in sequences]
-    alone = all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)) and _crowd_agrees(
-        base, sequences
-    )
+    alone = base.agreed(all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)))
+    alone = alone and _crowd_agrees(base, sequences)
     if not _tiles_agree(base, sequences):
         base.compute_with(replace(base.arithmetic, long_rows=sys.maxsize))
     decoded, cache = _decoded_logits(base, sequences[1])
@@ -47,7 +46,7 @@ def check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
         what = f"{' and '.join(left)} of a number depends on its place among others"
     if not alone:
         what = "sequences packed together differ from each alone"
-    elif not torch.equal(decoded, packed[1]):
+    elif not base.agreed(torch.equal(decoded, packed[1])):
         what = "decoding differs from the full forward pass"
     if not what:
         return
@@ -98,7 +97,7 @@ def _crowd_agrees(base: LoraModel, sequences: list[Tensor]) -> bool:
     rows = max(_CROWD, _CROWD_TILES * base.arithmetic.tile)
     crowd = sequences * -(-rows // sum(map(len, sequences)))
     few, many = packed_hidden(base, sequences)[0], packed_hidden(base, crowd)[0]
-    return all(torch.equal(few[place % len(few)], states) for place, states in enumerate(many))
+    return base.agreed(all(torch.equal(few[place % len(few)], states) for place, states in enumerate(many)))
 
 
 @torch.no_grad()
@@ -113,7 +112,7 @@ def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
         in_tiles = packed_hidden(base, crowd)[0]
     finally:
         base.arithmetic, base.context.routing = whole, NoAdapters()
-    return all(torch.equal(one, other) for one, other in zip(together, in_tiles, strict=True))
+    return base.agreed(all(torch.equal(one, other) for one, other in zip(together, in_tiles, strict=True)))
 
 
 def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:

@@ -31,6 +31,9 @@ class ExpertPairs:
     runs: Sequence[ExpertRun]
 
 
+_NO_RUN = -1
+"""Stands for no run between ranks: a rank whose segments cannot be laid out has fewer runs than the others expect."""
+_MOST_RUNS = 1 << 32
 Compute = Callable[[ExpertPairs], Tensor]
 """Computes the outputs [P, D] of pairs."""
 
@@ -38,9 +41,9 @@ Compute = Callable[[ExpertPairs], Tensor]
 class ExpertRanks:
     """The ranks that share the experts of a base."""
 
-    def __init__(self, group: Any) -> None:
-        """`group` is their process group."""
-        self._group = group
+    def __init__(self, group: Any, place: torch.device) -> None:
+        """`group` is their process group, `place` the kind of device."""
+        self._group, self._place = group, place
         self.members: list[int] = distributed.get_process_group_ranks(group)
         """Their numbers among all ranks."""
         self._adapters: Sequence[Sequence[AdapterWeights]] | None = None
@@ -49,6 +52,17 @@ class ExpertRanks:
         """The experts that this rank keeps."""
         first = min(distributed.get_rank(self._group) * self._each(n_experts), n_experts)
         return slice(first, min(first + self._each(n_experts), n_experts))
+
+    def agreed(self, verdict: bool) -> bool:
+        """Whether all ranks say yes; all ranks call this together. Ranks that disagree would part and wait for ever."""
+        votes = torch.tensor([int(verdict)], device=self._place)
+        distributed.all_reduce(votes, distributed.ReduceOp.MIN, group=self._group)
+        return bool(votes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks."""
+        return distributed.get_rank(self._group) == 0
 
     @contextlib.contextmanager
     def running(self, adapters: Sequence[Sequence[AdapterWeights]]) -> Iterator[None]:
@@ -70,7 +84,8 @@ class ExpertRanks:
         """
         owner_P = pairs.expert_P // self._each(n_experts)
         order_P = owner_P.argsort(stable=True)
-        keys_P2 = torch.stack([pairs.expert_P, pairs.run_P], dim=1).index_select(0, order_P)
+        run_P = torch.where(pairs.run_P < len(pairs.runs), pairs.run_P, _NO_RUN)
+        keys_P2 = torch.stack([pairs.expert_P, run_P], dim=1).index_select(0, order_P)
         trip = _Trip(self._group, torch.bincount(owner_P, minlength=len(self.members)))
         keys_Q2 = trip.go(keys_P2)
         gradients = _Gradients(self._visitors(pairs.runs), pairs.runs, paths, trip, keys_P2, keys_Q2)
@@ -153,29 +168,30 @@ class _Gradients:
     ) -> None:
         """Keys are the expert and the run of each pair, as sent and as received."""
         self._by_rank, self._runs, self._paths, self._trip = by_rank, runs, paths, trip
+        self._keys_P2, self._keys_Q2 = keys_P2, keys_Q2
         self.visitors = [run for own in by_rank for run in own]
         """The runs of all ranks, one rank after another."""
-        self._sent = [_adapted(keys, len(runs)) for keys in keys_P2.split(trip.n_sent)]
-        received, n_runs = keys_Q2.split(trip.n_received), [len(own) for own in by_rank]
-        self._visits = [_adapted(keys, n) for keys, n in zip(received, n_runs, strict=True)]
-        firsts = list(accumulate(n_runs, initial=0))
+        firsts = list(accumulate((len(own) for own in by_rank), initial=0))
         parts = [
-            torch.where(keys[:, 1] < n, keys[:, 1] + first, firsts[-1])
-            for keys, n, first in zip(received, n_runs, firsts, strict=False)
+            torch.where(keys[:, 1] == _NO_RUN, firsts[-1], keys[:, 1] + first)
+            for keys, first in zip(keys_Q2.split(trip.n_received), firsts, strict=False)
         ]
         self.run_Q = torch.cat(parts)
         """Each received pair's index among the visitors."""
 
     def send_home(self) -> None:
-        """Send the gradients that were computed here, and add those of this rank's runs."""
+        """Send the gradients that were computed here, add those of this rank's runs, and free the memory."""
         if not self.visitors:  # on any rank
             return
         none = self.visitors[0].weights.flat.new_empty(0)
         computed = [
-            torch.cat([none, *(part.flatten() for part in self._parts(own, visits))])
-            for own, visits in zip(self._by_rank, self._visits, strict=True)
+            torch.cat([none, *(part.flatten() for part in self._parts(own, _adapted(keys)))])
+            for own, keys in zip(self._by_rank, self._keys_Q2.split(self._trip.n_received), strict=True)
         ]
-        wanted = [self._parts(self._runs, sent) for sent in self._sent]
+        for run in self.visitors:
+            assert run.gradients is not None
+            run.gradients.clear()
+        wanted = [self._parts(self._runs, _adapted(keys)) for keys in self._keys_P2.split(self._trip.n_sent)]
         n_in = [sum(part.numel() for part in parts) for parts in wanted]
         received = self._trip.exchange(torch.cat(computed), [len(one) for one in computed], n_in)
         places = [one for parts in wanted for one in parts]
@@ -196,9 +212,10 @@ class _Gradients:
         return parts
 
 
-def _adapted(keys_N2: Tensor, n_runs: int) -> list[tuple[int, int]]:
+def _adapted(keys_N2: Tensor) -> list[tuple[int, int]]:
     """The different experts and runs of pairs with an adapter, in one order on all ranks."""
-    return [(expert, run) for expert, run in keys_N2[keys_N2[:, 1] < n_runs].unique(dim=0).tolist()]
+    expert_N, run_N = keys_N2[keys_N2[:, 1] != _NO_RUN].unbind(1)
+    return [divmod(key, _MOST_RUNS) for key in (expert_N * _MOST_RUNS + run_N).unique().tolist()]
 
 
 class _Go(torch.autograd.Function):

@@ -111,6 +111,10 @@ class LoraModel:
         """Math functions of own kernels; None with torch."""
         return None if self.kernels is None else self.kernels.math
 
+    def agreed(self, verdict: bool) -> bool:
+        """Whether the ranks of a base in shards all say yes; they call this together."""
+        return verdict if self.shards is None else self.shards.experts.agreed(verdict)
+
     @property
     def towers(self) -> tuple[str, ...]:
         """Classes of the model's other parts (such as vision towers) that were not loaded."""

@@ -1,7 +1,8 @@
 """A frozen base sharded over ranks with torch's FSDP2: each rank stores a part of every weight and gathers it for use.
 
-Weights are frozen, so ranks only gather and never reduce, and a gathered weight has the bits of the original. Every
-rank must run the same forward and backward passes; otherwise the other ranks wait for it.
+Experts are not gathered: each rank keeps some of them whole (`motet.model.expert_ranks`). Weights are frozen, so ranks
+only gather and never reduce, and a gathered weight has the bits of the original. Every rank must run the same forward
+and backward passes; otherwise the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ class Shards:
     def __init__(self, mesh: DeviceMesh) -> None:
         """`mesh` has one dimension: the ranks."""
         self._mesh = mesh
-        self.experts = ExpertRanks(mesh.get_group())
+        self._place = torch.device(mesh.device_type)
+        self.experts = ExpertRanks(mesh.get_group(), self._place)
         self.has_experts = False
         """Whether `experts` computes some of the base's layers."""
         self._model: FSDPModule | None = None
         self._layers: list[FSDPModule] = []
 
     def settle(self, model: nn.Module, decoder: nn.Module, fuse: Callable[[nn.Module], None]) -> None:
-        """Shard every weight, layer by layer, so that at most one layer is complete at a time.
+        """Shard every weight but experts', layer by layer, so that at most one layer is complete at a time.
 
         Args:
             model: as loaded; weights mapped from files are read into memory layer by layer.
@@ -43,7 +45,7 @@ class Shards:
         """
         for layer in _layers(decoder):
             fuse(layer)
-            own = share_experts(layer, self.experts, torch.device(self._mesh.device_type))
+            own = share_experts(layer, self.experts, self._place)
             self.has_experts = self.has_experts or bool(own)
             self._layers.append(self._shard(layer, own))
         fuse(decoder)

@@ -12,7 +12,7 @@ from motet.core.stops import Decode, GrowingText, certain, ending, until_stop
 from motet.core.types import Chunk, FinishReason, GenerateRequest
 
 _LONG = 256
-"""Tokens from which a server streams a completion whose tokens are wanted if it is aborted. Streams cost more."""
+"""`max_tokens` from which servers stream completions with `keep_aborted` to Motet. A stream costs more."""
 
 
 @dataclass
@@ -37,7 +37,6 @@ class Completion:
         """The request for the remaining tokens. A retry continues after the received tokens, with another seed."""
         request, seed = self.request, self.request.seeds[self.index]
         self._continued = bool(self._tokens)
-        left = request.sampling.max_tokens - len(self._tokens)
         if self._continued:
             seed = seeds.key(seed, "continued", len(self._tokens))
         return Ask(
@@ -45,9 +44,9 @@ class Completion:
             model=None if request.adapter is None else request.adapter.served_name,
             token_ids=[*request.prompt_ids.tolist(), *self._tokens],
             sampling=request.sampling,
-            max_tokens=left,
+            max_tokens=request.sampling.max_tokens - len(self._tokens),
             seed=seed % (1 << SEED_BITS),
-            stream=request.stream or (request.partial and left >= _LONG),
+            stream=request.stream or (request.keep_aborted and request.sampling.max_tokens >= _LONG),
             vocabulary=self.vocabulary,
         )
 
@@ -63,9 +62,10 @@ class Completion:
     def settle(self) -> None:
         """Finish a broken completion that already reached its end.
 
-        With a grammar it restarts, because servers check only new tokens.
+        With a grammar it restarts, because servers check only new tokens. If nothing is delivered before the end, it
+        restarts too, so that its seed gives the same tokens.
         """
-        if self.request.sampling.grammar:
+        if self.request.sampling.grammar or (self.finish is None and not self.request.stream):
             self.back(0)
         if self.finish is None and self._tokens:
             self.finish = ending(self._tokens, self.request.sampling)

@@ -44,8 +44,11 @@ class ShardedBase:
         """
         facts = group.joined[0].facts
         if facts["device"] == base.info.device and group.joined[0].fingerprint != base.fingerprint():
+            instead = "set engine.kernels to torch"
+            if base.has_experts and base.device.type != "cpu":  # only there do ranks compute experts in another way
+                instead = "let servers sample (rollout.engine), or set engine.shard to 1"
             raise BaseModelError(
-                f"the ranks of {base.info.name} compute different bits than the sampling process; set engine.kernels to torch"
+                f"the ranks of {base.info.name} compute different bits than the sampling process; {instead}"
             )
         info = replace(base.info, experts=tuple(facts["experts"]), experts_idle=facts["experts_idle"])
         return cls(_with_memory_note(info, group), group, base)
