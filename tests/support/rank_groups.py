@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from motet.algorithms import Grpo, Reinforce
 from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import AdamW, Segment
@@ -27,6 +29,13 @@ def segment(name: str, place: int, **changes: Any) -> Segment:
     loss = Grpo(clip_low=0.1) if name == "b" else Reinforce()
     plain = Segment(name, samples, loss, float(sum(sample.n_trainable for sample in samples)), 0.8)
     return dataclasses.replace(plain, **changes)
+
+
+def with_wrong_token(name: str) -> Segment:
+    """A segment with tokens beyond the vocabulary, which cannot be laid out."""
+    good = segment(name, 0)
+    sample = dataclasses.replace(good.samples[0], token_ids=np.full_like(good.samples[0].token_ids, 10**6))
+    return dataclasses.replace(good, samples=(sample,))
 
 
 def joining(base: str, dtype: str, **engine: Any) -> Join:

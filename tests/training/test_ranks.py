@@ -22,7 +22,7 @@ from motet.training.torch_trainer import TorchTrainer
 from tests.support import native_calls
 from tests.support import tiny_models as tiny
 from tests.support.quantised_files import write_mxfp4, write_nf4
-from tests.support.rank_groups import ADAMW, SHAPES, joining, segment
+from tests.support.rank_groups import ADAMW, SHAPES, joining, segment, with_wrong_token
 from tests.support.segments import make_samples
 
 NAMES = (*SHAPES, "values")
@@ -129,14 +129,12 @@ def test_copies_and_shards_give_the_bits_of_one_process(
         one, many = TorchTrainer(whole, slots=8), ShardedTrainer(group, slots=8)
         experts = bool(whole.info.experts)
         assert experts or kind not in ("qwen3_moe", "gpt_oss", "qwen3_next_moe")
-        wrong = dataclasses.replace(segment("c", 0).samples[0], token_ids=np.full(36, 10**6, np.int32))
-        spoilt = segment("c", 0, samples=(wrong,))
         shared = any("computes them for the rows of all ranks" in note for note in group.joined[0].facts["notes"])
         assert shared == (experts and join.config.shard > 1 and kind != "mxfp4")
         alone = learned(one, tmp_path / "one", experts=experts)
         assert learned(many, tmp_path / "many", experts=experts) == alone
         with pytest.raises(RuntimeError, match="has token 1000000"):  # all ranks stay in step
-            many.forward_backward(Batch((spoilt, segment("a", 0))))
+            many.forward_backward(Batch((with_wrong_token("c"), segment("a", 0))))
         many.remove_adapter("values")
         many.add_adapter("values", shape_of("values", experts=experts), seed=9, head=True)
         many.load_adapter("values", tmp_path / "one" / "values", optimizer=True)

@@ -37,7 +37,7 @@ from motet.training.sharded.links import Connected
 from motet.training.sharded.trainer import ShardedTrainer, owner, scatter
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
-from tests.support.rank_groups import ADAMW, SHAPES, joining, segment
+from tests.support.rank_groups import ADAMW, SHAPES, joining, segment, with_wrong_token
 from tests.support.segments import branching_samples
 
 BATCHES = (
@@ -204,11 +204,9 @@ def test_branches_that_share_what_they_read_have_the_bits_of_one_device(
 
 
 def spoilt(what: str) -> Segment:
-    good = segment("a", 0)
     if what == "token":
-        sample = dataclasses.replace(good.samples[0], token_ids=np.full_like(good.samples[0].token_ids, 10**6))
-        return dataclasses.replace(good, samples=(sample,))
-    return dataclasses.replace(good, loss=Grpo(kl={"coef": 0.1}))  # needs what no sample has
+        return with_wrong_token("a")
+    return segment("a", 0, loss=Grpo(kl={"coef": 0.1}))  # needs what no sample has
 
 
 @pytest.mark.parametrize("what", ["token", "loss"])

@@ -225,7 +225,7 @@ class GenerateRequest:
     stream: bool = False
     """Return tokens as they are sampled; otherwise each completion is one chunk."""
     keep_aborted: bool = False
-    """Whether an abort returns the tokens that a server had sampled of a long completion that is not streamed."""
+    """Whether an abort returns the tokens that a server has sent of a long completion that is not streamed."""
     episodes: tuple[str, ...] = ()
     """For each seed, the episode that continues after it: an engine may keep what it has computed for the episode's next
     turn."""

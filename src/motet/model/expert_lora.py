@@ -34,7 +34,7 @@ class ExpertProjection:
     transposed: bool
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
     first: int = 0
-    """Number of the first expert in `weights`."""
+    """Number of the first expert in `weights` and in the gradients of runs."""
 
     def _weight(self) -> Tensor:
         weight = self.weights[self.number - self.first]
@@ -155,7 +155,7 @@ def _backward(
     back_NR = b_RN.t() if rank > 1 else F.pad(b_RN.t(), (0, ROWS - 1))  # a product with a vector is not a GEMM
     grad_inner_MW = F.pad(projection.product(grad_MN, back_NR)[:, :rank], (0, inner_MW.shape[1] - rank))
     if run.gradients is not None:
-        sums = run.gradients[projection.path]
-        sums.bs[0][1][number].add_(torch.mm(inner_MW[:, :rank].t(), grad_MN))
-        sums.a[number].add_(torch.mm(rows_MK.t(), grad_inner_MW), alpha=run.scaling)
+        sums, place = run.gradients[projection.path], number - projection.first
+        sums.bs[0][1][place].add_(torch.mm(inner_MW[:, :rank].t(), grad_MN))
+        sums.a[place].add_(torch.mm(rows_MK.t(), grad_inner_MW), alpha=run.scaling)
     return grad_inner_MW

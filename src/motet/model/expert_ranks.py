@@ -86,13 +86,13 @@ class ExpertRanks:
         order_P = owner_P.argsort(stable=True)
         run_P = torch.where(pairs.run_P < len(pairs.runs), pairs.run_P, _NO_RUN)
         keys_P2 = torch.stack([pairs.expert_P, run_P], dim=1).index_select(0, order_P)
-        trip = _Trip(self._group, torch.bincount(owner_P, minlength=len(self.members)))
-        keys_Q2 = trip.go(keys_P2)
-        gradients = _Gradients(self._visitors(pairs.runs), pairs.runs, paths, trip, keys_P2, keys_Q2)
+        trip = _Trip(self._group, torch.bincount(owner_P, minlength=len(self.members)), keys_P2)
+        own = self.own(n_experts)
+        gradients = _Gradients(self._visitors(pairs.runs, own), pairs.runs, paths, own.start, trip)
         # requires a gradient, so that all ranks run the exchanges of the backward pass
         anchor = torch.zeros((), device=order_P.device, requires_grad=torch.is_grad_enabled())
         rows_QD = _Go.apply(pairs.rows_PD.index_select(0, order_P), anchor, trip, gradients)  # type: ignore[no-untyped-call]
-        here = ExpertPairs(rows_QD, keys_Q2[:, 0], gradients.run_Q, gradients.visitors)
+        here = ExpertPairs(rows_QD, trip.keys_Q2[:, 0], gradients.run_Q, gradients.visitors)
         said_QD = compute(here) if len(rows_QD) else rows_QD
         said_PD: Tensor = _Return.apply(said_QD, trip)  # type: ignore[no-untyped-call]
         return said_PD.index_select(0, order_P.argsort())
@@ -101,23 +101,24 @@ class ExpertRanks:
         """Experts per rank; the last ranks may have fewer."""
         return -(-n_experts // len(self.members))
 
-    def _visitors(self, runs: Sequence[ExpertRun]) -> list[list[ExpertRun]]:
-        """The runs of each rank, with gradients that are collected here."""
+    def _visitors(self, runs: Sequence[ExpertRun], experts: slice) -> list[list[ExpertRun]]:
+        """The runs of each rank, with gradients of these experts, which are collected here."""
         alike = [[run.weights for run in runs]] * len(self.members)
         adapters = alike if self._adapters is None else self._adapters
-        return [[ExpertRun(0, 0, weights, _Sums(weights)) for weights in own] for own in adapters]
+        return [[ExpertRun(0, 0, weights, _Sums(weights, experts)) for weights in own] for own in adapters]
 
 
 class _Trip:
     """Exchanges the pairs of one layer."""
 
-    def __init__(self, group: Any, n_sent: Tensor) -> None:
-        """`n_sent` are the numbers of pairs for each rank."""
+    def __init__(self, group: Any, n_sent: Tensor, keys_P2: Tensor) -> None:
+        """`n_sent` are the numbers of pairs for each rank; keys are the expert and the run of each pair."""
         self._group = group
         n_received = torch.empty_like(n_sent)
         distributed.all_to_all_single(n_received, n_sent, group=group)
         self.n_sent: list[int] = n_sent.tolist()
         self.n_received: list[int] = n_received.tolist()
+        self.keys_P2, self.keys_Q2 = keys_P2, self.go(keys_P2)
 
     def go(self, rows: Tensor) -> Tensor:
         """[P, ...] → [Q, ...]."""
@@ -141,16 +142,16 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 class _Sums(dict[str, LoraMatrices]):
-    """Gradients of an adapter on experts, by path; zeros are made when a path is first read."""
+    """Gradients of an adapter on some experts, by path; zeros are made when a path is first read."""
 
-    def __init__(self, weights: AdapterWeights) -> None:
+    def __init__(self, weights: AdapterWeights, experts: slice) -> None:
         super().__init__()
-        self._weights = weights
+        self._weights, self._experts = weights, experts
 
     def __missing__(self, path: str) -> LoraMatrices:
         like = self._weights.matrices[path]
-        bs = tuple((place, torch.zeros_like(b)) for place, b in like.bs)
-        self[path] = made = LoraMatrices(torch.zeros_like(like.a), bs)
+        bs = tuple((place, torch.zeros_like(b[self._experts])) for place, b in like.bs)
+        self[path] = made = LoraMatrices(torch.zeros_like(like.a[self._experts]), bs)
         return made
 
 
@@ -162,19 +163,17 @@ class _Gradients:
         by_rank: Sequence[Sequence[ExpertRun]],
         runs: Sequence[ExpertRun],
         paths: Sequence[str],
+        first: int,
         trip: _Trip,
-        keys_P2: Tensor,
-        keys_Q2: Tensor,
     ) -> None:
-        """Keys are the expert and the run of each pair, as sent and as received."""
-        self._by_rank, self._runs, self._paths, self._trip = by_rank, runs, paths, trip
-        self._keys_P2, self._keys_Q2 = keys_P2, keys_Q2
+        """`by_rank` are the runs of each rank, `runs` those of this one; `first` is its first expert."""
+        self._by_rank, self._runs, self._paths, self._first, self._trip = by_rank, runs, paths, first, trip
         self.visitors = [run for own in by_rank for run in own]
         """The runs of all ranks, one rank after another."""
         firsts = list(accumulate((len(own) for own in by_rank), initial=0))
         parts = [
             torch.where(keys[:, 1] == _NO_RUN, firsts[-1], keys[:, 1] + first)
-            for keys, first in zip(keys_Q2.split(trip.n_received), firsts, strict=False)
+            for keys, first in zip(trip.keys_Q2.split(trip.n_received), firsts, strict=False)
         ]
         self.run_Q = torch.cat(parts)
         """Each received pair's index among the visitors."""
@@ -184,22 +183,23 @@ class _Gradients:
         if not self.visitors:  # on any rank
             return
         none = self.visitors[0].weights.flat.new_empty(0)
+        received_keys = self._trip.keys_Q2.split(self._trip.n_received)
         computed = [
-            torch.cat([none, *(part.flatten() for part in self._parts(own, _adapted(keys)))])
-            for own, keys in zip(self._by_rank, self._keys_Q2.split(self._trip.n_received), strict=True)
+            torch.cat([none, *(part.flatten() for part in self._parts(own, _adapted(keys), self._first))])
+            for own, keys in zip(self._by_rank, received_keys, strict=True)
         ]
         for run in self.visitors:
             assert run.gradients is not None
             run.gradients.clear()
-        wanted = [self._parts(self._runs, _adapted(keys)) for keys in self._keys_P2.split(self._trip.n_sent)]
+        wanted = [self._parts(self._runs, _adapted(keys), 0) for keys in self._trip.keys_P2.split(self._trip.n_sent)]
         n_in = [sum(part.numel() for part in parts) for parts in wanted]
         received = self._trip.exchange(torch.cat(computed), [len(one) for one in computed], n_in)
         places = [one for parts in wanted for one in parts]
         for sums, part in zip(places, received.split([one.numel() for one in places]), strict=True):
             sums.add_(part.view(sums.shape))
 
-    def _parts(self, runs: Sequence[ExpertRun], keys: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """Gradients of A and B for each expert and run."""
+    def _parts(self, runs: Sequence[ExpertRun], keys: Sequence[tuple[int, int]], first: int) -> list[Tensor]:
+        """Gradients of A and B for each expert and run; those of a run begin with expert `first`."""
         parts = []
         for expert, index in keys:
             run = runs[index]
@@ -208,7 +208,7 @@ class _Gradients:
             for path in self._paths:
                 if path in run.weights.matrices:
                     sums = run.gradients[path]
-                    parts += [sums.a[expert], sums.bs[0][1][expert]]
+                    parts += [sums.a[expert - first], sums.bs[0][1][expert - first]]
         return parts
 
 

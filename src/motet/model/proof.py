@@ -82,9 +82,9 @@ def prove(
             watch.fuse(base, base.decoder)
         else:
             speed_up_norms(base.decoder)  # while their weights are whole
-            shards.settle(base.model, base.decoder, functools.partial(watch.fuse, base))
+            keep_experts = shards.settle(base.model, base.decoder, functools.partial(watch.fuse, base))
             base.shards, base.device = shards, place
-            if shards.has_experts:
+            if keep_experts:
                 base.revise("each rank keeps some of the experts and computes them for the rows of all ranks")
             moved = [logits.to(place) for logits in stock]
             _computed(base, arithmetic, lambda: _second_pass(base, moved))

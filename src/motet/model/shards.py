@@ -8,7 +8,7 @@ and backward passes; otherwise the other ranks wait for it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,26 +30,28 @@ class Shards:
         self._mesh = mesh
         self._place = torch.device(mesh.device_type)
         self.experts = ExpertRanks(mesh.get_group(), self._place)
-        self.has_experts = False
-        """Whether `experts` computes some of the base's layers."""
         self._model: FSDPModule | None = None
         self._layers: list[FSDPModule] = []
 
-    def settle(self, model: nn.Module, decoder: nn.Module, fuse: Callable[[nn.Module], None]) -> None:
+    def settle(self, model: nn.Module, decoder: nn.Module, fuse: Callable[[nn.Module], None]) -> bool:
         """Shard every weight but experts', layer by layer, so that at most one layer is complete at a time.
+
+        Returns whether ranks keep experts whole.
 
         Args:
             model: as loaded; weights mapped from files are read into memory layer by layer.
             decoder: the part of the model with the layers.
             fuse: fuses the linear layers of a module that read the same input.
         """
+        keep_experts = False
         for layer in _layers(decoder):
             fuse(layer)
             own = share_experts(layer, self.experts, self._place)
-            self.has_experts = self.has_experts or bool(own)
+            keep_experts = keep_experts or bool(own)
             self._layers.append(self._shard(layer, own))
         fuse(decoder)
         self._model = self._shard(model)  # weights outside the layers: embeddings, the last norm and the head
+        return keep_experts
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
@@ -62,12 +64,11 @@ class Shards:
         modules = ((layer, cast("nn.Module", layer)) for layer in self._layers)
         return _gathered(next(layer for layer, module in modules if inside in set(module.modules())))
 
-    def _shard(self, module: nn.Module, own: set[nn.Parameter] | None = None) -> FSDPModule:
+    def _shard(self, module: nn.Module, own: Set[nn.Parameter] = frozenset()) -> FSDPModule:
         from torch.distributed.fsdp import FSDPModule, fully_shard  # slow to import
 
         numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}  # cannot be sharded
-        ignored = numbers | (own or set())
-        sharded: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=ignored)
+        sharded: Any = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, ignored_params=numbers | own)
         assert isinstance(sharded, FSDPModule)
         return sharded
 
