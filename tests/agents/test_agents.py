@@ -20,9 +20,8 @@ import pytest
 
 import motet
 from motet.agents.episode import AgentCall, AgentEpisode, rewarded
-from motet.agents.gateway import Gateway
 from motet.agents.processes import AgentProcesses
-from motet.agents.runner import AgentRunner
+from motet.agents.runner import AgentRunner, Gateway
 from motet.agents.served_episode import ServedEpisode
 from motet.chat.completer import CallLimits, call_of
 from motet.chat.completions import ChatRequest

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from motet.agents.episode import AgentEpisode
-from motet.agents.gateway import Gateway
+from motet.agents.runner import Gateway
 from motet.core.types import Message, Problem
 from motet.tasks.episode import GroupContext
 from tests.support.captured import check_captured, none_scored

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from motet.agents.episode import AgentEpisode
-from motet.agents.gateway import Gateway
+from motet.agents.runner import Gateway
 from motet.core.device import Device
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, IntArray, Message, Problem, SamplingParams
 from motet.model.load import load_base
