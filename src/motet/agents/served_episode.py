@@ -57,44 +57,12 @@ class _Given:
             yield piece
 
 
-class EpisodeCompleter:
-    """The policy in an open episode; each answer comes in one piece."""
-
-    def __init__(self, episode: AgentEpisode, payer: str) -> None:
-        """In the turns of `payer`, long work is done apart."""
-        self._episode, self._payer = episode, payer
-
-    async def reply(self, asked: Conversation) -> Reply:
-        """Sample the whole answer."""
-        episode = self._episode
-        await check_grammar(asked.limits.grammar, apart.here(), self._payer)
-        calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
-        chat = episode.context.chat
-        pieces = [
-            AnswerPiece(
-                index,
-                call.id,
-                call.text,
-                call.calls,
-                "length" if call.chunk.finish_reason is FinishReason.LENGTH else "stop",
-                ids := call.chunk.token_ids.tolist(),
-                call.chunk.logprobs.tolist(),
-                [token_bytes(chat.tokenizer, token) for token in ids] if asked.logprobs else [],
-                met(chat.completion_text(ids), asked.limits.stop) if asked.limits.stop else "",
-            )
-            for index, call in enumerate(calls)
-        ]
-        read = calls[0].prompt
-        return Reply(calls[0].id, episode.model, len(read), _Given(pieces), read.tolist() if asked.token_ids else ())
-
-
 class ServedEpisode:
-    """One episode and the answers that were given in it. Lives in one event loop."""
+    """One episode and the answers that were given in it, each in one piece. Lives in one event loop."""
 
     def __init__(self, episode: AgentEpisode, payer: str = "") -> None:
-        """`payer` is the tenant, if there are several."""
-        self.episode = episode
-        self._completer = EpisodeCompleter(episode, payer)
+        """`payer` is the tenant, if there are several; in its turns, long work is done apart."""
+        self.episode, self._payer = episode, payer
         self._replies: dict[bytes, asyncio.Task[Reply]] = {}
         """The answer to the last request with each body, for repeated requests; those that failed leave."""
 
@@ -133,10 +101,32 @@ class ServedEpisode:
         asked = self._replies.get(digest) if again else None
         if asked is None:
             refuse_unsupported(wanted)
-            reply = self._completer.reply(wanted.conversation())
-            asked = self._replies[digest] = asyncio.create_task(reply)
+            asked = self._replies[digest] = asyncio.create_task(self._sampled(wanted.conversation()))
             asked.add_done_callback(lambda done: self._drop_failed(digest, done))
         return await asyncio.shield(asked)
+
+    async def _sampled(self, asked: Conversation) -> Reply:
+        """The whole answer."""
+        episode = self.episode
+        await check_grammar(asked.limits.grammar, apart.here(), self._payer)
+        calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
+        chat = episode.context.chat
+        pieces = [
+            AnswerPiece(
+                index,
+                call.id,
+                call.text,
+                call.calls,
+                "length" if call.chunk.finish_reason is FinishReason.LENGTH else "stop",
+                ids := call.chunk.token_ids.tolist(),
+                call.chunk.logprobs.tolist(),
+                [token_bytes(chat.tokenizer, token) for token in ids] if asked.logprobs else [],
+                met(chat.completion_text(ids), asked.limits.stop) if asked.limits.stop else "",
+            )
+            for index, call in enumerate(calls)
+        ]
+        read = calls[0].prompt
+        return Reply(calls[0].id, episode.model, len(read), _Given(pieces), read.tolist() if asked.token_ids else ())
 
     def _drop_failed(self, digest: bytes, done: asyncio.Task[Reply]) -> None:
         """Free what a refused request holds: its body, and its error."""

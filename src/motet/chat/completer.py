@@ -1,4 +1,4 @@
-"""Common part of all formats: a conversation goes to a `Completer`, which returns the model's next turn in pieces."""
+"""Common part of all formats: a conversation, to which an episode or a service replies in pieces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -119,19 +119,6 @@ class Reply:
     prompt_ids: Sequence[int] = ()
     """Set if requested."""
     created: int = field(default_factory=lambda: int(time.time()))
-
-
-class Completer(Protocol):
-    """Answers conversations: an open episode, or a base or a stored version of a service."""
-
-    async def reply(self, asked: Conversation, /) -> Reply:
-        """Start the answer. Refusals are raised here, before the first piece.
-
-        Raises:
-            ChatRefusal: the request cannot be answered.
-            EngineError, ConfigError: the model cannot answer.
-        """
-        ...
 
 
 async def whole(pieces: AsyncIterable[AnswerPiece]) -> list[AnswerPiece]:

@@ -1,4 +1,4 @@
-"""Answers of the engine as pieces; a base or stored version as a `Completer` of chats."""
+"""Answers of the engine as pieces; chats with a base or a stored version."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StoredVersion:
         self._hosts, self._question, self._model, self._name = hosts, question, model, name
 
     async def reply(self, asked: Conversation) -> Reply:
-        """Start the answer; see `Completer`."""
+        """Start the answer; refusals are raised here, before the first piece."""
         limits = asked.limits
         sampling = dataclasses.replace(
             self._question.sampling,
