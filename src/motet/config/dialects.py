@@ -106,11 +106,10 @@ class Dialect:
     generate: Callable[[Ask, str | None], HttpRequest]
     piece: Callable[[Json], Piece | None]
     """None for an event without tokens."""
-    score: Callable[[list[int], str | None, str | None], HttpRequest]
+    score: Callable[[list[int], str | None, str | None, int], HttpRequest]
+    """Asks for the logprobs of a prompt, and for the given number of likeliest tokens at each position."""
     scores: Callable[[Json, list[int]], list[float]]
     """Logprobs [T − 1] of all tokens but the first."""
-    top: Callable[[list[int], str | None, str | None, int], HttpRequest]
-    """Asks for the given number of likeliest tokens at each position of a prompt."""
     tops: Callable[[Json, int], list[list[tuple[int, float]]]]
     """Ids and logprobs of those tokens, best first, for all positions but the first [T − 1]."""
     load: Callable[[str, str], HttpRequest]
@@ -172,9 +171,9 @@ def _vllm_piece(answer: Json) -> Piece | None:
     )
 
 
-def _vllm_score(token_ids: list[int], model: str | None, base: str | None) -> HttpRequest:
+def _vllm_score(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
     ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
-    body = {**(_vllm_generate(ask, base).body or {}), "prompt_logprobs": 0}
+    body = {**(_vllm_generate(ask, base).body or {}), "prompt_logprobs": k}
     del body["request_id"]
     return HttpRequest("/v1/completions", body)
 
@@ -182,11 +181,6 @@ def _vllm_score(token_ids: list[int], model: str | None, base: str | None) -> Ht
 def _vllm_scores(answer: Json, token_ids: list[int]) -> list[float]:
     positions = answer["choices"][0]["prompt_logprobs"]
     return [float(entry[str(token)]["logprob"]) for entry, token in zip(positions[1:], token_ids[1:], strict=True)]
-
-
-def _vllm_top(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
-    asked = _vllm_score(token_ids, model, base)
-    return HttpRequest(asked.path, {**(asked.body or {}), "prompt_logprobs": k})
 
 
 def _vllm_tops(answer: Json, k: int) -> list[list[tuple[int, float]]]:
@@ -263,9 +257,9 @@ def _sglang_piece(answer: Json) -> Piece | None:
     return Piece(list(tokens), [entry[0] for entry in pairs], finish["type"] if finish else None)
 
 
-def _sglang_score(token_ids: list[int], model: str | None, base: str | None) -> HttpRequest:
+def _sglang_score(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
     ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
-    body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0}
+    body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0, "top_logprobs_num": k}
     del body["rid"]
     return HttpRequest("/generate", body)
 
@@ -275,11 +269,6 @@ def _sglang_scores(answer: Json, token_ids: list[int]) -> list[float]:
     if [entry[1] for entry in entries] != token_ids:
         raise ServerFault("the server scored other tokens than it was asked to")
     return [float(entry[0]) for entry in entries[1:]]
-
-
-def _sglang_top(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
-    asked = _sglang_score(token_ids, model, base)
-    return HttpRequest(asked.path, {**(asked.body or {}), "top_logprobs_num": k})
 
 
 def _sglang_tops(answer: Json, k: int) -> list[list[tuple[int, float]]]:
@@ -310,7 +299,6 @@ VLLM = Dialect(
     piece=_vllm_piece,
     score=_vllm_score,
     scores=_vllm_scores,
-    top=_vllm_top,
     tops=_vllm_tops,
     load=lambda name, path: HttpRequest("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path}),
     unload=lambda name: HttpRequest("/v1/unload_lora_adapter", {"lora_name": name}),
@@ -333,7 +321,6 @@ SGLANG = Dialect(
     piece=_sglang_piece,
     score=_sglang_score,
     scores=_sglang_scores,
-    top=_sglang_top,
     tops=_sglang_tops,
     load=lambda name, path: HttpRequest("/load_lora_adapter", {"lora_name": name, "lora_path": path, "pinned": False}),
     unload=lambda name: HttpRequest("/unload_lora_adapter", {"lora_name": name}),

@@ -204,7 +204,8 @@ class Replica:
     async def logprobs(self, token_ids: IntArray, model: str | None) -> FloatArray:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
         wanted = token_ids.tolist()
-        answer = await self.server.request(self.dialect.score(wanted, model, self.facts.base), self.clocks.request)
+        request = self.dialect.score(wanted, model, self.facts.base, 0)
+        answer = await self.server.request(request, self.clocks.request)
         try:
             logprobs = self.dialect.scores(answer, wanted)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -219,7 +220,7 @@ class Replica:
         Raises:
             ServerRefused: the server returns fewer than k.
         """
-        request = self.dialect.top(token_ids.tolist(), model, self.facts.base, k)
+        request = self.dialect.score(token_ids.tolist(), model, self.facts.base, k)
         answer = await self.server.request(request, self.clocks.request)
         try:
             places = self.dialect.tops(answer, k)
