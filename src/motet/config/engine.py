@@ -117,7 +117,8 @@ class EngineConfig(Config):
             raise ValueError(
                 "resident is set and device is cpu: set parking to a directory on a disk, or nothing is saved"
             )
-        self._own_kernels_fit()
+        if self.kernels not in ("auto", "torch") and (reason := self.without_own_kernels):
+            raise ValueError(f"kernels is {self.kernels}, and {reason}, which do not go together: change one of them")
         if self.offload is not None and not self.recompute:
             raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
         if self.parking is not None and not self.resident:
@@ -150,10 +151,6 @@ class EngineConfig(Config):
             "pack_weights is false": not self.pack_weights,
         }
         return next((reason for reason, holds in unfit.items() if holds), "")
-
-    def _own_kernels_fit(self) -> None:
-        if self.kernels not in ("auto", "torch") and (reason := self.without_own_kernels):
-            raise ValueError(f"kernels is {self.kernels}, and {reason}, which do not go together: change one of them")
 
     @field_validator("trust_remote_code", mode="before")
     @classmethod

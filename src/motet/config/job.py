@@ -221,11 +221,9 @@ class CheckpointConfig(Config):
 
 def _reward_list(value: Any) -> Any:
     """Accept one reward, a list, or a mapping of name to weight."""
-    if callable(value):
-        return [{"name": getattr(value, "__name__", "reward"), "function": value}]
     if isinstance(value, dict) and "name" not in value:
         value = [{"name": name, "weight": weight} for name, weight in value.items()]
-    if isinstance(value, str | dict):
+    if isinstance(value, str | dict) or callable(value):
         value = [value]
     if not isinstance(value, list):
         return value

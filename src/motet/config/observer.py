@@ -45,8 +45,5 @@ def _have_names_of_their_own(observers: Sequence[ObserverConfig]) -> Sequence[Ob
 
 
 Observers = Annotated[
-    list[ObserverConfig],
-    Field(fail_fast=True),
-    BeforeValidator(_spelled),
-    AfterValidator(_have_names_of_their_own),
+    list[ObserverConfig], Field(fail_fast=True), BeforeValidator(_spelled), AfterValidator(_have_names_of_their_own)
 ]

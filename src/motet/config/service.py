@@ -266,24 +266,12 @@ class ServiceConfig(Config):
 
     @field_validator("bases")
     @classmethod
-    def _can_be_named(cls, bases: dict[str, ServedBase]) -> dict[str, ServedBase]:
+    def _have_names_and_servers_of_their_own(cls, bases: dict[str, ServedBase]) -> dict[str, ServedBase]:
         for name in bases:
             if not BASE_NAME.fullmatch(name) or name == "base":
                 raise ValueError(
                     f"{name!r} cannot be a name: take letters, digits and . _ - /, and not the word `base`"
                 )
-        return bases
-
-    @model_validator(mode="after")
-    def _settings_are_of_the_engine(self) -> ServiceConfig:
-        """Check settings of several bases: those that sample themselves may read fields that the others ignore."""
-        if all(base.rollout.engine != "embedded" for base in self.bases.values()):
-            check_effect(self.engine, self.rollout)
-        return self
-
-    @field_validator("bases")
-    @classmethod
-    def _have_servers_of_their_own(cls, bases: dict[str, ServedBase]) -> dict[str, ServedBase]:
         owners: dict[str, str] = {}
         for name, base in bases.items():
             for url in base.rollout.urls:
@@ -293,6 +281,13 @@ class ServiceConfig(Config):
                         "`urls` of its own servers, in a `rollout` of its own"
                     )
         return bases
+
+    @model_validator(mode="after")
+    def _settings_are_of_the_engine(self) -> ServiceConfig:
+        """Check settings of several bases: those that sample themselves may read fields that the others ignore."""
+        if all(base.rollout.engine != "embedded" for base in self.bases.values()):
+            check_effect(self.engine, self.rollout)
+        return self
 
     def largest(self, host: HostConfig) -> Largest:
         """The limits of servers that a base's hosts start: from `rollout.launch`, from `limits`, or the usual ones."""
