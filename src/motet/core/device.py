@@ -312,7 +312,7 @@ class Device:
                         continue
                 self._turn_to(calling=False)
                 begun = self._clock()
-                working = _any_left(ticks)
+                working = max((tick() for tick in ticks), default=False)  # runs each of them
                 spent = self._clock() - begun
                 self.busy.turns += spent
                 owed = max(owed - spent, -spent) if working else 0.0
@@ -340,11 +340,3 @@ class Device:
         if self._turn is not None and calling != self._calling:
             self._turn(calling)
         self._calling = calling
-
-
-def _any_left(ticks: list[Callable[[], bool]]) -> bool:
-    """Run every tick, without stopping at the first that has more work; returns whether any has."""
-    left = False
-    for tick in ticks:
-        left = tick() or left
-    return left
