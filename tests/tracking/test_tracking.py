@@ -25,9 +25,8 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
 from motet.service.jobs.recorder import EventRecorder
 from motet.tracking.follow import Followers, job_of_run, send
-from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, numbers
-from motet.tracking.trackers import write_parquet
+from motet.tracking.trackers import load, write_parquet
 from tests.support.house import open_house
 from tests.support.run_directory import step_line, timing_line, write_job, write_run
 from tests.support.service_run import tiny

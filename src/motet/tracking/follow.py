@@ -23,8 +23,8 @@ from motet.config.observer import ObserverConfig
 from motet.core.errors import RunError
 from motet.core.types import JobState
 from motet.process.own_code import describe
-from motet.tracking.loading import load
 from motet.tracking.observing import ObservedJob, ObservedStep, ObserverFactory, StepObserver
+from motet.tracking.trackers import load
 
 _POLL_SECONDS = 0.5
 _PIECE = 1 << 20

@@ -1,11 +1,15 @@
-"""The trackers that come with Motet. To add one, write a class here, a line in `TRACKERS` and an extra in pyproject.toml.
+"""The trackers that come with Motet, and how observers are found by name, before anything slow.
 
-Each is an observer of steps (`motet.tracking.observing`), with the package that it needs.
+To add one, write a class here, a line in `TRACKERS` and an extra in pyproject.toml. Each is an observer of steps
+(`motet.tracking.observing`), with the package that it needs.
 """
 
 from __future__ import annotations
 
 import contextvars
+import functools
+import importlib
+import inspect
 import json
 import netrc
 import os
@@ -14,9 +18,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
-from motet.tracking.observing import ObservedJob, ObservedStep, StepObserver
+from motet.config.observer import ObserverConfig
+from motet.core.errors import ConfigError
+from motet.process.own_code import OwnCode
+from motet.tracking.observing import ObservedJob, ObservedStep, ObserverFactory, StepObserver
 
 
 class Tracker(Protocol):
@@ -238,6 +245,34 @@ TRACKERS: Mapping[str, Tracker] = {
     "swanlab": Swanlab,
     "parquet": Parquet,
 }
+OWN = OwnCode("observer", ConfigError, tuple(TRACKERS))
+
+
+def load(config: ObserverConfig) -> ObserverFactory:
+    """The function that creates an observer for a job.
+
+    Raises:
+        ConfigError: there is no such observer, its package is not installed, or its arguments do not fit.
+    """
+    if config.function is None and config.name in TRACKERS:
+        made = TRACKERS[config.name]
+        try:
+            importlib.import_module(made.package)
+        except ImportError as error:
+            raise ConfigError(
+                f"observer {config.name}: {made.package} is not installed; run pip install '.[{config.name}]' in Motet's "
+                f"directory ({error})"
+            ) from error
+        target: object = made
+    else:
+        target = OWN.find(config.name) if config.function is None else config.function
+    if not callable(target):
+        raise ConfigError(f"observer {config.name!r} is {type(target).__name__}; give a class or a function")
+    try:
+        inspect.signature(target).bind(None, **config.args)
+    except TypeError as error:
+        raise ConfigError(f"observer {config.name!r}, called with the job and args {config.args}: {error}") from error
+    return cast(ObserverFactory, functools.partial(target, **config.args))
 
 
 def _flat(value: Any, before: str = "") -> list[tuple[str, str]]:
