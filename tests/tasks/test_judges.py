@@ -28,8 +28,8 @@ from motet.tasks.chat import Chat
 from motet.tasks.graders.shapes import parse
 from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
-from motet.tasks.judge_http import AtOnce, Judges, of_a_run, tokens_of
-from motet.tasks.judging import VerdictError, ranking, verdict
+from motet.tasks.judge_http import Judges, of_a_run, tokens_of
+from motet.tasks.judging import Room, VerdictError, ranking, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from tests.support import small_runs
 from tests.support.judge_server import JudgeServer, judging
@@ -316,12 +316,12 @@ def test_what_was_paid_is_read_from_the_file_once(server: JudgeServer, tmp_path:
 
 def test_the_smallest_at_once_counts_while_its_job_asks() -> None:
     async def work() -> list[int]:
-        gate, open_now, most = AtOnce(), 0, [0]
+        gate, open_now, most = Room(), 0, [0]
         go = asyncio.Event()
 
         async def ask(at_once: int) -> None:
             nonlocal open_now
-            async with gate.admit(at_once):
+            async with gate.take(1, at_once):
                 open_now += 1
                 most[-1] = max(most[-1], open_now)
                 await go.wait()

@@ -10,8 +10,7 @@ import contextlib
 import json
 import os
 import weakref
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judges, parse
 from motet.tasks.graders.template import Fields, UnfilledError
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
-from motet.tasks.judging import MAX_TOKENS, Graders, most_tokens, prompt, score_or_reason
+from motet.tasks.judging import MAX_TOKENS, Graders, Room, most_tokens, prompt, score_or_reason
 from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Transcripts
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
 from motet.tasks.reward_walls import Walls
@@ -125,35 +124,6 @@ def _key(address: JudgeAddress) -> str:
     return key
 
 
-class AtOnce:
-    """Limits open questions to one address, by the smallest `at_once` of the questions that are open or waiting."""
-
-    def __init__(self) -> None:
-        self._wanted, self._open = Counter[int](), 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @contextlib.asynccontextmanager
-    async def admit(self, at_once: int) -> AsyncIterator[None]:
-        """Wait until a question may be asked, first come, first served."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._wanted[at_once] += 1
-        self._waiting.append(turn)
-        self._let_in()
-        try:
-            await turn
-            yield
-        finally:
-            self._open -= turn.done() and not turn.cancelled()  # a task may be cancelled after it was admitted
-            self._wanted -= Counter([at_once])
-            self._let_in()
-
-    def _let_in(self) -> None:
-        while self._waiting and self._open < min(self._wanted, default=0):
-            if not (turn := self._waiting.popleft()).done():
-                turn.set_result(None)
-                self._open += 1
-
-
 class Judges:
     """Asks judges, for all jobs of a process. Lives in one event loop."""
 
@@ -161,18 +131,13 @@ class Judges:
         """`directory` is that of the run: each job keeps its answers in its own directory below."""
         self._directory, self._http, self._base = directory, http, base
         self._graders = Graders(Walls())
-        self._gates: weakref.WeakValueDictionary[str, AtOnce] = weakref.WeakValueDictionary()
+        self._gates: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
         self._spent: dict[str, Spend] = {}
         """The spending of jobs on this host; their files have the same figures."""
         self._open: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def __call__(
-        self,
-        job: str,
-        reward: RewardConfig,
-        problem: dict[str, Any],
-        completions: list[str],
-        transcripts: Transcripts,
+        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str], transcripts: Transcripts
     ) -> list[ScoreOrReason]:
         """Scores of all completions of a problem; a failure is a reason in place of a score."""
         address, grader = parts_of(reward)
@@ -226,8 +191,8 @@ class Judges:
     async def _ask(
         self, job: str, address: JudgeAddress, kept: JudgeAnswers, key: str, body: Mapping[str, Any], seconds: float
     ) -> str:
-        gate = self._gates.setdefault(address.url or BASE, AtOnce())
-        async with gate.admit(address.at_once):
+        gate = self._gates.setdefault(address.url or BASE, Room())
+        async with gate.take(1, address.at_once):
             if address.budget is not None and (await asyncio.to_thread(self._spend, job)).tokens >= address.budget:
                 raise JobFailed(
                     f"the judges took args.budget, {address.budget:,} tokens: raise it, and run the same command again"

@@ -13,7 +13,7 @@ import random
 import re
 import weakref
 import zlib
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -65,16 +65,20 @@ class Graded:
 
 
 class Room:
-    """Limits the size of what is open at a time, first come, first served; something larger than that is open alone."""
+    """Limits the size of what is open at a time, first come, first served; something larger than that is open alone.
 
-    def __init__(self, most: int) -> None:
-        self._most, self._taken = most, 0
+    The smallest of the limits counts that those who are let in or wait have given.
+    """
+
+    def __init__(self) -> None:
+        self._limits, self._taken = Counter[int](), 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @contextlib.asynccontextmanager
-    async def take(self, size: int) -> AsyncIterator[None]:
-        """Wait until there is room."""
+    async def take(self, size: int, most: int) -> AsyncIterator[None]:
+        """Wait until there is room within the limit `most`."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._limits[most] += 1
         self._waiting.append((size, turn))
         self._let_in()
         try:
@@ -83,13 +87,14 @@ class Room:
         finally:
             if turn.done() and not turn.cancelled():  # a task may be cancelled after it was let in
                 self._taken -= size
+            self._limits -= Counter([most])
             self._let_in()
 
     def _let_in(self) -> None:
         while self._waiting:
             size, turn = self._waiting[0]
             if not turn.done():
-                if self._taken and self._taken + size > self._most:
+                if self._taken and self._taken + size > min(self._limits):
                     break
                 turn.set_result(None)
                 self._taken += size
@@ -137,13 +142,7 @@ class Graders:
         return graded
 
     async def _ranked(
-        self,
-        owner: str,
-        grader: Rank,
-        item: Fields,
-        outputs: Sequence[str],
-        graded: Sequence[Graded],
-        asked: Asked,
+        self, owner: str, grader: Rank, item: Fields, outputs: Sequence[str], graded: Sequence[Graded], asked: Asked
     ) -> None:
         """Let a judge order the answers. Equal answers are shown once and get the same score."""
         texts = sorted(set(outputs))
@@ -247,10 +246,10 @@ class Graders:
         ranked: Sequence[str] = (),
     ) -> str | None:
         """A judge's answer; None if it failed, with the reason in `graded`."""
-        room = self._rooms.setdefault(owner, Room(_OPEN_CHARACTERS))
+        room = self._rooms.setdefault(owner, Room())
         try:
             size = sum(len(piece) for pieces in _pieces(judge, item, output, ranked) for piece in pieces)
-            async with room.take(size):
+            async with room.take(size, _OPEN_CHARACTERS):
                 said, tokens = await asked(judge, prompt(judge, item, output, ranked))
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
             return said
