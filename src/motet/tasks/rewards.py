@@ -7,11 +7,12 @@ is three lines of Python (`reward: my_rewards.py:score`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from motet.core.types import Problem
+from motet.tasks.sandbox import Sandbox
 
 RewardFunction = Callable[..., float]
 
@@ -20,6 +21,9 @@ _NUMBER = re.compile(r"(?:(?<![\w.)])[-−+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+
 
 # Text with marked mathematics, or a sentence.
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|(?:^|\s)[A-Za-z]{3,}(?=\s|[.,:]|$)")
+
+# A fenced block; the last one of an answer may be cut off.
+_BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def reference(problem: Problem) -> str:
@@ -123,9 +127,25 @@ def code(
     raise (`assert add(1, 2) == 3`), as a text or a list, or a list of `{"input": …, "output": …}`: the program's input
     and expected output. It runs behind the wall, with `seconds` of CPU time for each input, or for all texts together.
     """
-    from motet.tasks import code_tests
+    given: Any = problem.metadata.get(column)
+    tests: Any = [given] if isinstance(given, str | Mapping) else given
+    if not tests or not isinstance(tests, Sequence):
+        raise ValueError(f"the row has no tests in the column {column!r}: name theirs in args (column: …)")
+    blocks = _BLOCK.findall(completion)
+    program = str(blocks[-1]) if blocks else completion
+    with Sandbox(seconds) as sandbox:
+        if isinstance(tests[0], Mapping):
+            passed = [_prints(sandbox, program, test) for test in tests]
+        else:
+            passed = sandbox.tested(program, [str(test) for test in tests])
+    return sum(passed) / len(passed) if partial else float(all(passed))
 
-    return code_tests.score(problem, completion, column, partial=partial, seconds=seconds)
+
+def _prints(sandbox: Sandbox, program: str, test: Mapping[str, Any]) -> bool:
+    """Whether a program prints the expected output, except for spaces at line ends; compared outside its process."""
+    ran = sandbox.python(program, str(test.get("input", "")))
+    said, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (ran.output, str(test["output"])))
+    return ran.status == 0 and said == wanted
 
 
 BUILTIN: Mapping[str, RewardFunction] = {
