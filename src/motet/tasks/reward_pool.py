@@ -79,17 +79,6 @@ class AnswerToScore:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One reward's result for one completion."""
-
-    value: float = math.nan
-    error: str = ""
-    clock_limited: bool = False
-    applies: bool = True
-    """Whether it counts for this completion."""
-
-
-@dataclass(frozen=True)
 class _Job:
     """One job's rewards."""
 
@@ -214,8 +203,7 @@ class RewardPool:
         given = msgspec.convert(problem, Problem)
         seen = msgspec.convert(transcripts, list[tuple[Message, ...]]) or [()] * len(completions)
         answers = [AnswerToScore(*one) for one in zip(completions, seen, strict=True)]
-        parts = await self._column(self._registered(job), 0, given, answers)
-        return [_score(part) for part in parts]
+        return await self._column(self._registered(job), 0, given, answers)
 
     def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
@@ -248,69 +236,71 @@ class RewardPool:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
-    async def _column(self, job: _Job, index: int, problem: Problem, answers: list[AnswerToScore]) -> list[_Part]:
-        """One reward's parts, one for each completion."""
+    async def _column(
+        self, job: _Job, index: int, problem: Problem, answers: list[AnswerToScore]
+    ) -> list[ScoreOrReason]:
+        """One reward's scores, one for each completion."""
         reward, group = job.rewards[index], job.group_of(index)
         if group is None:
             return await self._asked(job, reward, problem, answers)
-        parts = await self._in_process(group, index, problem, answers)
+        scores = await self._in_process(group, index, problem, answers)
         known = self._known(reward)
         if known is None:
-            return parts
-        return [replace(part, error=without_folder(part.error, known.target)) for part in parts]
+            return scores
+        return [type(one)(without_folder(one, known.target)) if isinstance(one, str) else one for one in scores]
 
     async def _asked(
         self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[AnswerToScore]
-    ) -> list[_Part]:
-        """Parts of a reward that is scored elsewhere; an answer with a conversation too long to send has none."""
+    ) -> list[ScoreOrReason]:
+        """Scores of a reward that is scored elsewhere; an answer with a conversation too long to send has none."""
         given = problem_as_given(problem)
         sees_all = reward.name in SEES_ALL
         seen = [as_json(as_given(answer.transcript)) if sees_all else [] for answer in answers]
         written = [json.dumps(one, ensure_ascii=False) for one in seen]
         sent = [n for n, one in enumerate(written) if len(one) <= LONGEST_TRANSCRIPT]
-        parts = [_Part(error=_too_long(len(one))) for one in written]
+        scores: list[ScoreOrReason] = [_too_long(len(one)) for one in written]
         sizes = [len((one + own.text).encode(errors="replace")) for one, own in zip(written, answers, strict=True)]
         for some in _in_parts(sent, sizes):
             texts, talks = [answers[n].text for n in some], [seen[n] for n in some]
-            scores = await self._elsewhere[reward.name](job.name, reward, given, texts, talks if any(talks) else [])
-            for n, score in zip(some, scores, strict=True):
-                parts[n] = _part(score)
-        return parts
+            told = await self._elsewhere[reward.name](job.name, reward, given, texts, talks if any(talks) else [])
+            for n, score in zip(some, told, strict=True):
+                scores[n] = score
+        return scores
 
     async def _in_process(
         self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore]
-    ) -> list[_Part]:
-        """Parts of a reward that the job's processes score.
+    ) -> list[ScoreOrReason]:
+        """Scores of a reward that the job's processes score.
 
         A failed call for several completions is repeated for each alone, so that only the faulty one loses its rollout. A
         reward that compares completions is not called again.
         """
         own = group.index(index)
         if group.loaded.together[own] and len(answers) > 1:
-            parts = await self._call(group, index, problem, answers, last=group.loaded.compares[own])
-            if parts is not None:
-                return parts
+            scores = await self._call(group, index, problem, answers, last=group.loaded.compares[own])
+            if scores is not None:
+                return scores
         alone = await asyncio.gather(*(self._call(group, index, problem, [answer], last=True) for answer in answers))
-        return [parts[0] for parts in alone if parts is not None]
+        return [scores[0] for scores in alone if scores is not None]
 
     async def _call(
         self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore], last: bool = False
-    ) -> list[_Part] | None:
+    ) -> list[ScoreOrReason] | None:
         """One call; None if a call for several failed and each completion will be tried alone."""
         worker = await group.take()
         try:
             reply = await self._ask(group, worker, index, problem, answers)
         except ClockLimitError as error:
-            return [_Part(error=str(error), clock_limited=True)] * len(answers)
+            return [Chance(error)] * len(answers)
         except ProcessDiedError as error:
-            return [_Part(error=str(error))] * len(answers) if last else None
+            return [str(error)] * len(answers) if last else None
         except EngineError as error:
-            return [_Part(error=f"cannot be sent to its process: {error}")] * len(answers) if last else None
+            return [f"cannot be sent to its process: {error}"] * len(answers) if last else None
         finally:
             group.give_back(worker)
         if reply.failed and not last:
             return None
-        return [_part(error or value) for value, error in zip(reply.values, reply.errors, strict=True)]
+        return [error or value for value, error in zip(reply.values, reply.errors, strict=True)]
 
     async def _ask(
         self, group: WorkerGroup, worker: Worker, index: int, problem: Problem, answers: list[AnswerToScore]
@@ -373,27 +363,15 @@ def _too_long(length: int) -> str:
     return f"the conversation has {length} characters; the most that are sent to be scored are {LONGEST_TRANSCRIPT}"
 
 
-def _part(score: ScoreOrReason) -> _Part:
-    if isinstance(score, str):
-        return _Part(error=score, clock_limited=isinstance(score, Chance))
-    return _Part(applies=False) if score is None else _Part(score)
-
-
-def _score(part: _Part) -> ScoreOrReason:
-    if part.error:
-        return (Chance if part.clock_limited else str)(part.error)
-    return part.value if part.applies else None
-
-
-def _sum(job: _Job, parts: Sequence[_Part]) -> ScoreOutcome:
-    """The weighted sum of the parts that apply, as in TRL; without any, a completion has no reward."""
-    counted = [one for one in zip(job.labels, job.rewards, parts, strict=True) if one[2].applies]
-    failed = [f"reward {label}: {part.error}" for label, _, part in counted if part.error]
-    good = {label: part.value for label, _, part in counted if not part.error}
-    total = sum(reward.weight * part.value for _, reward, part in counted)
-    if not counted:
+def _sum(job: _Job, scores: Sequence[ScoreOrReason]) -> ScoreOutcome:
+    """The weighted sum of the scores that apply, as in TRL; without any, a completion has no reward."""
+    told = list(zip(job.labels, job.rewards, scores, strict=True))
+    failed = [f"reward {label}: {score}" for label, _, score in told if isinstance(score, str)]
+    good = {label: score for label, _, score in told if isinstance(score, int | float)}
+    total = sum(reward.weight * score for _, reward, score in told if isinstance(score, int | float))
+    if not good and not failed:
         failed = [f"no reward applies: {', '.join(job.labels)} returned None"]
     if not failed and not abs(total) <= LARGEST_REWARD:
         failed = [f"the weighted sum of the rewards is {total:g}: give smaller weights or rewards"]
-    clock_limited = any(part.clock_limited for part in parts)
+    clock_limited = any(isinstance(score, Chance) for score in scores)
     return ScoreOutcome(math.nan if failed else total, good, "; ".join(failed), clock_limited)
