@@ -45,7 +45,7 @@ class RowAlgorithm(Algorithm):
     """Base of algorithms that learn from rows."""
 
     rows: ClassVar[str]
-    """The kind of rows: a name in `tasks.rows.READERS`."""
+    """The kind of rows: a name in `tasks.rows.KINDS`."""
     score: ClassVar[str] = "loss"
     """The figure of an evaluation that decides the best version; lower is better."""
 

@@ -22,14 +22,14 @@ def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
 
     Args:
         problem: the row.
-        kind: a name in `READERS`, as `RowAlgorithm.rows` says.
+        kind: a name in `KINDS`, as `RowAlgorithm.rows` says.
         chat: of the job.
         source: name of the data, for errors.
 
     Raises:
         DataError: the row lacks what the algorithm learns from; the message names it and says what to do.
     """
-    return READERS[kind](problem, chat, f"{source} row {problem.id + 1}")
+    return KINDS[kind][1](problem, chat, f"{source} row {problem.id + 1}")
 
 
 def longest_row(
@@ -60,7 +60,7 @@ def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
         DataError: a row lacks them; the message names it and says what to do.
     """
     for problem in problems:
-        PARTS[kind](problem, f"{source} row {problem.id + 1}")
+        KINDS[kind][0](problem, f"{source} row {problem.id + 1}")
 
 
 def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
@@ -160,22 +160,14 @@ def _soft_of(problem: Problem, where: str) -> tuple[IntArray, IntArray, NDArray[
     return own, targets, shares
 
 
-READERS: Mapping[str, Callable[[Problem, Chat, str], Row]] = {
-    "answer": _all_turns,
-    "last_answer": _last_answer,
-    "pair": _pair,
-    "thumb": _thumb,
-    "soft": _soft,
+KINDS: Mapping[str, tuple[Callable[[Problem, str], object], Callable[[Problem, Chat, str], Row]]] = {
+    "answer": (answer_of, _all_turns),
+    "last_answer": (answer_of, _last_answer),
+    "pair": (pair_of, _pair),
+    "thumb": (_thumb_of, _thumb),
+    "soft": (_soft_of, _soft),
 }
-"""Readers of rows as tokens, by kind."""
-PARTS: Mapping[str, Callable[[Problem, str], object]] = {
-    "answer": answer_of,
-    "last_answer": answer_of,
-    "pair": pair_of,
-    "thumb": _thumb_of,
-    "soft": _soft_of,
-}
-"""Parsers of a row's columns, by the same names."""
+"""By kind of rows: what reads a row's columns, and what reads it as tokens."""
 
 
 def _continuation(problem: Problem, column: str, where: str) -> Continuation:
