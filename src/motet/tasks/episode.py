@@ -108,8 +108,7 @@ SECOND_TRY = 0.5
 
 async def single_turn(context: GroupContext) -> tuple[Rollout, ...]:
     """One answer per rollout, in one call to `generate`, so that the prompt is prefilled once."""
-    rollouts = await _first_turn(context)
-    return tuple(await _rewarded(rollouts, context.score, {rollout.index: 1.0 for rollout in rollouts}))
+    return tuple(await _rewarded(await _first_turn(context), context.score))
 
 
 async def retry(context: GroupContext) -> tuple[Rollout, ...]:
@@ -118,15 +117,14 @@ async def retry(context: GroupContext) -> tuple[Rollout, ...]:
     The reward is that of the last turn, times `SECOND_TRY` for a second one; `reward_parts["first_try"]` keeps the
     first. A first answer cut off at `max_tokens` gets no second turn.
     """
-    rollouts = await _first_turn(context)
-    rollouts = await _rewarded(rollouts, context.score, {rollout.index: 1.0 for rollout in rollouts})
+    rollouts = await _rewarded(await _first_turn(context), context.score)
     rollouts = [
         rollout if rollout.error else replace(rollout, reward_parts=_first_try(rollout, rollout.reward))
         for rollout in rollouts
     ]
     again = [rollout for rollout in rollouts if not rollout.error and not rollout.truncated and rollout.reward < 1]
     second = await asyncio.gather(*(_second_turn(rollout, context) for rollout in again))
-    judged = await _rewarded(second, context.score, {rollout.index: SECOND_TRY for rollout in second})
+    judged = await _rewarded(second, context.score, SECOND_TRY)
     for before, rollout in zip(again, judged, strict=True):
         parts = rollout.reward_parts if rollout.error else _first_try(rollout, before.reward)
         rollouts[rollout.index] = replace(rollout, reward_parts=parts)
@@ -265,19 +263,18 @@ def _totalled(rollout: Rollout) -> Rollout:
     return replace(rollout, reward=float(sum(rollout.reward_parts.values())), roles=roles)
 
 
-async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: Mapping[int, float]) -> list[Rollout]:
-    """Rollouts with the reward of their last turn; failed ones are unchanged."""
+async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: float = 1.0) -> list[Rollout]:
+    """Rollouts with the reward of their last turn, times `worth`; failed ones have none."""
     sound = [rollout for rollout in rollouts if not rollout.error]
     results = await score(sound) if sound else []
     by_index = {rollout.index: scored for rollout, scored in zip(sound, results, strict=True)}
     done = []
     for rollout in rollouts:
-        if (scored := by_index.get(rollout.index)) is not None:
-            reward = scored.reward * worth[rollout.index]
-            rollout = replace(rollout, reward=reward, reward_parts=scored.parts, error=scored.error)
-        elif rollout.error:  # a second turn that failed must not keep the first turn's reward
-            rollout = replace(rollout, reward=float("nan"), reward_parts={})
-        done.append(rollout)
+        if rollout.error:  # a second turn that failed must not keep the first turn's reward
+            done.append(replace(rollout, reward=float("nan"), reward_parts={}))
+        else:
+            one = by_index[rollout.index]
+            done.append(replace(rollout, reward=one.reward * worth, reward_parts=one.parts, error=one.error))
     return done
 
 

@@ -32,13 +32,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_BATCH):
             yield from batch.to_pylist()
-    except (
-        OSError,
-        pyarrow.ArrowException,
-        ValueError,
-        OverflowError,
-        MemoryError,
-    ) as error:  # or a date that Python cannot represent
+    # ValueError and OverflowError: also a date that Python cannot represent
+    except (OSError, pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
 
 

@@ -142,12 +142,7 @@ class HttpRewards:
         self._lookups: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def __call__(
-        self,
-        job: str,
-        reward: RewardConfig,
-        problem: dict[str, Any],
-        completions: list[str],
-        transcripts: Transcripts,
+        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str], transcripts: Transcripts
     ) -> list[ScoreOrReason]:
         """Scores of completions, or reasons for missing ones. In a service, `job` is `TENANT/JOB`, both by id."""
         args = HttpArgs.model_validate(reward.args)

@@ -30,11 +30,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     shell = head["kind"] == "shell"
     wall.enter(
-        head["memory_mb"],
-        writable=[Path.cwd()],
-        most_written=_MOST_WRITTEN,
-        programs=shell,
-        where_possible=True,
+        head["memory_mb"], writable=[Path.cwd()], most_written=_MOST_WRITTEN, programs=shell, where_possible=True
     )
     code = _bytes(head["bytes"]).decode()
     if shell:
