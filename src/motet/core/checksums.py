@@ -71,11 +71,7 @@ def sealed(record: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(line: bytes) -> dict[str, Any]:
-    """The sealed values.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
+    """The sealed values; raises ValueError if it is not what was written."""
     record: Any = json.loads(line)
     if not isinstance(record, dict) or "sha256" not in record:
         raise ValueError("it has no checksum")
@@ -112,11 +108,7 @@ def write_sums(directory: Path, sums: Mapping[str, str]) -> None:
 
 
 def check_version(directory: Path) -> None:
-    """Check a version's files against their sums; a version without sums passes, because Motet did not make it.
-
-    Raises:
-        AdapterError: a file differs.
-    """
+    """Raise AdapterError if a version's files differ from their sums; one without sums passes: Motet did not make it."""
     for damage in version_damage(directory):
         raise AdapterError(str(damage))
 
@@ -135,11 +127,7 @@ def version_damage(directory: Path) -> Iterator[Damage]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically.
-
-    Raises:
-        DiskFull: the disk is full.
-    """
+    """Replace a file atomically; raises DiskFull if the disk is full."""
     draft = path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")  # another thread may write the same file
     try:
         with draft.open("wb") as file:

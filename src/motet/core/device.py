@@ -53,12 +53,9 @@ class BusyTime:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def decoded(self, seconds: float, full: float, parts: Mapping[str, int]) -> None:
-        """Add sampling time.
+        """Add seconds of sampling, `full` of them with a full batch.
 
-        Args:
-            seconds: duration.
-            full: part of it with a full batch.
-            parts: microseconds by job; the rest of the seconds is divided in proportion.
+        `parts` are microseconds by job; the rest of the seconds is divided in proportion.
         """
         with self._lock:
             self.decode += seconds
@@ -199,12 +196,7 @@ class Device:
         return await asyncio.wrap_future(self.submit(call, light=light))
 
     def require(self) -> None:
-        """Raise if nothing runs here any more.
-
-        Raises:
-            DeviceLost: the device is lost.
-            RuntimeError: it is closed.
-        """
+        """Raise DeviceLost, or RuntimeError after `close`, if nothing runs here any more."""
         if self._lost is not None:
             raise self._lost
         if self._closed:
@@ -240,11 +232,7 @@ class Device:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Cancel the block, run by the current task, as soon as the device is lost.
-
-        Raises:
-            DeviceLost: it is lost.
-        """
+        """Cancel the block, run by the current task, as soon as the device is lost; raises DeviceLost then."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         inside = True

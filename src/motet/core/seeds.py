@@ -19,10 +19,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def key(seed: int, purpose: str, *counters: int) -> int:
     """A 64-bit key for one stream of random numbers.
 
-    Args:
-        seed: the job's seed.
-        purpose: what the numbers are for (`train`, `eval`, `shuffle`, `init`), so that streams never meet.
-        counters: numbers that distinguish this stream from others (step, problem, sample, turn).
+    Streams differ by `purpose` (`train`, `eval`, `shuffle`, `init`) and by counters (step, problem, sample, turn).
     """
     text = f"{seed}/{purpose}/" + "/".join(str(int(counter)) for counter in counters)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

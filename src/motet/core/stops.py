@@ -17,8 +17,7 @@ _BEFORE, _BETWEEN = 16, 32
 def few(stops: Any) -> Any:
     """Check and return stop strings or token ids from a client: every token is compared with all of them.
 
-    Raises:
-        ValueError: there are too many, or one is too long or empty.
+    Raises ValueError if there are too many, or one is too long or empty.
     """
     given = stops if isinstance(stops, list) else [stops]
     texts = [one for one in given if isinstance(one, str)]
