@@ -73,11 +73,7 @@ class RacePlan:
     def copies(self, best: Sequence[str], keep: int, rung: int, first: int) -> list[RaceCopy]:
         """The candidates that begin at decision `rung`: the best one with each factor, then the second one, and so on.
 
-        Args:
-            best: candidates that continue, the best first.
-            keep: places, with those of `best`.
-            rung: the decision.
-            first: number of the first copy.
+        They get the `keep` places that `best`, the candidates that continue, leave; the number of the first copy is `first`.
         """
         step = self.stop(rung) or self.steps
         pairs = [(of, factor) for of in best for factor in self.settings.exploit][: keep - len(best)]
@@ -97,11 +93,7 @@ class RacePlan:
 
 
 def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
-    """Replace each job that races by its candidates.
-
-    Raises:
-        ConfigError: a job cannot race; the message says why.
-    """
+    """Replace each job that races by its candidates; raises ConfigError if one cannot race."""
     plans = {job.name: plan(job, job.race) for job in jobs if job.race is not None}
     for job in jobs:
         init = job.adapter.init or ""
@@ -127,11 +119,7 @@ def candidates_of(jobs: Sequence[JobConfig]) -> list[JobConfig]:
 
 
 def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
-    """Draw the candidates of a job.
-
-    Raises:
-        ConfigError: the job cannot race; the message says why.
-    """
+    """Draw the candidates of a job; raises ConfigError if it cannot race."""
     _check(job)
     n, rungs, every = race.candidates, *_rungs(job, race)
     drawn = {path: _draw(job, path, choice, n - 1) for path, choice in (race.over or _space(job)).items()}

@@ -36,11 +36,7 @@ def chains(jobs: Sequence[JobConfig]) -> Mapping[str, ChainStart]:
 
 
 def check_chains(jobs: Sequence[JobConfig]) -> None:
-    """Check that a job which starts from another's adapter comes after it in the file and has the same shape.
-
-    Raises:
-        ValueError: a job does not.
-    """
+    """Raise ValueError for a job that starts from another's adapter but comes before it, or has another shape."""
     by_name, starts = {job.name: job for job in jobs}, chains(jobs)
     for job in jobs:
         start = starts.get(job.name)

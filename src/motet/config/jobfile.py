@@ -115,11 +115,7 @@ def _why_unread(file: Path, error: OSError | UnicodeDecodeError) -> str:
 
 
 def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
-    """Read and validate the description of a cluster to simulate; a given number overrides its hosts.
-
-    Raises:
-        ConfigError: it cannot be read, or says what to change.
-    """
+    """The description of a cluster to simulate, or a ConfigError that says what to change; `hosts` overrides its number."""
     tree = _read_tree(path)
     if not isinstance(tree, dict) or not isinstance(tree.get("hosts"), dict):
         raise ConfigError(f"{path} must hold `hosts:` and `jobs:`; see examples/cluster.yaml")
@@ -212,11 +208,7 @@ def _own_sweep(job: Tree) -> Tree:
 
 
 def expand(job: Tree) -> Iterator[Tree]:
-    """One job per combination of the fields in its `sweep`; each gets the values in its name.
-
-    Raises:
-        ConfigError: a swept field does not have a list of values.
-    """
+    """One job per combination of the fields in its `sweep`, with the values in its name; ConfigError if one has no list."""
     sweep, job = _own_sweep(job), {name: value for name, value in job.items() if name != "sweep"}
     for field, values in sweep.items():
         if not isinstance(values, list) or not values:
@@ -236,11 +228,7 @@ def expand(job: Tree) -> Iterator[Tree]:
 
 
 def set_path(tree: Tree, path: str, value: Any) -> None:
-    """Set `a.b.c` in nested tables; creates missing ones.
-
-    Raises:
-        ConfigError: a table on the way is a list.
-    """
+    """Set `a.b.c` in nested tables and create missing ones; raises ConfigError if one on the way is a list."""
     whole = path
     *parents, leaf = path.split(".")
     for name in parents:

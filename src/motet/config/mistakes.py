@@ -70,13 +70,7 @@ _ALSO_WRITTEN: Mapping[type[Config], Sequence[str]] = {RunConfig: ("defaults", "
 
 
 def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any]) -> list[str]:
-    """A line for each wrong field; jobs are named.
-
-    Args:
-        error: the exception from validating `tree` against `root`.
-        root: the whole configuration.
-        tree: the values that were validated.
-    """
+    """A line for each wrong field that `error` found when `tree` was validated against `root`; jobs are named."""
     by_field: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in error.errors(include_url=False):
         by_field.setdefault(_field_of(root, item), []).append(item)
@@ -89,11 +83,7 @@ def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any])
 
 
 def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> None:
-    """Refuse all unknown fields of a file together.
-
-    Raises:
-        ConfigError: names the fields, with suggestions.
-    """
+    """Refuse all unknown fields of a file together, by a ConfigError with suggestions."""
     known = (*model.model_fields, *_ALSO_WRITTEN.get(model, ()))
     lines = [f"{name}: {no_such_field(str(name), model)}" for name in tree if name not in known][:MOST_MISTAKES]
     if len(lines) == 1:

@@ -153,11 +153,7 @@ class RolloutConfig(Config):
 
 
 def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
-    """Refuse settings that the sampling engine would ignore.
-
-    Raises:
-        ValueError: names the field, and what to use instead.
-    """
+    """Raise ValueError for a setting that the sampling engine would ignore, with what to use instead."""
     kind = rollout.engine
     if kind == "embedded":
         idle = [f"rollout.{name}" for name in _set(rollout)]

@@ -9,8 +9,7 @@ from urllib.parse import SplitResult, urlsplit
 def parse_url(url: str) -> SplitResult:
     """The parts of an http or https URL with a host; its `port` is a number, or None if the URL has none.
 
-    Raises:
-        ValueError: it is not such a URL; the message says what is wrong.
+    Raises ValueError, which says what is wrong, if it is no such URL.
     """
     if not url.lower().startswith(("http://", "https://")):
         raise ValueError(f"{url!r} must begin with http:// or https://")
@@ -38,11 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_safe_url(url: str) -> SplitResult:
-    """The parts of an https URL; http is allowed on this machine alone.
-
-    Raises:
-        ValueError: it is neither; the message says what is wrong.
-    """
+    """The parts of an https URL; http is allowed on this machine alone. Raises ValueError as `parse_url`."""
     parts = parse_url(url)
     if parts.scheme.lower() != "https" and not is_loopback(parts.hostname or ""):
         raise ValueError(
