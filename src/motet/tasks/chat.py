@@ -58,11 +58,7 @@ class Chat:
     """Text that a token adds after another; a cache."""
 
     def __post_init__(self) -> None:
-        """Check that the tokenizer has a chat template.
-
-        Raises:
-            ConfigError: it has none.
-        """
+        """Check that the tokenizer has a chat template; raises ConfigError if it has none."""
         if self.chat_template and not self.tokenizer.chat_template:
             raise ConfigError(
                 "this base has no chat template (it is not an instruct model): set data.chat_template: false to feed "
@@ -84,23 +80,13 @@ class Chat:
         return self._render(self._spoken(problem.messages))
 
     def prompt_ids(self, problem: Problem) -> IntArray:
-        """The prompt's token ids, [T].
-
-        Raises:
-            BaseModelError: the template rejects the conversation.
-        """
+        """The prompt's token ids, [T]; raises BaseModelError if the template rejects the conversation."""
         return self._encode(self.prompt_text(problem), special=not self.chat_template)
 
     def conversation(self, messages: Sequence[Message], first: int, tools: Tools = ()) -> Example:
-        """Tokens of a conversation, appended turn by turn as in sampling.
+        """Tokens of a conversation, appended turn by turn as in sampling; raises BaseModelError if the template rejects it.
 
-        Args:
-            messages: the whole conversation.
-            first: index of the first trained turn, an assistant's; earlier messages form the prompt.
-            tools: tools that the model may call.
-
-        Raises:
-            BaseModelError: the template rejects the conversation.
+        The turns before `first`, the first trained turn of the assistant, form the prompt.
         """
         given, messages = len(messages), self.with_tools(tuple(messages), tools)
         first += len(messages) - given
@@ -175,13 +161,7 @@ class Chat:
         """Token ids between a sampled turn and the model's next turn, [T].
 
         The conversation is rendered with a placeholder for the sampled text, and the part after it is tokenised. The
-        end-of-turn token appears once: it is omitted here if the model sampled it.
-
-        Args:
-            before: the messages before the sampled turn.
-            sampled_ids: the tokens of the sampled turn, including a sampled end-of-turn token.
-            replies: the messages that follow it.
-            tools: as for `prompt_of`.
+        end-of-turn token appears once: it is omitted here if `sampled_ids` ends with it.
 
         Raises:
             BaseModelError: the template rejects the conversation or does not repeat the assistant's text.

@@ -45,15 +45,9 @@ class Dataset:
     pools: Pools | None = None
 
     def window(self, first: int, n: int, seed: int, per_step: int) -> list[Problem]:
-        """The problems at positions first … first + n − 1 in the endless sequence of passes.
+        """The problems at positions first … first + n − 1 in the endless sequence of passes, `per_step` of them in a step.
 
         A pure function: the problems of a step never depend on rollouts or timing.
-
-        Args:
-            first: position of the first one.
-            n: how many.
-            seed: of the job.
-            per_step: positions of a step, as weights of pools change by steps.
         """
         size = len(self.train)
         if not size or n < 1 or first < 0:
@@ -94,11 +88,7 @@ def load_dataset(config: DataConfig, bounds: RowLimits | None = None, longer: Lo
 
 
 def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
-    """Read all rows of a job's data as problems; needs no tokenizer.
-
-    Args:
-        config: the job's data section.
-        bounds: limits for untrusted data; None for the user's own.
+    """Read all rows of a job's data as problems, within `bounds` if they are not the user's own; needs no tokenizer.
 
     Raises:
         DataError: the source cannot be read, or a row is invalid; the message says where and what to do.
@@ -114,13 +104,7 @@ def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
 def split(config: DataConfig, source: Source, longer: Longer | None = None) -> Dataset:
     """Remove long prompts and hold problems out. The split depends on `config.seed` only, so jobs of a sweep share it.
 
-    Args:
-        config: the job's data section.
-        source: its rows.
-        longer: for `config.max_prompt_tokens`; without it no prompt is too long.
-
-    Raises:
-        DataError: too few rows remain.
+    Without `longer`, no prompt is too long. Raises DataError if too few rows remain.
     """
     problems, notes = _short(config, config.source, source.problems, longer)
     if source.evaluation is not None:

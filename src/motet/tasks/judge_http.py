@@ -79,11 +79,7 @@ class JudgeAddress(Config):
 
 
 def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
-    """Address and grader of a reward `judge` in a run.
-
-    Raises:
-        RewardError: an argument is missing or wrong.
-    """
+    """Address and grader of a reward `judge` in a run; raises RewardError if an argument is missing or wrong."""
     own = {name: value for name, value in reward.args.items() if name in JudgeAddress.model_fields}
     if "url" not in own and not {"model", "graders"} & reward.args.keys():
         raise RewardError(_NO_URL)
@@ -108,11 +104,7 @@ def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
 
 
 def check(reward: RewardConfig) -> None:
-    """Check a reward `judge` before any question.
-
-    Raises:
-        RewardError: an argument is wrong, or the key is not set.
-    """
+    """Check a reward `judge` before any question; raises RewardError if an argument is wrong, or the key is not set."""
     address, _ = parts_of(reward)
     _key(address)
 
@@ -212,11 +204,7 @@ class Judges:
         return said.text
 
     async def _answer(self, job: str, address: JudgeAddress, url: str, body: Mapping[str, Any], seconds: float) -> Said:
-        """One answer; temporary failures are retried until the time is over.
-
-        Raises:
-            EngineError: there was no answer in time.
-        """
+        """One answer; temporary failures are retried until the time is over, and then raise EngineError."""
         host, reason, pause = httpx2.URL(url).host, "", _FIRST_PAUSE
         try:
             key = _key(address)
@@ -244,12 +232,7 @@ class Judges:
 def tokens_of(reward: RewardConfig, chat: Chat, problem: Problem, n: int, new: int) -> int:
     """Upper limit on the tokens of a question to the run's base and its answer; 0 for a judge at an address.
 
-    Args:
-        reward: a `judge`.
-        chat: with the base's template.
-        problem: with a long prompt.
-        n: answers that a ranking shows.
-        new: most tokens of an answer.
+    A ranking shows `n` answers, of at most `new` tokens each.
     """
     row = Fields("item", item_of(problem))
     found, own = [0], {name: value for name, value in reward.args.items() if name not in JudgeAddress.model_fields}
@@ -279,15 +262,10 @@ def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]
 
 
 def _read(body: bytes, asked: int, most: int) -> Said:
-    """Read an answer in OpenAI's form. If the server counts no tokens, each byte is one: never too few for a budget.
+    """Read an answer in OpenAI's form; raises AddressRefused if it has another one.
 
-    Args:
-        body: the answer.
-        asked: bytes of the question.
-        most: tokens of an answer without text.
-
-    Raises:
-        AddressRefused: it has another form.
+    If the server counts no tokens, each byte is one: never too few for a budget. The question has `asked` bytes; an answer
+    without text counts as `most` tokens.
     """
     try:
         answer = json.loads(body)

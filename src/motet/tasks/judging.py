@@ -280,8 +280,7 @@ class VerdictError(ValueError):
 def prompt(judge: Judge, item: Fields, output: str, ranked: Sequence[str] = ()) -> list[dict[str, str]]:
     """The messages to a judge, with the required end of its answer; `ranked` are the answers to order.
 
-    Raises:
-        UnfilledError: a variable has no value, or the messages are too long together.
+    Raises UnfilledError if a variable has no value, or the messages are too long together.
     """
     filled = _pieces(judge, item, output, ranked)
     filled[-1].append(f"\n\n{_form(judge, len(ranked))}")
@@ -324,11 +323,7 @@ def _form(judge: Judge, n: int) -> str:
 
 
 def verdict(judge: Judge, said: str) -> float:
-    """Parse the score from a judge's answer.
-
-    Raises:
-        VerdictError: there is none.
-    """
+    """Parse the score from a judge's answer; raises VerdictError if there is none."""
     if isinstance(judge, LabelModel):
         return float(_label(judge, said) in judge.passing_labels)
     if isinstance(judge, Rubric):
@@ -361,11 +356,7 @@ def _weighed(judge: Rubric, said: str) -> float:
 
 
 def ranking(judge: Rank, said: str, n: int) -> list[int]:
-    """The indices of the n shown answers, best first.
-
-    Raises:
-        VerdictError: the judge did not name each answer once.
-    """
+    """The indices of the n shown answers, best first; raises VerdictError if the judge did not name each answer once."""
     order = _last_object(said).get("order")
     if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(1, n + 1))):
         raise VerdictError(f"the judge {judge.model!r} did not order the {n} answers: {said[-_SHOWN:]!r}")

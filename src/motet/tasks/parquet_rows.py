@@ -21,11 +21,7 @@ _BATCH = 256
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """The rows of a file; raises DataError if it cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -38,16 +34,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
-    """The rows of a file as lines of JSON.
+    """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
-    Args:
-        path: the file.
-        seconds: time limit.
-        memory_mb: memory limit of the reading process.
-        longest: bytes of a line; longer ones come in several pieces.
-
-    Raises:
-        DataError: it cannot be read, or not within the limits.
+    Raises DataError if it cannot be read, or not within the limits.
     """
     command = wall.command(__name__, str(path.resolve()), str(memory_mb))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")

@@ -29,8 +29,7 @@ def as_json(value: Any) -> Any:
 def check_plain(value: Any, deepest: int = DEEPEST) -> Any:
     """Check an untrusted value before any code walks through it; returns it.
 
-    Raises:
-        ValueError: it holds a value that JSON does not have, or is nested too deep.
+    Raises ValueError if it holds a value that JSON does not have, or is nested too deep.
     """
     level = [value]
     for _ in range(deepest + 1):

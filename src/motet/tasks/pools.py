@@ -26,13 +26,9 @@ BLOCK = 1024
 
 
 def passes(n: int, first: int, stop: int, order: Callable[[int], Places]) -> Places:
-    """Items number first to stop − 1 of endless passes over n items.
+    """Items number `first` to `stop` − 1, counted from the first pass, of endless passes over n items.
 
-    Args:
-        n: items of a pass.
-        first: number of the first item, counted from the first pass.
-        stop: number after that of the last item.
-        order: the items of a pass, by its number.
+    `order` gives the items of a pass, by its number.
     """
     numbers = range(first // n, (stop - 1) // n + 1)
     parts = [order(number)[max(first - number * n, 0) : min(stop - number * n, n)] for number in numbers]

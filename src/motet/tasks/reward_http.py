@@ -60,11 +60,7 @@ class Addresses:
     """Whether any address may be asked, including this machine; names and proxies are those of the system."""
 
     def check(self, url: str) -> None:
-        """Check an address without resolving its name.
-
-        Raises:
-            RewardError: it may not be asked.
-        """
+        """Check an address without resolving its name; raises RewardError if it may not be asked."""
         if self.anywhere:
             return
         host, port = _host_and_port(url)
@@ -130,13 +126,7 @@ class HttpRewards:
     def __init__(
         self, addresses: Addresses, resolve: Resolve | None = None, trust: ssl.SSLContext | None = None
     ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            addresses: allowed addresses.
-            resolve: resolves names; default: the system's resolver.
-            trust: trusted certificates; default: the system's.
-        """
+        """Connects to nothing yet; names are resolved by `resolve`, and certificates trusted by `trust`, or by the system."""
         self._addresses, self._resolve, self._trust = addresses, resolve or _resolve, trust
         self._gates: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         self._lookups: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
@@ -179,8 +169,7 @@ class HttpRewards:
     async def post_once(self, job: str, args: HttpArgs, body: bytes, attempt: int) -> bytes:
         """One request; if a name has several addresses, each attempt takes the next.
 
-        Raises:
-            AddressRefused, AddressFailed: there is no usable answer.
+        Raises AddressRefused or AddressFailed if there is no usable answer.
         """
         url = httpx2.URL(args.url)
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **args.headers}
@@ -215,9 +204,7 @@ class HttpRewards:
     async def _checked(self, job: str, url: str) -> list[str]:
         """The addresses that may be connected to.
 
-        Raises:
-            AddressRefused: the service does not ask there.
-            AddressFailed: the name could not be resolved.
+        Raises AddressRefused if the service does not ask there, AddressFailed if the name could not be resolved.
         """
         host, port = _host_and_port(url)
         listed = self._addresses.hosts is not None
@@ -248,11 +235,7 @@ class HttpRewards:
 
 
 async def _read(response: httpx2.Response) -> bytes:
-    """Read a response body up to its limit.
-
-    Raises:
-        AddressRefused, AddressFailed: it cannot contain scores.
-    """
+    """Read a response body up to its limit; raises AddressRefused or AddressFailed if it cannot contain scores."""
     status = response.status_code
     if status >= 500 or status == 429:
         raise AddressFailed(f"answered {status}")

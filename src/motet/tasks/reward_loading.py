@@ -48,13 +48,7 @@ class LoadedReward:
 
 
 def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: ScorerSpec | None = None) -> LoadedReward:
-    """Find the function and determine how to call it.
-
-    Args:
-        name: built-in, `file.py:function` or `module:function`.
-        args: keyword arguments.
-        function: an object, used instead of the name.
-        scorer: the scorer of the data, if it has one.
+    """Find the function, an object or that of a name, and determine how to call it; `scorer` is that of the data, if any.
 
     Raises:
         RewardError: nothing has that name, it does not load, or its parameters fit no form.
@@ -71,11 +65,7 @@ def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: Sc
 
 
 def built_in(name: str, args: Mapping[str, Any]) -> LoadedReward:
-    """A reward that ships with Motet.
-
-    Raises:
-        RewardError: its arguments are wrong.
-    """
+    """A reward that ships with Motet; raises RewardError if its arguments are wrong."""
     loaded = adapted(BUILTIN[name], args, name)
     try:
         check_args(name, args)
@@ -85,11 +75,7 @@ def built_in(name: str, args: Mapping[str, Any]) -> LoadedReward:
 
 
 def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
-    """A function with its arguments, ready to be called.
-
-    Raises:
-        RewardError: it is not a function, or its parameters fit no form.
-    """
+    """A function with its arguments, ready to be called; RewardError if it is no function, or its parameters fit no form."""
     if not callable(function):
         raise RewardError(f"reward {name!r} is {type(function).__name__}, not a function")
     try:

@@ -122,8 +122,7 @@ class RewardPool:
     ) -> None:
         """Load a job's rewards in a first process, if they need one; their output goes to `log` (standard error).
 
-        Raises:
-            RewardError: a reward cannot be found, loaded, or called with its arguments; says what to do.
+        Raises RewardError if one cannot be found, loaded, or called with its arguments.
         """
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
@@ -174,11 +173,7 @@ class RewardPool:
     ) -> list[ScoreOutcome]:
         """Score completions of one problem, in order. Failures are in the results, never raised.
 
-        Args:
-            job: name of the job with the rewards.
-            problem: the problem of all completions.
-            completions: the text of each last turn.
-            transcripts: the whole conversation of each, for rewards that ask for it; none where each is prompt and completion.
+        Transcripts are whole conversations, for rewards that ask for them; there are none where each is prompt and completion.
 
         Raises:
             RewardError: the job is not registered.
@@ -197,8 +192,7 @@ class RewardPool:
     ) -> list[ScoreOrReason]:
         """Unweighted scores by a job's first reward for completions of a problem (all in plain values).
 
-        Raises:
-            RewardError: the job is not registered.
+        Raises RewardError if the job is not registered.
         """
         given = msgspec.convert(problem, Problem)
         seen = msgspec.convert(transcripts, list[tuple[Message, ...]]) or [()] * len(completions)
@@ -214,11 +208,7 @@ class RewardPool:
         return self._jobs[job]
 
     def _is_elsewhere(self, reward: RewardConfig) -> bool:
-        """Whether a reward is scored elsewhere.
-
-        Raises:
-            RewardError: it has no scorer here, or its arguments are wrong.
-        """
+        """Whether a reward is scored elsewhere; raises RewardError if it has no scorer here, or its arguments are wrong."""
         if reward.function is not None or reward.name not in ELSEWHERE:
             return False
         if reward.name not in self._elsewhere:

@@ -111,9 +111,7 @@ def _reason(outcome: BaseException) -> str:
 def load(request: m.LoadRewards) -> list[LoadedReward]:
     """Load the rewards of the first message: files of functions before entering the wall, a job's arguments after it.
 
-    Raises:
-        RewardError: a reward cannot be loaded.
-        WallError: it has to be loaded behind a wall, and there is none.
+    Raises RewardError if one cannot be loaded, WallError if it has to be loaded behind a wall and there is none.
     """
     sys.path[:] = request.import_path
     functions = [_function(source) for source in request.rewards]

@@ -34,8 +34,7 @@ class Walls:
     def around(self, reward: RewardConfig, installed: Installed | None = None) -> bool:
         """Whether a reward runs behind a wall; `installed` is the operator's reward of its name, if any.
 
-        Raises:
-            RewardError: it must, but this machine has no walls.
+        Raises RewardError if it must, but this machine has no walls.
         """
         ours = installed is None and reward.function is None and ":" not in reward.name
         if ours:

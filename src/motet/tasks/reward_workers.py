@@ -19,11 +19,7 @@ from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, Wo
 
 
 def load_request(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool) -> m.LoadRewards:
-    """The first message to a process: the rewards to load, with this process's import path.
-
-    Raises:
-        RewardError: a function or its arguments cannot be sent.
-    """
+    """The first message to a process, with this one's import path; RewardError if a function or its args cannot be sent."""
     try:
         json.dumps([reward.args for reward in rewards])
     except (TypeError, ValueError) as error:
@@ -79,12 +75,7 @@ class RewardLink(WorkerLink):
         return link
 
     async def ask(self, request: m.ScoreCompletions, wall_seconds: float) -> m.Scores:
-        """One request, one reply. After any exception the process must be killed or is dead already.
-
-        Raises:
-            ProcessDiedError: the process ended instead of answering.
-            ClockLimitError: no answer within `wall_seconds`.
-        """
+        """One request, one reply; raises as `exchange`."""
         reply: m.Scores = await self.exchange(request, m.Scores, wall_seconds, request.cpu_seconds)
         finite = all(value is None or math.isfinite(value) for value in reply.values)
         if not finite or not len(reply.values) == len(reply.errors) == len(request.completions):
@@ -134,12 +125,7 @@ class WorkerGroup:
         return list(self.rewards).index(reward)
 
     async def start(self) -> RewardLink:
-        """A new process, if the job is still registered.
-
-        Raises:
-            ProcessDiedError: the job was unregistered, or the rewards no longer load.
-            ClockLimitError: loading took too long.
-        """
+        """A new process; raises ProcessDiedError if the job has ended or the rewards no longer load, and as `exchange`."""
         try:
             link = await RewardLink.start(self.request, self.log)
         except RewardError as error:

@@ -45,14 +45,9 @@ OF_A_JOB = RowLimits(rows=200_000)
 
 
 def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
-    """The rows of a .jsonl, .json, .csv or .parquet file, in order.
+    """The rows of a .jsonl, .json, .csv or .parquet file, in order; without `bounds`, only memory limits them.
 
-    Args:
-        path: the file; its suffix gives the format.
-        bounds: None for a user's own file, which only memory limits.
-
-    Raises:
-        DataError: it cannot be read, contains something other than rows, or exceeds the limits.
+    Raises DataError if it cannot be read, contains something other than rows, or exceeds the bounds.
     """
     for number, row in enumerate(READERS[path.suffix.lower()](path, bounds)):
         if bounds is not None and number >= bounds.rows:
@@ -63,8 +58,7 @@ def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
 def count_rows(path: Path, bounds: RowLimits) -> int:
     """The number of rows in a file; reads every row and keeps none.
 
-    Raises:
-        DataError: as `rows_of`, and for a file without rows or of another kind.
+    Raises DataError as `rows_of`, and for a file without rows or of another kind.
     """
     if path.suffix.lower() not in READERS:
         raise DataError(f"{path} is not a file of rows: its name must end with {', '.join(READERS)}")
@@ -74,11 +68,7 @@ def count_rows(path: Path, bounds: RowLimits) -> int:
 
 
 def count_apart(path: Path, bounds: RowLimits) -> int:
-    """As `count_rows`; large files are read in a separate process with limits.
-
-    Raises:
-        DataError: as `count_rows`, or a limit on time or memory is exceeded.
-    """
+    """As `count_rows`; large files are read in a separate process with limits on time and memory."""
     if path.suffix.lower() == ".parquet" or path.stat().st_size <= _SMALL:  # parquet has a process already
         return count_rows(path, bounds)
     arguments = str(path.resolve()), json.dumps(asdict(bounds))

@@ -18,16 +18,9 @@ Continuation = tuple[Message, ...]
 
 
 def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
-    """A row as tokens.
+    """A row of `source` as tokens, read as one of `KINDS`.
 
-    Args:
-        problem: the row.
-        kind: a name in `KINDS`, as `RowAlgorithm.rows` says.
-        chat: of the job.
-        source: name of the data, for errors.
-
-    Raises:
-        DataError: the row lacks what the algorithm learns from; the message names it and says what to do.
+    Raises DataError, which says what to do, if it lacks what the algorithm learns from.
     """
     return KINDS[kind][1](problem, chat, f"{source} row {problem.id + 1}")
 
@@ -37,8 +30,7 @@ def longest_row(
 ) -> tuple[int, Problem]:
     """Number of tokens of the longest row, and the row; reads every row, so that faults are reported before the start.
 
-    Raises:
-        DataError: see `row_of`; or a row has a token that a base with a vocabulary of this size does not have.
+    Raises DataError as `row_of`, and for a token that a base with a vocabulary of this size does not have.
     """
     lengths = []
     for problem in problems:
@@ -54,11 +46,7 @@ def longest_row(
 
 
 def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
-    """Check for the columns to learn from, without a tokenizer.
-
-    Raises:
-        DataError: a row lacks them; the message names it and says what to do.
-    """
+    """Check for the columns to learn from, without a tokenizer; raises DataError as `row_of`."""
     for problem in problems:
         KINDS[kind][0](problem, f"{source} row {problem.id + 1}")
 
@@ -76,11 +64,7 @@ def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:
 
 
 def answer_of(problem: Problem, where: str) -> Continuation:
-    """The answer in a row.
-
-    Raises:
-        DataError: the row has none.
-    """
+    """The answer in a row; raises DataError if the row has none."""
     if problem.continuation:
         return problem.continuation
     if "completion" in problem.metadata:
@@ -94,11 +78,7 @@ def answer_of(problem: Problem, where: str) -> Continuation:
 
 
 def pair_of(problem: Problem, where: str) -> tuple[Continuation, Continuation]:
-    """The chosen continuation, and the rejected one.
-
-    Raises:
-        DataError: one is missing, or they are equal.
-    """
+    """The chosen continuation, and the rejected one; raises DataError if one is missing, or they are equal."""
     chosen, rejected = (_continuation(problem, name, where) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same; leave such rows out, there is nothing to prefer")

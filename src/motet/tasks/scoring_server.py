@@ -26,11 +26,7 @@ class ScoringServer:
         self._client: httpx2.AsyncClient | None = None
 
     async def open(self) -> None:
-        """Connect, and learn the model's name.
-
-        Raises:
-            JobFailed: the server cannot be reached or lists no model.
-        """
+        """Connect, and learn the model's name; raises JobFailed if the server cannot be reached or lists no model."""
         timeout = httpx2.Timeout(_SECONDS, connect=_CONNECT_SECONDS)
         self._client = httpx2.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False)
         if self._model is None:
@@ -41,11 +37,7 @@ class ScoringServer:
                 raise JobFailed(f"{self._url} lists no model under /v1/models; set algorithm.teacher_model") from error
 
     async def logprobs(self, token_ids: IntArray) -> FloatArray:
-        """Logprob of each token given the earlier ones [T]; the first is 0.
-
-        Raises:
-            JobFailed: the server does not answer, or returns no logprobs.
-        """
+        """Logprob of each token given the earlier ones [T]; the first is 0. Raises JobFailed if there are none."""
         body = {
             "model": self._model,
             "prompt": token_ids.tolist(),

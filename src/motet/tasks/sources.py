@@ -20,11 +20,7 @@ _ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
 def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
     """At most `config.size` rows of a source, with JSON values only, and the data's own scorer, if any.
 
-    Rows are read lazily; errors are raised during iteration.
-
-    Args:
-        config: which source.
-        bounds: limits for another person's data; None for your own.
+    Rows are read lazily, within `bounds` if they are another person's; errors are raised during iteration.
 
     Raises:
         DataError: the source does not exist, cannot be read, or holds something other than rows.
@@ -102,11 +98,7 @@ def _siblings(path: Path) -> list[str]:
 
 
 def check_toy(name: str) -> None:
-    """Check that a toy task exists.
-
-    Raises:
-        DataError: it does not; the message lists the names.
-    """
+    """Check that a toy task exists; raises DataError with the names if it does not."""
     from motet.tasks.toys import FAMILIES
 
     if name not in FAMILIES:

@@ -79,13 +79,9 @@ class WorkerLink:
         await asyncio.to_thread(self._remains.communicate)
 
     async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
-        """Send one message and wait for the reply. After any exception the process must be killed or is dead already.
+        """Send one message and wait for the reply, one of `kinds`; `cpu_seconds` is the limit that may end the process.
 
-        Args:
-            message: the message to send.
-            kinds: the messages that may come back.
-            wall_seconds: how long to wait.
-            cpu_seconds: the limit that may have ended the process.
+        After any exception the process must be killed or is dead already.
 
         Raises:
             ProcessDiedError: the process ended instead of answering, or wrote something else.

@@ -50,13 +50,9 @@ class WorkerLimits:
     def run(
         self, call: Callable[[], Result], kind: str, cpu_seconds: float, memory_mb: int
     ) -> tuple[Result | None, str, Limit]:
-        """The result of a user's code, or its error, and the limit that it hit.
+        """The result of a user's code that `call` runs, or its error, and the limit that it hit.
 
-        Args:
-            call: runs it.
-            kind: `reward` or `environment`, the section of the job that has the limits.
-            cpu_seconds: limit on CPU time.
-            memory_mb: limit on memory.
+        `kind`, `reward` or `environment`, is the section of the job that has the limits.
         """
         self._cpu_seconds, self._memory_mb = cpu_seconds, memory_mb
         exceeded: Limit = ""

@@ -32,14 +32,9 @@ _DEEPEST = 50
 
 
 def parse(text: str, names: Collection[str]) -> ast.expr:
-    """Parse a formula for `value`.
+    """Parse a formula over the scores of graders, for `value`.
 
-    Args:
-        text: as a person wrote it.
-        names: graders whose scores it may use.
-
-    Raises:
-        ValueError: it is not arithmetic over those names; the message says why.
+    Raises ValueError, which says why, if it is not arithmetic over these names.
     """
     if len(text) > _LONGEST:
         raise ValueError(f"the formula has {len(text)} characters; the limit is {_LONGEST}")
@@ -52,11 +47,7 @@ def parse(text: str, names: Collection[str]) -> ast.expr:
 
 
 def value(tree: ast.expr, scores: Mapping[str, float]) -> float:
-    """Evaluate a formula with scores.
-
-    Raises:
-        ValueError: it has no finite value, such as after a division by zero.
-    """
+    """Evaluate a formula with scores; raises ValueError if it has no finite value, such as after a division by zero."""
     try:
         result = float(_value(tree, scores))
     except (ArithmeticError, ValueError) as error:

@@ -219,14 +219,9 @@ _PYTHON = (
 
 
 def parse(value: Any, where: str = "grader") -> Grader:
-    """Parse and check a grader.
+    """Parse and check a grader in JSON; `where` is its name in messages.
 
-    Args:
-        value: the JSON.
-        where: the field's name in messages.
-
-    Raises:
-        GraderError: it is invalid or not supported here; the message names the field and the reason.
+    Raises GraderError, with the field and the reason, if it is invalid or not supported here.
     """
     if not isinstance(value, Mapping):
         raise GraderError(where, f"a grader is an object with a `type`, got {type(value).__name__}")

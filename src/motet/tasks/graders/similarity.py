@@ -30,11 +30,7 @@ NOT_HAD = {
 
 
 def check_metric(metric: str) -> None:
-    """Load a metric's library, so that the first answer does not take longer.
-
-    Raises:
-        ValueError: it is not supported or not installed; the message says why.
-    """
+    """Load a metric's library, so that no answer waits for it; raises ValueError if it is not supported or not installed."""
     if metric in NOT_HAD:
         raise ValueError(f"{metric!r} is not supported: {NOT_HAD[metric]}. There are {', '.join(_LIBRARIES)}")
     for library in _LIBRARIES[metric]:

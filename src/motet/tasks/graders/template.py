@@ -34,11 +34,7 @@ FieldPath = tuple[str | int, ...]
 
 
 def variables(text: str) -> list[tuple[str, FieldPath]]:
-    """The (namespace, path) of each variable of a template, in order.
-
-    Raises:
-        ValueError: the text between braces is not a variable; the message shows a valid one.
-    """
+    """The (namespace, path) of each variable of a template, in order; raises ValueError if one is not valid."""
     names = []
     for inside in _split(text)[1::2]:
         match = _PATH.fullmatch(inside)
@@ -64,11 +60,7 @@ class Fields:
         self._namespace, self._texts = namespace, dict[FieldPath, str]()
 
     def text(self, path: FieldPath) -> str:
-        """The text of a field: unchanged if it is one, otherwise JSON.
-
-        Raises:
-            UnfilledError: there is no such field.
-        """
+        """The text of a field, unchanged if it is one, otherwise JSON; raises UnfilledError if there is no such field."""
         if path not in self._texts:
             self._texts[path] = _text(self._namespace, path, self.value)
         return self._texts[path]
