@@ -55,8 +55,7 @@ class EpisodesElsewhere:
     ) -> tuple[AgentEpisode, m.EpisodeEnded]:
         """Offer an episode, and wait until an agent has ended it; `begin` creates it again for each lease.
 
-        Raises:
-            ScorerAway: no agent worker is connected, and the job must stop.
+        Raises ScorerAway if no agent worker is connected, and the job must stop.
         """
         if self._away:
             raise ScorerAway(_NOBODY)
@@ -149,11 +148,7 @@ class AgentsElsewhere(OwnEnvironment):
             task.cancel()
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
-        """Run the rollouts of one group, each as one episode.
-
-        Raises:
-            ScorerAway: no agent worker is connected, and the job must stop.
-        """
+        """Run the rollouts of one group, each as one episode; raises ScorerAway as `EpisodesElsewhere.run`."""
         tasks = [asyncio.create_task(self._run(context, index)) for index in range(context.group_size)]
         self._waiting.update(tasks)
         try:

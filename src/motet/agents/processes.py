@@ -59,11 +59,8 @@ class AgentProcesses:
     def __init__(self, name: str, args: Mapping[str, Any], log: Path | None, hidden: Collection[str] = ()) -> None:
         """Create it without starting a process.
 
-        Args:
-            name: `file.py:function` or `module:function`.
-            args: its keyword arguments.
-            log: file for its output; default: standard error.
-            hidden: environment variables to hide from agents, which may execute a model's text.
+        Agents, which may execute a model's text, do not see the `hidden` environment variables; without a `log`, their output
+        goes to standard error.
         """
         self._name, self._args, self._log, self._hidden = name, dict(args), log, hidden
         self._numbers = itertools.count()
@@ -78,11 +75,7 @@ class AgentProcesses:
         await asyncio.gather(*(one.close() for one in processes))
 
     async def usable(self) -> AgentProcess:
-        """The process that new episodes run in.
-
-        Raises:
-            EnvironmentFault: the agent does not load.
-        """
+        """The process that new episodes run in; raises EnvironmentFault if the agent does not load."""
         async with self._starting:
             if self._process is not None and self._process.usable:
                 return self._process
