@@ -56,11 +56,7 @@ class Conversation:
     """Whether to return the ids of the prompt."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty one.
-
-        Raises:
-            ChatRefusal: it is empty.
-        """
+        """Refuse an empty one; raises ChatRefusal if it is empty."""
         if not self.messages:
             raise ChatRefusal("the conversation has no message that is read here; give one")
 
@@ -159,11 +155,7 @@ class ChatFormat(Extra):
 
 
 def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:
-    """Refuse fields that would change the sampling; `also` names more of them.
-
-    Raises:
-        ChatRefusal: names the field.
-    """
+    """Refuse fields that would change the sampling, by a ChatRefusal with the name; `also` names more of them."""
     for name, value in (given.model_extra or {}).items():
         if (name in also or name in _UNSUPPORTED) and value is not None and value not in _UNSUPPORTED.get(name, ()):
             raise ChatRefusal(f"{name}: is not supported here; leave it out")
@@ -172,8 +164,7 @@ def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:
 def text_of(content: Any) -> str:
     """The text of a message given as a text, a list of parts, or None.
 
-    Raises:
-        ChatRefusal: it is something else, or a part is not text.
+    Raises ChatRefusal if it is something else, or a part is not text.
     """
     if not isinstance(content, str | list | None):
         raise ChatRefusal(f"content: {content!r:.80} is neither text nor a list of parts")
@@ -188,11 +179,7 @@ def text_of(content: Any) -> str:
 
 
 def check_function(kind: Any, function: Any) -> None:
-    """Check that a tool is a function with a name.
-
-    Raises:
-        ChatRefusal: it is not.
-    """
+    """Check that a tool is a function with a name; raises ChatRefusal if it is not."""
     if kind != "function":
         raise ChatRefusal(f"tools: {kind!r:.80} is no function, and only functions are offered here")
     if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
@@ -202,8 +189,7 @@ def check_function(kind: Any, function: Any) -> None:
 def check_arguments(texts: Iterable[str]) -> None:
     """Limit the arguments of all tool calls of a request: they are JSON inside its JSON.
 
-    Raises:
-        ChatRefusal: they hold more values than a request may.
+    Raises ChatRefusal if they hold more values than a request may.
     """
     n_values = 0
     for text in texts:
