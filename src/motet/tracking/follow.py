@@ -197,11 +197,7 @@ class Followers:
     def __init__(
         self, observers: Sequence[ObserverConfig], home: Path, notify: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Load the observers; they may write to `home`, and `notify` receives the first error of each.
-
-        Raises:
-            ConfigError: there is no such observer, its package is not installed, or its arguments do not fit.
-        """
+        """Load the observers, as `load` does; they may write to `home`, and `notify` receives the first error of each."""
         self.home, self._notify = home, notify
         self._followers = [Follower(one.name, load(one), home, notify) for one in observers]
 
@@ -266,9 +262,7 @@ def _places_of(home: Path, tenant: str) -> list[Path]:
 def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:
     """Send the steps of a finished run that its observers have not received yet.
 
-    Raises:
-        ConfigError: an observer cannot be loaded.
-        RunError: there is no run, or an observer failed.
+    Raises ConfigError if an observer cannot be loaded, RunError if there is no run or an observer failed.
     """
     jobs = [path.parent for path in sorted(run_directory.glob("*/metrics.jsonl"))]
     if not jobs:
