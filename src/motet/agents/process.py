@@ -43,7 +43,9 @@ def main() -> None:
     parent.send(m.AgentLoaded())
     asyncio.run(_serve(parent, agent, first.args))
     sys.stderr.flush()
-    _leave()
+    os.killpg(
+        os.getpgrp(), signal.SIGKILL
+    )  # although threads of agents may still run, and with all that agents started
 
 
 async def _serve(parent: Parent[m.ToProcess], agent: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -117,11 +119,6 @@ def _number(value: Any) -> float:
             f"returned {value!r:.80}: an agent returns a finite number, rewards by the ids of calls, or None"
         )
     return number
-
-
-def _leave() -> None:
-    """End although threads of agents may still run, and with all that agents started."""
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -269,8 +269,13 @@ class Chat:
         return render(self.tokenizer, messages, True, kwargs)
 
     def _encode(self, text: str, special: bool) -> IntArray:
-        ids = self.tokenizer.encode(_whole_characters(text), add_special_tokens=special)
-        return np.asarray(ids, np.int32)
+        """Token ids; raises BaseModelError for half of a surrogate pair, which tokenizers do not accept."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise BaseModelError(f"a text has {half!r}, half of a character, which no tokenizer reads") from error
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=special), np.int32)
 
     def _decode(self, ids: Sequence[int] | IntArray) -> str:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
@@ -281,16 +286,6 @@ def _written(message: Message) -> Message:
     if not message.tool_calls:
         return message
     return replace(message, content=f"{message.content}\n{written(message.tool_calls)}".strip())
-
-
-def _whole_characters(text: str) -> str:
-    """The text; raises BaseModelError if it has half of a surrogate pair, which tokenizers do not accept."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise BaseModelError(f"a text has {half!r}, half of a character, which no tokenizer reads") from error
-    return text
 
 
 def _most_tokens(text: str) -> int:

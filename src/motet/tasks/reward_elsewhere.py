@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
@@ -54,11 +54,6 @@ class Judging(Protocol):
     async def close(self) -> None:
         """Stop asking."""
         ...
-
-
-def judging(scorers: Iterable[object]) -> list[Judging]:
-    """The scorers that count their spending."""
-    return [one for one in scorers if isinstance(one, Judging)]
 
 
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")

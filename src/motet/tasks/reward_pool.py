@@ -35,9 +35,9 @@ from motet.tasks.reward_elsewhere import (
     SEES_ALL,
     Chance,
     Elsewhere,
+    Judging,
     ScoreOrReason,
     Transcripts,
-    judging,
     labels_of,
 )
 from motet.tasks.reward_installed import Installed, without_folder
@@ -114,7 +114,7 @@ class RewardPool:
         """
         self._workers, self._walls = workers, walls or Walls()
         self._elsewhere, self._installed, self._rest = elsewhere or {}, installed or {}, rest
-        self._judging = judging(self._elsewhere.values())
+        self._judging = [one for one in self._elsewhere.values() if isinstance(one, Judging)]
         self._jobs: dict[str, _Job] = {}
 
     async def register(
@@ -287,7 +287,7 @@ class RewardPool:
         except EngineError as error:
             return [f"cannot be sent to its process: {error}"] * len(answers) if last else None
         finally:
-            group.give_back(worker)
+            group.idle.put_nowait(worker)
         if reply.failed and not last:
             return None
         return [error or value for value, error in zip(reply.values, reply.errors, strict=True)]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import subprocess
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,15 +102,16 @@ class WorkerGroup:
     """Whether another process may be started."""
     loaded: m.RewardsLoaded = field(default_factory=lambda: m.RewardsLoaded((), ()))
     workers: list[Worker] = field(default_factory=list)
+    idle: asyncio.LifoQueue[Worker] = field(default_factory=asyncio.LifoQueue)
+    """Those without a call."""
     closed: bool = False
-    _idle: list[Worker] = field(default_factory=list)
-    _waiting: deque[asyncio.Future[Worker]] = field(default_factory=deque)
 
     async def open(self) -> None:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
         link = self.workers[0].link = await RewardLink.start(self.request, self.log)
-        self.loaded, self._idle = link.loaded, list(self.workers)
+        self.loaded = link.loaded
+        self.idle.put_nowait(self.workers[0])
 
     async def close(self) -> None:
         """End the processes; calls in flight come back as failed."""
@@ -137,25 +137,7 @@ class WorkerGroup:
 
     async def take(self) -> Worker:
         """A free worker: a new one if another may be started, otherwise the next that becomes free."""
-        if self._idle:
-            return self._idle.pop()
-        if not self.workers or self.may_start_another():
+        if self.idle.empty() and self.may_start_another():
             self.workers.append(Worker())
             return self.workers[-1]
-        free_worker: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
-        self._waiting.append(free_worker)
-        try:
-            return await free_worker
-        except asyncio.CancelledError:
-            if free_worker.done() and not free_worker.cancelled():
-                self.give_back(free_worker.result())
-            raise
-
-    def give_back(self, worker: Worker) -> None:
-        """Give a worker to the call that has waited longest."""
-        while self._waiting:
-            free_worker = self._waiting.popleft()
-            if not free_worker.done():
-                free_worker.set_result(worker)
-                return
-        self._idle.append(worker)
+        return await self.idle.get()

@@ -51,7 +51,7 @@ def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
     """
     for number, row in enumerate(READERS[path.suffix.lower()](path, bounds)):
         if bounds is not None and number >= bounds.rows:
-            raise _too_many_rows(path, bounds)
+            raise DataError(f"{path} has more than {bounds.rows} rows, the limit here; split it, or set data.size")
         yield row
 
 
@@ -80,10 +80,6 @@ def count_apart(path: Path, bounds: RowLimits) -> int:
     if isinstance(answer, str):
         raise DataError(answer)
     return int(answer)
-
-
-def _too_many_rows(path: Path, bounds: RowLimits) -> DataError:
-    return DataError(f"{path} has more than {bounds.rows} rows, the limit here; split it, or set data.size")
 
 
 def _too_large(where: str, limit: int) -> DataError:
