@@ -10,11 +10,11 @@ import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from motet.config import Config, RewardConfig
+from motet.config.urls import parse_url
 from motet.core.errors import RewardError
 
 MOST_LETTERS = 4000
@@ -81,11 +81,10 @@ class HttpArgs(Config):
         import httpx2  # the code that asks must understand the URL too
 
         try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and httpx2.URL(url).raw_host
+            parts, good = parse_url(url), bool(httpx2.URL(url).raw_host)
         except (ValueError, httpx2.InvalidURL):
             good = False
-        if not good or not url.isprintable() or " " in url:
+        if not good:
             raise ValueError("must look like https://example.org/score")
         if parts.username is not None or parts.password is not None:
             raise ValueError("must not hold a password, which would be shown; send it as a header")

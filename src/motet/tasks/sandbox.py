@@ -84,9 +84,9 @@ class Sandbox:
         """Run a program in Python; `given` is its standard input."""
         return self._run("python", code, given)
 
-    def shell(self, command: str, given: str = "") -> ProgramResult:
+    def shell(self, command: str) -> ProgramResult:
         """Run a command in `sh`."""
-        return self._run("shell", command, given)
+        return self._run("shell", command, "")
 
     def tested(self, code: str, tests: Sequence[str]) -> list[bool]:
         """Run a program, then each test in the state that it left; returns which tests pass, that is, do not raise."""
