@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
     candidates = [_candidate(job, number, values, every) for number, values in enumerate(given)]
     for one in candidates:
         _check(one)
-    values = {one.name: {path: _value(one, path) for path in drawn} for one in candidates}
+    values = {one.name: {path: functools.reduce(getattr, path.split("."), one) for path in drawn} for one in candidates}
     return RacePlan(job.name, race, job.steps, tuple(candidates), values, rungs)
 
 
@@ -252,10 +253,3 @@ def _with(section: Config, path: Sequence[str], value: Any) -> Config:
     field, *below = path
     changed = _with(getattr(section, field), below, value) if below else value
     return type(section).model_validate({**section.model_dump(exclude_unset=True), field: changed})
-
-
-def _value(job: JobConfig, path: str) -> Any:
-    value: Any = job
-    for field in path.split("."):
-        value = getattr(value, field)
-    return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import re
@@ -284,10 +285,8 @@ def _override(job: Tree, path: str, value: Any) -> None:
 def _number(value: Any) -> Any:
     """Convert text such as 1e-4 to a number, as people mean it; YAML 1.1 reads it as text."""
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            return value
     return value
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from motet.core.section import Config
+from motet.core.section import Config, named
 
 MOST_CANDIDATES = 64
 MOST_VALUES = 64
@@ -28,11 +28,6 @@ class ValueRange(Config):
         if self.low >= self.high:
             raise ValueError(f"low must be below high, not {self.low:g} and {self.high:g}")
         return self
-
-
-def _choice(value: Any) -> Any:
-    """Expand a list of values."""
-    return {"values": value} if isinstance(value, list) else value
 
 
 def _factors(value: Any) -> Any:
@@ -57,7 +52,7 @@ class RaceConfig(Config):
 
     candidates: int = Field(8, ge=2, le=MOST_CANDIDATES)
     """Number of settings to try. The first is the job as it is written."""
-    over: dict[str, Annotated[ValueRange | ValueList, BeforeValidator(_choice)]] = {}
+    over: dict[str, Annotated[ValueRange | ValueList, named("values", list)]] = {}
     """Fields to vary, such as `optimizer.lr`, `adapter.rank`, `algorithm.clip_high` or `seed`: a list of values, or `low` and
     `high` for a range. By default the rank, the group size and the learning rate: from a third to three times `auto`, or
     from a tenth to ten times a number."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from motet.core.section import Config
+from motet.core.section import Config, named
 
 
 class NoGainConfig(Config):
@@ -19,17 +19,13 @@ class NoGainConfig(Config):
     end of the gain's one-sided 95 % interval (Student's t, from the spread of these evaluations) is below it."""
 
 
-def _evaluations(value: Any) -> Any:
-    return {"evaluations": value} if isinstance(value, int) else value
-
-
 class StopConfig(Config):
     """When a job ends before its last step. The first rule that holds ends it."""
 
     held_out_above: float | None = None
     """Stop when the newest held-out reward is above this; the log-likelihood with `sft` and `soft_targets`, the accuracy
     with `dpo` and `kto`."""
-    no_gain: Annotated[NoGainConfig, BeforeValidator(_evaluations)] | None = None
+    no_gain: Annotated[NoGainConfig, named("evaluations", int)] | None = None
     """Stop when held-out results no longer improve."""
     kl_above: float | None = Field(None, gt=0)
     """Stop when the KL to the base is above this, in nats per token. It is measured on steps that evaluate, or on every

@@ -62,6 +62,6 @@ class Config(Described):
     )
 
 
-def named(key: str) -> BeforeValidator:
-    """Accept a plain string where a mapping is expected."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+def named(key: str, kind: type = str) -> BeforeValidator:
+    """Accept a plain value of a kind where a mapping is expected."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, kind) else value)

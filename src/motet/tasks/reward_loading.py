@@ -10,7 +10,6 @@ Runs in reward processes. A reward may have one of these forms, which differ by 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -95,15 +94,12 @@ def adapted(function: Any, args: Mapping[str, Any], name: str) -> LoadedReward:
         one.kind is one.VAR_KEYWORD for one in parameters.values()
     ):
         _check_args(parameters, args, name)
-        together = functools.partial(_compared, function, dict(args))
-        return LoadedReward(together, True, is_async, compares=True)
+        return LoadedReward(
+            lambda problem, completions: function(problem, list(completions), **args), True, is_async, compares=True
+        )
     if "completions" in parameters:
         return LoadedReward(_trl_call(function, parameters, args, name), True, is_async)
     return LoadedReward(_own_call(function, parameters, args, name), False, is_async, "transcript" in parameters)
-
-
-def _compared(function: Any, args: dict[str, Any], problem: Problem, completions: Sequence[str]) -> Any:
-    return function(problem, list(completions), **args)
 
 
 def _own_call(

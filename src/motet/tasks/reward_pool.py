@@ -248,7 +248,8 @@ class RewardPool:
         seen = [as_json(as_given(answer.transcript)) if sees_all else [] for answer in answers]
         written = [json.dumps(one, ensure_ascii=False) for one in seen]
         sent = [n for n, one in enumerate(written) if len(one) <= LONGEST_TRANSCRIPT]
-        scores: list[ScoreOrReason] = [_too_long(len(one)) for one in written]
+        limit = f"the most that are sent to be scored are {LONGEST_TRANSCRIPT}"
+        scores: list[ScoreOrReason] = [f"the conversation has {len(one)} characters; {limit}" for one in written]
         sizes = [len((one + own.text).encode(errors="replace")) for one, own in zip(written, answers, strict=True)]
         for some in _in_parts(sent, sizes):
             texts, talks = [answers[n].text for n in some], [seen[n] for n in some]
@@ -347,10 +348,6 @@ def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
         part.append(n)
     if part:
         yield part
-
-
-def _too_long(length: int) -> str:
-    return f"the conversation has {length} characters; the most that are sent to be scored are {LONGEST_TRANSCRIPT}"
 
 
 def _sum(job: _Job, scores: Sequence[ScoreOrReason]) -> ScoreOutcome:

@@ -34,7 +34,9 @@ def answer_call(rewards: Sequence[LoadedReward], limits: WorkerLimits, request: 
     given = ("reward", request.cpu_seconds, request.memory_mb)
 
     def call() -> list[float | BaseException | None]:
-        return [_outcome(reward, value) for value in _raw_values(reward, request)]
+        # None of a batched reward (TRL's signature): it does not apply
+        values = _raw_values(reward, request)
+        return [None if value is None and reward.batched else _number(value) for value in values]
 
     outcomes, error, exceeded = limits.run(call, *given)
     if outcomes and any(isinstance(outcome, MemoryError) for outcome in outcomes):
@@ -81,11 +83,6 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 _event_loop: asyncio.AbstractEventLoop | None = None
-
-
-def _outcome(reward: LoadedReward, value: Any) -> float | BaseException | None:
-    """A number, an error, or None if the reward does not apply (TRL's signature)."""
-    return None if value is None and reward.batched else _number(value)
 
 
 def _number(value: Any) -> float | BaseException:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import GraderError
-from motet.core.section import Described
+from motet.core.section import Described, named
 from motet.tasks.graders import formula, similarity, template
 
 Text = Annotated[str, Field(max_length=100_000)]
@@ -159,7 +159,7 @@ class Rubric(Judge):
     type: Literal["rubric"]
     criteria: dict[
         Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,60}$")],
-        Annotated[Criterion, BeforeValidator(lambda given: {"text": given} if isinstance(given, str) else given)],
+        Annotated[Criterion, named("text")],
     ] = Field(min_length=1, max_length=_MOST_GRADERS)
     input: Input = [JudgeMessage(role="user", content=_ANSWERED)]
     range: tuple[float, float] = (0.0, 1.0)
