@@ -70,24 +70,16 @@ class RunConfig(HostConfig):
     """Directory of the run; `motet run` uses runs/<name of the job file>, `motet.run` runs/<name of the script>."""
 
     @model_validator(mode="after")
-    def _torchrun_starts_one_host(self) -> RunConfig:
+    def _jobs_and_hosts_fit(self) -> RunConfig:
         if self.cluster.launcher == "torchrun" and (self.engine.n_ranks == 1 or self.engine.hosts > 1):
             raise ValueError(
                 "cluster.launcher torchrun starts the ranks of one host: set engine.ranks (or engine.shard) to as many "
                 "processes as it starts, and leave engine.hosts out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _teams_are_here(self) -> RunConfig:
         team = next((job.name for job in self.jobs if job.team), None)
         elsewhere = self.engine.hosts > 1 or self.engine.n_ranks > 1 or self.cluster.launcher == "ray"
         if team is not None and (elsewhere or self.rollout.engine != "embedded"):
             raise ValueError(f"job {team}: {NOT_ON_HOSTS}")
-        return self
-
-    @model_validator(mode="after")
-    def _chains_fit(self) -> RunConfig:
         check_chains(self.jobs)
         return self
 

@@ -334,7 +334,7 @@ class JobConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _each_stop_can_come(self) -> JobConfig:
+    def _each_stop_can_come_and_the_team_can_train(self) -> JobConfig:
         algorithm, rows = self.algorithm, isinstance(self.algorithm, RowAlgorithm)
         if self.stop_when.rules and isinstance(algorithm, ClientDriven):
             raise ValueError("stop_when: a client ends its job itself; leave it out")
@@ -345,14 +345,8 @@ class JobConfig(Config):
             steps=self.steps,
             measures_kl=isinstance(algorithm, PolicyGradient) and algorithm.needs_reference,
         )
-        if mistake is not None:
-            raise ValueError(mistake)
-        return self
-
-    @model_validator(mode="after")
-    def _the_team_can_train(self) -> JobConfig:
-        init, environment = self.adapter.init, self.environment.name
-        mistake = team_mistake(self.team, self.algorithm, environment, init) if self.team else None
+        if mistake is None and self.team:
+            mistake = team_mistake(self.team, algorithm, self.environment.name, self.adapter.init)
         if mistake is not None:
             raise ValueError(mistake)
         return self
