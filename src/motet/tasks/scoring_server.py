@@ -7,6 +7,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
+from motet.config.dialects import VLLM
 from motet.core.errors import JobFailed
 from motet.core.types import FloatArray, IntArray
 
@@ -47,8 +48,7 @@ class ScoringServer:
         }
         answer = await self._asked("POST", "/v1/completions", body)
         try:
-            places = answer["choices"][0]["prompt_logprobs"][1:]
-            logprobs = [float(place[str(token)]["logprob"]) for place, token in zip(places, token_ids[1:], strict=True)]
+            logprobs = VLLM.scores(answer, token_ids.tolist())
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise JobFailed(
                 f"{self._url} gave no logprobs of the prompt ({error!r}): the teacher has to be a server that knows "
