@@ -241,6 +241,7 @@ def test_none_from_a_trl_reward_means_that_it_does_not_count():
 
     found = run(scenario)
     assert from_wire(json.loads(json.dumps(to_wire(found))), 2) == found == [1.0, None]
+    assert from_wire([""], 1) == ["gave no score"]
 
 
 def test_a_worker_may_say_that_its_reward_does_not_apply():

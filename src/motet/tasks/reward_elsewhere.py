@@ -239,7 +239,7 @@ def from_wire(values: Any, n: int) -> list[ScoreOrReason]:
 
 def _read(value: Any) -> ScoreOrReason:
     if value is None or isinstance(value, str):
-        return value
+        return value if value != "" else "gave no score"
     if isinstance(value, Mapping):
         return Chance(str(value.get("chance") or "gave no score"))
     return number(value)
