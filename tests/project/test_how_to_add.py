@@ -100,10 +100,8 @@ class NewestFirst(FairScheduler):
     "A tracker": (
         {},
         "tracking/trackers.py",
-        "TRACKERS: Mapping[str, Tracker] = {\n",
+        "TRACKERS: Mapping[str, tuple[str, Callable[..., StepObserver]]] = {\n",
         """class Printed:
-    package: ClassVar[str] = "json"
-
     def __init__(self, job: ObservedJob) -> None:
         self._job = job
 
@@ -114,8 +112,8 @@ class NewestFirst(FairScheduler):
         print(f"tracked {state} of {self._job.name}")
 
 
-TRACKERS: Mapping[str, Tracker] = {
-    "printed": Printed,
+TRACKERS: Mapping[str, tuple[str, Callable[..., StepObserver]]] = {
+    "printed": ("json", Printed),
 """,
     ),
     "A server dialect": (

@@ -1,7 +1,7 @@
 """The trackers that come with Motet, and how observers are found by name, before anything slow.
 
 To add one, write a class here, a line in `TRACKERS` and an extra in pyproject.toml. Each is an observer of steps
-(`motet.tracking.observing`), with the package that it needs.
+(`motet.tracking.observing`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, cast
 
 from motet.config.observer import ObserverConfig
 from motet.core.errors import ConfigError
@@ -26,20 +26,8 @@ from motet.process.own_code import OwnCode
 from motet.tracking.observing import ObservedJob, ObservedStep, ObserverFactory, StepObserver
 
 
-class Tracker(Protocol):
-    """A class of observers, and the package that it imports."""
-
-    package: str
-
-    def __call__(self, *job: Any, **args: Any) -> StepObserver:
-        """Begin or continue a job, given as the one positional argument."""
-        ...
-
-
 class TensorBoard:
     """Event files in `tensorboard/<job>` of the run directory, or in another `directory`."""
-
-    package: ClassVar[str] = "tensorboard"
 
     def __init__(self, job: ObservedJob, directory: str = "tensorboard") -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -62,8 +50,6 @@ class TensorBoard:
 
 class Wandb:
     """A run of Weights & Biases for each job; `args` go to `wandb.init`."""
-
-    package: ClassVar[str] = "wandb"
 
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
         import wandb
@@ -104,8 +90,6 @@ def _mode(variables: str, host: str) -> str | None:
 class Mlflow:
     """A run of MLflow for each job, at `uri` or $MLFLOW_TRACKING_URI; without both, in `mlruns` of the run directory."""
 
-    package: ClassVar[str] = "mlflow"
-
     def __init__(self, job: ObservedJob, experiment: str = "motet", uri: str = "") -> None:
         from mlflow import MlflowClient
 
@@ -139,8 +123,6 @@ class Mlflow:
 
 class Trackio:
     """A run of Trackio for each job, on this machine; `args` go to `trackio.init`."""
-
-    package: ClassVar[str] = "trackio"
 
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
         import trackio
@@ -177,8 +159,6 @@ class Swanlab:
 
     SwanLab has one run in a process, so each job gets a process.
     """
-
-    package: ClassVar[str] = "swanlab"
 
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
@@ -220,8 +200,6 @@ class Swanlab:
 class Parquet:
     """The rollouts of each step as `parquet/<job>/<step>.parquet` in the run directory, or in another `directory`."""
 
-    package: ClassVar[str] = "pyarrow.parquet"
-
     def __init__(self, job: ObservedJob, directory: str = "parquet") -> None:
         self._place = job.directory(os.path.expanduser(directory))
 
@@ -237,14 +215,15 @@ class Parquet:
         """Do nothing: no file is open."""
 
 
-TRACKERS: Mapping[str, Tracker] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "trackio": Trackio,
-    "swanlab": Swanlab,
-    "parquet": Parquet,
+TRACKERS: Mapping[str, tuple[str, Callable[..., StepObserver]]] = {
+    "tensorboard": ("tensorboard", TensorBoard),
+    "wandb": ("wandb", Wandb),
+    "mlflow": ("mlflow", Mlflow),
+    "trackio": ("trackio", Trackio),
+    "swanlab": ("swanlab", Swanlab),
+    "parquet": ("pyarrow.parquet", Parquet),
 }
+"""Classes by name, each with the module that it imports."""
 OWN = OwnCode("observer", ConfigError, tuple(TRACKERS))
 
 
@@ -255,15 +234,15 @@ def load(config: ObserverConfig) -> ObserverFactory:
         ConfigError: there is no such observer, its package is not installed, or its arguments do not fit.
     """
     if config.function is None and config.name in TRACKERS:
-        made = TRACKERS[config.name]
+        package, tracker = TRACKERS[config.name]
         try:
-            importlib.import_module(made.package)
+            importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"observer {config.name}: {made.package} is not installed; run pip install '.[{config.name}]' in Motet's "
+                f"observer {config.name}: {package} is not installed; run pip install '.[{config.name}]' in Motet's "
                 f"directory ({error})"
             ) from error
-        target: object = made
+        target: object = tracker
     else:
         target = OWN.find(config.name) if config.function is None else config.function
     if not callable(target):
