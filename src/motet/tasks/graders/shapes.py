@@ -23,8 +23,8 @@ class Shape(Described):
     """The grader's name in responses."""
 
     def templates(self) -> Iterator[tuple[str, str]]:
-        """(field, template) of each text that is filled in."""
-        yield from ()
+        """(field, template) of each text that is filled in; by default, those of a comparison."""
+        yield from ((field, getattr(self, field)) for field in ("input", "reference"))
 
 
 class StringCheck(Shape):
@@ -34,10 +34,6 @@ class StringCheck(Shape):
     input: Text
     reference: Text
     operation: Literal["eq", "ne", "like", "ilike"]
-
-    def templates(self) -> Iterator[tuple[str, str]]:
-        """(field, template) of each text that is filled in."""
-        yield from (("input", self.input), ("reference", self.reference))
 
 
 class TextSimilarity(Shape):
@@ -49,10 +45,6 @@ class TextSimilarity(Shape):
     evaluation_metric: Literal[
         "cosine", "fuzzy_match", "bleu", "gleu", "meteor", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
     ]  # fmt: skip
-
-    def templates(self) -> Iterator[tuple[str, str]]:
-        """(field, template) of each text that is filled in."""
-        yield from (("input", self.input), ("reference", self.reference))
 
 
 def _plain(content: Any) -> Any:

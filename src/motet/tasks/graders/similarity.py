@@ -16,12 +16,6 @@ import importlib
 from collections.abc import Callable, Mapping
 
 ROUGE = {**{f"rouge_{n}": f"rouge{n}" for n in range(1, 6)}, "rouge_l": "rougeL"}
-_LIBRARIES: Mapping[str, tuple[str, ...]] = {
-    "fuzzy_match": ("rapidfuzz",),
-    "bleu": ("sacrebleu",),
-    "gleu": ("sacrebleu", "nltk.translate.gleu_score"),
-    **dict.fromkeys(ROUGE, ("rouge_score.rouge_scorer",)),
-}
 NOT_HAD = {
     "cosine": "it compares embeddings, and this base makes none",
     "meteor": "it needs the WordNet dictionary, which does not come with Motet",
@@ -32,8 +26,8 @@ NOT_HAD = {
 def check_metric(metric: str) -> None:
     """Load a metric's library, so that no answer waits for it; raises ValueError if it is not supported or not installed."""
     if metric in NOT_HAD:
-        raise ValueError(f"{metric!r} is not supported: {NOT_HAD[metric]}. There are {', '.join(_LIBRARIES)}")
-    for library in _LIBRARIES[metric]:
+        raise ValueError(f"{metric!r} is not supported: {NOT_HAD[metric]}. There are {', '.join(_METRICS)}")
+    for library in _METRICS[metric][1]:
         try:
             importlib.import_module(library)
         except ImportError as error:
@@ -44,7 +38,7 @@ def check_metric(metric: str) -> None:
 
 def similarity(metric: str, text: str, reference: str) -> float:
     """How similar a text is to its reference, from 0 to 1, by a metric that passed `check_metric`."""
-    return min(max(_MEASURES[metric](text, reference), 0.0), 1.0)
+    return min(max(_METRICS[metric][0](text, reference), 0.0), 1.0)
 
 
 def _fuzzy_match(text: str, reference: str) -> float:
@@ -76,9 +70,10 @@ def _rouge(kind: str) -> Callable[[str, str], float]:
     return measure
 
 
-_MEASURES: Mapping[str, Callable[[str, str], float]] = {
-    "fuzzy_match": _fuzzy_match,
-    "bleu": _bleu,
-    "gleu": _gleu,
-    **{name: _rouge(kind) for name, kind in ROUGE.items()},
+_METRICS: Mapping[str, tuple[Callable[[str, str], float], tuple[str, ...]]] = {
+    "fuzzy_match": (_fuzzy_match, ("rapidfuzz",)),
+    "bleu": (_bleu, ("sacrebleu",)),
+    "gleu": (_gleu, ("sacrebleu", "nltk.translate.gleu_score")),
+    **{name: (_rouge(kind), ("rouge_score.rouge_scorer",)) for name, kind in ROUGE.items()},
 }
+"""Measures by name, each with the modules that it needs."""
