@@ -54,6 +54,8 @@ Asked = Callable[[Judge, list[dict[str, str]]], Awaitable[tuple[str, int]]]
 class Graded:
     """A grader's result for one answer."""
 
+    output: str = ""
+    """The answer."""
     reward: float | None = None
     """None after a failure."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -62,6 +64,15 @@ class Graded:
     """Messages by kind of failure. Only `sample` leaves a reward: 0 for that grader."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Tokens used by judges, by model."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row whose answers are graded: its owner, its fields, and how to ask a judge."""
+
+    owner: str
+    item: Fields
+    asked: Asked
 
 
 class Room:
@@ -124,14 +135,12 @@ class Graders:
 
         Each `owner`, a tenant or a job, has its own processes and at most a part of the lanes.
         """
-        graded, row = [Graded() for _ in outputs], Fields("item", item)
+        graded, row = [Graded(output) for output in outputs], _Row(owner, Fields("item", item), asked)
         if isinstance(grader, Rank):
-            await self._ranked(owner, grader, row, outputs, graded, asked)
+            await self._ranked(row, grader, graded)
             return graded
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
-        await asyncio.gather(
-            *(self._part(owner, name, part, row, outputs, graded, asked) for name, part in parts.items())
-        )
+        await asyncio.gather(*(self._part(row, name, part, graded) for name, part in parts.items()))
         for one in graded:
             if any(fault != "sample" for fault in one.faults):
                 continue
@@ -141,16 +150,14 @@ class Graders:
                 one.faults["formula"] = str(error)
         return graded
 
-    async def _ranked(
-        self, owner: str, grader: Rank, item: Fields, outputs: Sequence[str], graded: Sequence[Graded], asked: Asked
-    ) -> None:
+    async def _ranked(self, row: _Row, grader: Rank, graded: Sequence[Graded]) -> None:
         """Let a judge order the answers. Equal answers are shown once and get the same score."""
-        texts = sorted(set(outputs))
+        texts = sorted({one.output for one in graded})
         random.Random(zlib.crc32(repr((grader.input, texts)).encode())).shuffle(texts)  # a judge may favour the first
         worth = dict.fromkeys(texts, _ALONE)
         if len(texts) > 1:
             whole = Graded()
-            said = await self._said(owner, grader, item, "", whole, asked, texts)
+            said = await self._said(row, grader, whole, texts)
             try:
                 places = ranking(grader, said, len(texts)) if said is not None else []
                 worth |= {texts[n]: 1 - place / (len(texts) - 1) for place, n in enumerate(places)}
@@ -159,53 +166,44 @@ class Graders:
             for one in graded:
                 one.faults |= whole.faults
             graded[0].tokens = whole.tokens
-        for output, one in zip(outputs, graded, strict=True):
+        for one in graded:
             if not one.faults:
-                one.reward = one.parts[grader.name] = worth[output]
+                one.reward = one.parts[grader.name] = worth[one.output]
 
-    async def _part(
-        self,
-        owner: str,
-        name: str,
-        part: Single,
-        item: Fields,
-        outputs: Sequence[str],
-        graded: Sequence[Graded],
-        asked: Asked,
-    ) -> None:
+    async def _part(self, row: _Row, name: str, part: Single, graded: Sequence[Graded]) -> None:
         """Record one grader's scores or failures in `graded`."""
         fillable = []
-        for output, one in zip(outputs, graded, strict=True):
+        for one in graded:
             await asyncio.sleep(0)  # there may be a thousand, and others wait
-            sample = Fields("sample", output)
+            sample = Fields("sample", one.output)
             try:
                 for _, text in part.templates():
-                    pieces_of(text, item, sample)
-                fillable.append((output, one))
+                    pieces_of(text, row.item, sample)
+                fillable.append(one)
             except UnfilledError as error:
                 one.faults["variable" if error.of_item else "sample"] = str(error)
                 one.parts[name] = 0.0
         if isinstance(part, Judge):
-            await asyncio.gather(*(self._judged(owner, name, part, item, *pair, asked) for pair in fillable))
+            await asyncio.gather(*(self._judged(row, name, part, one) for one in fillable))
         elif fillable:
-            scored = await self._computed(owner, part, item, [output for output, _ in fillable])
-            for (_, one), value in zip(fillable, scored, strict=True):
+            scored = await self._computed(row, part, [one.output for one in fillable])
+            for one, value in zip(fillable, scored, strict=True):
                 if isinstance(value, str):
                     one.faults["other"] = value
                 else:
                     one.parts[name] = value
 
-    async def _computed(self, owner: str, part: Single, item: Fields, outputs: Sequence[str]) -> list[float | str]:
+    async def _computed(self, row: _Row, part: Single, outputs: Sequence[str]) -> list[float | str]:
         """Scores of a grader that asks no model, or reasons for missing ones."""
-        spec = json.dumps([owner, part.model_dump(mode="json")], sort_keys=True)
-        async with self._turns.setdefault(owner, asyncio.Semaphore(_OF_ONE_OWNER)), self._free:
+        spec = json.dumps([row.owner, part.model_dump(mode="json")], sort_keys=True)
+        async with self._turns.setdefault(row.owner, asyncio.Semaphore(_OF_ONE_OWNER)), self._free:
             try:
                 async with self._opening:
                     await self._open(spec, part)
             except RewardError as error:
                 return [str(error)] * len(outputs)
             try:
-                scored = await self._pool.score(spec, Problem(0, (), "", item.value), outputs)
+                scored = await self._pool.score(spec, Problem(0, (), "", row.item.value), outputs)
             finally:
                 self._lanes[spec] -= 1
         return [one.error or one.reward for one in scored]
@@ -225,32 +223,21 @@ class Graders:
         self._lanes[spec] += 1
         self._lanes.move_to_end(spec)
 
-    async def _judged(
-        self, owner: str, name: str, judge: Judge, item: Fields, output: str, graded: Graded, asked: Asked
-    ) -> None:
-        said = await self._said(owner, judge, item, output, graded, asked)
+    async def _judged(self, row: _Row, name: str, judge: Judge, graded: Graded) -> None:
+        said = await self._said(row, judge, graded)
         try:
             if said is not None:
                 graded.parts[name] = verdict(judge, said)
         except VerdictError as error:
             graded.faults["parse"] = str(error)
 
-    async def _said(
-        self,
-        owner: str,
-        judge: Judge,
-        item: Fields,
-        output: str,
-        graded: Graded,
-        asked: Asked,
-        ranked: Sequence[str] = (),
-    ) -> str | None:
+    async def _said(self, row: _Row, judge: Judge, graded: Graded, ranked: Sequence[str] = ()) -> str | None:
         """A judge's answer; None if it failed, with the reason in `graded`."""
-        room = self._rooms.setdefault(owner, Room())
+        room, shown = self._rooms.setdefault(row.owner, Room()), (judge, row.item, graded.output, ranked)
         try:
-            size = sum(len(piece) for pieces in _pieces(judge, item, output, ranked) for piece in pieces)
+            size = sum(len(piece) for pieces in _pieces(*shown) for piece in pieces)
             async with room.take(size, _OPEN_CHARACTERS):
-                said, tokens = await asked(judge, prompt(judge, item, output, ranked))
+                said, tokens = await row.asked(judge, prompt(*shown))
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
             return said
         except UnfilledError as error:  # each message could be filled, but together they are too long
