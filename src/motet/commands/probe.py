@@ -82,7 +82,7 @@ def judge(base: FloatArray, here: Mapping[str, FloatArray], server_base: FloatAr
     )
 
 
-def _echo_score(token_ids: list[int], model: str | None, base: str | None) -> HttpRequest:
+def _echo_score(token_ids: list[int], model: str | None, base: str | None, _: int) -> HttpRequest:
     body = {
         "model": model or base,
         "prompt": token_ids,
@@ -121,7 +121,7 @@ class _Server:
         for kind in self.kinds:
             asks, reads = _KINDS[kind]
             try:
-                answer = await self.connection.request(asks(token_ids.tolist(), model, base), 60.0)
+                answer = await self.connection.request(asks(token_ids.tolist(), model, base, 0), 60.0)
                 found = reads(answer, token_ids.tolist())
                 if len(found) != len(token_ids) - 1:
                     raise ServerFault(f"it gave {len(found)} logprobs for {len(token_ids)} tokens")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ class RewardPool:
         """
         self._workers, self._walls = workers, walls or Walls()
         self._elsewhere, self._installed, self._rest = elsewhere or {}, installed or {}, rest
-        self._judging = [one for one in self._elsewhere.values() if isinstance(one, Judging)]
+        scorers: Iterable[object] = self._elsewhere.values()
+        self._judging = [one for one in scorers if isinstance(one, Judging)]
         self._jobs: dict[str, _Job] = {}
 
     async def register(
