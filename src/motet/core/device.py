@@ -300,7 +300,8 @@ class Device:
                         continue
                 self._turn_to(calling=False)
                 begun = self._clock()
-                working = max((tick() for tick in ticks), default=False)  # runs each of them
+                left = [tick() for tick in ticks]  # each runs, whether or not one before has more work
+                working = any(left)
                 spent = self._clock() - begun
                 self.busy.turns += spent
                 owed = max(owed - spent, -spent) if working else 0.0

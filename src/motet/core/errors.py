@@ -1,4 +1,28 @@
-"""Every exception that Motet raises on purpose. Each message says what is wrong and what to do next."""
+"""Every exception that Motet raises on purpose. Each message says what is wrong and what to do next.
+
+MotetError
+├── ConfigError        a job file, option or field is wrong: nothing has started
+│   └── GraderError    a field of a grader is wrong, or not supported here
+├── DataError          a data source or row cannot be used
+├── RewardError        a reward cannot be loaded (a reward that fails on a rollout is data, not an exception)
+├── BaseModelError     the base model cannot be loaded or failed its proof
+├── AdapterError       an adapter directory or shape does not fit
+├── EngineError        a request that an engine cannot serve
+│   ├── ServerGone     a server does not answer
+│   ├── ServerRefused  a server answers with an error
+│   ├── ServerFault    a server's answer is wrong
+│   └── ServerUnfit    a server has no room for the jobs
+├── ScorerAway         a job's scorer is absent, and the job must pause
+├── DeviceError        the device failed under several jobs at once: they resume from their last commits
+├── DeviceLost         the device can do no more work: the run ends, commits are kept
+│   └── RankGone       a process with a part of the base ended
+├── JobFailed          a job fails; the others continue
+├── ProbeError         the adapter that answers is not the adapter that was trained
+├── StoreError         the service's database refuses something
+├── LimitError         a limit of the service does not allow something
+├── ServiceError       a service does not answer its client, or refuses something
+└── RunError           a run directory cannot be used (locked, other job file, damaged)
+"""
 
 from __future__ import annotations
 
@@ -8,7 +32,7 @@ class MotetError(Exception):
 
 
 class ConfigError(MotetError):
-    """A job file, an option or a field is wrong, and nothing has started."""
+    """A job file, an option or a field is wrong."""
 
 
 class GraderError(ConfigError):
@@ -25,7 +49,7 @@ class DataError(MotetError):
 
 
 class RewardError(MotetError):
-    """A reward cannot be loaded or called. One that fails on a rollout is data, not an exception."""
+    """A reward cannot be loaded or called."""
 
 
 class EnvironmentFault(MotetError):
