@@ -20,7 +20,6 @@ class RolloutEngine(Protocol):
     @property
     def capacity(self) -> int:
         """The number of open completions beyond which more bring no speed."""
-        ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed (the prompt is prefilled once).
@@ -30,11 +29,9 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: the request can never be served (too long, unknown adapter); says which and why.
         """
-        ...
 
     async def score(self, token_ids: IntArray, adapter: AdapterRef | None) -> FloatArray:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""
-        ...
 
     async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
         """The k likeliest tokens [T, k] at each position, best first, and their logprobs at temperature 1.
@@ -44,22 +41,18 @@ class RolloutEngine(Protocol):
         Raises:
             EngineError: this engine does not report them.
         """
-        ...
 
     async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
         """Make a version servable from a PEFT directory."""
-        ...
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Unload a version that nothing uses any more."""
-        ...
 
     async def abort(self, name: str) -> None:
         """End one request, or every request of a job; open completions finish with `abort` and keep their tokens.
 
         For the name of an episode, end nothing, and free what was kept for its next turn.
         """
-        ...
 
 
 class Trainer(Protocol):
@@ -71,34 +64,27 @@ class Trainer(Protocol):
         With a `head`, the adapter returns values instead of logprobs, at first 0. The head is trained, saved and loaded with
         the adapter, in a separate file.
         """
-        ...
 
     def remove_adapter(self, name: str) -> None:
         """Give the slot back."""
-        ...
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         """Add the gradient of each segment to its adapter; return sums and logprobs of each."""
-        ...
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, without a gradient; `base=True` leaves the adapters out (the KL reference)."""
-        ...
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
-        ...
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Write PEFT files and, if asked, the optimizer's state.
 
         This may run outside of the device's turns, while others train.
         """
-        ...
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
-        ...
 
 
 Result = TypeVar("Result")
@@ -112,11 +98,9 @@ class Pausing(Protocol):
 
     def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
         """As `forward_backward`."""
-        ...
 
     def score_in_pieces(self, batch: Batch, *, base: bool = False) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
         """As `forward`."""
-        ...
 
 
 @runtime_checkable
@@ -126,14 +110,12 @@ class Parking(Protocol):
     @property
     def parks(self) -> bool:
         """Whether it keeps any there."""
-        ...
 
     def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
         """Load adapters to the device before they are trained; removed adapters are skipped. May run while the device works.
 
         An adapter is not loaded if there is no room for it besides those that are about to be used.
         """
-        ...
 
 
 class WeightSync(Protocol):
@@ -141,4 +123,3 @@ class WeightSync(Protocol):
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
         """Make the trainer's current weights of adapter `name` available for sampling under this reference."""
-        ...
