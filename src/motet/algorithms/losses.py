@@ -9,7 +9,7 @@ of ratios: the sampler, or with `correct_sampler` the policy at the start of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,32 +190,34 @@ def value_of(
 ) -> float:
     """Σ weight · token loss of samples, from logprobs of their targets ([T] or [T, K] each)."""
 
-    def gathered(values: Sequence[FloatArray | None]) -> Tensor:
-        parts = [
-            np.broadcast_to(
-                (np.ones(len(like), np.float32) if one is None else one).reshape(len(like), -1),
-                like.reshape(len(like), -1).shape,
-            )[sample.loss_mask].reshape(-1)
-            for sample, one, like in zip(samples, values, logprobs, strict=True)
-        ]
+    def gathered(values: Iterable[FloatArray | None]) -> Tensor:
+        parts = [at_targets(sample, one) for sample, one in zip(samples, values, strict=True)]
         return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
     logprobs_N = gathered(logprobs)
     inputs = LossInputs(
         logprobs_N=logprobs_N,
         entropy_N=torch.zeros_like(logprobs_N),
-        sampler_logprobs_N=gathered([sample.logprobs for sample in samples]),
-        advantages_N=gathered([sample.advantages for sample in samples]),
-        weights_N=gathered([sample.weights for sample in samples]),
+        sampler_logprobs_N=gathered(sample.logprobs for sample in samples),
+        advantages_N=gathered(sample.advantages for sample in samples),
+        weights_N=gathered(sample.weights for sample in samples),
         sample_N=torch.from_numpy(
             np.repeat(np.arange(len(samples)), [one.n_trainable * one.n_targets for one in samples])
         ),
         n_samples=len(samples),
-        ratio_mask_N=gathered([sample.ratio_mask for sample in samples]),
+        ratio_mask_N=gathered(sample.ratio_mask for sample in samples),
         functions=functions,
     )
     weighted_N = (loss.token_losses(inputs)[0] * inputs.weights_N).double()
     return float(weighted_N.sum()) if functions is None else functions.total(weighted_N)
+
+
+def at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
+    """A field [T] or [T, K] at each target of the trainable positions; 1 without the field."""
+    if values is None:
+        return np.ones(sample.n_trainable * sample.n_targets, np.float32)
+    chosen = values[sample.loss_mask]
+    return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
 
 
 def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.algorithms.losses import loss_and_stats
-from motet.core.batch import Batch, LossInputs, LossStats, Sample, Segment, Trained
+from motet.algorithms.losses import at_targets, loss_and_stats
+from motet.core.batch import Batch, LossInputs, LossStats, Segment, Trained
 from motet.core.types import FloatArray, IntArray
 from motet.model.accelerator import wait_for
 from motet.model.attention import Prefix
@@ -295,7 +295,7 @@ class _TrainableRows:
 
     def gather(self, segment: Segment, name: str) -> Tensor:
         """A field of all samples at the trainable positions, once per target, fp32; 1 for samples without it."""
-        values = [_at_targets(sample, getattr(sample, name)) for sample in segment.samples]
+        values = [at_targets(sample, getattr(sample, name)) for sample in segment.samples]
         return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.row_N.device)
 
     def gather_optional(self, segment: Segment, name: str) -> Tensor | None:
@@ -314,14 +314,6 @@ class _TrainableRows:
             arrays.append(whole)
             start = stop
         return tuple(arrays)
-
-
-def _at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
-    """A field [T] or [T, K] at each target of the trainable positions."""
-    if values is None:
-        return np.ones(sample.n_trainable * sample.n_targets, np.float32)
-    chosen = values[sample.loss_mask]
-    return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
 
 
 def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor, base: LoraModel) -> Tensor:
