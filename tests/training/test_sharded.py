@@ -32,8 +32,7 @@ from motet.protocols import Trainer
 from motet.running import config_of, run_config
 from motet.training.sharded import messages as m
 from motet.training.sharded.base import ShardedBase
-from motet.training.sharded.group import RankGroup
-from motet.training.sharded.links import Connected
+from motet.training.sharded.group import Connected, RankGroup
 from motet.training.sharded.trainer import ShardedTrainer, owner, scatter
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny

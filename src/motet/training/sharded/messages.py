@@ -10,7 +10,7 @@ import msgspec
 from motet.algorithms.client import ClientLoss
 from motet.algorithms.critic import ValueLoss
 from motet.config import EngineConfig, budgets
-from motet.core.batch import AdamW, LossStats, OptimStats, Sample, Segment
+from motet.core.batch import AdamW, LossStats, OptimStats, Segment
 from motet.core.types import FloatArray
 from motet.native.choice import Choice, of_machine
 from motet.process.channel import ChannelMessage
@@ -87,26 +87,10 @@ class RankSegment(msgspec.Struct, frozen=True):
 
     place: int
     """Index in the whole batch."""
-    adapter: str
-    samples: tuple[Sample, ...]
+    segment: Segment
+    """Without its loss."""
     loss: RankLoss | None
     """None for a forward pass."""
-    denominator: float
-    temperature: float
-    share_prefixes: bool
-
-    @classmethod
-    def of(cls, place: int, segment: Segment, loss: RankLoss | None) -> RankSegment:
-        """A segment of a batch for its rank."""
-        return cls(
-            place,
-            segment.adapter,
-            segment.samples,
-            loss,
-            segment.denominator,
-            segment.temperature,
-            segment.share_prefixes,
-        )
 
 
 class Train(ChannelMessage, frozen=True):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import Choice
 from motet.config import AdapterConfig
-from motet.core.batch import Batch, Loss, Segment
+from motet.core.batch import Batch, Loss
 from motet.core.errors import MotetError
 from motet.model import lean_import
 from motet.model.accelerator import place_of, take, wait_for
@@ -132,19 +132,7 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
 
 
 def _batch(parts: tuple[m.RankSegment, ...]) -> Batch:
-    return Batch(
-        tuple(
-            Segment(
-                part.adapter,
-                part.samples,
-                _loss(part.loss),
-                part.denominator,
-                part.temperature,
-                part.share_prefixes,
-            )
-            for part in parts
-        )
-    )
+    return Batch(tuple(replace(part.segment, loss=_loss(part.loss)) for part in parts))
 
 
 def _loss(loss: m.RankLoss | None) -> Loss | None:

@@ -21,8 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from motet.core.errors import ConfigError, EngineError
 from motet.process.channel import Parent
 from motet.training.sharded import messages as m
-from motet.training.sharded.group import RankGroup
-from motet.training.sharded.links import Connected
+from motet.training.sharded.group import Connected, RankGroup
 from motet.training.sharded.process import serve
 
 _KEY = "motet/first"

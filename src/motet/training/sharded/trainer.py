@@ -8,6 +8,7 @@ appears as a closed pipe, never as a call that hangs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from motet.algorithms.algorithm import Algorithm
@@ -52,13 +53,13 @@ class ShardedTrainer:
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
-        parts, route = self._parts(batch, self._scatter(batch), learns=True)
+        parts, route = self._parts(batch, learns=True)
         ran = self._run({rank: m.Train(own, route) for rank, own in parts.items()})
         return tuple(Trained(one.stats, one.logprobs) for one in ran if one.stats is not None)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""
-        parts, route = self._parts(batch, self._scatter(batch, base=base), learns=False)
+        parts, route = self._parts(batch, base=base)
         return tuple(
             one.logprobs for one in self._run({rank: m.Forward(own, route, base) for rank, own in parts.items()})
         )
@@ -86,17 +87,15 @@ class ShardedTrainer:
             )
         return self._owners[name]
 
-    def _scatter(self, batch: Batch, *, base: bool = False) -> tuple[int, ...]:
-        owners = [0 if base else self._owner(segment.adapter) for segment in batch.segments]
-        return scatter([segment.n_tokens for segment in batch.segments], owners, self._group.n_ranks)
-
     def _parts(
-        self, batch: Batch, ranks: tuple[int, ...], *, learns: bool
+        self, batch: Batch, *, learns: bool = False, base: bool = False
     ) -> tuple[dict[int, tuple[m.RankSegment, ...]], tuple[tuple[str, int], ...]]:
         """Each rank's segments, in batch order; adapter and rank of each segment."""
+        owners = [0 if base else self._owner(segment.adapter) for segment in batch.segments]
+        ranks = scatter([segment.n_tokens for segment in batch.segments], owners, self._group.n_ranks)
         parts: dict[int, list[m.RankSegment]] = {rank: [] for rank in range(self._group.n_ranks)}
         for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
-            parts[rank].append(m.RankSegment.of(place, segment, _loss(segment) if learns else None))
+            parts[rank].append(m.RankSegment(place, replace(segment, loss=None), _loss(segment) if learns else None))
         route = tuple((segment.adapter, rank) for segment, rank in zip(batch.segments, ranks, strict=True))
         return {rank: tuple(own) for rank, own in parts.items()}, route
 
