@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from motet.algorithms import datum
+from motet.config import AdapterConfig
 from motet.core.batch import AdamW, Segment
 from motet.core.errors import AdapterError
 from motet.model.lora import initial_weights, make_layout
@@ -22,7 +23,7 @@ from motet.training.packed_pass import _TrainableRows
 def test_optimizer_state_of_another_length_is_refused(name: str, tmp_path: Path) -> None:
     """Kernels would read and write behind its end."""
     layout = make_layout({"q": (16, 16)}, 4)
-    arena = AdapterArena(layout, 1.0, initial_weights(layout, 0), torch.float32)
+    arena = AdapterArena(layout, AdapterConfig(rank=4, alpha=4), initial_weights(layout, 0), torch.float32)
     arena.gradient.fill_(1.0)
     arena.step(AdamW(1e-3))
     arena.gradient.fill_(1.0)

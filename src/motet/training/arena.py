@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from motet.config import AdapterConfig
 from motet.core.batch import AdamW, OptimStats
 from motet.core.errors import AdapterError
 from motet.model.distribution import MathKernels
@@ -41,7 +42,7 @@ class AdapterArena:
     def __init__(
         self,
         layout: AdapterLayout,
-        scaling: float,
+        shape: AdapterConfig,
         masters: Tensor,
         dtype: torch.dtype,
         *,
@@ -54,8 +55,8 @@ class AdapterArena:
         """
         flat = new_vector(len(masters) + head, masters.dtype, masters.device)
         flat[: len(masters)] = masters
-        self.layout = layout
-        self.scaling = scaling
+        self.layout, self.shape = layout, shape
+        self.scaling = shape.alpha / shape.rank
         self._own = own
         self.valuing = head > 0
         """Whether it has a value head."""
@@ -241,8 +242,7 @@ class AdapterArena:
         if float(tensors["step"]) > 0:
             self._adamw.state[self.masters] = {
                 "step": tensors["step"].reshape(()).to(device),
-                "exp_avg": tensors["exp_avg"].to(device),
-                "exp_avg_sq": tensors["exp_avg_sq"].to(device),
+                **{name: tensors[name].to(device) for name in MOMENTS},
             }
         if "gradient" in tensors:
             self.gradient.copy_(tensors["gradient"])

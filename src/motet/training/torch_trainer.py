@@ -56,7 +56,6 @@ class TorchTrainer:
         self.slots = slots
         self._residence = Residence(resident, parking)
         self._arenas = self._residence.arenas
-        self._shapes: dict[str, AdapterConfig] = {}
         if recompute:
             _recompute(base)
 
@@ -91,15 +90,12 @@ class TorchTrainer:
         own = self.base.math
         masters = initial_weights(layout, seed, in_two_steps=own is not None).to(self.base.device)
         width = self.base.info.hidden_size + 1 if head else 0
-        arena = AdapterArena(layout, shape.alpha / shape.rank, masters, self.base.dtype, head=width, own=own)
-        self._residence.add(name, arena)
-        self._shapes[name] = shape
+        self._residence.add(name, AdapterArena(layout, shape, masters, self.base.dtype, head=width, own=own))
 
     def remove_adapter(self, name: str) -> None:
         """Release the slot."""
         self._arena(name)
         self._residence.remove(name)
-        del self._shapes[name]
 
     def weights(self, name: str) -> AdapterWeights:
         """The version in use, as tensors; immutable."""
@@ -155,7 +151,7 @@ class TorchTrainer:
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. May run during device calls."""
         with self._using(name) as (arena,), _no_openmp_team():
-            shape = self._shapes[name]
+            shape = arena.shape
             write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
             arena.save_head(directory)
             if optimizer:
@@ -163,7 +159,7 @@ class TorchTrainer:
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
-        shape, peft = self._shape(name), read_adapter(directory)
+        shape, peft = self._arena(name).shape, read_adapter(directory)
         if peft.alpha != shape.alpha:
             raise AdapterError(
                 f"{directory} has alpha {peft.alpha:g}, the job asks for {shape.alpha:g}; set adapter.alpha to {peft.alpha:g}"
@@ -185,10 +181,6 @@ class TorchTrainer:
         """Load adapters' training state before they are trained; see `Parking`."""
         with _no_openmp_team():
             self._residence.bring_in(names, beside)
-
-    def _shape(self, name: str) -> AdapterConfig:
-        self._arena(name)
-        return self._shapes[name]
 
     def _using(self, *names: str) -> contextlib.AbstractContextManager[list[AdapterArena]]:
         """Arenas with their training state on the device."""
