@@ -90,7 +90,7 @@ class _Adapter:
 
     async def finish(self, optim: OptimStats | None) -> None:
         """Record the next version, commit it, and let it be sampled from."""
-        step = FinishedStep.driven(self.session.done.step, self.stats, self.samples, optim, self.tokens, seconds={})
+        step = FinishedStep.unsampled(self.session.done.step, self.stats, self.samples, optim, self.tokens, seconds={})
         self.stats, self.samples, self.tokens = LossStats(), 0, 0
         await self.session.finish(step, None, commit=self.commits)
         await self.session.publish()

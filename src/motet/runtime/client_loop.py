@@ -232,7 +232,7 @@ class ClientLoop(Driver):
 
     async def _finish(self, number: int, done: j.Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
         """Write the outcome, record and commit the next version. This order never repeats a committed command."""
-        finished = FinishedStep.driven(
+        finished = FinishedStep.unsampled(
             self.session.done.step,
             self._stats,
             self._samples,

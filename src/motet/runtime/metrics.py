@@ -86,13 +86,13 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     }
 
 
-def trained_record(learned: LearnedStep) -> dict[str, Any]:
+def trained_record(stats: LossStats, optim: OptimStats | None) -> dict[str, Any]:
     """Metrics of a step without sampling."""
-    figures = _trained(learned.stats, learned.optim)
+    figures = _trained(stats, optim)
     return {
-        "tokens": learned.stats.tokens,
+        "tokens": stats.tokens,
         **{name: figures[name] for name in ("loss", "entropy", "grad_norm", "lr")},
-        "skipped": bool(learned.optim and learned.optim.skipped),
+        "skipped": bool(optim and optim.skipped),
     }
 
 

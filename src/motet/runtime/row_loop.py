@@ -12,7 +12,6 @@ from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import train
-from motet.runtime.metrics import trained_record
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.tasks.rows import row_of
 
@@ -35,23 +34,15 @@ class RowLoop(Driver):
         n = algorithm.rows_per_step
         rows = job.data.window(step * n, n, job.seed, n)
         batch = self._batch(rows)
-        figures: Mapping[str, float] = {}
+        figures: Mapping[str, float] | None = None
         if algorithm.compares:
             scored = await self._scored(batch)
             batch, figures = algorithm.weighed(batch, scored), algorithm.figures(batch, scored)
         segments = batch.segments(job.name, algorithm, 1.0, self.services.micro_batch_tokens)
         learned = await train(self.session, batch, segments, step)
-        finished = FinishedStep(
-            record={
-                "step": step,
-                "version": step,
-                "samples": len(batch.samples),
-                **trained_record(learned),
-                **figures,
-            },
-            seconds={"train": time.monotonic() - started},
-            optim=learned.optim,
-            tokens_trained=learned.tokens,
+        seconds, n_samples = {"train": time.monotonic() - started}, len(batch.samples)
+        finished = FinishedStep.unsampled(
+            step, learned.stats, n_samples, learned.optim, learned.tokens, figures, seconds=seconds
         )
         await self.session.finish(finished, evaluated, commit=self.commits)
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from motet.algorithms.algorithm import StepBatch
 from motet.config import AdapterConfig
 from motet.config.job import SEED_BITS
 from motet.core import seeds
@@ -30,7 +29,6 @@ from motet.runtime.job import Job, Services, StepDone
 from motet.runtime.learner import Executed, unheard
 from motet.runtime.metrics import timing_record, trained_record
 from motet.runtime.probe import Probe, probe_ids
-from motet.runtime.steps import LearnedStep
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions, adapter_name
@@ -72,14 +70,19 @@ class FinishedStep:
     """Why rollouts have no reward (`errors_of`)."""
 
     @classmethod
-    def driven(
-        cls, step: int, stats: LossStats, samples: int, optim: OptimStats | None, tokens: int, **more: Any
+    def unsampled(
+        cls,
+        step: int,
+        stats: LossStats,
+        samples: int,
+        optim: OptimStats | None,
+        tokens: int,
+        figures: Mapping[str, float] | None = None,
+        **more: Any,
     ) -> FinishedStep:
-        """A step that a client or a loop of your own made of a number of samples; `more` are other fields."""
-        record = trained_record(LearnedStep(StepBatch((), 1.0), stats, optim, tokens))
-        return cls(
-            {"step": step, "version": step, "samples": samples, **record}, optim=optim, tokens_trained=tokens, **more
-        )
+        """A step on a number of samples that the job did not sample, with other `figures`; `more` are other fields."""
+        record = {"step": step, "version": step, "samples": samples, **trained_record(stats, optim), **(figures or {})}
+        return cls(record, optim=optim, tokens_trained=tokens, **more)
 
 
 class Slot:
