@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from motet.core.types import JobState
 from motet.runtime.progress import JobProgress
@@ -35,40 +37,20 @@ class Interrupt:
         self._terminated = 0.0  # time of the last accepted SIGTERM
         self._press: Callable[[], None] = lambda: None  # replaced in `heard`
 
-    def run(self, main: Callable[[], Awaitable[None]]) -> None:
+    def run(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a coroutine to its end; also from a notebook, whose thread already has an event loop."""
-
-        async def awaited() -> None:
-            await main()
 
         def whole() -> None:
             with contextlib.suppress(asyncio.CancelledError):
-                asyncio.run(awaited())
+                asyncio.run(main())
 
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             whole()
         else:
-            self._run_beside(whole)
-
-    def _run_beside(self, whole: Callable[[], None]) -> None:
-        failure: list[BaseException] = []
-        ended = threading.Event()
-
-        def inside() -> None:
-            try:
-                whole()
-            except BaseException as error:  # raised again in the caller's thread
-                failure.append(error)
-            finally:
-                ended.set()
-
-        with self._handed_on():  # before the first line that could be interrupted
-            threading.Thread(target=inside, name="motet-run").start()
-            ended.wait()
-        if failure:
-            raise failure[0]
+            with self._handed_on(), ThreadPoolExecutor(1, "motet-run") as beside:
+                beside.submit(whole).result()
 
     @contextlib.contextmanager
     def _handed_on(self) -> Iterator[None]:

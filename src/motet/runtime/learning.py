@@ -47,14 +47,14 @@ async def learn(
             await _share(session, reference, sampled, one.role, with_reference=with_reference)
             for one in session.members
         ]
-        learned = await _train(session, shares, sampled.step, updates)
+        learned = await train(session, shares, sampled.step, updates)
         return _of_team({share.role: one for share, one in zip(shares, learned, strict=True)})
     share, lesson = await _share(session, reference, sampled, "", with_reference=with_reference), None
     if share.batch.samples and critic is not None:
         credit = credited(share.batch, await critic.values(share.batch), critic.config)
         share = Share(credit.policy, _segments(session, credit.policy))
         lesson = _Lesson(critic, critic.segments(credit.critic), credit.explained)
-    return await train(session, share.batch, share.segments, sampled.step, updates, lesson)
+    return (await train(session, [share], sampled.step, updates, lesson))[0]
 
 
 def _segments(session: Session, batch: StepBatch, role: str = "") -> tuple[Segment, ...]:
@@ -78,22 +78,9 @@ async def _share(
 
 
 async def train(
-    session: Session,
-    batch: StepBatch,
-    segments: tuple[Segment, ...],
-    step: int,
-    updates: int = 1,
-    lesson: _Lesson | None = None,
-) -> LearnedStep:
-    """Run `updates` optimizer updates on the segments of a step, with a critic's segments in the same packed batches."""
-    (learned,) = await _train(session, [Share(batch, segments)], step, updates, lesson)
-    return learned
-
-
-async def _train(
-    session: Session, shares: Sequence[Share], step: int, updates: int, lesson: _Lesson | None = None
+    session: Session, shares: Sequence[Share], step: int, updates: int = 1, lesson: _Lesson | None = None
 ) -> list[LearnedStep]:
-    """Train each adapter on its share, all in the same packed batches."""
+    """Run optimizer updates of each adapter on its share, with a critic's lesson, all in the same packed batches."""
     job, firsts, valued = session.job, [LossStats()] * len(shares), None
     optims: list[OptimStats | None] = [None] * len(shares)
     segments = [share.segments if share.batch.samples else () for share in shares]

@@ -11,7 +11,7 @@ from motet.core.types import Problem
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
-from motet.runtime.learning import train
+from motet.runtime.learning import Share, train
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.tasks.rows import row_of
 
@@ -39,7 +39,7 @@ class RowLoop(Driver):
             scored = await self._scored(batch)
             batch, figures = algorithm.weighed(batch, scored), algorithm.figures(batch, scored)
         segments = batch.segments(job.name, algorithm, 1.0, self.services.micro_batch_tokens)
-        learned = await train(self.session, batch, segments, step)
+        (learned,) = await train(self.session, [Share(batch, segments)], step)
         seconds, n_samples = {"train": time.monotonic() - started}, len(batch.samples)
         finished = FinishedStep.unsampled(
             step, learned.stats, n_samples, learned.optim, learned.tokens, figures, seconds=seconds
