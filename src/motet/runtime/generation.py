@@ -225,17 +225,13 @@ class Generation:
     async def _interruptibly(self, reading: list[Coroutine[Any, Any, None]], ids: list[str], until: int | None) -> None:
         """Read to the end, or abort the requests at version `until` or at the stop event."""
         tasks = [asyncio.create_task(one) for one in reading]
-        watching = [asyncio.create_task(self._abort_when(event, ids)) for event in self._interruptions(until)]
+        events: list[Coroutine[Any, Any, Any]] = [] if until is None else [self.versions.wait_for(until)]
+        events += [self.stop.wait()] if self.can_stop else []
+        watching = [asyncio.create_task(self._abort_when(event, ids)) for event in events]
         try:
             await asyncio.gather(*tasks)
         finally:
             await ended((*tasks, *watching))
-
-    def _interruptions(self, until: int | None) -> list[Coroutine[Any, Any, Any]]:
-        return [
-            *([] if until is None else [self.versions.wait_for(until)]),
-            *([self.stop.wait()] if self.can_stop else []),
-        ]
 
     async def _abort_when(self, event: Coroutine[Any, Any, Any], ids: list[str]) -> None:
         await event

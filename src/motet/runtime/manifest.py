@@ -80,7 +80,7 @@ class Manifest:
         closed: bool = False,
         identity: bytes | None = None,
     ) -> None:
-        """Record the required content of the directory.
+        """Record the required content of the directory; this replaces the older of the two records.
 
         Args:
             steps: steps of the commits.
@@ -90,19 +90,14 @@ class Manifest:
             identity: the new content of job.yaml, if it changes.
         """
         place, job = self.path.parent, self.path.with_name("job.yaml")
-        self._write(
-            Record(
-                state={str(step): sum_of(place / "state" / str(step) / "state.json") for step in steps},
-                versions={str(number): sum_of(place / "versions" / f"v{number}" / SUMS) for number in versions},
-                logs=logs,
-                job=sum_of(job) if identity is None else hashlib.sha256(identity).hexdigest(),
-                closed=closed,
-            )
+        record = Record(
+            state={str(step): sum_of(place / "state" / str(step) / "state.json") for step in steps},
+            versions={str(number): sum_of(place / "versions" / f"v{number}" / SUMS) for number in versions},
+            logs=logs,
+            job=sum_of(job) if identity is None else hashlib.sha256(identity).hexdigest(),
+            closed=closed,
+            previous=self.head,
         )
-
-    def _write(self, record: Record) -> None:
-        """Replace the older of the two records."""
-        record = replace(record, previous=self.head)
         before = (self._records or [])[-1:]
         lines = [sealed(_values(one)) for one in (*before, record)]
         replace_file(self.path, b"".join(lines))

@@ -87,16 +87,13 @@ class RunDirectory:
         path = self.path / "run.json"
         with (self.path / ".lock.count").open("a") as counting:  # parts of a run open it at the same time
             fcntl.flock(counting, fcntl.LOCK_EX)
-            return self._count(path)
-
-    def _count(self, path: Path) -> tuple[str, int]:
-        try:
-            values = json.loads(path.read_text())
-            run_id, attempt = str(values["run_id"]), int(values["attempt"]) + 1
-        except (OSError, ValueError, TypeError, KeyError):
-            run_id, attempt = secrets.token_hex(4), 0
-        replace_file(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
-        return run_id, attempt
+            try:
+                values = json.loads(path.read_text())
+                run_id, attempt = str(values["run_id"]), int(values["attempt"]) + 1
+            except (OSError, ValueError, TypeError, KeyError):
+                run_id, attempt = secrets.token_hex(4), 0
+            replace_file(path, json.dumps({"attempt": attempt, "run_id": run_id}, sort_keys=True).encode())
+            return run_id, attempt
 
 
 @contextlib.contextmanager
