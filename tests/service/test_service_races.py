@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
@@ -53,7 +54,7 @@ def typed(service: Service, *words: str) -> str:
 
 def assert_as_alone(service: Service, alone: Path) -> None:
     found, record = race(service), RaceRecord.read(alone / "say.race.json")
-    assert RaceRecord.of_tree(found["record"]) == record
+    assert msgspec.convert(found["record"], RaceRecord) == record
     assert found["failure"] == ""
     for name, job in found["jobs"].items():
         served, own = service.directory / "run" / job, alone / name
@@ -85,7 +86,7 @@ def test_a_race_of_a_service_decides_as_a_run_does_though_everything_dies(tmp_pa
         shown = typed(service, "show", "say")
         assert "dropped" in shown
         assert "decisions are made" not in shown
-        outcome = RaceRecord.of_tree(race(service)["record"]).outcome
+        outcome = msgspec.convert(race(service)["record"], RaceRecord).outcome
         assert outcome is not None
         assert outcome.finalist is not None
         assert f"c={outcome.finalist[6:8]}" in shown

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from motet.config import Config, JobConfig
 from motet.config.candidates import RaceCopy, RacePlan, candidates_of, copied
@@ -74,7 +75,7 @@ class RaceRecord:
     """By candidate that began with the race: the settings that differ, by field."""
     plan: tuple[tuple[int, int], ...]
     """(version, candidates that go on) of each decision."""
-    level: float
+    level: float = RaceConfig().level
     """Of the intervals of all decisions together (`race.level`)."""
     exploit: tuple[float, ...] = ()
     """Factors on the learning rate of copies (`race.exploit`)."""
@@ -97,31 +98,9 @@ class RaceRecord:
             RunError: it is damaged.
         """
         try:
-            return cls.of_tree(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
             raise RunError(f"{path} is damaged ({error}); put it back, or use another run directory") from error
-
-    @classmethod
-    def of_tree(cls, tree: Mapping[str, Any]) -> RaceRecord:
-        """From its JSON.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is something else.
-        """
-        rungs = tuple(
-            Rung(
-                one["version"],
-                one["step"],
-                one["keep"],
-                tuple(RaceStanding(**standing) for standing in one["standings"]),
-                tuple(RaceCopy(**copy) for copy in one.get("copies", ())),
-            )
-            for one in tree["rungs"]
-        )
-        end = tree["outcome"]
-        outcome = None if end is None else RaceOutcome(**{**end, "as_good": tuple(end["as_good"])})
-        plan, level = tuple((a, b) for a, b in tree["plan"]), float(tree.get("level", RaceConfig().level))
-        return cls(tree["name"], tree["values"], plan, level, tuple(tree.get("exploit", ())), rungs, outcome)
 
     def write(self, path: Path) -> None:
         """Replace the file by this."""
