@@ -78,18 +78,14 @@ class RunResult:
 
     def _tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """The title and rows of each table, headings first."""
-        jobs = [_COLUMNS, *(_cells(job) for job in self.jobs.values())]
-        groups = self.settings
+        groups, where = self.settings, f"{self.directory}, report: {self.report or 'not written'}"
+        of_jobs = (where, [_COLUMNS, *(_cells(job) for job in self.jobs.values())])
         if all(len(one.jobs) < 2 for one in groups):
-            return [(self._where, jobs)]
+            return [of_jobs]
         places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
         ordered = sorted(groups, key=lambda one: (task_of(one.name), places.get(one.name, len(groups))))
         rows = [(f"{places[one.name]}." if one.name in places else "", *_setting_cells(one)) for one in ordered]
-        return [(self._where, jobs), (f"Settings: {OVER_SEEDS}", [_SETTING, *rows])]
-
-    @property
-    def _where(self) -> str:
-        return f"{self.directory}, report: {self.report or 'not written'}"
+        return [of_jobs, (f"Settings: {OVER_SEEDS}", [_SETTING, *rows])]
 
 
 def _html_table(title: str, columns: tuple[str, ...], *rows: tuple[str, ...]) -> str:

@@ -46,7 +46,7 @@ def run_config(
     base: LoraModel | None = None,
     sequential: bool = False,
     accept_changes: bool = False,
-    observe: Callable[[Sequence[JobProgress]], None] | None = None,
+    observe: _Observe | None = None,
     loading: Callable[[], None] = lambda: None,
     started: Callable[[Host, Sequence[Job]], None] = lambda host, jobs: None,
     notify: Callable[[str], None] | None = None,
@@ -102,11 +102,7 @@ def run_config(
 
 
 def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:
-    """The run with the candidates of its races as jobs.
-
-    Raises:
-        ConfigError: a job cannot race.
-    """
+    """The run with the candidates of its races as jobs."""
     jobs, plans = raced(config.jobs)
     return config.model_copy(update={"jobs": jobs}) if plans else config, plans
 
@@ -131,7 +127,7 @@ def _run_on_hosts(
     plans: Sequence[RacePlan],
     *,
     accept_changes: bool,
-    observe: Callable[[Sequence[JobProgress]], None] | None,
+    observe: _Observe | None,
     loading: Callable[[], None],
     notify: Callable[[str], None] | None,
     watch: Callable[[Callable[[], Sequence[HostNow]]], None] | None,
@@ -262,7 +258,7 @@ async def _run_jobs(
     host: Host,
     slots: int,
     interrupt: Interrupt,
-    observe: Callable[[Sequence[JobProgress]], None] | None,
+    observe: _Observe | None,
     races: Sequence[Race[Job]],
 ) -> None:
     pipeline = Pipeline(jobs, host.services, slots, races=races)

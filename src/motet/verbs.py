@@ -149,7 +149,6 @@ class Verbs:
             self._open = opening.pop_all()
 
     def __enter__(self) -> Self:
-        """Nothing more to do."""
         return self
 
     def __exit__(self, *_: object) -> None:
