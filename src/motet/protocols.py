@@ -63,6 +63,9 @@ class Trainer(Protocol):
 
         With a `head`, the adapter returns values instead of logprobs, at first 0. The head is trained, saved and loaded with
         the adapter, in a separate file.
+
+        Raises:
+            AdapterError: the name is taken, no slot is free, or a target module does not exist.
         """
 
     def remove_adapter(self, name: str) -> None:

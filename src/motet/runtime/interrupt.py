@@ -25,11 +25,7 @@ class Interrupt:
     """Handles requests to end a run, and reports at once that they were received."""
 
     def __init__(self, notify: Callable[[str], None] | None = None) -> None:
-        """Create it without installing signal handlers.
-
-        Args:
-            notify: called with a line for the person.
-        """
+        """`notify` is called with a line for the person."""
         self._notify = notify or (lambda line: None)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pressed = False
@@ -73,12 +69,7 @@ class Interrupt:
 
     @contextlib.contextmanager
     def heard(self, stop: Callable[[], None], jobs: Callable[[], Sequence[JobProgress]]) -> Iterator[None]:
-        """Handle requests to end while the block runs.
-
-        Args:
-            stop: finishes the current steps, saves, and ends.
-            jobs: gives the progress of the jobs, for the message.
-        """
+        """Handle requests to end while the block runs: `stop` lets it finish its steps and save, `jobs` are for the message."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def terminate() -> None:

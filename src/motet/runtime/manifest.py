@@ -80,14 +80,9 @@ class Manifest:
         closed: bool = False,
         identity: bytes | None = None,
     ) -> None:
-        """Record the required content of the directory; this replaces the older of the two records.
+        """Replace the older of the two records by one of what the directory must have now.
 
-        Args:
-            steps: steps of the commits.
-            versions: version numbers.
-            logs: as in `Record`.
-            closed: nothing may follow in the logs.
-            identity: the new content of job.yaml, if it changes.
+        With `closed`, nothing may follow in the logs. `identity` is the new content of job.yaml, if it changes.
         """
         place, job = self.path.parent, self.path.with_name("job.yaml")
         record = Record(

@@ -228,13 +228,7 @@ def timing_record(
 def rollout_records(
     sampled: SampledStep, purpose: str, texts: Callable[[Sequence[int]], Sequence[str]]
 ) -> Iterable[dict[str, Any]]:
-    """The lines of a rollout log, in data order.
-
-    Args:
-        sampled: groups of a step or an evaluation.
-        purpose: `train` or `eval`.
-        texts: returns the text of each token id.
-    """
+    """The lines of a rollout log, in data order. `purpose` is `train` or `eval`, `texts` returns the text of each token id."""
     for group in sampled.groups:
         prompt = group.problem.messages[-1].content
         for rollout in group.rollouts:

@@ -271,12 +271,7 @@ class Signs:
 
 
 def no_signal(share: float, reward: float) -> str:
-    """A warning where most groups teach nothing.
-
-    Args:
-        share: of the groups whose rewards are all equal.
-        reward: mean reward.
-    """
+    """A warning where most groups teach nothing: their `share` whose rewards are all equal, and the mean reward."""
     if not share >= NO_SIGNAL or math.isnan(reward):  # where no answer has a reward, that is the trouble
         return ""
     return (

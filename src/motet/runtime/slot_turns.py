@@ -43,14 +43,7 @@ class SlotTurns:
         return self._wanted and len(self.had) > 1 and self._clock() - self._since >= LOOK_SECONDS
 
     def update(self, running: Sequence[Claim], queued: Sequence[Claim], slots: int, rules: Mapping[str, Rule]) -> None:
-        """Count the time since the last call.
-
-        Args:
-            running: jobs that have a slot.
-            queued: jobs that want one.
-            slots: number of slots.
-            rules: by tenant; tenants without one have no limits.
-        """
+        """Count the time since the last call; arguments as of `admitted`."""
         now, had = self._clock(), self.had
         turns, self._since = (now - self._since) / TURN_SECONDS, now
         for claim in self._holding:
@@ -92,13 +85,7 @@ class IdleSlotTimeouts:
         """The step of a job's last preemption, and the number of preemptions at that step."""
 
     def expired(self, job: str, step: int, *, waits: bool) -> bool:
-        """Whether a job has waited too long; call it repeatedly.
-
-        Args:
-            job: its name.
-            step: its steps done.
-            waits: whether it is waiting now.
-        """
+        """Whether a job that has done `step` steps has waited too long; call it repeatedly."""
         if not waits:
             self._since.pop(job, None)
             return False

@@ -55,7 +55,7 @@ def admitted(
 
     Args:
         queued: waiting jobs, in order of arrival.
-        running: jobs that have a slot.
+        running: jobs that have a slot, in the order they got it.
         slots: number of slots.
         rules: by tenant; tenants without one have no limits.
         had: past turns per share, by tenant (`SlotTurns`).
@@ -89,14 +89,8 @@ def preempted_for_share(
 
     Candidates belong to the tenant with the most slots per share; among those of lowest priority, the newest is chosen.
     No job is preempted for a lower priority, for a tenant with as many slots per share, or if the order would then be
-    reversed. Past turns count as slots: where slots are scarce or do not divide evenly, they rotate.
-
-    Args:
-        queued: waiting jobs, in order of arrival.
-        running: jobs that have a slot, in the order they got it.
-        slots: number of slots.
-        rules: by tenant; tenants without one have no limits.
-        had: past turns per share, by tenant (`SlotTurns`).
+    reversed. Past turns count as slots: where slots are scarce or do not divide evenly, they rotate. Arguments as of
+    `admitted`.
     """
     held, free = _held(running), slots - taken(running)
     able = [claim for claim in queued if _may_have_another(claim.tenant, held, rules)]
@@ -129,13 +123,7 @@ def preempted_if_idle(
 ) -> str | None:
     """The running job to preempt because it only waits; None if no other job would get its slot.
 
-    Args:
-        queued: jobs that want a slot, in order of arrival.
-        running: jobs that have one, in the order they got it.
-        waiting: names of running jobs that only wait.
-        slots: number of slots.
-        rules: by tenant; tenants without one have no limits.
-        had: past turns per share, by tenant (`SlotTurns`).
+    `waiting` names the running jobs that only wait; other arguments as of `admitted`.
     """
     if not queued or not waiting or (taken(running) < slots and admitted(queued, running, slots, rules, had)):
         return None

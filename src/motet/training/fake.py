@@ -44,12 +44,7 @@ class _Slot:
 
 
 class FakeTrainer:
-    """A `Trainer` over the fake base.
-
-    Args:
-        slots: most adapters at a time.
-        seconds: how long each forward pass blocks the device.
-    """
+    """A `Trainer` over the fake base, of at most `slots` adapters; a forward pass blocks the device for `seconds`."""
 
     def __init__(self, *, slots: int = 16, seconds: float = 0.0) -> None:
         self.slots = slots
@@ -59,11 +54,7 @@ class FakeTrainer:
         self._slots: dict[str, _Slot] = {}
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
-        """Take a slot for a new adapter (B = 0), with zero moments and step count 0.
-
-        Raises:
-            AdapterError: the name is taken, no slot is free, or a head is requested, which needs hidden states.
-        """
+        """Take a slot for a new adapter; a head is refused, because it needs hidden states."""
         if head:
             raise AdapterError("the fake base has no hidden states for a critic")
         if name in self._slots or len(self._slots) >= self.slots:

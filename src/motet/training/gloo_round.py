@@ -13,16 +13,10 @@ _MEBIBYTE = 2**18
 
 
 def gloo_round(rank: int, world: int, address: str, seconds: float) -> float:
-    """Sum a MiB over all ranks; returns the seconds that it took.
-
-    Args:
-        rank: of this process.
-        world: number of ranks.
-        address: HOST:PORT where rank 0 listens.
-        seconds: time limit for finding the others.
+    """Sum a MiB over all `world` ranks, of which the first listens at `address`; returns the seconds that it took.
 
     Raises:
-        RuntimeError: the ranks did not connect in time, or the sum is wrong.
+        RuntimeError: the ranks did not connect in `seconds`, or the sum is wrong.
     """
     limit = timedelta(seconds=seconds)
     distributed.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=world, timeout=limit)

@@ -32,11 +32,7 @@ class ShardedTrainer:
         self._owners: dict[str, int] = {}
 
     def add_adapter(self, name: str, shape: AdapterConfig, seed: int, *, head: bool = False) -> None:
-        """Take a slot for a new adapter (B = 0), with zero moments and step count 0; `head` adds a value head.
-
-        Raises:
-            AdapterError: the name is taken, no slot is free, or a target module does not exist.
-        """
+        """Take a slot for a new adapter (B = 0), with zero moments and step count 0; `head` adds a value head."""
         if name in self._owners:
             raise AdapterError(f"adapter {name!r} exists already")
         if len(self._owners) >= self.slots:
