@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.msgpack import encode
 
 from motet.config import OF_CLIENT, JobConfig
 from motet.runtime.client_loop import ABOUT
@@ -21,10 +22,10 @@ def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path
     theirs, sessions = Journal(tmp_path), Journal(tmp_path)
     theirs.cancel(1)
     assert not list(tmp_path.rglob("*.stop")), "of a number that never came nothing is kept"
-    theirs.write(1, Nothing())
-    theirs.write(1, Nothing())
+    theirs.put(1, encode(Nothing()))
+    theirs.put(1, encode(Nothing()))
     with pytest.raises(JournalError, match="numbers are used once"):
-        theirs.write(1, Nothing({"other": 1}))
+        theirs.put(1, encode(Nothing({"other": 1})))
     assert not sessions.cancelled(1)
     theirs.cancel(1)
     theirs.cancel(1)
@@ -35,14 +36,14 @@ def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path
 
 def test_a_command_waits_for_the_disk_three_times(tmp_path: Path) -> None:
     with calls() as counted:
-        Journal(tmp_path).write(1, Nothing())
+        Journal(tmp_path).put(1, encode(Nothing()))
     assert counted["fsync"] == 3, "its two files, and their names"
     assert counted["rename"] == 2
 
 
 def test_the_looks_of_a_step_are_kept_for_that_step_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    journal.write(1, Nothing())
+    journal.put(1, encode(Nothing()))
     assert journal.forward_only(3) == (-1, 0)
     journal.record_forward_only(3, 7, 120)
     assert Journal(tmp_path).forward_only(3) == (7, 120)
@@ -56,8 +57,8 @@ def test_a_checkpoint_is_replaced_only_by_a_command_that_may(tmp_path: Path, ove
     tree = {"name": "client", "algorithm": "client", "data": data, "optimizer": {"lr": 0.05}, "steps": 9}
     journal, outcomes = Journal(tmp_path / "client"), list[AnyOutcome | None]()
     for number in (1, 3):
-        journal.write(number - 1, step)
-        journal.write(number, Save("weights/w", False, {"number": number}, {"saved": number}, overwrite))
+        journal.put(number - 1, encode(step))
+        journal.put(number, encode(Save("weights/w", False, {"number": number}, {"saved": number}, overwrite)))
 
     async def script(run: FakeRun) -> None:
         await until(lambda: journal.done(3), 30)
@@ -79,7 +80,7 @@ def test_a_saved_checkpoint_survives_a_power_failure(tmp_path: Path) -> None:
     for command in (Nothing(), Save("weights/w", False, {"number": 0})):
         directory = tmp_path / type(command).__name__
         journal = Journal(directory / "client")
-        journal.write(0, command)
+        journal.put(0, encode(command))
         journal.finish()
         with calls() as counted:
             run_jobs(directory, [JobConfig.model_validate(tree)])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.msgpack import encode
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule, ToHost
@@ -227,11 +228,11 @@ def test_outcomes_beyond_a_size_go_but_those_of_the_newest_step_stay(tmp_path: P
     kept = Journal(tmp_path)
     big = Done({"text": "x" * (KEPT_BYTES // 2 - 100)})
     for number in range(5):
-        kept.write(number, OptimStep(0.1, (0.9, 0.9), 1e-8, 0.0, None))
+        kept.put(number, encode(OptimStep(0.1, (0.9, 0.9), 1e-8, 0.0, None)))
         kept.answer(number, big)
     kept.forget(5, 3)
     assert [kept.outcome(number) is not None for number in range(5)] == [False, True, True, True, True]
-    kept.write(5, OptimStep(0.1, (0.9, 0.9), 1e-8, 0.0, None))
+    kept.put(5, encode(OptimStep(0.1, (0.9, 0.9), 1e-8, 0.0, None)))
     kept.end(outcomes=True)
     assert (kept.command(5), kept.outcome(4) is not None, kept.known(5)) == (None, True, True)
     kept.describe({"lora": 1})

@@ -18,6 +18,7 @@ import pytest
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import encode
 
 from motet.cluster.hosts import Hosts
 from motet.config.service import HttpConfig
@@ -87,7 +88,7 @@ def test_every_route_wants_a_key_that_is_good(house: House) -> None:
 def test_what_is_anothers_is_not_there(house: House) -> None:
     model = made(house)
     place, kept = saved(house, model), journal(house, model)
-    kept.write(1, Nothing())
+    kept.put(1, encode(Nothing()))
     kept.answer(1, Done())
     everything = naming(model)
     unasked = {one for one in routes() if one[1] not in OPEN | NAMELESS} - {*everything}
@@ -295,7 +296,7 @@ def test_a_copy_that_finds_no_room_leaves_nothing_and_can_be_asked_for_again(tmp
 def test_why_a_command_failed_is_told_without_places(house: House) -> None:
     model = made(house)
     kept = journal(house, model)
-    kept.write(1, Nothing())
+    kept.put(1, encode(Nothing()))
     kept.answer(1, Failed(f"{kept.path}/x has alpha 8"))
     told = house.ask("POST", f"{PREFIX}/retrieve_future", json={"request_id": f"{model}/1"}).json()["error"]
     assert told.endswith("/x has alpha 8")
@@ -413,7 +414,7 @@ def test_answers_take_a_tenants_memory_until_they_are_sent_and_one_always_fits(t
         assert who is not None
         kept = journal(house, model)
         for number, length in ((1, 50_000), (2, 500_000)):
-            kept.write(number, Nothing())
+            kept.put(number, encode(Nothing()))
             kept.answer(number, Gradient([Tensor.of(np.zeros(length, np.float32))], {}))
 
         payer = who.tenant_id

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.msgpack import encode
 
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss, batch_of, datum
 from motet.config import OF_CLIENT
@@ -254,12 +255,12 @@ def test_a_model_has_no_rows_and_every_other_job_needs_some(house: House) -> Non
 def test_commands_are_written_once_and_forgotten_once_committed(tmp_path: Path) -> None:
     kept = Journal(tmp_path)
     step = OptimStep(1e-3, (0.9, 0.95), 1e-8, 0.0, None)
-    kept.write(2, step)
+    kept.put(2, encode(step))
     assert kept.command(1) is None
-    kept.write(1, Nothing())
-    kept.write(2, step)
+    kept.put(1, encode(Nothing()))
+    kept.put(2, encode(step))
     with pytest.raises(JournalError, match="request 2"):
-        kept.write(2, Nothing())
+        kept.put(2, encode(Nothing()))
     assert Journal(tmp_path).command(2) == step
     kept.answer(1, Done({"a": 1}))
     kept.answer(2, Done({"a": 2}))
@@ -273,9 +274,9 @@ def test_an_answer_that_is_not_kept_any_more_is_not_waited_for(house: House) -> 
     kept, who = journal(house, model), house.store.tenants.who(house.keys["ours"])
     assert who is not None
     for number in (1, 2, 3):
-        kept.write(number, Nothing())
+        kept.put(number, encode(Nothing()))
         kept.answer(number, Done({"text": "x" * (KEPT_BYTES // 2 + 1)}))
-    kept.write(4, Nothing())
+    kept.put(4, encode(Nothing()))
     kept.forget(4, 3)
 
     async def asked(number: int) -> Any:
@@ -311,7 +312,7 @@ def test_gradients_that_wait_are_bounded_and_their_step_is_taken(house: House) -
 
 def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: House) -> None:
     kept = Journal(tmp_path)
-    kept.write(2, Nothing())
+    kept.put(2, encode(Nothing()))
     (kept.path / "00000001.cmd").symlink_to("gone")  # it was there when the directory was read
     assert kept.waiting_bytes() == (kept.path / "00000002.cmd").stat().st_size
     asked = house.storage.samples("tenant")

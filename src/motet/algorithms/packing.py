@@ -34,8 +34,6 @@ def cut(
     Returns:
         Ranges of sample indices; each sample is in exactly one, in order.
     """
-    if budget < 1:
-        raise ValueError(f"a micro-batch needs a budget of at least one token, got {budget}")
     saved = tuple(shared) or (0,) * len(lengths)
     wide = tuple(targets) or (0,) * len(lengths)
     cuts: list[range] = []

@@ -183,16 +183,12 @@ class Journal:
 
     # --- the client's side ---------------------------------------------------------------------------------------------
 
-    def write(self, number: int, command: AnyCommand) -> None:
-        """Write a command; writing the same command again changes nothing.
+    def put(self, number: int, data: bytes) -> None:
+        """Write a command in msgpack; writing the same command again changes nothing.
 
         Raises:
             JournalError: another command has this number.
         """
-        self.put(number, msgspec.msgpack.encode(command))
-
-    def put(self, number: int, data: bytes) -> None:
-        """`write` for an encoded command."""
         digest = hashlib.sha256(data).digest()
         known = self._read(number, "sum")
         if known is None:

@@ -21,7 +21,7 @@ from motet.runtime.running_job import Running, cut_off, driver_of, outcome
 from motet.runtime.scheduler import weight_of
 from motet.runtime.slot_turns import MAX_IDLE, IdleSlotTimeouts, SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
-from motet.runtime.uninterrupted import in_thread
+from motet.runtime.uninterrupted import uninterrupted
 
 _POLL_SECONDS = 0.3
 MAX_RESTARTS = 3
@@ -215,7 +215,8 @@ class Pipeline:
     async def _run_job(self, job: Job) -> None:
         running = self._running[job.name]
         try:
-            loop = running.loop = driver_of(job)(job, self._services, await in_thread(job.directory.restore))
+            committed = await uninterrupted(asyncio.to_thread(job.directory.restore))
+            loop = running.loop = driver_of(job)(job, self._services, committed)
             if running.pause is not None:
                 loop.pause()
             state = await loop.run()

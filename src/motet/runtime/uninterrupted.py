@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -20,8 +20,3 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
     if cut is not None:
         raise cut from task.exception()
     return task.result()
-
-
-async def in_thread(call: Callable[[], Result]) -> Result:
-    """Wait for a call that waits for a disk, while other tasks go on; never leave it halfway."""
-    return await uninterrupted(asyncio.to_thread(call))
