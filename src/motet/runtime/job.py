@@ -72,9 +72,6 @@ Agents = Callable[[str, EnvironmentConfig], OwnEnvironment]
 JobObserver = Callable[[JobEvent], None]
 
 
-def _unobserved(event: JobEvent) -> None: ...
-
-
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.CANCELLED, JobState.FAILED}),
     JobState.RUNNING: frozenset(
@@ -155,7 +152,7 @@ class Job:
     """Whether a rule of its tenant paused it; it resumes when the rule is lifted."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an event may have happened that the job waits for."""
-    observer: JobObserver = _unobserved
+    observer: JobObserver = lambda event: None
     tenant: str = ""
     """Owner; empty in a run without a service."""
     before: Job | None = None

@@ -335,7 +335,9 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
             continue
         intact = intact and path != directory.checksums
     if intact:
-        yield from _rollout_damage(directory, committed)
+        folder, sums = directory.path / "rollouts", rollout_sums(directory, committed)
+        kept = must_be_there(sums, {path.name for path in folder.glob("*.jsonl")})  # others may have been pruned
+        yield from compare(folder, {name: sums[name] for name in kept}, _GO_ON)
         yield from _late_damage(directory, committed)
     yield from _manifest_damage(directory, committed)
     best = [] if committed.best_version is None else [committed.best_version]
@@ -346,14 +348,6 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
             yield Damage(directory.version(version), "is missing", _GO_ON)
     for version in directory.versions():
         yield from version_damage(directory.version(version))
-
-
-def _rollout_damage(directory: JobDirectory, committed: Committed) -> Iterator[Damage]:
-    """Missing rollout files, except those that may have been pruned."""
-    sums = rollout_sums(directory, committed)
-    folder: Path = directory.path / "rollouts"
-    kept = must_be_there(sums, {path.name for path in folder.glob("*.jsonl")})
-    yield from compare(folder, {name: sums[name] for name in kept}, _GO_ON)
 
 
 def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:
