@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -93,6 +93,5 @@ class StepBatch:
 
     def with_logprobs(self, field: str, logprobs: Sequence[FloatArray]) -> StepBatch:
         """The same batch with `reference_logprobs` or `proximal_logprobs` filled in."""
-        filled: list[Mapping[str, FloatArray]] = [{field: values} for values in logprobs]
-        samples = (replace(sample, **values) for sample, values in zip(self.samples, filled, strict=True))  # type: ignore[arg-type]
-        return replace(self, samples=tuple(samples))
+        pairs = zip(self.samples, logprobs, strict=True)
+        return replace(self, samples=tuple(replace(sample, **{field: values}) for sample, values in pairs))  # type: ignore[arg-type]
