@@ -81,10 +81,7 @@ class Trainer(Protocol):
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files and, if asked, the optimizer's state.
-
-        This may run outside of the device's turns, while others train.
-        """
+        """Write PEFT files and, if asked, the optimizer's state; may run outside of the device's turns, while others train."""
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""

@@ -233,10 +233,7 @@ class Verbs:
         return self._call(lambda: self._forward(self._segments(batches, None, temperature), base=base))
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
-        """Clip, step and clear the gradient; what is sampled next comes from the new version.
-
-        In a directory, the new version is committed first.
-        """
+        """Clip, step, clear the gradient, and commit in a directory. What is sampled next comes from the new version."""
         return self._call(lambda: self._step(self._adapter(name), adamw))
 
     def save_adapter(self, name: str, directory: str | Path, *, optimizer: bool = False) -> None:

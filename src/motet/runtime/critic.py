@@ -24,10 +24,7 @@ class Critic:
         self._slot = Slot(session, self._name)
 
     async def open(self) -> None:
-        """Take a slot and load the committed state.
-
-        Call before the session opens; the session then commits the critic too.
-        """
+        """Take a slot and load the committed state, before the session opens, which then commits the critic too."""
         session, config = self._session, self.config
         shape = AdapterConfig(rank=config.rank, target_modules=session.job.config.adapter.target_modules)
         seed = seeds.key(session.job.seed, "critic") % (1 << 48)

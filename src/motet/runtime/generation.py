@@ -57,10 +57,7 @@ class Draft:
             self.finish = chunk.finish_reason
 
     def settle(self, sampling: SamplingParams, chat: Chat) -> None:
-        """Finish a draft that already reached its end.
-
-        An engine sees only its own tokens, and may abort before it reports the end.
-        """
+        """Finish a draft at its end: an engine sees only its own tokens, and may abort before it reports the end."""
         if self.finish is None and self.tokens:
             self.finish = ending(self.tokens, sampling)
         elif self.pieces < 2:

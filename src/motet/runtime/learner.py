@@ -196,10 +196,7 @@ class Learner:
                 await asyncio.to_thread(self._parking.bring_in, following, _adapters(chosen))
 
     def _fail(self, chosen: list[_Entry], error: Exception) -> None:
-        """Fail a pass.
-
-        With one job, the job gets the error; with several, the cause is unknown, so each job trains alone from now on.
-        """
+        """Fail a pass. With several jobs the cause is unknown, so each job trains alone from now on."""
         if len({entry.job for entry in chosen}) > 1 and not isinstance(error, DeviceLost):
             self._apart = True
             cause, error = error, DeviceError(f"the device failed while training several jobs: {error!r}")

@@ -47,10 +47,7 @@ class JobProgress:
     rewards: list[float] = field(default_factory=list)
     """Mean of `figure` for each step done; higher is better."""
     figure: str = REWARD
-    """`reward`;
-
-    `log-lik`, the mean log-likelihood of an answer token, for jobs without rewards; or `accuracy` for preferences.
-    """
+    """`reward`; without rewards `log-lik`, the mean log-likelihood of an answer token; for preferences `accuracy`."""
     evaluations: list[tuple[int, float]] = field(default_factory=list)
     """(version, figure of the held-out problems)."""
     errors: list[float] = field(default_factory=list)

@@ -24,10 +24,7 @@ _AT_ONCE = 40
 
 
 class RunDirectory:
-    """A run directory, locked while open.
-
-    `run_id` is fixed, `attempt` counts openings; both make engine-side names unique.
-    """
+    """A run directory, locked while open. Its `run_id`, and `attempt`, which counts openings, are in engine-side names."""
 
     def __init__(self, path: Path, part: str = "") -> None:
         """Lock it for this process alone or, with `part`, beside processes that have other parts of the run."""

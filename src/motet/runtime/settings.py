@@ -53,10 +53,7 @@ class Setting:
     before: Mean | None
     """The first held-out figure, over the jobs in `held_out`."""
     held_out: Mean | None
-    """The held-out figure of the newest version that some job has evaluated, over the jobs that reached it;
-
-    None before any.
-    """
+    """The held-out figure of the newest version that some job has evaluated, over those that reached it; None before any."""
 
 
 def setting_of(identity: Mapping[str, Any]) -> str:

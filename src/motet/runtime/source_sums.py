@@ -48,10 +48,7 @@ def _statements(node: ast.AST, depth: int) -> Iterator[tuple[int, str]]:
 
 
 def _canonical(node: Any, *, head: bool = False) -> str:
-    """A node without its position, and with `head` without its blocks.
-
-    Empty fields are left out, because Python versions add some.
-    """
+    """A node without its position, without empty fields, as Python versions add some, and with `head` without its blocks."""
     if isinstance(node, list):
         return f"[{', '.join(map(_canonical, node))}]"
     if not isinstance(node, ast.AST):
@@ -65,10 +62,7 @@ def _canonical(node: Any, *, head: bool = False) -> str:
 
 
 def sum_of_code(*names: str) -> str:
-    """A short checksum of the project's code behind `file.py:name`, `file.py` or `module:name`, without comments.
-
-    Empty if there is no such code, as for a function object.
-    """
+    """A short checksum of the project's code behind `file.py:name`, `file.py` or `module:name`; empty if there is none."""
     sums = CodeSums()
     for name in names:
         sums.add(name if ":" in name else f"{name}:")

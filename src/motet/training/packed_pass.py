@@ -104,10 +104,7 @@ class PackedPass:
     def score(
         self, adapters: Sequence[AdapterWeights] | None, heads: Sequence[ValueHead | None] = ()
     ) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
-        """Logprobs [T] per sample per segment, no gradient; of the base alone if `adapters` is None.
-
-        Segments with a value head have values instead.
-        """
+        """Logprobs [T] per sample per segment, or values with a head, no gradient; without `adapters` of the base alone."""
         base, spans = self._base, self._plan.spans
         segments = [
             TrainSegment(start, stop, weights, None)
