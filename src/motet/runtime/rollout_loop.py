@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from motet.core.errors import JobFailed
 from motet.core.types import Group
 from motet.runtime.checkpoint import Committed
-from motet.runtime.critic import Critic
 from motet.runtime.driver import Driver
 from motet.runtime.job import Job, Services
-from motet.runtime.learning import learn
+from motet.runtime.learning import Critic, learn
 from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
 from motet.runtime.race_rule import deciding, mean_of
 from motet.runtime.recorded import RecordedSampler, exact_rows

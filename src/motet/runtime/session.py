@@ -336,13 +336,7 @@ class Session:
         directory.append(directory.metrics, record)
         judge = self.services.rewards.spend(self.job.name)
         timing = timing_record(
-            step,
-            seconds,
-            **tokens,
-            busy=self.services.device.busy,
-            errors=errors,
-            judge=judge,
-            adapter_norm=norm,
+            step, seconds, **tokens, busy=self.services.device.busy, errors=errors, judge=judge, adapter_norm=norm
         )
         directory.append(directory.timings, timing)
 

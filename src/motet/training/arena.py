@@ -184,10 +184,7 @@ class AdapterArena:
         """Write AdamW's moments and step count, and a pending gradient."""
         state = self._adamw.state.get(self.masters, {})
         moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in MOMENTS}
-        tensors = {
-            **moments,
-            "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu(),
-        }
+        tensors = {**moments, "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu()}
         if self.pending:
             tensors["gradient"] = self.gradient.cpu()
         save_tensors(tensors, directory / OPTIMIZER, self._metadata())
