@@ -1,7 +1,6 @@
 """Ctrl-C, SIGTERM or a notebook's stop button: the first lets steps finish and saves, the second stops at once.
 
-interrupt = Interrupt(tell=print) interrupt.run(main)              # main() enters `interrupt.heard(stop, jobs)` around
-the part that can be stopped
+`Interrupt(notify).run(main)`, where `main` enters `heard(stop, jobs)` around the part that can be stopped.
 """
 
 from __future__ import annotations

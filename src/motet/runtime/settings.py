@@ -1,8 +1,4 @@
-"""Jobs that differ only in their seed form a setting; its figure is a mean with a 95 % interval by Student's t.
-
-setting_of(identity)                          # the same text for two seeds of one setting settings([(name, setting,
-evaluations), …])   # one `Setting` for each, in the order of their first jobs
-"""
+"""Jobs that differ only in their seed form a setting; its figure is a mean with a 95 % interval by Student's t."""
 
 from __future__ import annotations
 
@@ -67,7 +63,7 @@ def setting_of(identity: Mapping[str, Any]) -> str:
 
 
 def settings(jobs: Iterable[tuple[str, str, Sequence[tuple[int, float]]]]) -> list[Setting]:
-    """Group jobs by setting.
+    """Group jobs by setting, in the order of their first jobs.
 
     Args:
         jobs: (name, setting, evaluations) of each job. An empty setting means unknown: the job forms its own. An evaluation is

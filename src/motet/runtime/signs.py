@@ -1,10 +1,5 @@
 """Diagnoses from the lines of metrics.jsonl: what may be wrong with a training, why, and what to do.
 
-signs = Signs()
-for line in lines:
-    signs.see(line)
-signs.warnings
-
 A diagnosis is an alarm only where the held-out reward falls too; otherwise it is a hint. Thresholds are chosen so that healthy
 runs are silent: below, each has its reason.
 """
