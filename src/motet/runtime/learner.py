@@ -120,12 +120,12 @@ class Learner:
                 await self._work_off()
 
     async def _work_off(self) -> None:
-        while True:
+        while self._waiting or self._paused is not None:
             if self._paused is not None and self._paused.entries[0].done.cancelled():
-                await self._give_up(self._paused)
+                paused, self._paused = self._paused, None  # the gradient of its pieces is discarded
+                assert paused.pieces is not None
+                await self._device.run(paused.pieces.close, light=True)
                 continue
-            if not self._waiting and self._paused is None:
-                return
             chosen = self._choose()
             self._waiting = [entry for entry in self._waiting if entry not in chosen.entries]
             self._turn_of, chosen.begun = chosen, False
@@ -163,12 +163,6 @@ class Learner:
         first = chosen.payers[chosen.entries[0].job]
         with used_by("", first.tenant, first.share):  # the turn accounts for its own time
             return await self._device.run(lambda: self._turn(chosen))
-
-    async def _give_up(self, paused: _Pass) -> None:
-        """Drop a pass that nobody waits for; the gradient of its pieces is discarded."""
-        self._paused = None
-        if paused.pieces is not None:
-            await self._device.run(paused.pieces.close, light=True)
 
     def _charge(self, turn: _Pass, *, ended: bool) -> None:
         """Charge the work of a turn, or the rest of a finished pass."""

@@ -1,7 +1,7 @@
 """One job's adapter, or those of its team, during training: slots, versions and commits. Its driver decides the next call.
 
-session.open → forward_backward* → optim_step → finish (record, commit) → publish → … → close A version that is
-committed is published only after its commit.
+open → forward_backward* → optim_step → finish (record, commit) → publish → … → close. A version is published only after its
+commit, if it has one.
 """
 
 from __future__ import annotations
