@@ -14,9 +14,11 @@ from msgspec.msgpack import encode
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule, ToHost
 from motet.config.service import LimitsConfig
+from motet.core.errors import StorageFull
 from motet.core.types import JobState
 from motet.runtime.journal import KEPT_BYTES, Done, Journal, OptimStep
 from motet.runtime.slots import Rule
+from motet.runtime.storage_room import StorageRoom
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tenants.stored import Measured, StoredBytes, measured
 from motet.service.tinker.parts import PREFIX
@@ -217,6 +219,18 @@ def test_a_job_whose_commit_does_not_fit_waits_for_room_and_ends_with_the_same_b
     assert (beside.state("grows"), beside.state("other")) == (JobState.SUCCEEDED, JobState.SUCCEEDED)
     assert metrics(tmp_path / "beside", "grows") == metrics(alone, "grows")
     assert weights(tmp_path / "beside", "grows", 4) == weights(alone, "grows", 4)
+
+
+def test_files_of_a_role_or_a_critic_count(tmp_path: Path) -> None:
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "optimizer.safetensors").write_bytes(bytes(MB))
+    (tmp_path / "optimizer.safetensors").write_bytes(bytes(MB))
+    room = StorageRoom()
+    room.set("us", 3 * MB)
+    room.take("us", tmp_path)
+    assert room.of("us") == MB
+    with pytest.raises(StorageFull, match=r"takes 2\.0 MB, and this tenant may store 1\.0 more"):
+        room.take("us", tmp_path)
 
 
 def test_defaults_bound_what_a_tenant_may_use() -> None:

@@ -10,7 +10,7 @@ from motet.core.checksums import disk_error
 from motet.core.errors import DiskFull, RunError, StorageFull
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
-from motet.runtime.storage_room import StorageRoom
+from motet.runtime.storage_room import StorageRoom, size_of
 
 _MORE = 2**20
 """Bytes that must become free when the size of the next commit is unknown."""
@@ -49,7 +49,7 @@ class DiskSpaceGate:
         needs = free + _MORE
         if committed is not None:
             state = directory.path / "state" / str(committed.step)
-            needs = max(free + 1, 2 * sum(path.stat().st_size for path in state.iterdir()))
+            needs = max(free + 1, 2 * size_of(state))
         self._needs[job.name] = (lambda: _free(directory)), needs
         return (
             f"waits: the disk of the service is full; it continues when {needs / 1e6:,.1f} MB are free (deleting jobs "
