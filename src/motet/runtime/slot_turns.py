@@ -55,7 +55,7 @@ class SlotTurns:
         late = len(there) / max(1, slots) if self._host else 0.0
         self.had = {
             tenant: max(
-                had[tenant] if tenant in had else least + late * self._part_of_round(tenant),
+                had[tenant] if tenant in had else least + late * seeds.key(0, f"turn/{self._host}/{tenant}") / 2**64,
                 most - 2 / rules.get(tenant, FREE).share,
             )
             for tenant in there
@@ -65,10 +65,6 @@ class SlotTurns:
     def hold(self, running: Sequence[Claim]) -> None:
         """Set the jobs that hold slots from the last `update` on."""
         self._holding = tuple(running)
-
-    def _part_of_round(self, tenant: str) -> float:
-        """Delay of a tenant's start on this host, from 0 to 1 rounds."""
-        return seeds.key(0, f"turn/{self._host}/{tenant}") / 2**64
 
 
 class IdleSlotTimeouts:
