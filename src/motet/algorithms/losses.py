@@ -243,11 +243,8 @@ def _old_logprobs(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
 
 
 def _sampler_weights(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
-    return (
-        _exp(inputs, _old_logprobs(settings, inputs) - inputs.sampler_logprobs_N)
-        .clamp(max=settings.importance_cap)
-        .detach()
-    )
+    ratio_N = _exp(inputs, _old_logprobs(settings, inputs) - inputs.sampler_logprobs_N)
+    return ratio_N.clamp(max=settings.importance_cap).detach()
 
 
 def _kl_to_base(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
