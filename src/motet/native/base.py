@@ -41,7 +41,6 @@ from motet.native.plan import (
     LINEARS,
     TYPES,
     AdaptedRows,
-    Calls,
     Layer,
     PackedAdapter,
     PackedLayout,
@@ -63,10 +62,10 @@ _ATTENTION_ROWS = 5
 class NativeBase:
     """Implements `Kernels` for one base: packs its weights and calls the library."""
 
-    def __init__(self, base: LoraModel, library: Calls, arithmetic: int) -> None:
+    def __init__(self, base: LoraModel, library: ctypes.CDLL, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
         self.base, self._library, self._arithmetic = base, library, arithmetic
-        self.math = OwnMath(library.library, lambda: self.n_threads)
+        self.math = OwnMath(library, lambda: self.n_threads)
         self.attention: AttentionBackend = NativeAttention(base.block_size)
         self._memory: list[Any] = []
         self._weights: list[tuple[Weight, Callable[[], Tensor]]] = []
@@ -221,12 +220,12 @@ class NativeBase:
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """Output of the head's product, [N, V], fp32."""
         plan = self._plan
-        return self._rows(self._library.head, hidden_ND, plan.vocabulary)
+        return self._rows(self._library.motet_head, hidden_ND, plan.vocabulary)
 
     def through_head(self, slope_NV: Tensor) -> Tensor:
         """Gradient with respect to hidden [N, D] from that with respect to `raw_logits(hidden)`."""
         self.pack_for_training()
-        return self._rows(self._library.head_back, slope_NV, self._plan.width)
+        return self._rows(self._library.motet_head_back, slope_NV, self._plan.width)
 
     def _rows(self, function: Any, rows: Tensor, n_outputs: int) -> Tensor:
         rows = rows.detach().float().contiguous()
@@ -310,7 +309,7 @@ class _OnePass:
         """Buffer for the activations that the backward pass reads; with recomputation, the inputs of layers only."""
         own, layers = self._own, self._own.base.decoder.layers
         self._pass.recompute = int(layers[0].training)  # type: ignore[index,union-attr]
-        n_bytes = own._library.kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass))
+        n_bytes = own._library.motet_kept_bytes(ctypes.byref(own._plan), ctypes.byref(self._pass))
         spare, own.spare = own.spare, None
         return spare if spare is not None and n_bytes <= len(spare) <= 4 * n_bytes else room(n_bytes)
 
@@ -318,7 +317,7 @@ class _OnePass:
         """Bytes that a pass keeps for its backward pass, plus its scratch memory."""
         self._pass.recompute, self._pass.kept = int(recompute), 1  # any address but null
         plan, own = ctypes.byref(self._own._plan), ctypes.byref(self._pass)
-        return self._own._library.kept_bytes(plan, own) + self._own._library.scratch_bytes(plan, own)
+        return self._own._library.motet_kept_bytes(plan, own) + self._own._library.motet_scratch_bytes(plan, own)
 
     def give_back(self, kept: Tensor) -> None:
         """Keep the buffer for the next pass, which would spend a tenth of its time on fresh pages."""
@@ -329,14 +328,14 @@ class _OnePass:
         own = self._own
         hidden_TD = torch.empty(self._n_rows, own._plan.width)
         self._pass.hidden, self._pass.kept = hidden_TD.data_ptr(), None if kept is None else kept.data_ptr()
-        _check(own._library.forward(ctypes.byref(own._plan), ctypes.byref(self._pass)))
+        _check(own._library.motet_forward(ctypes.byref(own._plan), ctypes.byref(self._pass)))
         return hidden_TD
 
     def backward(self, kept: Tensor, grad_TD: Tensor) -> None:
         """Add the adapters' gradients to those of the routing."""
         own, grad_TD = self._own, grad_TD.float().contiguous()
         self._pass.kept = kept.data_ptr()
-        _check(own._library.backward(ctypes.byref(own._plan), ctypes.byref(self._pass), grad_TD.data_ptr()))
+        _check(own._library.motet_backward(ctypes.byref(own._plan), ctypes.byref(self._pass), grad_TD.data_ptr()))
 
 
 class _Hidden(torch.autograd.Function):

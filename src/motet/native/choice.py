@@ -57,14 +57,12 @@ def of_jobs(processors: Iterable[str]) -> Choice:
 
 def of_tenants(processors: Iterable[Iterable[str]]) -> Choice:
     """The kernels of most tenants: each tenant has one vote, for the kernels that most of its jobs began with."""
-    votes = [most for counts in map(_counts, processors) if (most := _most(counts)) is not None]
-    most = _most(Counter(votes))
+    votes = [most for own in processors if (most := _most(map(kernels_of, own))) is not None]
+    most = _most(votes)
     return of_machine() if most is None else Choice(most, _BEGAN if most == "torch" else "", kept=True)
 
 
-def _counts(processors: Iterable[str]) -> Counter[NamedKernels]:
-    return Counter(map(kernels_of, processors))
-
-
-def _most(counts: Counter[NamedKernels]) -> NamedKernels | None:
+def _most(votes: Iterable[NamedKernels]) -> NamedKernels | None:
+    """The kernels with the most votes; of several, the last by name."""
+    counts = Counter(votes)
     return max(counts, key=lambda kernels: (counts[kernels], kernels), default=None)

@@ -22,7 +22,6 @@ from motet.native.base import NativeBase
 from motet.native.choice import Choice, of_machine
 from motet.native.decoder import linears_of, refusal_of
 from motet.native.library import ARITHMETICS
-from motet.native.plan import Calls
 
 _INSTEAD = "set engine.kernels to torch"
 _TORCH = "torch's kernels compute this base"
@@ -173,7 +172,7 @@ def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     sequences = [torch.randint(0, base.info.vocab_size, (length,), generator=generator) for length in LENGTHS]
     with base.routed(NoAdapters()):
         theirs = torch.cat(packed_logits(base, sequences)[0])
-    base.kernels = NativeBase(base, Calls(native.calls), ARITHMETICS[arithmetic])
+    base.kernels = NativeBase(base, native.calls, ARITHMETICS[arithmetic])
     base.attention = base.kernels.attention
     with base.routed(NoAdapters()):
         ours = torch.cat(packed_logits(base, sequences)[0])

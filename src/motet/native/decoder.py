@@ -19,47 +19,21 @@ from motet.model.lora_model import LoraModel
 from motet.native.own_math import OwnMath
 from motet.native.plan import GATES
 
-FAMILIES = {
-    "exaone4": "EXAONE 4",
-    "gemma": "Gemma",
-    "gemma2": "Gemma 2",
-    "gemma3_text": "Gemma 3",
-    "granite": "Granite",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "ministral3": "Ministral 3",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "OLMo 2",
-    "olmo3": "OLMo 3",
-    "olmoe": "OLMoE",
-    "phi3": "Phi-3",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE",
-    "qwen3_vl_text": "Qwen3-VL",
-    "seed_oss": "Seed-OSS",
-    "smollm3": "SmolLM3",
-    "vaultgemma": "VaultGemma",
-}
-"""Supported families, by `model_type`."""
+FAMILIES = frozenset(
+    "exaone4 gemma gemma2 gemma3_text granite llama ministral ministral3 mistral mixtral olmo2 olmo3 olmoe phi3 "
+    "qwen2 qwen3 qwen3_moe qwen3_vl_text seed_oss smollm3 vaultgemma".split()
+)
+"""Supported families: values of `model_type`."""
 
 _MOST_FOLDED = 64
 """Largest number of query heads per key-value head."""
 
-_ELSEWHERE = (
-    (
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-        "a mixture of experts of another kind",
-    ),
-    (
-        ("linear_num_value_heads", "mamba_d_state", "ssm_state_size", "conv_L_cache", "state_size"),
-        "layers with a state",
-    ),
-    (("kv_lora_rank",), "latent attention"),
-)
-"""Configuration fields, and the unsupported feature that a base with one of them has."""
-
+_ELSEWHERE = {
+    "a mixture of experts of another kind": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "layers with a state": ("linear_num_value_heads", "mamba_d_state", "ssm_state_size", "conv_L_cache", "state_size"),
+    "latent attention": ("kv_lora_rank",),
+}
+"""Unsupported features, and the configuration fields of bases that have them."""
 
 _OTHERWISE = {
     "LayerNorm": ("cohere", "cohere2", "gpt_bigcode", "gpt_neox", "opt", "phi", "starcoder2"),
@@ -75,7 +49,7 @@ def refusal_of(config: Any, block_size: int) -> str:
     """Why Motet's kernels cannot compute bases with this transformers configuration; empty if they can."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
-        found = [what for fields, what in _ELSEWHERE if any(getattr(config, each, None) for each in fields)]
+        found = [what for what, fields in _ELSEWHERE.items() if any(getattr(config, each, None) for each in fields)]
         found += [what for what, kinds in _OTHERWISE.items() if config.model_type in kinds]
         return f"own kernels do not compute {config.model_type}" + f", which has {found[0]}" * bool(found)
     if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from ctypes import c_bool, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,23 +29,49 @@ INSTALLED = Path(__file__).parent / "built"
 """Directory in which `pip install` puts the libraries."""
 
 
+_PROTOTYPES: dict[str, list[Any]] = {
+    # csrc/kernels.hpp
+    "form_runs": [c_int32, c_char_p],
+    "ceiling": [c_double, c_int32],
+    "packed_bytes": [c_int64, c_int32, c_int64, c_int64],
+    "pack": [None, c_int32, c_void_p, *[c_int64] * 4, c_int32, c_void_p],
+    "product": [None, c_void_p, c_int64],
+    "functions": [None, *[c_void_p] * 5, c_int64],
+    # csrc/plan.hpp
+    "pack_adapter": [None, *[c_void_p] * 3, c_int32, c_int64],
+    "kept_bytes": [c_int64, c_void_p, c_void_p],
+    "scratch_bytes": [c_int64, c_void_p, c_void_p],
+    "forward": [c_char_p, c_void_p, c_void_p],
+    "backward": [c_char_p, *[c_void_p] * 3],
+    "head": [c_char_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64],
+    "head_back": [c_char_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64],
+    # csrc/logits.cpp and csrc/step.cpp
+    "draw": [None, c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64],
+    "logprobs": [None, c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_void_p, c_int32, c_int64],
+    "weights": [None, c_void_p, c_int64, c_float, c_void_p],
+    "exp": [None, c_void_p, c_void_p, c_int64],
+    "cos_sin": [None, *[c_void_p] * 3, c_int64],
+    "norm": [c_double, c_void_p, c_int64],
+    "adamw": [None, c_void_p, c_void_p, c_int64],
+}
+"""The type of each function's result, then those of its arguments."""
+
+
 class Product(ctypes.Structure):
     """The struct `Product` of csrc/kernels.hpp."""
 
     _fields_ = [
-        ("a", ctypes.c_void_p),
-        ("a_type", ctypes.c_int32),
-        ("lda", ctypes.c_int64),
-        ("b", ctypes.c_void_p),
-        ("b_type", ctypes.c_int32),
-        ("b_k", ctypes.c_int64),
-        ("c", ctypes.c_void_p),
-        ("ldc", ctypes.c_int64),
-        ("m", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("n", ctypes.c_int64),
-        ("add", ctypes.c_bool),
-        ("arithmetic", ctypes.c_int32),
+        ("a", c_void_p),
+        ("a_type", c_int32),
+        ("lda", c_int64),
+        ("b", c_void_p),
+        ("b_type", c_int32),
+        ("b_k", c_int64),
+        ("c", c_void_p),
+        ("ldc", c_int64),
+        *((name, c_int64) for name in "mkn"),
+        ("add", c_bool),
+        ("arithmetic", c_int32),
     ]
 
 
@@ -97,7 +125,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
     except OSError:
         return None
     try:
-        calls.motet_fingerprint.restype = ctypes.c_char_p
+        calls.motet_fingerprint.restype = c_char_p
         if calls.motet_fingerprint().decode() != building.fingerprint():
             return None
     except AttributeError:
@@ -107,15 +135,10 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def declare(calls: ctypes.CDLL) -> None:
-    """Declare the argument and return types of the functions that this module calls."""
-    i64, i32, pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
-    calls.motet_form.restype = calls.motet_fingerprint.restype = ctypes.c_char_p
-    calls.motet_form_runs.argtypes = [ctypes.c_char_p]
-    calls.motet_ceiling.argtypes, calls.motet_ceiling.restype = [i32], ctypes.c_double
-    calls.motet_packed_bytes.argtypes, calls.motet_packed_bytes.restype = [i32, i64, i64], i64
-    calls.motet_pack.argtypes, calls.motet_pack.restype = [i32, pointer, i64, i64, i64, i64, i32, pointer], None
-    calls.motet_product.argtypes, calls.motet_product.restype = [pointer, i64], None
-    calls.motet_functions.argtypes, calls.motet_functions.restype = [pointer] * 5 + [i64], None
+    """Declare the argument and return types of a library's functions."""
+    for name, (result, *arguments) in _PROTOTYPES.items():
+        function = getattr(calls, f"motet_{name}")
+        function.restype, function.argtypes = result, arguments
 
 
 def _fastest(directory: Path, portable: ctypes.CDLL) -> Native:

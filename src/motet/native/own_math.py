@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -23,16 +23,6 @@ from motet.core.types import SamplingParams
 from motet.model.lora import AdapterWeights
 from motet.native.library import Product
 from motet.native.plan import TYPES
-
-_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "draw": (None, [c_void_p, c_int64, c_int64, *[c_void_p] * 5, c_int64]),
-    "logprobs": (None, [c_void_p, c_int64, c_int64, c_void_p, c_float, c_void_p, c_void_p, c_int32, c_int64]),
-    "weights": (None, [c_void_p, c_int64, c_float, c_void_p]),
-    "exp": (None, [c_void_p, c_void_p, c_int64]),
-    "cos_sin": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
-    "norm": (c_double, [c_void_p, c_int64]),
-    "adamw": (None, [c_void_p, c_void_p, c_int64]),
-}
 
 
 class AdamWStep(ctypes.Structure):
@@ -62,9 +52,6 @@ class OwnMath:
     def __init__(self, library: ctypes.CDLL, threads: Callable[[], int] = torch.get_num_threads) -> None:
         """`threads` returns the number of threads for a call on logits."""
         self._calls, self._threads = library, threads
-        for name, (result, arguments) in _PROTOTYPES.items():
-            function = getattr(library, f"motet_{name}")
-            function.restype, function.argtypes = result, arguments
 
     # --- logits -------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,8 @@ Legend: K inputs, N outputs of a product, R rank, W columns of A.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -23,38 +23,6 @@ GATES = {"silu": 0, "gelu_pytorch_tanh": 1}
 """Values of `Gate` in csrc/kernels.hpp, by the names of transformers."""
 LINEARS = 4
 """Fused products of a layer: queries, keys and values; attention output; gate and up; down."""
-
-_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "pack_adapter": (None, [c_void_p, c_void_p, c_void_p, c_int32, c_int64]),
-    "kept_bytes": (c_int64, [c_void_p, c_void_p]),
-    "scratch_bytes": (c_int64, [c_void_p, c_void_p]),
-    "forward": (c_char_p, [c_void_p, c_void_p]),
-    "backward": (c_char_p, [c_void_p, c_void_p, c_void_p]),
-    "head": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
-    "head_back": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
-}
-
-
-class Calls:
-    """The functions of `csrc/plan.hpp` in a loaded library."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
-        self.packed_bytes, self.pack = library.motet_packed_bytes, library.motet_pack  # `native.library` declares them
-        for name, (result, arguments) in _PROTOTYPES.items():
-            function = getattr(library, f"motet_{name}")
-            function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
-
-    packed_bytes: Callable[..., int]
-    pack: Callable[..., None]
-    pack_adapter: Callable[..., None]
-    kept_bytes: Callable[..., int]
-    scratch_bytes: Callable[..., int]
-    forward: Callable[..., bytes | None]
-    backward: Callable[..., bytes | None]
-    head: Callable[..., bytes | None]
-    head_back: Callable[..., bytes | None]
 
 
 class Weight(ctypes.Structure):
@@ -87,24 +55,8 @@ class Plan(ctypes.Structure):
     """A base: its shapes, constants and layers."""
 
     _fields_ = [
-        *(
-            (name, c_int64)
-            for name in (
-                "n_layers",
-                "width",
-                "heads",
-                "kv_heads",
-                "head_width",
-                "inner",
-                "vocabulary",
-                "positions",
-                "rotated",
-                "norms_whole",
-                "n_experts",
-                "n_chosen",
-                "among_chosen",
-            )
-        ),
+        *((name, c_int64) for name in ("n_layers", "width", "heads", "kv_heads", "head_width", "inner", "vocabulary")),
+        *((name, c_int64) for name in ("positions", "rotated", "norms_whole", "n_experts", "n_chosen", "among_chosen")),
         *((name, c_int32) for name in ("type", "arithmetic", "gate")),
         *((name, c_float) for name in ("epsilon", "embedding_scale", "residual")),
         ("layers", ctypes.POINTER(Layer)),
@@ -180,15 +132,15 @@ Matrix = tuple[Tensor, int, int, int, int]
 """A matrix to pack: a tensor, its strides over k and n, k, and n."""
 
 
-def pack_all(library: Calls, matrices: Sequence[Matrix], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+def pack_all(library: ctypes.CDLL, matrices: Sequence[Matrix], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
     """Pack matrices into one buffer; returns it and the address of each."""
     kind = TYPES[dtype]
-    sizes = [-(-library.packed_bytes(kind, k, n) // ALIGNMENT) * ALIGNMENT for _, _, _, k, n in matrices]
+    sizes = [-(-library.motet_packed_bytes(kind, k, n) // ALIGNMENT) * ALIGNMENT for _, _, _, k, n in matrices]
     memory = room(sum(sizes) + ALIGNMENT)
     address = -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
     addresses = []
     for (source, stride_k, stride_n, k, n), size in zip(matrices, sizes, strict=True):
-        library.pack(TYPES[source.dtype], source.data_ptr(), stride_k, stride_n, k, n, kind, address)
+        library.motet_pack(TYPES[source.dtype], source.data_ptr(), stride_k, stride_n, k, n, kind, address)
         addresses.append(address)
         address += size
     return memory, addresses
@@ -211,7 +163,7 @@ class PackedLayout:
 
     def __init__(
         self,
-        library: Calls,
+        library: ctypes.CDLL,
         layout: AdapterLayout,
         places: dict[str, tuple[int, tuple[int, ...]]],
         dtype: torch.dtype,
@@ -228,7 +180,7 @@ class PackedLayout:
         self._memory: list[Any] = []
 
         def take(k: int, n: int) -> int:
-            place, n_bytes = self.n_bytes, library.packed_bytes(TYPES[dtype], k, n)
+            place, n_bytes = self.n_bytes, library.motet_packed_bytes(TYPES[dtype], k, n)
             self.n_bytes += -(-n_bytes // ALIGNMENT) * ALIGNMENT
             return place
 
@@ -249,9 +201,11 @@ class PackedLayout:
 class PackedAdapter:
     """An adapter's matrices, packed for the kernels."""
 
-    def __init__(self, library: Calls, plan: Plan, weights: AdapterWeights, packed: PackedLayout, threads: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, plan: Plan, weights: AdapterWeights, packed: PackedLayout, threads: int
+    ) -> None:
         self.backward, self._layout = packed.backward, packed
         self._memory = torch.frombuffer(memory_again(packed.n_bytes), dtype=torch.uint8)  # begins at a page
         self.adapter = Adapter(packed.linears, self._memory.data_ptr())
         to = ctypes.byref(plan), ctypes.byref(self.adapter), weights.flat.data_ptr()
-        library.pack_adapter(*to, int(packed.backward), threads)
+        library.motet_pack_adapter(*to, int(packed.backward), threads)
