@@ -316,8 +316,8 @@ class _OnePass:
     def n_bytes(self, recompute: bool) -> int:
         """Bytes that a pass keeps for its backward pass, plus its scratch memory."""
         self._pass.recompute, self._pass.kept = int(recompute), 1  # any address but null
-        plan, own = ctypes.byref(self._own._plan), ctypes.byref(self._pass)
-        return self._own._library.motet_kept_bytes(plan, own) + self._own._library.motet_scratch_bytes(plan, own)
+        library, plan, own = self._own._library, ctypes.byref(self._own._plan), ctypes.byref(self._pass)
+        return int(library.motet_kept_bytes(plan, own) + library.motet_scratch_bytes(plan, own))
 
     def give_back(self, kept: Tensor) -> None:
         """Keep the buffer for the next pass, which would spend a tenth of its time on fresh pages."""

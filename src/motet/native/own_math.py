@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from decimal import Decimal, localcontext
 from typing import Any
@@ -159,11 +159,9 @@ class OwnMath:
 
     # --- angles -------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def angles(self) -> Iterator[None]:
+    def angles(self) -> contextlib.AbstractContextManager[object]:
         """Context in which torch's cosines, sines and powers of a scalar have the same bits on every processor."""
-        with _OwnAngles(self):
-            yield
+        return _OwnAngles(self)
 
     def cos_sin(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of fp32 numbers below 2^20."""
