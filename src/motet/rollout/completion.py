@@ -1,23 +1,73 @@
-"""One completion from a server: its tokens so far, across attempts, and the part that can be delivered already."""
+"""Completions while they grow: what every engine delivers of them, and one that a server samples in several attempts."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from motet.config.dialects import SEED_BITS, Ask, Piece
 from motet.core import seeds
+from motet.core.errors import EngineError
 from motet.core.stops import Decode, GrowingText, certain, ending, until_stop
-from motet.core.types import Chunk, FinishReason, GenerateRequest
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 
 _LONG = 256
 """`max_tokens` from which servers stream completions with `keep_aborted` to Motet. A stream costs more."""
 
 
-@dataclass
-class Completion:
-    """The completion for one of a request's seeds."""
+def check_request(request: GenerateRequest, loaded: Container[AdapterRef], vocabulary: int) -> str:
+    """Check what every engine needs; returns a name for the request, for messages.
+
+    Raises:
+        EngineError: an adapter that is not loaded, an empty prompt, no seeds, or an unknown token; the message says which.
+    """
+    where = f"request {request.id} of job {request.job!r}"
+    if request.adapter is not None and request.adapter not in loaded:
+        raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
+    if len(request.prompt_ids) == 0 or not request.seeds:
+        raise EngineError(f"{where} has an empty prompt or no seeds")
+    if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < vocabulary:
+        raise EngineError(f"{where} has a token id outside the base's vocabulary of {vocabulary}")
+    return where
+
+
+@dataclass(eq=False, kw_only=True)
+class GrowingCompletion:
+    """The tokens of one completion so far, and how much of them was delivered."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str = ""
+    _sent_tokens: int = 0
+    _sent_text: int = 0
+    _streamed: GrowingText = field(default_factory=GrowingText)
+
+    def undelivered(self, request: GenerateRequest, index: int, decode: Decode) -> Chunk:
+        """The part that was not delivered; text that may begin a stop string is held back until the end."""
+        version = -1 if request.adapter is None else request.adapter.version
+        ended = self.finish is not None
+        text = decode(self.tokens) if ended else self._streamed.of(self.tokens, decode)
+        text = certain(text, request.sampling.stop, ended=ended)
+        piece = text[self._sent_text :]
+        new = slice(self._sent_tokens, len(self.tokens))
+        self._sent_tokens, self._sent_text = len(self.tokens), max(self._sent_text, len(text))
+        return Chunk(
+            index=index,
+            token_ids=np.array(self.tokens[new], np.int32),
+            logprobs=np.array(self.logprobs[new], np.float32),
+            versions=np.full(new.stop - new.start, version, np.int32),
+            text=piece,
+            finish_reason=self.finish,
+            error=self.error,
+        )
+
+
+@dataclass(eq=False)
+class Completion(GrowingCompletion):
+    """A server's completion for one of a request's seeds."""
 
     request: GenerateRequest
     index: int
@@ -25,26 +75,20 @@ class Completion:
     vocabulary: int
     owner: str
     """Prefix of request ids on servers, because ids of two runs may be equal."""
-    finish: FinishReason | None = None
-    _tokens: list[int] = field(default_factory=list)
-    _logprobs: list[float] = field(default_factory=list)
-    _sent_tokens: int = 0
-    _sent_text: int = 0
-    _streamed: GrowingText = field(default_factory=GrowingText)
     _continued: bool = False
 
     def ask(self, attempt: int) -> Ask:
         """The request for the remaining tokens. A retry continues after the received tokens, with another seed."""
         request, seed = self.request, self.request.seeds[self.index]
-        self._continued = bool(self._tokens)
+        self._continued = bool(self.tokens)
         if self._continued:
-            seed = seeds.key(seed, "continued", len(self._tokens))
+            seed = seeds.key(seed, "continued", len(self.tokens))
         return Ask(
             id=f"{self.owner}/{request.id}/{self.index}/{attempt}",
             model=None if request.adapter is None else request.adapter.served_name,
-            token_ids=[*request.prompt_ids.tolist(), *self._tokens],
+            token_ids=[*request.prompt_ids.tolist(), *self.tokens],
             sampling=request.sampling,
-            max_tokens=request.sampling.max_tokens - len(self._tokens),
+            max_tokens=request.sampling.max_tokens - len(self.tokens),
             seed=seed % (1 << SEED_BITS),
             stream=request.stream or (request.keep_aborted and request.sampling.max_tokens >= _LONG),
             vocabulary=self.vocabulary,
@@ -52,8 +96,8 @@ class Completion:
 
     def take(self, piece: Piece) -> None:
         """Add tokens, and the finish reason if there is one."""
-        self._tokens.extend(piece.token_ids)
-        self._logprobs.extend(float(logprob) for logprob in piece.logprobs if logprob is not None)
+        self.tokens.extend(piece.token_ids)
+        self.logprobs.extend(float(logprob) for logprob in piece.logprobs if logprob is not None)
         if piece.finish in ("stop", "length"):
             self.finish = FinishReason(piece.finish)
         if self._continued:
@@ -67,43 +111,28 @@ class Completion:
         """
         if self.request.sampling.grammar or (self.finish is None and not self.request.stream):
             self.back(0)
-        if self.finish is None and self._tokens:
-            self.finish = ending(self._tokens, self.request.sampling)
+        if self.finish is None and self.tokens:
+            self.finish = ending(self.tokens, self.request.sampling)
 
     def _cut(self) -> None:
         """Truncate at a stop string that began before the break, of which the server saw only the second part."""
-        n_tokens = until_stop(self._tokens, self.request.sampling.stop, self.decode)
+        n_tokens = until_stop(self.tokens, self.request.sampling.stop, self.decode)
         if n_tokens is not None:
-            del self._tokens[n_tokens:], self._logprobs[n_tokens:]
+            del self.tokens[n_tokens:], self.logprobs[n_tokens:]
             self.finish = FinishReason.STOP
 
     def mark(self) -> int:
         """Current length in tokens, to return to with `back`."""
-        return len(self._tokens)
+        return len(self.tokens)
 
     def back(self, mark: int) -> bool:
         """Drop tokens after a mark; False if some were already delivered."""
         if self._sent_tokens > mark:
             return False
-        del self._tokens[mark:], self._logprobs[mark:]
+        del self.tokens[mark:], self.logprobs[mark:]
         self.finish = None
         return True
 
     def chunk(self) -> Chunk:
-        """The undelivered part; text that may begin a stop string is held back until the end."""
-        request = self.request
-        version = -1 if request.adapter is None else request.adapter.version
-        ended = self.finish is not None
-        text = self.decode(self._tokens) if ended else self._streamed.of(self._tokens, self.decode)
-        text = certain(text, request.sampling.stop, ended=ended)
-        piece = text[self._sent_text :]
-        new = slice(self._sent_tokens, len(self._tokens))
-        self._sent_tokens, self._sent_text = len(self._tokens), max(self._sent_text, len(text))
-        return Chunk(
-            index=self.index,
-            token_ids=np.array(self._tokens[new], np.int32),
-            logprobs=np.array(self._logprobs[new], np.float32),
-            versions=np.full(new.stop - new.start, version, np.int32),
-            text=piece,
-            finish_reason=self.finish,
-        )
+        """See `undelivered`."""
+        return self.undelivered(self.request, self.index, self.decode)

@@ -26,6 +26,7 @@ from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter
 from motet.protocols import RolloutEngine, Trainer
+from motet.rollout.completion import check_request
 from motet.rollout.decoder import Decoder
 from motet.rollout.drafts import Drafts
 from motet.rollout.grammars import Grammars
@@ -223,16 +224,10 @@ class EmbeddedEngine:
         """Raise if a request can never be served.
 
         Raises:
-            EngineError: too long, unknown adapter or empty prompt; the message says which.
+            EngineError: see `check_request`, or it is too long.
         """
+        where = check_request(request, self._versions, self.base.info.vocab_size)
         n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
-        where = f"request {request.id} of job {request.job!r}"
-        if request.adapter is not None and request.adapter not in self._versions:
-            raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
-        if n_prompt == 0 or not request.seeds:
-            raise EngineError(f"{where} has an empty prompt or no seeds")
-        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < self.base.info.vocab_size:
-            raise EngineError(f"{where} has a token id outside the base's vocabulary of {self.base.info.vocab_size}")
         longest = min(self.base.info.max_positions, self.cache.n_blocks * self.cache.block_size)
         if n_prompt + n_new > longest:
             of_cache = longest < self.base.info.max_positions

@@ -20,6 +20,7 @@ import numpy as np
 
 from motet.core import seeds
 from motet.core.errors import EngineError
+from motet.core.stops import ending, met
 from motet.core.types import (
     AdapterRef,
     Chunk,
@@ -31,6 +32,9 @@ from motet.core.types import (
     TopTokens,
 )
 from motet.model.fake import VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, Vector, read_adapter
+from motet.rollout.completion import GrowingCompletion, check_request
+
+_DECODE = FakeTokenizer().decode
 
 
 class FakeEngine:
@@ -136,9 +140,8 @@ class FakeEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; completions end in any order."""
-        where = f"request {request.id} of job {request.job!r}"
-        policy = self._policy(request.adapter, where)
-        self._refuse(request, where)
+        self._refuse(request)
+        policy = self._policy(request.adapter, request.id)
         self.requests.append(request)
         aborted = self._open[request.id, request.job] = asyncio.Event()
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
@@ -178,16 +181,13 @@ class FakeEngine:
             raise EngineError(f"{what}: version {ref.version} of {ref.name!r} is not loaded")
         return self._policies[ref]
 
-    def _refuse(self, request: GenerateRequest, where: str) -> None:
+    def _refuse(self, request: GenerateRequest) -> None:
+        where = check_request(request, self._policies, VOCABULARY)
         longest = len(request.prompt_ids) + request.sampling.max_tokens
-        if len(request.prompt_ids) == 0 or not request.seeds:
-            raise EngineError(f"{where} has an empty prompt or no seeds")
         if (request.id, request.job) in self._open:
             raise EngineError(f"{where} has the id of a request that is still open")
         if longest > self._max_positions:
             raise EngineError(f"{where} needs {longest} positions of {self._max_positions}; lower sampling.max_tokens")
-        if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < VOCABULARY:
-            raise EngineError(f"{where} has a token that the fake base does not know")
 
     async def _complete(
         self,
@@ -198,76 +198,35 @@ class FakeEngine:
         aborted: asyncio.Event,
     ) -> None:
         """Sample one completion and emit it, whole or token by token."""
-        version = -1 if request.adapter is None else request.adapter.version
-        writing = _Writing(int(request.prompt_ids[-1]), request.sampling, version)
+        writing = GrowingCompletion()
         async with self._rows:
             await self.suspend()
-            while not writing.ended:
+            while writing.finish is None:
                 if aborted.is_set():
-                    writing.end(FinishReason.ABORT)
+                    writing.finish = FinishReason.ABORT
                 else:
-                    writing.sample(policy, request.seeds[index])
-                if request.stream or writing.ended:
-                    emit(writing.take(index))
+                    _sample(policy, request, request.seeds[index], writing)
+                if request.stream or writing.finish is not None:
+                    emit(writing.undelivered(request, index, _DECODE))
                 await self.suspend()
 
 
-class _Writing:
-    """An unfinished completion."""
-
-    def __init__(self, previous: int, sampling: SamplingParams, version: int) -> None:
-        self.ended: FinishReason | None = None
-        self._sampling = sampling
-        self._version = version
-        self._previous = previous
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._n_tokens = self._n_characters = 0
-        self._error = ""
-
-    def end(self, reason: FinishReason) -> None:
-        """Finish without another token."""
-        self.ended = reason
-
-    def sample(self, policy: FakePolicy, key: int) -> None:
-        """Draw the next token; its random number depends on the key and the position only."""
-        row = policy.row(self._previous, self._sampling.temperature)
-        if not np.isfinite(row).all():
-            self.ended, self._error = FinishReason.ERROR, "the logits are not finite; lower optimizer.lr"
-            return
-        token = int(row.argmax())
-        if self._sampling.temperature > 0:
-            draw = seeds.uniforms(np.array([key], np.uint64), np.array([len(self._tokens)], np.uint64))[0]
-            cumulated = np.cumsum(_truncated(np.exp(row), self._sampling))
-            token = int(np.searchsorted(cumulated, draw * cumulated[-1], side="right"))
-        self._tokens.append(token)
-        self._logprobs.append(float(row[token]))
-        self._previous = token
-        if token in self._sampling.stop_token_ids or self._stop() is not None:
-            self.ended = FinishReason.STOP
-        elif len(self._tokens) >= self._sampling.max_tokens:
-            self.ended = FinishReason.LENGTH
-
-    def take(self, index: int) -> Chunk:
-        """The new tokens. Text is held back while a stop string could still cut it."""
-        text = self._text()
-        if self.ended is None and self._sampling.stop:
-            text = ""
-        new, n_characters = slice(self._n_tokens, None), self._n_characters
-        self._n_tokens, self._n_characters = len(self._tokens), max(len(text), n_characters)
-        tokens = np.array(self._tokens[new], np.int32)
-        logprobs = np.array(self._logprobs[new], np.float32)
-        versions = np.full(len(tokens), self._version, np.int32)
-        return Chunk(index, tokens, logprobs, versions, text[n_characters:], self.ended, self._error)
-
-    def _text(self) -> str:
-        text = FakeTokenizer().decode(self._tokens)
-        return text[: self._stop()]
-
-    def _stop(self) -> int | None:
-        text = FakeTokenizer().decode(self._tokens)
-        starts = [text.find(stop) for stop in self._sampling.stop]
-        return min((start for start in starts if start >= 0), default=None)
+def _sample(policy: FakePolicy, request: GenerateRequest, key: int, writing: GrowingCompletion) -> None:
+    """Draw the next token; its random number depends on the key and the position only."""
+    sampling = request.sampling
+    row = policy.row(writing.tokens[-1] if writing.tokens else int(request.prompt_ids[-1]), sampling.temperature)
+    if not np.isfinite(row).all():
+        writing.finish, writing.error = FinishReason.ERROR, "the logits are not finite; lower optimizer.lr"
+        return
+    token = int(row.argmax())
+    if sampling.temperature > 0:
+        draw = seeds.uniforms(np.array([key], np.uint64), np.array([len(writing.tokens)], np.uint64))[0]
+        cumulated = np.cumsum(_truncated(np.exp(row), sampling))
+        token = int(np.searchsorted(cumulated, draw * cumulated[-1], side="right"))
+    writing.tokens.append(token)
+    writing.logprobs.append(float(row[token]))
+    stopped = met(_DECODE(writing.tokens), sampling.stop)
+    writing.finish = FinishReason.STOP if stopped else ending(writing.tokens, sampling)
 
 
 def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from motet.core.stops import GrowingText, certain, ending
+from motet.core.stops import Decode, ending
 from motet.core.types import Chunk, FinishReason, GenerateRequest
 from motet.model.host_cache import HostCopy
 from motet.model.lora import AdapterWeights
+from motet.rollout.completion import GrowingCompletion
 from motet.rollout.grammars import Grammar
 
 Emit = Callable[[Chunk | Exception], None]
@@ -38,27 +39,20 @@ class Prompt:
 
 
 @dataclass(eq=False)
-class SampledSequence:
+class SampledSequence(GrowingCompletion):
     """One completion of a request."""
 
     prompt: Prompt
     index: int
     key: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     slot: int = 0
     copy: HostCopy | None = None
     """Host copy of its cache, after it was preempted."""
-    finish: FinishReason | None = None
-    error: str = ""
     grammar: Grammar | None = None
     """Grammar state; None without a grammar."""
     tick: int = 0
     """The last tick that gave it a token."""
-    sent_tokens: int = 0
-    sent_text: int = 0
-    streamed: GrowingText = field(default_factory=GrowingText)
 
     @property
     def length(self) -> int:
@@ -69,7 +63,7 @@ class SampledSequence:
         """Prompt and completion tokens, which a prefill after preemption reads again."""
         return [*self.prompt.request.prompt_ids.tolist(), *self.tokens]
 
-    def append(self, token: int, logprob: float, usable: bool, decode: Callable[[list[int]], str]) -> None:
+    def append(self, token: int, logprob: float, usable: bool, decode: Decode) -> None:
         """Append a drawn token and check whether the completion ends."""
         sampling = self.prompt.request.sampling
         if not usable:
@@ -84,33 +78,16 @@ class SampledSequence:
         if self.finish is not FinishReason.STOP and self._stopped(decode):
             self.finish = FinishReason.STOP
 
-    def _stopped(self, decode: Callable[[list[int]], str]) -> bool:
+    def _stopped(self, decode: Decode) -> bool:
         stops = self.prompt.request.sampling.stop
         if not stops:
             return False
         tail = decode(self.tokens[-(_TAIL + max(len(stop.encode()) for stop in stops)) :])
         return any(stop in tail for stop in stops) and any(stop in decode(self.tokens) for stop in stops)
 
-    def chunk(self, decode: Callable[[list[int]], str]) -> Chunk:
-        """The undelivered part; text that may begin a stop string is held back until the end."""
-        request = self.prompt.request
-        version = -1 if request.adapter is None else request.adapter.version
-        new = slice(self.sent_tokens, len(self.tokens))
-        ended = self.finish is not None
-        text = decode(self.tokens) if ended else self.streamed.of(self.tokens, decode)
-        text = certain(text, request.sampling.stop, ended=ended)
-        piece = text[self.sent_text :]
-        self.sent_tokens = len(self.tokens)
-        self.sent_text = max(self.sent_text, len(text))
-        return Chunk(
-            index=self.index,
-            token_ids=np.array(self.tokens[new], np.int32),
-            logprobs=np.array(self.logprobs[new], np.float32),
-            versions=np.full(new.stop - new.start, version, np.int32),
-            text=piece,
-            finish_reason=self.finish,
-            error=self.error,
-        )
+    def chunk(self, decode: Decode) -> Chunk:
+        """See `undelivered`."""
+        return self.undelivered(self.prompt.request, self.index, decode)
 
 
 def tenant_of(item: Prompt | SampledSequence) -> str:

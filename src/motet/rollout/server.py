@@ -34,7 +34,7 @@ from motet.core.types import (
     schema_of,
 )
 from motet.protocols import Trainer
-from motet.rollout.completion import Completion
+from motet.rollout.completion import Completion, check_request
 from motet.rollout.fleet import Fleet
 from motet.rollout.replica import Replica
 from motet.rollout.served_versions import ServedVersions, copy_adapter
@@ -343,16 +343,10 @@ class ServerEngine:
 
 
 def _refuse(request: GenerateRequest, versions: ServedVersions, bounds: ServerLimits, fleet: Fleet) -> None:
-    n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
-    where = f"request {request.id} of job {request.job!r}"
-    if request.adapter is not None and request.adapter not in versions:
-        raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
-    if n_prompt == 0 or not request.seeds:
-        raise EngineError(f"{where} has an empty prompt or no seeds")
+    where = check_request(request, versions, bounds.vocabulary)
     if request.sampling.grammar and not schema_of(request.sampling.grammar):
         raise EngineError(f"{where} {_NO_CALLS}")
-    if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < bounds.vocabulary:
-        raise EngineError(f"{where} has a token id outside the base's vocabulary of {bounds.vocabulary}")
+    n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
     limits = [replica.facts.max_positions for replica in fleet.replicas]
     longest = min(bounds.max_positions, *(positions for positions in limits if positions is not None), 1 << 30)
     if n_prompt + n_new > longest:
