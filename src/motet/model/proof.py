@@ -28,7 +28,6 @@ from motet.model.lora_model import LoraModel
 from motet.model.mixers import in_plain_torch
 from motet.model.norm import speed_up_norms
 from motet.model.peft_io import refused_by_peft
-from motet.model.routers import Routers
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
@@ -41,6 +40,7 @@ _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
 """Words in the names of modules that mix positions."""
 _MIX_NOTHING = ("mlp", "moe")
 """Layer types without a mixer."""
+_ROUTERS = ("gate", "router")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Largest accepted difference of logits, relative to the largest logit."""
 
@@ -63,7 +63,7 @@ def prove(
     Raises:
         BaseModelError: a check failed; the message names it.
     """
-    routers = Routers(model)
+    routers = _Routers(model)
     with torch.no_grad(), _refused(f"{name} does not run in transformers itself"):
         sequences = _sequences(model)
         compute_experts_one_by_one(model)
@@ -141,7 +141,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _first_pass(
-    base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: Routers
+    base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: _Routers
 ) -> tuple[list[LayerCall], _Watch]:
     """Run a packed pass and check its calls and logits; returns the attention calls and the recorded facts."""
     watch, uneven = _Watch(), Uneven(base.model)
@@ -313,3 +313,57 @@ def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) ->
             f"{base.info.name}: logits differ from transformers' own by {gap:.3g} (largest logit {largest:.3g}); there is "
             f"something in its layers{_what_mixes(base, layers)} that Motet does not understand; {INSTEAD}"
         )
+
+
+class _Routers:
+    """Records the outputs of a mixture's routers and replays them: rounding may change the chosen experts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the routers; a model without experts has none."""
+        self._modules = [
+            module
+            for parent in model.modules()
+            for name, module in parent.named_children()
+            if name in _ROUTERS and hasattr(parent, "experts")
+        ]
+        self._outputs: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the routers' outputs for each sequence, in order."""
+
+        def record(module: nn.Module, inputs: object, output: Any) -> None:
+            self._outputs.setdefault(module, []).append(output if isinstance(output, tuple) else (output,))
+
+        with self._hooked(record):
+            yield
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Replay the recorded outputs for the packed sequences; padding rows repeat the last row."""
+
+        def replay(module: nn.Module, inputs: object, output: Any) -> Any:
+            parts = output if isinstance(output, tuple) else (output,)
+            replayed = tuple(map(_packed, zip(*self._outputs[module], strict=True), parts))
+            return replayed if isinstance(output, tuple) else replayed[0]
+
+        with self._hooked(replay):
+            yield
+
+    @contextlib.contextmanager
+    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        handles = [module.register_forward_hook(hook) for module in self._modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _packed(recorded: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Recorded rows [T, …] or [1, T, …] of all sequences in the shape of `output`; `output` if they do not fit."""
+    rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in recorded])
+    more = output.numel() // output.shape[-1] - len(rows)
+    if rows.shape[-1] != output.shape[-1] or more < 0:
+        return output
+    return torch.cat([rows, rows[-1:].expand(more, -1)]).view(output.shape)
