@@ -188,7 +188,7 @@ class Decoder:
             if rows <= 0:
                 break
             left = min(rows, self.rows.left(prompt) - taken[tenant_of(prompt)])
-            if left <= 0 or not (prompt.blocks or self._turns.is_due(prompt, due)):
+            if left <= 0 or not (prompt.blocks or tenant_of(prompt) in due):
                 continue
             if not prompt.blocks:
                 more = reserved + bool(inputs or self.rows.running)

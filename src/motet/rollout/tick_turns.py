@@ -48,10 +48,6 @@ class TickTurns:
         """The tenants among these whose turn it is."""
         return self._turns.due(map(tenant_of, items))
 
-    def is_due(self, item: Prompt, due: set[str]) -> bool:
-        """Whether the prompt's tenant is in `due`."""
-        return tenant_of(item) in due
-
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
         """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
         due = self.due(running)
