@@ -176,22 +176,3 @@ def test_rows_of_a_table_are_the_bases_until_told() -> None:
     table.place([tiny.adapter(base, seed=1)])
     plain = through(base, AdapterStacks(base.products).routing([], base.device), x)
     assert all(map(torch.equal, through(base, table.routing(8), x), plain))
-
-
-def test_what_a_table_refuses() -> None:
-    base = tiny.base("llama")
-    table = table_of(base, slots=3)
-    with pytest.raises(ValueError, match="3 adapters do not fit into 2 slots"):
-        table.place([tiny.adapter(base, seed=seed) for seed in range(3)])
-    with pytest.raises(ValueError, match="another layout"):
-        table.place([tiny.adapter(base, rank=16)])
-    with pytest.raises(ValueError, match="rank 4"):
-        table_of(base, rank=4)
-    with pytest.raises(ValueError, match="not 1 slots"):
-        table_of(base, slots=1)
-    routing: TableRouting = table.routing(4)
-    with pytest.raises(ValueError, match="slots of 3 rows, where there are 4"):
-        tell(routing, [0, 1, 2])
-    for slot in (3, -1):
-        with pytest.raises(ValueError, match="not one of 0 to 2"):
-            tell(routing, [0, 1, 2, slot])

@@ -86,11 +86,6 @@ def test_layers_may_differ_in_shape():
     assert cache.layer(5, torch.zeros(1, 1, 4).bfloat16(), torch.zeros(1, 1, 4))[0].dtype == torch.bfloat16
 
 
-def test_an_empty_cache_is_refused():
-    with pytest.raises(ValueError, match="at least one block"):
-        KVCache(0, BLOCK, CPU)
-
-
 def failing_cache(*, clean: bool = True) -> KVCache:
     """With states, of a device that fails whenever they, or the blocks of its last layer, are written."""
     cache = make_cache(8, clean=clean)

@@ -10,6 +10,7 @@ side, R rank.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,15 +43,7 @@ class AdapterTable:
     def __init__(
         self, layout: AdapterLayout, slots: int, device: torch.device, dtype: torch.dtype, products: LoraProducts
     ) -> None:
-        """Allocate memory for `slots` adapters, including slot 0.
-
-        Raises:
-            ValueError: the layout does not fit (`LoraProducts.fits_table`), or there are fewer than two slots.
-        """
-        if slots < 2:
-            raise ValueError(f"a table needs slot 0 and at least one more, not {slots} slots")
-        if not products.fits_table(layout):
-            raise ValueError(f"grouped products cannot be used for rank {layout.rank} in {dtype} on {device}")
+        """Allocate memory for `slots` adapters, including slot 0; the layout fits (`LoraProducts.fits_table`)."""
         self.layout = layout
         self.slots = slots
         self.products = products
@@ -62,18 +55,11 @@ class AdapterTable:
         self._clock = 0
 
     def place(self, adapters: Sequence[AdapterWeights]) -> tuple[int, ...]:
-        """The slot of each adapter; missing adapters are copied into slots that none of these adapters uses.
+        """The slot of each adapter, fewer than slots; missing ones are copied into slots that none of these adapters uses.
 
         Slots of freed adapters are reused first, then the least recently used.
-
-        Raises:
-            ValueError: more adapters than slots, or another layout.
         """
         wanted = {id(weights): weights for weights in adapters}
-        if len(wanted) >= self.slots:
-            raise ValueError(f"{len(wanted)} adapters do not fit into {self.slots - 1} slots")
-        if any(weights.layout is not self.layout for weights in wanted.values()):
-            raise ValueError("an adapter of another layout cannot be placed in this table")
         present = {id(weights): slot for slot, weights in enumerate(self._occupants()) if id(weights) in wanted}
         kept = set(present.values())
         free = sorted((slot for slot in range(1, self.slots) if slot not in kept), key=self._age)
@@ -119,16 +105,8 @@ class TableRouting:
         return self._order_T, self._inverse_T, self._ends_S
 
     def values(self, slots_T: Sequence[int]) -> tuple[Tensor, ...]:
-        """New contents of the tensors, on the host, from the slot of each row; 0 is for the base and padding.
-
-        Raises:
-            ValueError: another number of rows, or an invalid slot.
-        """
+        """New contents of the tensors, on the host, from the slot of each row; 0 is for the base and padding."""
         slots = torch.tensor(slots_T, dtype=torch.long)
-        if len(slots) != len(self._order_T):
-            raise ValueError(f"slots of {len(slots)} rows, where there are {len(self._order_T)}")
-        if not all(0 <= slot < self.table.slots for slot in slots_T):
-            raise ValueError(f"a slot is not one of 0 to {self.table.slots - 1}")
         order = torch.argsort(slots, stable=True)
         ends = torch.bincount(slots, minlength=self.table.slots).cumsum(0)
         return order, torch.argsort(order), ends
@@ -191,7 +169,7 @@ class CudaGraphRunner:
         self._fill(graph, [*token_ids, *[0] * (rows - len(spans))], whole, adapters)
         if graph.replay is None:
             try:
-                graph.replay = self._record(graph)
+                graph.replay = self._recorder.capture(functools.partial(self._run, graph), first=not self._graphs)
             except torch.OutOfMemoryError:
                 return None
             except RuntimeError as error:  # the model synchronises with the device, as a mixture of experts does
@@ -246,10 +224,6 @@ class CudaGraphRunner:
             tensors += routing.tensors
             values += routing.values([*(slots.get(id(weights), 0) for weights in adapters), *rest])
         _write(tensors, values)
-
-    def _record(self, graph: _Graph) -> Callable[[], Tensor]:
-        """A graph of `_run` on a GPU; `_run` itself elsewhere."""
-        return self._recorder.capture(lambda: self._run(graph), first=not self._graphs)
 
     def _run(self, graph: _Graph) -> Tensor:
         base = self._base

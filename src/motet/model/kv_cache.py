@@ -40,8 +40,6 @@ class KVCache:
 
         `slots` is the largest number of sequences with states; by default one per block.
         """
-        if n_blocks < 1:
-            raise ValueError("the KV cache needs at least one block")
         self.n_blocks = n_blocks
         self.scrap_block = n_blocks + 1
         """Never allocated; padding rows may write to it."""
