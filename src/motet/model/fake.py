@@ -10,7 +10,6 @@ Legend: T tokens of a sequence, V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from motet.core import seeds
+from motet.core.checksums import sync
 from motet.core.errors import AdapterError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FloatArray, IntArray
 
@@ -117,10 +117,8 @@ class FakePolicy:
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     """Write and sync files in an existing directory."""
     for name, data in files.items():
-        with (directory / name).open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        (directory / name).write_bytes(data)
+        sync(directory / name)
 
 
 def write_adapter(directory: Path, adapter: FakeAdapter) -> None:

@@ -8,7 +8,7 @@ Legend: E experts, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -22,6 +22,15 @@ BaseFormat = Literal["auto", "unpacked", "packed"]
 
 _SLICE = 1 << 20
 """Numbers unpacked at a time: intermediate results take several times their memory."""
+
+
+def _unpack(form: Form, tensors: Mapping[str, Tensor], out_NK: Tensor) -> None:
+    """Write the numbers of packed tensors, a slice of rows at a time."""
+    n_out, n_in = out_NK.shape
+    step = max(1, _SLICE // n_in)
+    for start in range(0, n_out, step):
+        rows = slice(start, min(start + step, n_out))
+        out_NK[rows] = form.numbers(tensors, rows)
 
 
 class PackedLinear(nn.Module):
@@ -43,11 +52,7 @@ class PackedLinear(nn.Module):
 
     def write(self, out_NK: Tensor) -> None:
         """Unpack the weight into `out_NK`, in the dtype of `out_NK`."""
-        tensors = {name: getattr(self, name) for name in self._names}
-        step = max(1, _SLICE // self.in_features)
-        for start in range(0, self.out_features, step):
-            rows = slice(start, min(start + step, self.out_features))
-            out_NK[rows] = self.form.numbers(tensors, rows)
+        _unpack(self.form, {name: getattr(self, name) for name in self._names}, out_NK)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply as the replaced layer does."""
@@ -73,10 +78,7 @@ class PackedExperts(nn.Module):
         tensors = {name: getattr(self, name)[number] for name in self._names}
         _, n_in, n_out = self.shape
         out_KN = torch.empty(n_in, n_out, dtype=self.dtype, device=next(iter(tensors.values())).device)
-        step = max(1, _SLICE // n_in)
-        for start in range(0, n_out, step):
-            rows = slice(start, min(start + step, n_out))
-            out_KN[:, rows] = self.form.numbers(tensors, rows).t()
+        _unpack(self.form, tensors, out_KN.t())
         return out_KN
 
 

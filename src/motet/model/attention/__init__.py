@@ -29,9 +29,8 @@ def attention_backend(
     """The backend of an arithmetic. Torch's reads `block_size` keys at a time; `width` is the narrowest head's."""
     if arithmetic.attention == "torch":
         return TorchAttention(device, dtype, width=width, block_size=block_size, rows=arithmetic.rows)
-    from motet.model.attention.triton_attention import (
-        TritonAttention,  # most machines without a GPU have no Triton
-    )
+    # most machines without a GPU have no Triton
+    from motet.model.attention.triton_attention import TritonAttention
 
     return TritonAttention(device)
 

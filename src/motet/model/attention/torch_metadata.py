@@ -238,18 +238,16 @@ def _alike(lengths: Sequence[int], reach: Sequence[int]) -> list[tuple[int, list
 def _runs(
     least_first: int, most_first: int, n_queries: int, n_blocks: int, block_size: int, rows: int
 ) -> tuple[KeyRange, ...]:
-    """One run per block, for a group whose first positions range from `least_first` to `most_first`."""
-    firsts = _first_queries(most_first, n_queries, n_blocks, block_size, rows)
-    return tuple(
-        KeyRange(block, block + 1, first, block if least_first < (block + 1) * block_size - 1 else block + 1)
-        for block, first in enumerate(firsts)
-    )
+    """One run per block, for a group whose first positions range from `least_first` to `most_first`.
 
-
-def _first_queries(first_position: int, n_queries: int, n_blocks: int, block_size: int, rows: int) -> tuple[int, ...]:
-    """First query of each block, a multiple of `rows`, so that the number of remaining queries is a multiple too."""
-    firsts = [max(0, block * block_size - first_position) // rows * rows for block in range(n_blocks)]
-    return tuple(min(first, n_queries - rows) for first in firsts)
+    The first query of a block is a multiple of `rows`, so that the number of remaining queries is a multiple too.
+    """
+    runs = []
+    for block in range(n_blocks):
+        first = min(max(0, block * block_size - most_first) // rows * rows, n_queries - rows)
+        hidden_from = block if least_first < (block + 1) * block_size - 1 else block + 1
+        runs.append(KeyRange(block, block + 1, first, hidden_from))
+    return tuple(runs)
 
 
 def _shared_keys(prefixes: list[Prefix | None], first_keys: list[int], device: torch.device) -> list[SharedKeys]:
