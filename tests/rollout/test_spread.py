@@ -339,14 +339,14 @@ def test_nothing_is_sampled_while_held_and_unloading_waits_for_nobody(
 def test_a_process_that_gets_ready_while_held_rests_at_once(base: Any, links: list[SamplerLink]) -> None:
     links.append(SamplerLink(LOAD, base.fingerprint(), BusyTime(), 0.5, None))
     (link,) = links
-    link.hold()
+    link.hold(True)
     wait_for(link)
 
     async def run() -> None:
         task = asyncio.create_task(collect(link, request("early", None)))
         await asyncio.sleep(0.3)
         assert not task.done(), "it was sampled while the device trained"
-        link.go()
+        link.hold(False)
         assert len(await task) == 2
 
     asyncio.run(run())

@@ -82,19 +82,12 @@ class SamplerLink:
             if self._versions.pop(ref, None) is not None and self.ready:
                 self._outbox.put(m.Unload(ref))
 
-    def hold(self) -> None:
-        """Pause the process after its current tokens, or once it is ready, because its core is needed elsewhere."""
-        self._rest(held=True)
-
-    def go(self) -> None:
-        """Resume after `hold`."""
-        self._rest(held=False)
-
-    def _rest(self, *, held: bool) -> None:
+    def hold(self, held: bool) -> None:
+        """Pause the process after its current tokens, or once it is ready, or resume: its core is needed elsewhere."""
         with self._lock:
             self._held = held
             if self.ready:
-                self._outbox.put(m.Hold() if held else m.Go())
+                self._outbox.put(m.Hold(held))
 
     def abort(self, name: str) -> None:
         """Abort one request, or every request of a job."""
@@ -187,7 +180,7 @@ class SamplerLink:
                     self._outbox.put((ref, weights))
             self.ready = not self.note
             if self.ready and self._held:
-                self._outbox.put(m.Hold())
+                self._outbox.put(m.Hold(True))
         self.on_ready()
 
     def _handle(self, message: m.FromSampler) -> None:

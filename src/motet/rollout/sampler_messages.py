@@ -60,14 +60,12 @@ class Unload(ChannelMessage, frozen=True):
 
 
 class Hold(ChannelMessage, frozen=True):
-    """Pause after the current tokens, until `Go`."""
+    """Pause after the current tokens, or resume."""
+
+    held: bool
 
 
-class Go(ChannelMessage, frozen=True):
-    """Resume after `Hold`."""
-
-
-ToSampler = LoadSampler | SampleRequest | Abort | Install | Unload | Hold | Go
+ToSampler = LoadSampler | SampleRequest | Abort | Install | Unload | Hold
 
 # --- process → parent -------------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class SamplerProcess:
         reporting.cancel()
 
     def handle(self, message: m.ToSampler) -> None:
-        """Start the work of one message. Never waits: the next message may be the `Go` that resumes the device."""
+        """Start the work of one message. Never waits: the next message may resume the device."""
         match message:
             case m.SampleRequest():
                 self._begin(self._generate(message.key, message.request))
@@ -76,9 +76,7 @@ class SamplerProcess:
             case m.Abort():
                 self._begin(self.engine.abort(message.name))
             case m.Hold():
-                self.device.hold()
-            case m.Go():
-                self.device.go()
+                self.device.hold() if message.held else self.device.go()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -102,7 +100,6 @@ class SamplerProcess:
             self._send_busy()
 
     def _send_busy(self) -> None:
-        """Report the work since the last report, if there was any."""
         (decode, full), (drafted, accepted) = self._sent, self._sent_drafts
         busy = self.device.busy
         seconds, parts, _ = busy.take()

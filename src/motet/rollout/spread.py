@@ -204,7 +204,7 @@ class SpreadEngine:
     def turn(self, training: bool) -> None:
         """Called when the device turns to training, which uses every core, or back to sampling."""
         for link in self.links:
-            link.hold() if training else link.go()
+            link.hold(training)
 
     def notes(self) -> list[str]:
         """Why processes do not take part; one message each."""
