@@ -212,7 +212,7 @@ def test_a_server_that_answered_before_it_died_is_not_hopeless(tmp_path: Path) -
     process = ServerProcess([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
     for _ in range(5):
         process.start()
-        process.answered()
+        process.answered = True
         assert ended(process)
     process.close()
     assert process.starts == 5

@@ -226,7 +226,7 @@ class Fleet:
                     silent_since = time.monotonic()
                 await replica.greet()
                 if process is not None:
-                    process.answered()
+                    process.answered = True
                 await self._back(replica)
                 break
             except (EngineError, OSError) as error:
@@ -236,7 +236,7 @@ class Fleet:
                     await self._give_up(replica)
                     return False
                 if process is not None and starting:
-                    most = replica.clocks.hangs if process.has_answered else replica.clocks.loads
+                    most = replica.clocks.hangs if process.answered else replica.clocks.loads
                     if time.monotonic() - silent_since > most:
                         await asyncio.to_thread(process.close)
                 await asyncio.sleep(replica.clocks.look)

@@ -81,16 +81,16 @@ class NodeServer:
                     self.failure = f"it ended: {self._process.ending}"
                     await self._start()
                 elif await healthy():
-                    self._process.answered()
+                    self._process.answered = True
                     self.failure, self._since = "", time.monotonic()
-                elif time.monotonic() - self._since > (self._hangs if self._process.has_answered else self._loads):
+                elif time.monotonic() - self._since > (self._hangs if self._process.answered else self._loads):
                     await asyncio.to_thread(self._process.close)
-                elif self._process.has_answered:
+                elif self._process.answered:
                     self.failure = "it does not answer"
             except EngineError as error:
                 self.failure = f"it is given up: {error}"
                 return
-            await asyncio.sleep(self._look if self._process.has_answered else min(self._look, _EARLY_SECONDS))
+            await asyncio.sleep(self._look if self._process.answered else min(self._look, _EARLY_SECONDS))
 
     async def _start(self) -> None:
         starting = asyncio.create_task(asyncio.to_thread(self._process.start))
@@ -148,7 +148,6 @@ class NodeAgent:
         await self._server.aclose()
 
     async def _healthy(self) -> bool:
-        """Whether the server answers."""
         try:
             answer = await self._server.get("/health", timeout=self._dialect.health_seconds)
         except (httpx2.HTTPError, OSError):

@@ -36,10 +36,10 @@ class ServerProcess:
     """One server process and its guard."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        """Create it without starting."""
         self._command, self._env, self._log = list(command), dict(env), log
         self._process: subprocess.Popen[bytes] | None = None
-        self._answered = False
+        self.answered = False
+        """Whether it has answered since its last start; set by whoever asks it."""
         self._in_vain = 0
         self._swept = False
         self.starts = 0
@@ -61,15 +61,6 @@ class ServerProcess:
         return self._in_vain >= _STARTS_IN_VAIN
 
     @property
-    def has_answered(self) -> bool:
-        """Whether it has answered since its last start."""
-        return self._answered
-
-    def answered(self) -> None:
-        """Record that it has answered since its last start."""
-        self._answered = True
-
-    @property
     def ending(self) -> str:
         """Its exit status and the last lines of its output."""
         status = None if self._process is None else self._status()
@@ -87,12 +78,12 @@ class ServerProcess:
             EngineError: its program cannot be run, or it ends after every start.
         """
         if self._process is not None:
-            self._reap()
-            self._in_vain = 0 if self._answered else self._in_vain + 1
+            self.close()
+            self._in_vain = 0 if self.answered else self._in_vain + 1
             if self.hopeless:
                 raise EngineError(self.ending)
         self.starts += 1
-        self._answered = False
+        self.answered = False
         guard = Path(__file__).with_name("server_guard.py")
         try:
             with self._log.open("ab") as log:
@@ -106,9 +97,6 @@ class ServerProcess:
 
     def close(self) -> None:
         """End the server and wait for its exit."""
-        self._reap()
-
-    def _reap(self) -> None:
         process = self._process
         if process is None:
             return
