@@ -89,7 +89,7 @@ def test_the_adapter_that_answers_was_trained(base: Any, engine: EmbeddedEngine)
     trainer = trained(base, 0.05)
 
     async def publish_and_check(version: int, weights: AdapterWeights) -> float:
-        await SameTensors(engine, lambda name: weights).publish("a", AdapterRef("a", version))
+        await SameTensors(engine.install, lambda name: weights).publish("a", AdapterRef("a", version))
         probe = Probe("a", PROMPT, 0.0)
         return await probe.check(engine, AdapterRef("a", version), probe.trained(trainer))
 

@@ -304,7 +304,9 @@ def build(
         device,
         engine,
         trainer,
-        SameTensors(engine, trainer.weights) if isinstance(trainer, TorchTrainer) else SavedFiles(engine, trainer),
+        SameTensors(engine.install, trainer.weights)
+        if isinstance(trainer, TorchTrainer)
+        else SavedFiles(engine, trainer),
         config,
         list(base.info.notes),
         probe_tolerance=0.05 if base.info.inexact else 0.0,

@@ -85,7 +85,6 @@ class _Hits:
         return self._right[kind] / self._tried[kind]
 
     def add(self, kind: int, right: bool) -> None:
-        """Count a guess."""
         self._right[kind] = 0.98 * self._right[kind] + right
         self._tried[kind] = 0.98 * self._tried[kind] + 1
 
@@ -100,7 +99,6 @@ class _Position:
         self.prefix, self.seeded = 1, hash((2, seed))
 
     def after(self, token: int) -> _Position:
-        """The next position."""
         position = _Position.__new__(_Position)
         position.recent, position.length = [*self.recent[1 - _ORDERS[0] :], token], self.length + 1
         position.prefix, position.seeded = hash((self.prefix, token)), hash((self.seeded, token))

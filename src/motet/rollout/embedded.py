@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -265,24 +264,17 @@ class EmbeddedEngine:
         return not self.decoder.idle
 
 
-class Installs(Protocol):
-    """Receives versions as tensors."""
-
-    def install(self, ref: AdapterRef, weights: AdapterWeights) -> None:
-        """Make a version available."""
-        ...
-
-
 class SameTensors:
     """A `WeightSync` for the embedded engine: a version is a pointer to the trainer's tensors."""
 
-    def __init__(self, engine: Installs, weights: Callable[[str], AdapterWeights]) -> None:
-        self._engine = engine
-        self._weights = weights
+    def __init__(
+        self, install: Callable[[AdapterRef, AdapterWeights], None], weights: Callable[[str], AdapterWeights]
+    ) -> None:
+        self._install, self._weights = install, weights
 
     async def publish(self, name: str, ref: AdapterRef) -> None:
         """Make the trainer's current weights of adapter `name` available under this reference."""
-        self._engine.install(ref, self._weights(name))
+        self._install(ref, self._weights(name))
 
 
 class SavedFiles:

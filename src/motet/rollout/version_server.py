@@ -94,14 +94,12 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*settings)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a new thread if there is room for one more."""
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -117,12 +115,10 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*of_server)  # type: ignore[arg-type]
 
     def setup(self) -> None:
-        """Set the timeout."""
         super().setup()
         self.connection.settimeout(self._seconds)
 
     def do_GET(self) -> None:
-        """Send the requested version."""
         status, content = self._answer(self.path, self.headers.get("Authorization", "").removeprefix("Bearer "))
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
