@@ -151,9 +151,8 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     except SafetensorError as error:
         full = "No space left" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
-    path.chmod(
-        path.parent.stat().st_mode & 0o666
-    )  # readable by everyone who can read the directory, such as servers of other users
+    # readable by everyone who can read the directory, such as servers of other users
+    path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
 
 

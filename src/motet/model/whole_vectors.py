@@ -128,19 +128,15 @@ class _ByWholeVectors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        if (
-            func not in _FUNCTIONS
-            or not args
-            or not isinstance(args[0], Tensor)
-            or not _is_one_way(func, args, options)
-        ):
-            return func(*args, **options)
-        return by_whole_vectors(lambda x: func(x, *args[1:], **options), args[0], gelu=func is F.gelu)
+        if func in _FUNCTIONS and _is_one_way(args, options):
+            return by_whole_vectors(lambda x: func(x, *args[1:], **options), args[0], gelu=func is F.gelu)
+        return func(*args, **options)
 
 
-def _is_one_way(func: Any, args: Any, options: dict[str, Any]) -> bool:
-    """Whether a call only computes a new tensor from a single tensor."""
-    return not options.get("inplace") and "out" not in options and not any(isinstance(one, Tensor) for one in args[1:])
+def _is_one_way(args: Any, options: dict[str, Any]) -> bool:
+    """Whether a call only computes a new tensor from a single tensor, its first argument."""
+    tensors = [place for place, one in enumerate(args) if isinstance(one, Tensor)]
+    return tensors == [0] and not options.get("inplace") and "out" not in options
 
 
 class Uneven(TorchDispatchMode):

@@ -210,11 +210,8 @@ def _largest(
 
 def _to_all_rows(first_SKRE: Tensor, n_rows: int, value: float = 0.0) -> Tensor:
     """Extend the first rows to `n_rows` with a value."""
-    return (
-        first_SKRE
-        if n_rows == first_SKRE.shape[2]
-        else F.pad(first_SKRE, (0, 0, 0, n_rows - first_SKRE.shape[2]), value=value)
-    )
+    more = n_rows - first_SKRE.shape[2]
+    return F.pad(first_SKRE, (0, 0, 0, more), value=value) if more else first_SKRE
 
 
 def _fold(states_THE: Tensor, group: SpanGroup, call: _FoldedCall, multiple: int) -> Tensor:
@@ -230,8 +227,7 @@ def _fold(states_THE: Tensor, group: SpanGroup, call: _FoldedCall, multiple: int
 
 
 def _pad(folded_SKRE: Tensor, multiple: int) -> Tensor:
-    pad = -folded_SKRE.shape[2] % multiple
-    return F.pad(folded_SKRE, (0, 0, 0, pad)) if pad else folded_SKRE
+    return _to_all_rows(folded_SKRE, round_up(folded_SKRE.shape[2], multiple))
 
 
 def _unfold(folded_SKRE: Tensor, group: SpanGroup, call: _FoldedCall) -> Tensor:
