@@ -60,13 +60,13 @@ def decoding(base: LoraModel, rows: int, own: Sequence[AdapterWeights], threads:
         prompt = Prompt(request, own[place] if own else None, lambda _: None)
         prompt.waiting = [SampledSequence(prompt, 0, index)]
         decoder.add(prompt)
-    while decoder.n_running < rows:
+    while len(decoder.rows.running) < rows:
         decoder.tick()
 
     def work() -> int:
         n_tokens = 0
         for _ in range(STEPS):
-            n_tokens += decoder.n_running
+            n_tokens += len(decoder.rows.running)
             decoder.tick()
         return n_tokens
 

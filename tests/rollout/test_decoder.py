@@ -79,7 +79,7 @@ def assert_as_alone(asks: Iterable[Ask], decoder: Decoder, dtype: str, name: str
         if not waiting and decoder.idle:
             break
         decoder.tick()
-        assert decoder.n_running <= decoder.rows.most
+        assert len(decoder.rows.running) <= decoder.rows.most
     finish(decoder)
     for ask, chunks in running:
         for seed, outcome in zip(ask.seeds, outcomes(chunks, len(ask.seeds)), strict=True):
@@ -515,7 +515,7 @@ def test_a_prompt_that_needs_most_of_the_cache_makes_nobody_give_way_in_vain(see
     busy = Busy(decoder)
     for _ in range(3):
         busy.tick()
-    assert decoder.n_running == 6
+    assert len(decoder.rows.running) == 6
     for asked in range(3):
         preempted, ended, ticks = decoder.rows.preemptions, busy.ended, 0
         large = add(decoder, replace(as_request(f"large {asked}", ask), tenant="large"), None)

@@ -63,7 +63,7 @@ def test_honest_versions(base: Any, engine: EmbeddedEngine) -> None:
     async def scenario() -> None:
         engine.install(AdapterRef("a", 0), old)
         first = asyncio.create_task(complete(engine, "first", AdapterRef("a", 0), 60))
-        while not engine.decoder.n_running:
+        while not engine.decoder.rows.running:
             await asyncio.sleep(0.001)
         engine.install(AdapterRef("a", 1), new)
         await engine.unload_adapter(AdapterRef("a", 0))
@@ -135,7 +135,7 @@ def test_abort_one_jobs_requests(engine: EmbeddedEngine) -> None:
         alone = await of_job("alone", "theirs", 80)
         mine = [asyncio.create_task(of_job(f"mine-{index}", "mine", 900)) for index in range(3)]
         theirs = asyncio.create_task(of_job("theirs", "theirs", 80))
-        while engine.decoder.n_running < 4:
+        while len(engine.decoder.rows.running) < 4:
             await asyncio.sleep(0.001)
         await engine.abort("mine")
         ended = [await task for task in mine]

@@ -121,15 +121,11 @@ class Completion(GrowingCompletion):
             del self.tokens[n_tokens:], self.logprobs[n_tokens:]
             self.finish = FinishReason.STOP
 
-    def mark(self) -> int:
-        """Current length in tokens, to return to with `back`."""
-        return len(self.tokens)
-
-    def back(self, mark: int) -> bool:
-        """Drop tokens after a mark; False if some were already delivered."""
-        if self._sent_tokens > mark:
+    def back(self, n_tokens: int) -> bool:
+        """Drop the tokens after the first `n_tokens`; False if some of them were already delivered."""
+        if self._sent_tokens > n_tokens:
             return False
-        del self.tokens[mark:], self.logprobs[mark:]
+        del self.tokens[n_tokens:], self.logprobs[n_tokens:]
         self.finish = None
         return True
 

@@ -70,11 +70,6 @@ class Decoder:
         """Whether there is nothing to do."""
         return not (self.rows.waiting or self.rows.preempted or self.rows.running)
 
-    @property
-    def n_running(self) -> int:
-        """Sequences in the decode batch."""
-        return len(self.rows.running)
-
     def add(self, prompt: Prompt) -> None:
         """Queue a request; completions are admitted in order of arrival."""
         self.rows.waiting.append(prompt)

@@ -251,7 +251,7 @@ class EmbeddedEngine:
             if self.decoder.idle:
                 self._device.turns.come((), DECODES)
                 return False
-            full = self.decoder.n_running >= self.decoder.rows.most
+            full = self.decoder.rows.free <= 0
             self.decoder.tick()
         except Exception as error:  # callers wait in other threads and must all be informed
             error = self._device.examine(error)

@@ -42,8 +42,7 @@ class FakeEngine:
 
     Args:
         capacity: completions sampled at a time; others wait.
-        jitter: seed of the length of each suspension, 1 to `max_yields`; None suspends exactly once.
-        max_yields: the longest suspension, in turns of the event loop.
+        jitter: seed of the length of each suspension, 1 to 7 turns of the event loop; None suspends exactly once.
         seconds: sleep in each turn of a suspension, for tests of time limits.
         max_positions: largest sum of prompt and completion tokens.
     """
@@ -53,7 +52,6 @@ class FakeEngine:
         *,
         capacity: int = 16,
         jitter: int | None = None,
-        max_yields: int = 7,
         seconds: float = 0.0,
         max_positions: int = 4096,
     ) -> None:
@@ -63,9 +61,9 @@ class FakeEngine:
         """Every accepted request, in order."""
         self.peak = 0
         """Most completions requested at one time."""
-        self._capacity = capacity
+        self.capacity = capacity
+        """Recommended number of concurrent completions."""
         self._random = None if jitter is None else random.Random(jitter)
-        self._max_yields = max_yields
         self._seconds = seconds
         self._max_positions = max_positions
         self._base = FakePolicy(None)
@@ -74,11 +72,6 @@ class FakeEngine:
         self._rows = asyncio.Semaphore(capacity)
         self._open: dict[tuple[str, str], asyncio.Event] = {}
         self._asked = 0
-
-    @property
-    def capacity(self) -> int:
-        """Recommended number of concurrent completions."""
-        return self._capacity
 
     @property
     def loaded(self) -> frozenset[AdapterRef]:
@@ -164,7 +157,7 @@ class FakeEngine:
 
     async def suspend(self) -> None:
         """Yield to other tasks, for a length set by the jitter."""
-        turns = 1 if self._random is None else self._random.randint(1, self._max_yields)
+        turns = 1 if self._random is None else self._random.randint(1, 7)
         for _ in range(turns):
             await asyncio.sleep(self._seconds)
 

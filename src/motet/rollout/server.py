@@ -223,7 +223,7 @@ class ServerEngine:
         """Request until the completion is finished."""
         request, failures = opened.request, 0
         while completion.finish is None:
-            replica, mark = await self._choose_replica(opened), completion.mark()
+            replica, n_tokens = await self._choose_replica(opened), len(completion.tokens)
             failure: EngineError
             try:
                 await self._read(replica, completion, failures, chunks)
@@ -233,7 +233,7 @@ class ServerEngine:
                 completion.settle()
                 failure = error
             except ServerFault as error:
-                if not completion.back(mark):
+                if not completion.back(n_tokens):
                     raise
                 failure = error
             failures += 1
