@@ -18,6 +18,7 @@ from motet.core.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import motet_attention
 from motet.model.experts import motet_experts
+from motet.model.find import find_base
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.load import load_base
 from motet.model.lora import ExpertRun, FusedLinears
@@ -174,6 +175,15 @@ def test_window_that_attention_is_not_told_of_limits_length():
 def test_base_that_is_not_there(name, message):
     with pytest.raises(BaseModelError, match=message):
         load_base(name, device="cpu")
+
+
+def test_a_directory_may_be_called_almost_as_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BaseModelError, match="did you mean 'smollm2'"):
+        find_base("smollm3")
+    (tmp_path / "smollm3").mkdir()
+    (tmp_path / "smollm3" / "config.json").write_text("{}")
+    assert find_base("smollm3") == ("smollm3", None)
 
 
 def test_directory_without_config(tmp_path: Path):

@@ -40,10 +40,10 @@ def find_base(name: str) -> tuple[str, str | None]:
         if not cached.is_dir():
             raise BaseModelError(f"base smollm2 is not in {cached}; download it with `make smollm2`")
         return str(cached), None
-    near = close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
-    if near:
-        raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
     path = Path(os.path.expanduser(name))
+    near = close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
+    if near and not path.is_dir():
+        raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise BaseModelError(f"there is no file {path}; give the path of a .gguf file")
