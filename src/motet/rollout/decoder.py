@@ -11,11 +11,12 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from motet.core.tenant_turns import TenantTurns
+from motet.core.device import DECODES, WAITS
+from motet.core.tenant_turns import Cost, Payer, TenantTurns
 from motet.core.types import FinishReason
 from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
@@ -26,7 +27,6 @@ from motet.rollout.drafts import Drafts, can_draft
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
-from motet.rollout.tick_turns import TickTurns
 
 
 class Decoder:
@@ -62,7 +62,7 @@ class Decoder:
         """Tokens computed in these prefills, without reused ones."""
         self.spent: Counter[str] = Counter()
         """Microseconds by job; the reader resets it."""
-        self._turns = TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
+        self._turns = _TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
         self._no_blocks = False  # whether a waiting prompt found no free blocks in the last tick
 
     @property
@@ -272,7 +272,7 @@ def _decode(decoder: Decoder, running: list[SampledSequence], spare: int) -> lis
     return [1 + len(draft) for draft in drafts]
 
 
-def _next_tokens(item: SampledSequence, draft: Sequence[int] = ()) -> NewTokens:
+def _next_tokens(item: SampledSequence, draft: Sequence[int]) -> NewTokens:
     ids = [item.tokens[-1], *draft]
     return NewTokens(item.prompt.weights, ids, item.length - 1, item.blocks, item.slot, len(ids))
 
@@ -284,3 +284,77 @@ def _named(prompt: Prompt, names: set[str]) -> bool:
 def _adapter_order(sequence: SampledSequence) -> tuple[str, int]:
     adapter = sequence.prompt.request.adapter
     return ("", -1) if adapter is None else (adapter.name, adapter.version)
+
+
+class _TickTurns:
+    """Chooses the tenants that a tick works for, and limits its time while several are active."""
+
+    def __init__(self, turns: TenantTurns, rows: int, tokens: int) -> None:
+        """A tick decodes at most `rows` rows and prefills at most `tokens` tokens."""
+        self._turns, self._rows, self._tokens = turns, rows, tokens
+        self._reading, self._decoding, self._ticks = Cost(), Cost(), 0
+
+    def now(self) -> float:
+        """Seconds, by the clock of the turns."""
+        return self._turns.clock()
+
+    @property
+    def company(self) -> bool:
+        """Whether several tenants use the device."""
+        return self._turns.company
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens to prefill in this tick."""
+        return self._reading.most(self._tokens) if self.company else self._tokens
+
+    def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
+        """Report the tenants that have work."""
+        self._turns.come(map(tenant_of, there), WAITS)
+
+    def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
+        """Report the tenants of items that the next tick could serve."""
+        self._turns.come(map(tenant_of, items), DECODES)
+
+    def had(self, item: Prompt | SampledSequence) -> float:
+        """Device seconds that the item's tenant has used, divided by its share; tenants with less come first."""
+        return self._turns.had(tenant_of(item))
+
+    def due(self, items: Iterable[Prompt | SampledSequence]) -> set[str]:
+        """The tenants among these whose turn it is."""
+        return self._turns.due(map(tenant_of, items))
+
+    def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
+        """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
+        due = self.due(running)
+        chosen = [item for item in running if tenant_of(item) in due]
+        if self.company:
+            chosen.sort(key=lambda item: (self.had(item), item.tick))
+            del chosen[self._decoding.most(self._rows) :]
+        self._ticks += 1
+        for item in chosen:
+            item.tick = self._ticks
+        return set(chosen)
+
+    def read(self, begun: float, parts: Iterable[tuple[Prompt, int]], tokens: int) -> Counter[str]:
+        """Charge a prefill of `tokens` tokens by its parts; returns microseconds by job."""
+        spent = self.now() - begun
+        if tokens:
+            self._reading.add(tokens, spent)
+        return self._turns.charge(spent, [(_payer(prompt), part) for prompt, part in parts])
+
+    def spare(self, n_rows: int) -> int:
+        """Number of rows that a tick may have in addition to `n_rows`."""
+        most = self._decoding.most(self._rows) if self.company else 2 * self._rows + 32
+        return max(0, most - n_rows)
+
+    def decoded(self, begun: float, running: Sequence[SampledSequence], rows: Sequence[int]) -> Counter[str]:
+        """Charge sequences by their rows; returns microseconds by job."""
+        spent = self.now() - begun
+        if running:
+            self._decoding.add(sum(rows), spent)
+        return self._turns.charge(spent, [(_payer(item.prompt), n) for item, n in zip(running, rows, strict=True)])
+
+
+def _payer(prompt: Prompt) -> Payer:
+    return Payer(prompt.request.job, prompt.request.tenant, prompt.request.share)
