@@ -55,7 +55,6 @@ class Decoder:
         self.runner = ModelRunner(base, cache)
         self.drafts = Drafts() if speculates and can_draft(base) else None
         self.rows = BatchRows(cache, self.blocks, max_rows)
-        self.prefill_tokens = prefill_tokens
         self.prefills = 0
         """Prompts prefilled so far; preempted sequences count again unless they were restored from host memory."""
         self.prefilled_tokens = 0

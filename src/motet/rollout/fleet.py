@@ -101,14 +101,10 @@ class Fleet:
         back: Callable[[Replica], Awaitable[None]],
         sleep: HttpRequest | None = None,
     ) -> None:
-        """No replica is contacted before the first call of `wait`.
+        """No replica is contacted before the first call of `wait`, which waits for `wait_seconds` if none is up.
 
-        Args:
-            replicas: the servers.
-            processes: servers started by this process, by the replica's URL.
-            wait_seconds: longest wait for a replica if none is up.
-            back: called with a replica that is up again, before it gets requests.
-            sleep: what servers are asked when they sleep; None if they never do.
+        `processes` are servers started here, by URL. `back` is called with a replica that is up again, before it gets
+        requests. Servers that sleep are asked `sleep`.
         """
         self.replicas = tuple(replicas)
         self._turns = sleep and SleepTurns(self.replicas, sleep, self.replicas[0].dialect.wake, self._end)

@@ -109,12 +109,8 @@ class NodeAgent:
     ) -> None:
         """Nothing is written before the app starts.
 
-        Args:
-            server: URL of the server on this node.
-            dialect: the server's protocol.
-            directory: for versions only; preferably in memory, such as under /dev/shm.
-            key: required in requests and sent to the server; None disables authentication.
-            kept: the server's process, if the agent starts and ends it.
+        `directory` is for versions only; preferably in memory, such as under /dev/shm. `key` is required in requests and
+        sent to `server`, a URL; None disables authentication. `kept` is the server's process, if the agent starts it.
         """
         self._dialect, self._directory, self._key, self._kept = dialect, directory, key, kept
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}

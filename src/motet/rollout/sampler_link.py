@@ -31,12 +31,8 @@ class SamplerLink:
     def __init__(self, load: m.LoadSampler, fingerprint: str, busy: BusyTime, share: float, log: Path | None) -> None:
         """Start the process; it loads in the background.
 
-        Args:
-            load: base and limits.
-            fingerprint: result of `LoraModel.fingerprint` in this process.
-            busy: the sampling time of the process is added to it.
-            share: factor on the seconds that are added to `busy`.
-            log: file for its errors; discarded if None.
+        `fingerprint` is that of the base in this process. Sampling time, times `share`, is added to `busy`. Errors are
+        written to `log`, or discarded.
         """
         self._fingerprint, self._busy, self._share = fingerprint, busy, share
         self._lock = threading.Lock()

@@ -73,12 +73,9 @@ class ServedVersions:
     """The versions of a run on its servers."""
 
     def __init__(self, files: VersionFiles, tolerance: float, run_id: str) -> None:
-        """Start without versions.
+        """`tolerance` is the largest mean difference between two replicas' logprobs of one probe.
 
-        Args:
-            files: where versions are written.
-            tolerance: largest mean difference between two replicas' logprobs of one probe.
-            run_id: marks this run's names on servers; unknown names with it are unloaded.
+        `run_id` marks this run's names on servers; unknown names with it are unloaded.
         """
         self._files, self._tolerance, self._run_id = files, tolerance, run_id
         self._versions: dict[AdapterRef, _Version] = {}

@@ -106,14 +106,8 @@ class ServerEngine:
     ) -> None:
         """Nothing is sent to a server before `ready`.
 
-        Args:
-            replicas: the servers.
-            processes: servers started here, by URL.
-            files: where versions are written for them.
-            decode: converts completion tokens to text.
-            bounds: limits for requests.
-            run: marks this run's names on servers.
-            sleep: what servers are asked when they sleep; None if they never do.
+        `processes` are servers started here, by URL, and `files` are where versions are written. `run` marks this run's
+        names on servers. Servers that sleep are asked `sleep`.
         """
         self.fleet = Fleet(replicas, processes, bounds.wait_seconds, self._welcome, sleep)
         self._versions = ServedVersions(files, bounds.tolerance, run)

@@ -31,13 +31,10 @@ class VersionServer:
     def __init__(
         self, directory: Path, servers: Collection[str], keys: Collection[str], seconds: float = _SECONDS
     ) -> None:
-        """Create it without listening.
+        """It does not listen yet. `directory` contains the versions by name.
 
-        Args:
-            directory: contains the versions by name.
-            servers: URLs of the servers whose workers fetch; if all are local, it listens on localhost only.
-            keys: keys of those servers; a request must present one.
-            seconds: socket timeout.
+        `servers` are URLs of those whose workers fetch; if all are local, it listens on localhost only. A request must
+        present one of their `keys`. `seconds` is the timeout of sockets.
 
         Raises:
             ConfigError: a server is remote and there is no key, so anyone on the network could fetch.
