@@ -82,22 +82,18 @@ class AdapterTable:
 
     def routing(self, n_rows: int) -> TableRouting:
         """A routing of `n_rows` rows, all for the base at first."""
-        device = self._flat.device
-        order_T, inverse_T = (torch.arange(n_rows, device=device) for _ in range(2))
-        ends_S = torch.full((self.slots,), n_rows, dtype=torch.int32, device=device)
-        return TableRouting(self, order_T, inverse_T, ends_S)
+        return TableRouting(self, n_rows, self._flat.device)
 
 
 class TableRouting:
     """Rows of a decode batch, each with a slot of a table. The tensors are fixed; their contents change."""
 
-    def __init__(self, table: AdapterTable, order_T: Tensor, inverse_T: Tensor, ends_S: Tensor) -> None:
-        """Row of each product row, product row of each row (int64), and the end of each slot's product rows (int32)."""
+    def __init__(self, table: AdapterTable, n_rows: int, device: torch.device) -> None:
         self.table = table
-        self._order_T = order_T
-        self._inverse_T = inverse_T
-        self._ends_S = ends_S
-        self._product = table.products.in_table(ends_S)
+        # row of each product row, product row of each row, and the end of each slot's product rows
+        self._order_T, self._inverse_T = (torch.arange(n_rows, device=device) for _ in range(2))
+        self._ends_S = torch.full((table.slots,), n_rows, dtype=torch.int32, device=device)
+        self._product = table.products.in_table(self._ends_S)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -176,7 +176,7 @@ def _aligned(rows_MK: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class BySums:
+class _BySums:
     """One form for products with long sums, another for other products."""
 
     long: RowProducts
@@ -184,11 +184,9 @@ class BySums:
     long_sum: int
 
     def multiply(self, rows_MK: Tensor, weights_AKN: Tensor) -> Tensor:
-        """Each row times the weights of its adapter: [M, K], [A, K, N] → [M, N]."""
         return self._form(rows_MK).multiply(rows_MK, weights_AKN)
 
     def add(self, sums_MN: Tensor, rows_MK: Tensor, weights_AKN: Tensor) -> None:
-        """Add the result of `multiply` in place."""
         self._form(rows_MK).add(sums_MN, rows_MK, weights_AKN)
 
     def _form(self, rows_MK: Tensor) -> RowProducts:
@@ -212,7 +210,7 @@ class PaddedProducts:
         padded = round_up(max(*lengths, layout.least_rows(self.dtype)), tile or ROWS)
         rooms = [padded] * len(lengths)
         form = Padded(len(lengths)) if batched else Tiled.of(rooms, narrow)
-        return rooms, BySums(Tiled.of(rooms, tile), form, self.arithmetic.long_sum) if tile else form
+        return rooms, _BySums(Tiled.of(rooms, tile), form, self.arithmetic.long_sum) if tile else form
 
     def stack(self, adapters: Sequence[AdapterWeights]) -> dict[str, LoraMatrices]:
         """Contiguous for each product, because `bmm` would copy other layouts."""
