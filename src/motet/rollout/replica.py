@@ -65,6 +65,7 @@ class Replica:
     def __post_init__(self) -> None:
         self.server = ServerConnection(self.url, self.clocks, self.headers, self.verify)
         self._agent = ServerConnection(self.agent, self.clocks, self.headers, self.verify) if self.agent else None
+        self._connections = [one for one in (self.server, self._agent) if one is not None]
 
     def load_now(self) -> ServerLoad:
         """Running requests and tokens, and the number of loaded adapters."""
@@ -123,18 +124,15 @@ class Replica:
         """Mark the server as gone: running requests fail, and no new ones are sent until `greet` succeeds."""
         self.up, self.note = False, reason
         self.loaded.clear()
-        for connection in self._connections():
+        for connection in self._connections:
             connection.leave(reason)
 
     async def close(self) -> None:
         """Close the connections."""
-        for connection in self._connections():
+        for connection in self._connections:
             await connection.close()
         if self.versions is not None:
             await asyncio.to_thread(self.versions.close)
-
-    def _connections(self) -> list[ServerConnection]:
-        return [self.server, *([] if self._agent is None else [self._agent])]
 
     # --- requests ---------------------------------------------------------------------------------------------------------
 

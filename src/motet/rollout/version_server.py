@@ -83,7 +83,6 @@ class VersionServer:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
     request_queue_size = MOST_OPEN
 
     def __init__(self, *settings: Any) -> None:
@@ -108,12 +107,9 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     def __init__(self, answer: Callable[[str, str], tuple[int, bytes]], seconds: float, *of_server: object) -> None:
-        self._answer, self._seconds = answer, seconds
+        self._answer = answer
+        self.timeout = seconds  # type: ignore[misc]  # of the socket
         super().__init__(*of_server)  # type: ignore[arg-type]
-
-    def setup(self) -> None:
-        super().setup()
-        self.connection.settimeout(self._seconds)
 
     def do_GET(self) -> None:
         status, content = self._answer(self.path, self.headers.get("Authorization", "").removeprefix("Bearer "))
