@@ -148,7 +148,7 @@ class LoraModel:
             self.kernels.read_keys_in_blocks(block_size)
             self.attention = self.kernels.attention
             return
-        width = _least_head_width(self.model.config.get_text_config())
+        width = head_width(self.model.config.get_text_config())
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
         if self.stateful:
             kernels = self.arithmetic.attention == "triton"
@@ -283,7 +283,8 @@ class LoraModel:
         return self._layouts.setdefault((chosen, rank), layout)
 
 
-def _least_head_width(config: Any) -> int:
+def head_width(config: Any) -> int:
+    """Elements of an attention head; of the narrowest, if layers differ."""
     layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4's full attention has wider heads
     return min(
         int(getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads) for one in layers

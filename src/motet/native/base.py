@@ -19,7 +19,7 @@ from motet.model.attention import AttentionBackend, AttentionPass
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, Routing
-from motet.model.lora_model import LoraModel
+from motet.model.lora_model import LoraModel, head_width
 from motet.model.routing import SamplerRouting, TrainerRouting
 from motet.native.attention import NativeAttention, NativePass
 from motet.native.decoder import (
@@ -28,7 +28,6 @@ from motet.native.decoder import (
     embedding_scale,
     experts_of,
     gate_of,
-    head_width,
     linears_of,
     norm_weight,
     norms_of,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from motet.model.attention import LayerCall
 from motet.model.lora import LoraLinear
-from motet.model.lora_model import LoraModel
+from motet.model.lora_model import LoraModel, head_width
 from motet.native.own_math import OwnMath
 from motet.native.plan import GATES
 
@@ -72,11 +72,6 @@ def refusal_of(config: Any, block_size: int) -> str:
 def gate_of(config: Any) -> str:
     """Name of the MLPs' activation function."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
-
-
-def head_width(config: Any) -> int:
-    """Elements of an attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def linears_of(layer: Any) -> list[tuple[LoraLinear, ...]]:
