@@ -16,10 +16,9 @@ from motet.core.checksums import SUMS
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.service.database.store import Store
-from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.queue import Planned, StartCondition
+from motet.service.jobs.queue import StartCondition
 from motet.service.tenants.quotas import Quotas
 from tests.support.counting import calls
 from tests.support.database import person
@@ -266,7 +265,7 @@ def test_a_start_of_many_jobs_is_read_once(place: Place, us: Principal) -> None:
     place.save(elder, 1)
     fields = {"adapter": {"init": "elder@1"}}
     configs = [JobConfig.model_validate(normal_job({**tiny(f"younger-{number}"), **fields})) for number in range(5)]
-    planned = [Planned(new_id("job"), one, None, place.queue.plan(us, one, "small")) for one in configs]
+    planned = [place.queue.plan(us, one, "small") for one in configs]
     with calls(own_thread=True) as counted, place.queue.drafts(planned) as drafts:
         jobs = place.queue.submit(us, planned, drafts)
     assert counted["version_damage"] == 1

@@ -14,11 +14,11 @@ from motet.core.types import JobState
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store
-from motet.service.database.tables import StoredJob, new_id, now
+from motet.service.database.tables import StoredJob, now
 from motet.service.database.tenants import Principal
 from motet.service.events import EventBus
 from motet.service.jobs.initial_adapter import InitialAdapters
-from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, StartCondition
+from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition
 from motet.service.storage import Storage
 from tests.support.service_run import tiny
 
@@ -69,8 +69,7 @@ class Place:
     def submit(self, who: Principal, name: str, when: StartCondition = AT_ONCE, **fields: Any) -> StoredJob:
         """Hand a job in."""
         config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
-        plan = self.queue.plan(who, config, "small", when)
-        planned = [Planned(new_id("job"), config, None, plan)]
+        planned = [self.queue.plan(who, config, "small", when)]
         with self.queue.drafts(planned) as drafts:
             return self.queue.submit(who, planned, drafts)[0]
 

@@ -26,7 +26,6 @@ from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover, begun_jobs
 from motet.service.jobs.initial_adapter import InitialAdapters
-from motet.service.jobs.named_files import NamedFiles
 from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
@@ -81,9 +80,8 @@ class Service:
         self.followers = Followers(config.observers, settings.directory / "observers", warn)
         self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers, self.followers)
         initial = InitialAdapters(self.storage, self.adapters)
-        files = NamedFiles(store, self.storage, initial)
         self.handover = Handover(
-            store, files, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets
+            store, self.storage, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets
         )
         self.queue = JobQueue(
             store, self.bus, self.adapters, initial, self.recorder.record_state, self.handover.hand_over
@@ -91,7 +89,7 @@ class Service:
         self.races = Races(store, self.storage, self.bus, self.recorder, self.hosts)
         self.submissions = Submissions(
             allowed, bases, store, self.storage, self.bus, self.adapters, self.quotas, self.enforcer, self.queue,
-            files, self.handover, self.hosts, secrets, self.recorder, self.races,
+            self.handover, self.hosts, secrets, self.recorder, self.races,
         )  # fmt: skip
         self.erasure = Erasure(store, self.storage, self.adapters, self.submissions, self.followers.home)
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)

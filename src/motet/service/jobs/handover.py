@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from sqlalchemy import Select, case, func, select
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.config import JobConfig
-from motet.core.errors import MotetError
+from motet.core.errors import ConfigError, MotetError
 from motet.core.types import JobState, Wanted
 from motet.runtime.slots import Claim, Rule
 from motet.service.bases import Bases
@@ -19,9 +20,9 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.events import EventLog
 from motet.service.jobs.initial_adapter import InitialAdapters
-from motet.service.jobs.named_files import NamedFiles
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.secrets import Secrets
+from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer
 
 UNFIT = (MotetError, OSError, ValueError)
@@ -34,7 +35,7 @@ class Handover:
     def __init__(
         self,
         store: Store,
-        files: NamedFiles,
+        storage: Storage,
         log: EventLog,
         recorder: EventRecorder,
         initial: InitialAdapters,
@@ -43,7 +44,7 @@ class Handover:
         bases: Bases,
         secrets: Secrets,
     ) -> None:
-        self._store, self._files, self._log, self._recorder = store, files, log, recorder
+        self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
         self._initial, self._enforcer, self._hosts, self._bases = initial, enforcer, hosts, bases
         self._secrets = secrets
 
@@ -56,7 +57,7 @@ class Handover:
             self._initial.keep(job)
             config = JobConfig.model_validate(job.spec)
             # reports a missing file before the job's turn
-            self._files.tree(Principal.member_of(job.tenant_id), config, job.id)
+            self.tree(Principal.member_of(job.tenant_id), config, job.id)
             self._hosts.look(Claim("", job.tenant_id, config.priority, config.slots, self._bases.of(job.base)))
         except UNFIT as error:
             self._recorder.record_state(job.id, JobState.FAILED, str(error))
@@ -141,13 +142,32 @@ class Handover:
         config = JobConfig.model_validate(job.spec)
         for reward in config.rewards:
             self._secrets.opened(reward)  # fail now if a secret is missing
-        tree = self._files.tree(Principal.member_of(job.tenant_id), config, job.id)
+        tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
         first_step = self._log.first_missing_step(job.id) if first_step is None else first_step
         rule = rule or self._enforcer.rule_with_job(job)
         resumes = job.state == JobState.RUNNING.value
         return AddJob(
             tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes, until=job.until
         )
+
+    def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
+        """The job under its engine-side name, with paths for the files and the adapter that it names.
+
+        Raises:
+            ConfigError: a file is missing.
+        """
+        tree = config.model_dump(mode="json")
+        tree["seed"] = config.effective_seed  # derived from the owner's name for the job
+        tree["name"] = job_id
+        for field in ("source", "eval_source"):
+            name = tree["data"][field]
+            if name is not None and name.startswith("file-"):
+                if (file := self._store.file(who, name)) is None:
+                    raise ConfigError(f"data.{field}: there is no file {name}")
+                tree["data"][field] = str(self._storage.upload(file.id, file.filename))
+        if tree["adapter"]["init"] is not None:
+            tree["adapter"]["init"] = str(self._initial.path(job_id))
+        return tree
 
 
 def begun_jobs(store: Store) -> list[tuple[str, str, str | None]]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import select, update
 
@@ -26,7 +25,7 @@ from motet.core.types import JobState, Wanted
 from motet.process.apart import ThreadTurns
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.store import Store, name_taken
-from motet.service.database.tables import StoredJob, StoredRace
+from motet.service.database.tables import StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.handover import UNFIT
@@ -55,32 +54,22 @@ AT_ONCE = StartCondition()
 
 
 @dataclass(frozen=True)
-class Sibling:
-    """An earlier job of the same request."""
+class Planned:
+    """A job whose start is resolved for its owner."""
 
     id: str
     config: JobConfig
     base: str
-
-
-@dataclass(frozen=True)
-class StartPlan:
-    """A job's start condition and initial adapter, resolved for its owner."""
-
-    columns: Mapping[str, Any]
-    """Columns of the job's row."""
+    after: Sequence[str]
+    """Ids of jobs that must succeed before it starts."""
+    at: float | None
+    message: str
+    """What it waits for; empty if it may start."""
+    starts_from: str | None
+    """Its initial adapter (`Resolved.reference`)."""
     source: Resolved | None
     """The initial adapter, if it exists already."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A job that passed all checks."""
-
-    id: str
-    config: JobConfig
-    idempotency: str | None
-    plan: StartPlan
+    idempotency: str | None = None
     race: str | None = None
     """Id of its race."""
     until: int | None = None
@@ -88,11 +77,12 @@ class Planned:
 
     def row(self) -> StoredJob:
         """The row to store."""
-        spec = self.config.model_dump(mode="json")
-        given = {"id": self.id, "name": self.config.name, "spec": spec, "steps": self.config.steps}
         return StoredJob(
-            **given, idempotency_key=self.idempotency, race=self.race, until=self.until, **self.plan.columns
-        )
+            id=self.id, name=self.config.name, spec=self.config.model_dump(mode="json"), steps=self.config.steps,
+            base=self.base, after=list(self.after) or None, start_at=self.at, waits=bool(self.message),
+            message=self.message, starts_from=self.starts_from, idempotency_key=self.idempotency, race=self.race,
+            until=self.until,
+        )  # fmt: skip
 
 
 class JobQueue:
@@ -124,8 +114,8 @@ class JobQueue:
         config: JobConfig,
         base: str,
         condition: StartCondition = AT_ONCE,
-        above: Sequence[Sibling] = (),
-    ) -> StartPlan:
+        above: Sequence[Planned] = (),
+    ) -> Planned:
         """Resolve what a job waits for and starts from; earlier jobs of the request are candidates.
 
         Raises:
@@ -151,11 +141,7 @@ class JobQueue:
             self._initial.resolve(who, config, base, ids) if start is None else (f"{made_by.id}@{start.version}", None)
         )
         message = self._held_back(ids, condition.at, coming)
-        columns = {
-            "after": ids or None, "start_at": condition.at, "waits": bool(message), "message": message,
-            "starts_from": reference, "base": base,
-        }  # fmt: skip
-        return StartPlan(columns, source)
+        return Planned(new_id("job"), config, base, ids, condition.at, message, reference, source)
 
     def drafts(self, planned: Sequence[Planned]) -> contextlib.AbstractContextManager[list[Path]]:
         """Link the initial adapters of jobs, for `submit`. They are read to be checked, which may take minutes.
@@ -164,7 +150,7 @@ class JobQueue:
             ConfigError: an initial version has just been deleted.
             AdapterError: one is damaged.
         """
-        return self._initial.drafts([one.plan.source for one in planned])
+        return self._initial.drafts([one.source for one in planned])
 
     def submit(
         self, who: Principal, planned: Sequence[Planned], drafts: Sequence[Path], races: Sequence[StoredRace] = ()
@@ -297,7 +283,7 @@ class JobQueue:
         return bool(self._store.scalar(select(StoredJob.waits).where(StoredJob.id == job_id)))
 
 
-def _check_chain(config: JobConfig, base: str, made_by: Sibling) -> None:
+def _check_chain(config: JobConfig, base: str, made_by: Planned) -> None:
     """Compare a job with the earlier one whose adapter it continues.
 
     Raises:

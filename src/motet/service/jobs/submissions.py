@@ -23,8 +23,7 @@ from motet.service.database.tables import StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.named_files import NamedFiles
-from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, Sibling, StartCondition
+from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, StartCondition
 from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.validation import Allowed, check_allowed, check_race, validated
@@ -62,7 +61,6 @@ class Submissions:
         quotas: Quotas,
         enforcer: QuotaEnforcer,
         queue: JobQueue,
-        files: NamedFiles,
         handover: Handover,
         hosts: Hosts,
         secrets: Secrets,
@@ -73,24 +71,20 @@ class Submissions:
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
-        self._files, self._handover, self._hosts, self._secrets = files, handover, hosts, secrets
+        self._handover, self._hosts, self._secrets = handover, hosts, secrets
         self._recorder, self._races = recorder, races
         self._changing = threading.Lock()
 
-    def check(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None) -> list[Planned]:
+    def check(
+        self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None
+    ) -> tuple[list[Planned], list[StoredRace]]:
         """Check jobs that are submitted together; a job may start from the adapter of an earlier one.
 
         Raises:
             MotetError: a job is not accepted; the message says why, for each of several jobs.
         """
-        return self._checked(who, jobs, idempotency)[0]
-
-    def _checked(
-        self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None
-    ) -> tuple[list[Planned], list[StoredRace]]:
         planned: list[Planned] = []
         races: list[StoredRace] = []
-        above: list[Sibling] = []
         wrong: list[tuple[str, MotetError]] = []
         names = set[str]()
         for number, job in enumerate(jobs):
@@ -107,9 +101,9 @@ class Submissions:
                     )
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
                 if config.race is None:
-                    start = self._queue.plan(who, config, base, job.condition, above)
-                    planned.append(Planned(new_id("job"), config, key, start))
-                    above.append(Sibling(planned[-1].id, config, base))
+                    above = [one for one in planned if one.race is None]
+                    one = self._queue.plan(who, config, base, job.condition, above)
+                    planned.append(replace(one, idempotency=key))
                 else:
                     race, candidates = self._raced(who, config, plan(config, config.race), base, job.condition, key)
                     races.append(race)
@@ -139,10 +133,10 @@ class Submissions:
         # without defaults, because the rungs depend on what is set
         spec = self._secrets.sealed(config).model_dump(mode="json", exclude_unset=True)
         row = StoredRace(id=new_id("race"), tenant_id=who.tenant_id, name=config.name, spec=spec, base=base)
-        starts = [self._queue.plan(who, one, base, condition) for one in race.candidates]
+        plans = [self._queue.plan(who, one, base, condition) for one in race.candidates]
         return row, [
-            Planned(new_id("job"), one, None if number else key, start, row.id, race.stop(0))
-            for number, (one, start) in enumerate(zip(race.candidates, starts, strict=True))
+            replace(one, idempotency=None if number else key, race=row.id, until=race.stop(0))
+            for number, one in enumerate(plans)
         ]
 
     def _config(self, who: Principal, job: GivenJob) -> tuple[JobConfig, str]:
@@ -156,7 +150,7 @@ class Submissions:
         if self._bases.hides(config.name):
             raise ConfigError(f"name: {config.name!r} is a base of this service; give the job another")
         self._quotas.check_size(who.tenant_id, config)
-        self._files.tree(who, config, "job")  # files that it names must exist now
+        self._handover.tree(who, config, "job")  # files that it names must exist now
         return config, base
 
     def submit(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None) -> list[StoredJob]:
@@ -168,7 +162,7 @@ class Submissions:
         if same := self._submitted(who, idempotency, len(jobs)):
             return same
         try:
-            planned, races = self._checked(who, jobs, idempotency)
+            planned, races = self.check(who, jobs, idempotency)
             sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
             configs = [one.config for one in planned]
             # drafts first: they take long, and one request of all tenants is admitted at a time
