@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import select
@@ -40,7 +39,6 @@ from motet.tasks.problems import Problems
 from motet.tasks.row_files import OF_A_JOB
 from motet.tasks.rows import answer_of, pair_of
 
-GRADER = "method.reinforcement.grader"
 _OWN = ("name", "base", "data", "reward", "rewards", "seed", "steps")
 _GROUP, _BATCH = 8, 16
 """Values of `auto`."""
@@ -50,14 +48,6 @@ _RETRY_SECONDS = 900.0
 
 RowCheck = Callable[[Problem, str], object]
 """Raises `DataError`, with the given row name, for a row that cannot be learned from."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """An uploaded file for a job."""
-
-    file: StoredFile
-    problems: Problems
 
 
 class FineTunings:
@@ -76,30 +66,29 @@ class FineTunings:
         check: RowCheck = answer_of if isinstance(method, Supervised) else pair_of
         reward: dict[str, Any] = {}
         if isinstance(method, Reinforcement):
-            grader = self.checked_grader(who, method.grader, GRADER)
+            grader = self.checked_grader(who, method.grader, "method.reinforcement.grader")
             check = _has_columns(grader)
             reward = {"reward": {"name": "judge" if judges(grader) else "grader", "args": method.grader}}
-        training = self._rows(who, asked.training_file, "training_file", check)
-        validation = None
+        training, problems = self._rows(who, asked.training_file, "training_file", check)
+        held_out: dict[str, Any] = {"holdout": 0}
         if asked.validation_file is not None:
-            validation = self._rows(who, asked.validation_file, "validation_file", check)
-        held_out = {problem.messages for problem in (validation.problems if validation else ())}
-        rows = sum(problem.messages not in held_out for problem in training.problems)
-        if rows == 0:
+            validation, others = self._rows(who, asked.validation_file, "validation_file", check)
+            held_out = {"holdout": validation.rows, "eval_source": validation.id}
+            problems = problems.without(others)
+        if not problems:
             raise bad_field("validation_file", "it contains all rows of training_file, so none is left to train on")
         tree: dict[str, Any] = {
             "name": f"{asked.suffix or 'ft'}-{secrets.token_hex(4)}",
             "data": {
-                "source": training.file.id,
+                "source": training.id,
                 **({} if check is pair_of else {"prompt": "messages"}),
-                "holdout": 0 if validation is None else validation.file.rows,
-                **({} if validation is None else {"eval_source": validation.file.id}),
+                **held_out,
             },
             **reward,
             **self._start(who, asked.model),
             **({} if asked.seed is None else {"seed": asked.seed}),
         }
-        return _with_own(merge(tree, _hyperparameters(method, rows)), asked.motet or {})
+        return _with_own(merge(tree, _hyperparameters(method, len(problems))), asked.motet or {})
 
     def checked_grader(self, who: Principal, spec: Mapping[str, Any], where: str = "grader") -> Grader:
         """Check that a grader can run here.
@@ -117,8 +106,8 @@ class FineTunings:
             raise bad_field(f"{where}.model", error) from error
         return grader
 
-    def _rows(self, who: Principal, file_id: str, field: str, check: RowCheck) -> Rows:
-        """Check that every row of a file can be used."""
+    def _rows(self, who: Principal, file_id: str, field: str, check: RowCheck) -> tuple[StoredFile, Problems]:
+        """An uploaded file for a job, and its rows, each of which can be used."""
         file = self._store.file(who, file_id)
         if file is None:
             raise bad_field(field, f"there is no file {file_id!r}; upload it first")
@@ -130,7 +119,7 @@ class FineTunings:
                 check(problem, f"{file.filename} row {problem.id + 1}")
         except DataError as error:
             raise bad_field(field, str(error).replace(str(path), file.filename)) from error
-        return Rows(file, problems)
+        return file, problems
 
     def _start(self, who: Principal, model: str) -> dict[str, Any]:
         """The adapter's shape and base: those of a version to continue from, or the default shape over a base."""
