@@ -139,12 +139,9 @@ class EventRecorder:
 
         def tell() -> None:
             if (job := self._store.job_by_id(job_id)) is not None:
-                self._move(job, state)
+                self._followers.move(self._observed(job), state)
 
         self._write(tell)
-
-    def _move(self, job: StoredJob, state: JobState) -> None:
-        self._followers.move(self._observed(job), state)
 
     def _observed(self, job: StoredJob) -> ObservedJob:
         tenant, path = self._store.tenants.name_of(job.tenant_id), self._storage.job(job.id).path
@@ -159,7 +156,7 @@ class EventRecorder:
         if self._followers:
             ended = select(StoredJob).where(StoredJob.ended.is_not(None)).order_by(StoredJob.ended.desc())
             for job in self._store.scalars(ended.limit(_MOST_ENDED)):
-                self._move(job, JobState(job.state))
+                self._followers.move(self._observed(job), JobState(job.state))
 
     def record_usage(self, usage: UsageWindow) -> None:
         """Store device usage."""
