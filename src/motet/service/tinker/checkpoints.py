@@ -1,18 +1,10 @@
-"""Checkpoints saved by clients: `tinker://<model>/<kind>/<name>`, a directory below the job's `checkpoints`.
-
-Download links give access to one file for a quarter of an hour, without a key.
-"""
+"""Checkpoints saved by clients: `tinker://<model>/<kind>/<name>`, a directory below the job's `checkpoints`."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
-import hashlib
-import hmac
 import os
 import re
-import secrets
 import shutil
 import tarfile
 import threading
@@ -37,8 +29,6 @@ from motet.service.tinker.requests import NAME
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 _TYPES = {WEIGHTS: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _SNAPSHOT = re.compile(r"snapshot-\d+")
-SECONDS = 900.0
-ARCHIVE = "archive.tar"
 COMPLETE = "checkpoint_complete"
 """An empty file that older clients download last."""
 
@@ -231,61 +221,14 @@ def _expired(about: Path) -> bool:
     return expires is not None and bool(expires < time.time())
 
 
-class Link(msgspec.Struct, frozen=True):
-    """Content of a download token."""
-
-    job: str
-    kind: str
-    name: str
-    file: str
-    """A file of the adapter, or `ARCHIVE` for all."""
-    key: str
-    """Id of the API key that requested the link; the link ends with it."""
-    expires: float
-
-
-class Downloads:
-    """Creates and checks links, signed with a secret of this process; a restart invalidates them."""
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
-
-    def token(self, checkpoint: Checkpoint, file: str, key: str, expires: float) -> str:
-        """A token for one file until `expires`."""
-        said = msgspec.json.encode(Link(checkpoint.job.id, checkpoint.kind, checkpoint.name, file, key, expires))
-        return base64.urlsafe_b64encode(self._signature(said) + said).decode()
-
-    def open(self, token: str) -> Link:
-        """The content of a token.
-
-        Raises:
-            Refusal: it is invalid or has expired.
-        """
-        gone = Refusal(403, "this link has expired or is invalid; request another")
-        try:
-            data = base64.urlsafe_b64decode(token)
-        except (binascii.Error, ValueError):
-            raise gone from None
-        if not hmac.compare_digest(self._signature(data[32:]), data[:32]):
-            raise gone
-        link = msgspec.json.decode(data[32:], type=Link)
-        if link.expires < time.time():
-            raise gone
-        return link
-
-    def _signature(self, data: bytes) -> bytes:
-        return hmac.digest(self._secret, data, hashlib.sha256)
-
-
-def files_of(checkpoint: Checkpoint) -> list[str]:
-    """The files of its adapter."""
-    return [name for name in ADAPTER_FILES if (checkpoint.directory / name).is_file()]
+def files_of(directory: Path) -> list[str]:
+    """The files of a checkpoint's adapter."""
+    return [name for name in ADAPTER_FILES if (directory / name).is_file()]
 
 
 def archive_into(target: IO[bytes], directory: Path) -> None:
     """Write the adapter in the format of package versions before 0.36."""
     with tarfile.open(fileobj=target, mode="w") as archive:
-        for name in ADAPTER_FILES:
-            if (directory / name).is_file():
-                archive.add(directory / name, name)
+        for name in files_of(directory):
+            archive.add(directory / name, name)
         archive.addfile(tarfile.TarInfo(COMPLETE))

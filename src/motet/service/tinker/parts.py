@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from motet.service.composition import Service
 from motet.service.depends import Asker
 from motet.service.errors import Refusal
-from motet.service.tinker.checkpoints import Checkpoints, Downloads
+from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
@@ -30,7 +30,7 @@ class Tinker:
     def __init__(self, service: Service) -> None:
         store, storage, hosts, quotas = service.store, service.storage, service.hosts, service.quotas
         self.models = Models(service.bases, store, storage, service.submissions, quotas, hosts, service.secrets)
-        self.checkpoints, self.downloads = Checkpoints(self.models, storage), Downloads()
+        self.checkpoints = Checkpoints(self.models, storage)
         self.samplers = Samplers(self.models, self.checkpoints, storage, hosts)
         self.write_threads = service.write_threads
         self.futures = Futures(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from email.utils import formatdate
 from typing import Annotated, Any
 
@@ -20,17 +22,7 @@ from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.http.opened import opened_by
 from motet.service.tenants.stored import measured
-from motet.service.tinker.checkpoints import (
-    ARCHIVE,
-    SAMPLER,
-    SECONDS,
-    WEIGHTS,
-    Checkpoint,
-    Checkpoints,
-    archive_into,
-    files_of,
-    iso,
-)
+from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, Checkpoints, archive_into, files_of, iso
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import Tinker, TinkerDep, new_router
 from motet.service.tinker.requests import CopyWeights, Lora, Ttl
@@ -38,12 +30,26 @@ from motet.service.tinker.requests import CopyWeights, Lora, Ttl
 router = new_router()
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
+_LINK, _ARCHIVE, _SECONDS = "link", "archive.tar", 900
 
 
 class WeightsInfo(BaseModel):
     """A request for a checkpoint."""
 
     tinker_path: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a link opens without a key: one file of a checkpoint, for a quarter of an hour."""
+
+    job: str
+    kind: str
+    name: str
+    file: str
+    """A file of the adapter, or `_ARCHIVE` for all."""
+    key: str
+    """Id of the API key that requested the link, which ends with it."""
 
 
 class Ttls(BaseModel):
@@ -145,45 +151,40 @@ def unpublish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: Na
     return Response(status_code=204)
 
 
+def _url(request: Request, who: Principal, service: Service, checkpoint: Checkpoint, file: str) -> str:
+    link = Link(checkpoint.job.id, checkpoint.kind, checkpoint.name, file, who.key_id)
+    return str(request.url_for("download_checkpoint", token=service.secrets.pack(_LINK, asdict(link))))
+
+
 @router.get(f"{_CHECKPOINT}/external_weights_urls")
-def external_urls(request: Request, who: Asker, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
+def external_urls(request: Request, who: Asker, service: ServiceDep, checkpoint: NamedCheckpoint) -> dict[str, Any]:
     """Get a link to each file of a checkpoint."""
-    expires = time.time() + SECONDS
-    urls = {
-        file: str(
-            request.url_for("download_checkpoint", token=tinker.downloads.token(checkpoint, file, who.key_id, expires))
-        )
-        for file in files_of(checkpoint)
-    }
-    return {"urls": urls, "expires": iso(expires)}
+    urls = {file: _url(request, who, service, checkpoint, file) for file in files_of(checkpoint.directory)}
+    return {"urls": urls, "expires": iso(time.time() + _SECONDS)}
 
 
 @router.get(f"{_CHECKPOINT}/archive")
-def archive(request: Request, who: Asker, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
+def archive(request: Request, who: Asker, service: ServiceDep, checkpoint: NamedCheckpoint) -> Response:
     """Get a link to all files in one archive, for package versions before 0.36."""
-    expires = time.time() + SECONDS
-    url = request.url_for("download_checkpoint", token=tinker.downloads.token(checkpoint, ARCHIVE, who.key_id, expires))
-    return Response(status_code=302, headers={"Location": str(url), "Expires": formatdate(expires, usegmt=True)})
+    url, expires = _url(request, who, service, checkpoint, _ARCHIVE), formatdate(time.time() + _SECONDS, usegmt=True)
+    return Response(status_code=302, headers={"Location": url, "Expires": expires})
 
 
 @router.get("/downloads/{token}")
 async def download_checkpoint(request: Request, service: ServiceDep, tinker: TinkerDep, token: str) -> Response:
     """Download the file of a link. It needs no key, and ends with the key that created it."""
-    link = tinker.downloads.open(token)
+    fields = service.secrets.unpack(_LINK, token, _SECONDS)
+    if fields is None:
+        raise Refusal(403, "this link has expired or is invalid; request another")
+    link = Link(**fields)
     if await asyncio.to_thread(service.store.tenants.ended_keys, [link.key]):
         raise Refusal(403, "the key under which this link was made was revoked or has expired; ask for another link")
     opened_by(request, link.key)
     job = existing(await asyncio.to_thread(service.store.job_by_id, link.job), "the model is gone")
     directory = (await asyncio.to_thread(tinker.checkpoints.named, job, link.kind, link.name)).directory
-    if link.file == ARCHIVE:
-        return await service.packing.answer(
-            request,
-            job.tenant_id,
-            directory,
-            lambda file: archive_into(file, directory),
-            "application/x-tar",
-            ARCHIVE,
-        )
+    if link.file == _ARCHIVE:
+        pack = functools.partial(archive_into, directory=directory)
+        return await service.packing.answer(request, job.tenant_id, directory, pack, "application/x-tar", _ARCHIVE)
     return FileResponse(directory / link.file, filename=link.file)
 
 
