@@ -199,7 +199,7 @@ class Futures:
             return await self._sample(who, request_id, seconds)
         model_id, _, number = request_id.rpartition("/")
         job = await asyncio.to_thread(self._models.find, who, model_id)
-        if not number.isdecimal() or len(number) > _DIGITS:
+        if not self.trains(request_id):
             raise Refusal(404, f"there is no request {request_id!r}")
         return await self._command(job, int(number), request_id, seconds, hold)
 

@@ -183,22 +183,21 @@ class Models:
             Refusal: the model has ended, or another command has this number.
             LimitError: the tenant's storage is full; a gradient's number is used up.
         """
-        if JobState(job.state).final and not self.journal(job).known(number):
+        journal, data = self.journal(job), msgspec.msgpack.encode(command)
+        known, gradient = journal.known(number), isinstance(command, ForwardBackward)
+        if JobState(job.state).final and not known:
             reason = f": {job.message}" if job.message else ""
             raise Refusal(
                 400, f"this model has {job.state}{reason}; create another, from a checkpoint where there is one"
             )
-        gradient = isinstance(command, ForwardBackward)
         most = MOST_WAITING if gradient else 2 * MOST_WAITING  # the step that they wait for remains possible
-        if not self.journal(job).known(number) and self.journal(job).waiting_bytes() > most:
+        if not known and journal.waiting_bytes() > most:
             if gradient:
                 self.refuse(job, number)
             wanted = "call optim_step" if gradient else "wait for those before this one"
             raise Refusal(400, f"{most >> 30} GB of commands of this model wait to be done: {wanted}")
-        journal, data = self.journal(job), msgspec.msgpack.encode(command)
         size = sum(map(blocks, (len(data), 32, _outcome_bytes(command))))
         small = not isinstance(command, ForwardBackward | Save)
-        known = journal.known(number)
         try:
             with contextlib.nullcontext() if known else self._quotas.storing(job.tenant_id, size, job.id, small=small):
                 journal.put(number, data)

@@ -224,5 +224,4 @@ class Sample(Request):
 class RetrieveFuture(BaseModel):
     """The future to wait for."""
 
-    model_config = ConfigDict(extra="ignore")
     request_id: Id

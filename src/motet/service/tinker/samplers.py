@@ -236,14 +236,14 @@ class Samplers:
         completions = [SampleBytes() for _ in range(wanted.num_samples)]
         scores, top = None, None
         last = wanted.prompt_logprobs_last_n
+        hidden = slice(1 if last is None else -last)
         async for answer in self._hosts.ask(question(who, sampler, wanted)):
             if isinstance(answer, PromptScored):
                 scores = answer.logprobs.copy()
-                scores[: 1 if last is None else -last] = np.nan
+                scores[hidden] = np.nan
                 if answer.top_ids is not None and answer.top_logprobs is not None:
                     top = answer.top_ids.copy(), answer.top_logprobs.copy()
-                    top[0][: 1 if last is None else -last] = 0
-                    top[1][: 1 if last is None else -last] = NO_LOGPROB
+                    top[0][hidden], top[1][hidden] = 0, NO_LOGPROB
             if isinstance(answer, Tokens):
                 chunk = answer.chunk
                 completions[chunk.index].add(chunk.token_ids, chunk.logprobs)

@@ -17,14 +17,14 @@ from motet.service.tinker.samplers import base_part, path_part, sampler_id
 
 router = new_router()
 _HEAD = "the head has no adapter here: train_unembed is taken as false"
-_CHUNK = {"fwdbwd_max_chunk_len": 1024, "fwdbwd_max_chunk_bytes_count": 5_000_000}
 
 
 @router.post("/client/config")
 def client_config(who: Asker, wanted: Anything) -> dict[str, Any]:
     """Get the client's settings; missing ones keep the client's defaults."""
     return {
-        **_CHUNK,
+        "fwdbwd_max_chunk_len": 1024,
+        "fwdbwd_max_chunk_bytes_count": 5_000_000,
         "parallel_fwdbwd_chunks": True,
         "sample_max_concurrent_requests": 512,
     }

@@ -94,18 +94,6 @@ def _messages() -> dict[str, Any]:
 KINDS = _messages()
 
 
-def read_request(body: bytes) -> Any:
-    """Parse a request for a gradient.
-
-    Raises:
-        WireError: it is invalid.
-    """
-    try:
-        return KINDS["Request"].FromString(body)
-    except (message.DecodeError, UnicodeDecodeError) as error:
-        raise WireError(f"the body is not a ForwardBackwardRequest: {error}") from error
-
-
 def begins_with(body: bytes) -> tuple[str, int]:
     """The model and the number of a request that takes too much to parse, which protobuf writes first; "" and 0 without."""
     for end in range(min(len(body), _HEAD)):  # it can be parsed wherever a field ends
@@ -216,16 +204,17 @@ class AskedGradient(msgspec.Struct, frozen=True, array_like=True):
 
 def read_gradient(body: bytes) -> bytes:
     """Parse a request for a gradient into an encoded `AskedGradient`. Long ones are parsed in a separate process."""
-    asked, command, reason = None, None, ""
+    name, number, command, reason = "", 0, None, ""
     try:
-        request = read_request(body)
+        request = KINDS["Request"].FromString(body)
         if not isinstance(request.model_id, str):
             raise WireError("model_id is no text in UTF-8")
-        asked = request
-        command = command_of(asked)
+        name, number = request.model_id, request.seq_id
+        command = command_of(request)
+    except (message.DecodeError, UnicodeDecodeError) as error:
+        reason = f"the body is not a ForwardBackwardRequest: {error}"
     except WireError as error:
         reason = error.message
-    name, number = ("", 0) if asked is None else (asked.model_id, asked.seq_id)
     return msgspec.msgpack.encode(AskedGradient(name, number, command, reason))
 
 
