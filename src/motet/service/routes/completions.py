@@ -32,6 +32,7 @@ from motet.core.section import Described
 from motet.core.types import SamplingParams
 from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.answers import StoredVersion, all_whole, ask
+from motet.service.composition import Service
 from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
@@ -130,27 +131,18 @@ class Messages(MessagesRequest, ServedChat):
     stop_sequences: Stops | None = None
 
 
-class ModelNames:
-    """Resolves the model of a request."""
+async def _answerer(service: Service, who: Principal, model: str) -> Answerer:
+    """Resolve the model of a request.
 
-    def __init__(self, service: ServiceDep) -> None:
-        self._quotas, self._adapters = service.quotas, service.adapters
-
-    async def answerer(self, who: Principal, model: str) -> Answerer:
-        """Resolve a model's name.
-
-        Raises:
-            Refusal: the requester can see no such model.
-            LimitError: the requester's tokens of this day are used up.
-        """
-        await asyncio.to_thread(self._quotas.check_day, who.tenant_id)
-        try:
-            return await asyncio.to_thread(self._adapters.of_model, who, model)
-        except NoModelError as error:
-            raise Refusal(404, str(error), "model") from error
-
-
-ModelNamesDep = Annotated[ModelNames, Depends()]
+    Raises:
+        Refusal: the requester can see no such model.
+        LimitError: the requester's tokens of this day are used up.
+    """
+    await asyncio.to_thread(service.quotas.check_day, who.tenant_id)
+    try:
+        return await asyncio.to_thread(service.adapters.of_model, who, model)
+    except NoModelError as error:
+        raise Refusal(404, str(error), "model") from error
 
 
 @router.get("/models", response_model=Models)
@@ -202,9 +194,8 @@ def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse
 class Chats:
     """Answers chats in any format."""
 
-    def __init__(self, request: Request, who: Asker, service: ServiceDep, names: ModelNamesDep) -> None:
-        self._request, self._who, self._hosts = request, who, service.hosts
-        self._apart, self._names, self._storage = service.apart, names, service.storage
+    def __init__(self, request: Request, who: Asker, service: ServiceDep) -> None:
+        self._request, self._who, self._service = request, who, service
 
     async def __call__(self, wanted: ServedChat, name: str) -> Response:
         """Answer a chat; `name` is the response's id.
@@ -212,16 +203,16 @@ class Chats:
         Raises:
             Refusal, ChatRefusal, LimitError, EngineError, ConfigError: there is no answer; the message says why.
         """
-        who = self._who
+        who, service = self._who, self._service
         refuse_unsupported(wanted, _UNKNOWN)
         asked = wanted.conversation()
-        answerer = await self._names.answerer(who, wanted.model)
+        answerer = await _answerer(service, who, wanted.model)
         if asked.limits.grammar:
-            await while_there(self._request, check_grammar(asked.limits.grammar, self._apart, who.tenant_id))
-        completer = StoredVersion(self._hosts, wanted.question(who, answerer), wanted.model, name)
+            await while_there(self._request, check_grammar(asked.limits.grammar, service.apart, who.tenant_id))
+        completer = StoredVersion(service.hosts, wanted.question(who, answerer), wanted.model, name)
         reply = await while_there(self._request, completer.reply(asked))
         if asked.stream:
-            return events_of(wanted.events(reply), self._storage)
+            return events_of(wanted.events(reply), service.storage)
         body = wanted.answer(reply, await while_there(self._request, whole(reply.pieces)))
         # repeated input may contain NaN or invalid UTF-8
         return Response(json.dumps(body), media_type="application/json")
@@ -286,11 +277,9 @@ class CompletionRequest(Sampled, Asked):
 
 
 @router.post("/completions", response_model=None, responses=STREAMED)
-async def complete(
-    who: Asker, service: ServiceDep, names: ModelNamesDep, request: Request, wanted: CompletionRequest
-) -> Response:
+async def complete(who: Asker, service: ServiceDep, request: Request, wanted: CompletionRequest) -> Response:
     """Continue prompts. Choice i · n + k is the k-th completion of prompt i."""
-    asked_of = await names.answerer(who, wanted.model)
+    asked_of = await _answerer(service, who, wanted.model)
     most = longest_sequence(service.hosts, asked_of.base)
     length = max((len(one) for one in wanted.prompts() if isinstance(one, list)), default=0)
     if most and length > most:

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from motet.config import JobConfig
 from motet.core.errors import StoreError
 from motet.core.types import JobState, Wanted, Word
+from motet.service.composition import Service
 from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, existing
@@ -39,48 +40,38 @@ NamedMade = Annotated[Made, Depends(_named)]
 """The job named in the path, among the requester's fine-tuning jobs."""
 
 
-class FineTuningAnswers:
-    """Converts jobs to responses."""
-
-    def __init__(self, service: ServiceDep) -> None:
-        self._hosts, self._storage = service.hosts, service.storage
-
-    def __call__(self, made: Made) -> s.FineTuningJob:
-        """The response for one job."""
-        job, asked = made[0], made[1].request
-        state, standing = JobState(job.state), self._hosts.progress.get(job.id)
-        left = None if standing is None else standing.seconds_left
-        method = asked.get("method") or {"type": "supervised"}
-        kind = method["type"]
-        own = method.get(kind) or {}
-        given = {name: value for name, value in (own.get("hyperparameters") or {}).items() if value}
-        common = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
-        tokens = None
-        directory = self._storage.job(job.id)
-        if state.final and directory.versions() and (committed := directory.newest()) is not None:
-            tokens = committed.tokens_trained
-        return s.FineTuningJob(
-            id=job.id,
-            created_at=int(job.created),
-            finished_at=None if job.ended is None else int(job.ended),
-            estimated_finish=None if left is None else int(time.time() + left),
-            model=asked["model"],
-            fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
-            organization_id=job.tenant_id,
-            status=job.state,
-            error=s.FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
-            training_file=asked["training_file"],
-            validation_file=asked.get("validation_file"),
-            hyperparameters=common,
-            method={"type": kind, kind: {**own, "hyperparameters": {**common, **given}}},
-            trained_tokens=tokens,
-            seed=JobConfig.model_validate(job.spec).effective_seed,
-            suffix=asked.get("suffix"),
-            metadata=asked.get("metadata"),
-        )
-
-
-Shown = Annotated[FineTuningAnswers, Depends()]
+def _shown(service: Service, made: Made) -> s.FineTuningJob:
+    job, asked = made[0], made[1].request
+    state, standing = JobState(job.state), service.hosts.progress.get(job.id)
+    left = None if standing is None else standing.seconds_left
+    method = asked.get("method") or {"type": "supervised"}
+    kind = method["type"]
+    own = method.get(kind) or {}
+    given = {name: value for name, value in (own.get("hyperparameters") or {}).items() if value}
+    common = {name: given.get(name, "auto") for name in ("n_epochs", "batch_size", "learning_rate_multiplier")}
+    tokens = None
+    directory = service.storage.job(job.id)
+    if state.final and directory.versions() and (committed := directory.newest()) is not None:
+        tokens = committed.tokens_trained
+    return s.FineTuningJob(
+        id=job.id,
+        created_at=int(job.created),
+        finished_at=None if job.ended is None else int(job.ended),
+        estimated_finish=None if left is None else int(time.time() + left),
+        model=asked["model"],
+        fine_tuned_model=f"{job.name}@best" if state is JobState.SUCCEEDED else None,
+        organization_id=job.tenant_id,
+        status=job.state,
+        error=s.FineTuningError(code="job_failed", message=job.message) if state is JobState.FAILED else None,
+        training_file=asked["training_file"],
+        validation_file=asked.get("validation_file"),
+        hyperparameters=common,
+        method={"type": kind, kind: {**own, "hyperparameters": {**common, **given}}},
+        trained_tokens=tokens,
+        seed=JobConfig.model_validate(job.spec).effective_seed,
+        suffix=asked.get("suffix"),
+        metadata=asked.get("metadata"),
+    )
 
 
 @router.post("/jobs")
@@ -88,7 +79,6 @@ async def create(
     request: Request,
     who: Asker,
     service: ServiceDep,
-    shown: Shown,
     asked: s.FineTuningRequest,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> s.FineTuningJob:
@@ -98,12 +88,12 @@ async def create(
 
     def make() -> s.FineTuningJob:
         if again and (made := service.fine_tunings.just_made(who, body)) is not None:
-            return shown(made)
+            return _shown(service, made)
         tree = service.fine_tunings.job_of(who, asked)
         job = service.submissions.submit(who, [GivenJob(tree)], idempotency_key)[0]
         service.fine_tunings.keep(job.id, body)
         service.store.audit(who, "submit", job.id)
-        return shown((job, FineTuning(job_id=job.id, request=body)))
+        return _shown(service, (job, FineTuning(job_id=job.id, request=body)))
 
     return await service.read_threads.run(who.tenant_id, make)
 
@@ -113,7 +103,6 @@ def list_jobs(
     request: Request,
     who: Asker,
     service: ServiceDep,
-    shown: Shown,
     after: Annotated[str | None, Query(max_length=100, description="The last id of the page before.")] = None,
     limit: Limit = 20,
 ) -> s.FineTuningJobs:
@@ -124,17 +113,17 @@ def list_jobs(
         if name.startswith("metadata[")
     }
     page = service.fine_tunings.page(who, after, limit + 1, wanted)
-    return s.FineTuningJobs(data=[shown(one) for one in page[:limit]], has_more=len(page) > limit)
+    return s.FineTuningJobs(data=[_shown(service, one) for one in page[:limit]], has_more=len(page) > limit)
 
 
 @router.get("/jobs/{job}")
-def retrieve(shown: Shown, made: NamedMade) -> s.FineTuningJob:
+def retrieve(service: ServiceDep, made: NamedMade) -> s.FineTuningJob:
     """Get a job."""
-    return shown(made)
+    return _shown(service, made)
 
 
 @router.post("/jobs/{job}/{word}")
-def steer(who: Asker, service: ServiceDep, shown: Shown, made: NamedMade, word: Word) -> s.FineTuningJob:
+def steer(who: Asker, service: ServiceDep, made: NamedMade, word: Word) -> s.FineTuningJob:
     """Pause (after the current step), resume or cancel a job; its commits stay."""
     job, asked = made
     try:
@@ -142,7 +131,7 @@ def steer(who: Asker, service: ServiceDep, shown: Shown, made: NamedMade, word: 
     except StoreError as error:
         raise Refusal(400, str(error)) from error
     service.store.audit(who, word, job.id)
-    return shown((service.store.job(who, job.id) or job, asked))
+    return _shown(service, (service.store.job(who, job.id) or job, asked))
 
 
 @router.get("/jobs/{job}/events")

@@ -8,13 +8,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, Header, Query, Request
+from fastapi import APIRouter, Body, Header, Query, Request
 from fastapi.responses import Response
 from msgspec.structs import asdict
 from pydantic import Field
 
 from motet.core.types import JobState, Wanted, Word
+from motet.service.composition import Service
 from motet.service.database.tables import StoredJob
+from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
 from motet.service.errors import Refusal
 from motet.service.http.bodies import hold
@@ -35,46 +37,38 @@ class JobText(Asked):
     text: str = Field(max_length=LONGEST_TEXT)
 
 
-class JobAnswers:
-    """Converts jobs to responses."""
-
-    def __init__(self, who: Asker, service: ServiceDep) -> None:
-        self._who, self._service = who, service
-
-    def __call__(self, job: StoredJob) -> Job:
-        """The response for one job."""
-        return Job(
-            id=job.id, name=job.name, tenant=self._service.store.tenants.name_of(job.tenant_id) if self._who.admin else None,
-            state=job.state, message=job.message,
-            step=job.step, steps=job.steps, created=job.created, ended=job.ended, spec=_masked(job.spec),
-            reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [], at=job.start_at,
-            progress=self._progress(job.id), base=self._service.bases.shown(job.base), race=job.race,
-        )  # fmt: skip
-
-    def now(self, job: StoredJob) -> Job:
-        """The response for a job that has just changed."""
-        return self(self._service.store.job(self._who, job.id) or job)
-
-    def _progress(self, job_id: str) -> dict[str, Any] | None:
-        standing = self._service.hosts.progress.get(job_id)
-        if standing is None:
-            return None
-        progress = asdict(standing)
-        if standing.host is None:
-            del progress["host"]
-        workers = self._service.reward_workers, self._service.agent_workers
-        waiting = [one.phase for one in workers if one.waits(job_id)]
-        return {**progress, "phase": waiting[0]} if waiting else progress
+def _shown(who: Principal, service: Service, job: StoredJob) -> Job:
+    return Job(
+        id=job.id, name=job.name, tenant=service.store.tenants.name_of(job.tenant_id) if who.admin else None,
+        state=job.state, message=job.message, step=job.step, steps=job.steps, created=job.created, ended=job.ended,
+        spec=_masked(job.spec), reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out),
+        after=job.after or [], at=job.start_at, progress=_progress(service, job.id),
+        base=service.bases.shown(job.base), race=job.race,
+    )  # fmt: skip
 
 
-Shown = Annotated[JobAnswers, Depends()]
+def _changed(who: Principal, service: Service, job: StoredJob) -> Job:
+    """The response for a job that has just changed."""
+    return _shown(who, service, service.store.job(who, job.id) or job)
+
+
+def _progress(service: Service, job_id: str) -> dict[str, Any] | None:
+    standing = service.hosts.progress.get(job_id)
+    if standing is None:
+        return None
+    progress = asdict(standing)
+    if standing.host is None:
+        del progress["host"]
+    for workers in (service.agent_workers, service.reward_workers):
+        if workers.waits(job_id):
+            progress["phase"] = workers.phase
+    return progress
 
 
 @router.post("/jobs", status_code=201)
 async def submit(
     who: Asker,
     service: ServiceDep,
-    shown: Shown,
     job: Annotated[dict[str, Any], Body(description="A job, as in a job file: name, data, reward, …")],
     after: Annotated[
         list[Annotated[str, Query(max_length=100)]] | None,
@@ -94,7 +88,7 @@ async def submit(
         given = GivenJob(job, StartCondition(after or (), at))
         submitted, *_ = service.submissions.submit(who, [given], idempotency_key)
         service.store.audit(who, "submit", submitted.id)
-        return shown(submitted)
+        return _shown(who, service, submitted)
 
     return await service.check_threads.run(who.tenant_id, take)
 
@@ -103,7 +97,6 @@ async def submit(
 async def submit_all(
     who: Asker,
     service: ServiceDep,
-    shown: Shown,
     asked: JobsToSubmit,
     idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
 ) -> Response:
@@ -117,7 +110,7 @@ async def submit_all(
         submitted = service.submissions.submit(who, given, idempotency_key)
         for job in submitted:
             service.store.audit(who, "submit", job.id)
-        return page(SubmittedJobs(data=[]), map(shown, submitted), status=201)
+        return page(SubmittedJobs(data=[]), (_shown(who, service, job) for job in submitted), status=201)
 
     return await service.check_threads.run(who.tenant_id, take)
 
@@ -126,7 +119,6 @@ async def submit_all(
 def list_jobs(
     who: Asker,
     service: ServiceDep,
-    shown: Shown,
     state: JobState | None = None,
     after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
@@ -134,29 +126,29 @@ def list_jobs(
     """List jobs, newest first."""
     jobs = service.store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
     more = str(jobs[limit - 1].number) if len(jobs) > limit else None
-    return page(Jobs(data=[], next=more), map(shown, jobs[:limit]))
+    return page(Jobs(data=[], next=more), (_shown(who, service, job) for job in jobs[:limit]))
 
 
 @router.get("/jobs/{job}")
-def show(job: NamedJob, shown: Shown) -> Job:
+def show(who: Asker, service: ServiceDep, job: NamedJob) -> Job:
     """Get a job by id or name."""
-    return shown(job)
+    return _shown(who, service, job)
 
 
 @router.post("/jobs/{job}/{word}", status_code=202)
-def steer(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, word: Word) -> Job:
+def steer(who: Asker, service: ServiceDep, job: NamedJob, word: Word) -> Job:
     """Pause (after the current step), resume or cancel a job; its commits stay."""
     service.submissions.steer(job, Wanted.of(word))
     service.store.audit(who, word, job.id)
-    return shown.now(job)
+    return _changed(who, service, job)
 
 
 @router.patch("/jobs/{job}")
-def change(who: Asker, service: ServiceDep, shown: Shown, job: NamedJob, wanted: JobChange) -> Job:
+def change(who: Asker, service: ServiceDep, job: NamedJob, wanted: JobChange) -> Job:
     """Change the budget or priority of a job that has not ended, from the next step on."""
     service.submissions.change(job, wanted.model_dump(exclude_unset=True))
     service.store.audit(who, "change", job.id)
-    return shown.now(job)
+    return _changed(who, service, job)
 
 
 @router.delete("/jobs/{job}", status_code=204)

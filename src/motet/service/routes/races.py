@@ -10,7 +10,9 @@ from fastapi import APIRouter, Depends, Query
 from motet.core.errors import RunError, StoreError
 from motet.core.types import JobState, Wanted, Word
 from motet.runtime.bracket import bracket_rows, order, verdict
+from motet.service.composition import Service
 from motet.service.database.tables import StoredRace
+from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import existing
 from motet.service.schemas import Bracket, Race, Races
@@ -18,31 +20,21 @@ from motet.service.schemas import Bracket, Race, Races
 router = APIRouter(prefix="/v1", tags=["jobs"])
 
 
-class RaceAnswers:
-    """Converts races to responses."""
-
-    def __init__(self, who: Asker, service: ServiceDep) -> None:
-        self._who, self._service = who, service
-
-    def __call__(self, race: StoredRace) -> Race:
-        """The response for one race."""
-        store, failure = self._service.store, race.failure
-        try:
-            read = self._service.races.record(race)
-        except RunError as error:
-            record, failure = {}, failure or self._service.storage.without_places(str(error))
-            bracket = Bracket(headings=[], rows=[], names=[], verdict=failure)
-        else:
-            record, (headings, rows) = asdict(read), bracket_rows(read)
-            bracket = Bracket(headings=headings, rows=rows, names=order(read), verdict=failure or verdict(read))
-        return Race(
-            id=race.id, name=race.name, tenant=store.tenants.name_of(race.tenant_id) if self._who.admin else None,
-            created=race.created, ended=race.ended, failure=failure,
-            jobs=self._service.races.rows.names(race.id), record=record, bracket=bracket,
-        )  # fmt: skip
-
-
-Shown = Annotated[RaceAnswers, Depends()]
+def _shown(who: Principal, service: Service, race: StoredRace) -> Race:
+    store, failure = service.store, race.failure
+    try:
+        read = service.races.record(race)
+    except RunError as error:
+        record, failure = {}, failure or service.storage.without_places(str(error))
+        bracket = Bracket(headings=[], rows=[], names=[], verdict=failure)
+    else:
+        record, (headings, rows) = asdict(read), bracket_rows(read)
+        bracket = Bracket(headings=headings, rows=rows, names=order(read), verdict=failure or verdict(read))
+    return Race(
+        id=race.id, name=race.name, tenant=store.tenants.name_of(race.tenant_id) if who.admin else None,
+        created=race.created, ended=race.ended, failure=failure, jobs=service.races.rows.names(race.id),
+        record=record, bracket=bracket,
+    )  # fmt: skip
 
 
 def _named_race(race: str, who: Asker, service: ServiceDep) -> StoredRace:
@@ -56,24 +48,24 @@ NamedRace = Annotated[StoredRace, Depends(_named_race)]
 def list_races(
     who: Asker,
     service: ServiceDep,
-    shown: Shown,
     after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Races:
     """List races, newest first."""
     races = service.races.rows.page(who, before=None if after is None else int(after), limit=limit + 1)
     page = races[:limit]
-    return Races(data=[shown(race) for race in page], next=str(page[-1].number) if len(races) > limit else None)
+    next_page = str(page[-1].number) if len(races) > limit else None
+    return Races(data=[_shown(who, service, race) for race in page], next=next_page)
 
 
 @router.get("/races/{race}")
-def show_race(race: NamedRace, shown: Shown) -> Race:
+def show_race(who: Asker, service: ServiceDep, race: NamedRace) -> Race:
     """Get a race by id or name: its candidates, decisions and outcome."""
-    return shown(race)
+    return _shown(who, service, race)
 
 
 @router.post("/races/{race}/{word}", status_code=202)
-def steer_race(who: Asker, service: ServiceDep, shown: Shown, race: NamedRace, word: Word) -> Race:
+def steer_race(who: Asker, service: ServiceDep, race: NamedRace, word: Word) -> Race:
     """Pause, resume or cancel all candidates of a race that have not ended; none is resumed if a limit forbids it."""
     jobs, wanted = service.races.rows.candidates(race.id), Wanted.of(word)
     paused = next((job for job in jobs if job.state == JobState.PAUSED.value), None)
@@ -86,4 +78,4 @@ def steer_race(who: Asker, service: ServiceDep, shown: Shown, race: NamedRace, w
             except StoreError:  # it has just ended
                 continue
     service.store.audit(who, word, race.id)
-    return shown(race)
+    return _shown(who, service, race)
