@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -86,8 +85,8 @@ async def upload(
     directory.mkdir()
     adding: asyncio.Task[UploadedAdapter] | None = None
     try:
-        unpacked = _unpacked(file, directory, int(service.settings.config.max_adapter_mb * 2**20))
-        size = await service.read_threads.run(who.tenant_id, unpacked)
+        limit = int(service.settings.config.max_adapter_mb * 2**20)
+        size = await service.read_threads.run(who.tenant_id, lambda: _unpack(file, directory, limit))
         await asyncio.to_thread(service.quotas.check_storage, who.tenant_id, size)  # before the engine has work with it
         shape = await _examined(service.hosts, directory, of_base)
         adapter = UploadedAdapter(
@@ -148,22 +147,18 @@ def _uploaded(adapters: AdaptersPart, who: Principal, name: str) -> UploadedAdap
     return existing(adapters.uploaded(who, name), f"there is no uploaded adapter {name!r}")
 
 
-def _unpacked(file: UploadFile, directory: Path, limit: int) -> Callable[[], int]:
-    """Returns work that extracts the archive's two files into the directory, and returns their bytes."""
+def _unpack(file: UploadFile, directory: Path, limit: int) -> int:
+    """Extract the archive's two files into the directory; returns their bytes."""
     archive = directory / "archive"
-
-    def work() -> int:
-        with archive.open("wb") as target:
-            shutil.copyfileobj(file.file, target, _PIECE)
-        try:
-            return unpack_apart(archive, directory, limit)
-        except DataError as error:
-            status = 413 if "too large" in str(error) else 400
-            raise Refusal(status, f"{error} (the limit is {limit / 2**20:g} MB)") from error
-        finally:
-            archive.unlink()
-
-    return work
+    with archive.open("wb") as target:
+        shutil.copyfileobj(file.file, target, _PIECE)
+    try:
+        return unpack_apart(archive, directory, limit)
+    except DataError as error:
+        status = 413 if "too large" in str(error) else 400
+        raise Refusal(status, f"{error} (the limit is {limit / 2**20:g} MB)") from error
+    finally:
+        archive.unlink()
 
 
 async def _examined(hosts: Hosts, directory: Path, base: str) -> AdapterExamined:

@@ -21,7 +21,7 @@ from motet.service.http.auth import episode_key
 from motet.service.http.opened import opened_by
 from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
-from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeResult, EpisodeResults, LeaseRequest
+from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeResults, LeaseRequest
 from motet.service.workers.agents import AgentWorkers
 
 router = APIRouter(tags=["episodes"])
@@ -65,7 +65,8 @@ async def results(service: ServiceDep, job: NamedJob, asked: EpisodeResults) -> 
     """Send results of episodes. Repeats count once; results of expired leases do not count."""
     said: dict[str, list[str]] = {"counted": [], "known": [], "unknown": []}
     for one in asked.results:
-        said[service.agent_workers.settle(job.id, one.id, _ended(one))].append(one.id)
+        ended = EpisodeEnded(0, one.reward, one.rewards or {}, one.error, one.late)
+        said[service.agent_workers.settle(job.id, one.id, ended)].append(one.id)
     return Counted(**said)
 
 
@@ -73,10 +74,6 @@ async def results(service: ServiceDep, job: NamedJob, asked: EpisodeResults) -> 
 async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
     """Report that an agent worker leaves; its episodes are leased again at once."""
     service.agent_workers.leave(job.id, worker)
-
-
-def _ended(one: EpisodeResult) -> EpisodeEnded:
-    return EpisodeEnded(0, one.reward, one.rewards or {}, one.error, one.late)
 
 
 class EpisodeAnswers:

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Request
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
+from motet.chat.completer import EVENTS
 from motet.core.types import JobState
 from motet.service.database.tables import Event
 from motet.service.depends import Asker, NamedJob, ServiceDep
-from motet.service.events import ANY_JOB, as_sent, within
+from motet.service.events import ANY_JOB, EventBus, as_sent, within
 from motet.service.http.pages import page
 from motet.service.schemas import Events, JobEvent, Steps
 
@@ -40,38 +41,30 @@ class Read:
     """Whether the stream ends."""
 
 
-class Streams:
-    """Streams of events, which end when the service stops or the client disconnects."""
+async def _lines(
+    request: Request, bus: EventBus, topic: str, read: Callable[[int], Read], after: int, head: str = ""
+) -> AsyncIterator[str]:
+    """What `read` returns after an event, again whenever the topic is published.
 
-    def __init__(self, request: Request, service: ServiceDep) -> None:
-        self._request, self._bus = request, service.bus
-
-    def answer(self, topic: str, read: Callable[[int], Read], after: int, head: str = "") -> StreamingResponse:
-        """A stream of what `read` returns after an event; it reads again whenever the topic is published."""
-        lines = self._lines(topic, read, after, head)
-        return StreamingResponse(lines, media_type="text/event-stream")
-
-    async def _lines(self, topic: str, read: Callable[[int], Read], after: int, head: str) -> AsyncIterator[str]:
-        sent = time.monotonic() if head else -math.inf
-        if head:
-            yield head
-        while not (self._bus.closed or await self._request.is_disconnected()):
-            published = self._bus.next(topic)  # taken before reading, to miss nothing
-            found = await asyncio.to_thread(read, after)
-            after = found.last
-            if found.text:
-                yield found.text
-            elif not found.ended and time.monotonic() - sent >= _QUIET_SECONDS:
-                yield _ALIVE
-            elif not found.ended:
-                await within(published, _QUIET_SECONDS)
-                continue
-            sent = time.monotonic()
-            if found.ended:
-                return
-
-
-StreamsDep = Annotated[Streams, Depends()]
+    Ends when the service stops or the client disconnects.
+    """
+    sent = time.monotonic() if head else -math.inf
+    if head:
+        yield head
+    while not (bus.closed or await request.is_disconnected()):
+        published = bus.next(topic)  # taken before reading, to miss nothing
+        found = await asyncio.to_thread(read, after)
+        after = found.last
+        if found.text:
+            yield found.text
+        elif not found.ended and time.monotonic() - sent >= _QUIET_SECONDS:
+            yield _ALIVE
+        elif not found.ended:
+            await within(published, _QUIET_SECONDS)
+            continue
+        sent = time.monotonic()
+        if found.ended:
+            return
 
 
 @router.get("/jobs/{job}/events", response_model=Events)
@@ -82,7 +75,7 @@ def events(service: ServiceDep, job: NamedJob, after: Annotated[int, Query(ge=0,
 
 @router.get("/jobs/{job}/events/stream", response_class=StreamingResponse)
 async def stream_job(
-    streams: StreamsDep,
+    request: Request,
     service: ServiceDep,
     job: NamedJob,
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
@@ -99,7 +92,8 @@ async def stream_job(
         last = service.store.last_event(job.id)  # None: the job was deleted
         return Read("", after, last is None or (last.id <= after and _ends(last)))
 
-    return streams.answer(job.id, read, int(last_event_id) if last_event_id is not None else after)
+    start = int(last_event_id) if last_event_id is not None else after
+    return StreamingResponse(_lines(request, service.bus, job.id, read, start), media_type=EVENTS)
 
 
 @router.get("/jobs/{job}/steps", response_model=Steps)
@@ -118,8 +112,8 @@ def steps(
 
 @router.get("/events/stream", response_class=StreamingResponse)
 async def stream(
+    request: Request,
     who: Asker,
-    streams: StreamsDep,
     service: ServiceDep,
     after: Annotated[int | None, Query(ge=0, le=2**53, description="Default: from now on.")] = None,
     last_event_id: LastEventId = None,
@@ -134,7 +128,8 @@ async def stream(
         return Read("".join(one.text for one in entries), entries[-1].id if entries else after)
 
     # a client that loses the connection at once knows where to continue
-    return streams.answer(ANY_JOB, read, start, f"id: {start}\n: from here on\n\n")
+    head = f"id: {start}\n: from here on\n\n"
+    return StreamingResponse(_lines(request, service.bus, ANY_JOB, read, start, head), media_type=EVENTS)
 
 
 def _ends(entry: Event) -> bool:

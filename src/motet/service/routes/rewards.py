@@ -18,7 +18,6 @@ from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
 from motet.tasks.reward_elsewhere import ELSEWHERE
-from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_loading import SCORER
 from motet.tasks.rewards import BUILTIN
 
@@ -28,7 +27,10 @@ router = APIRouter(prefix="/v1", tags=["rewards"])
 @router.get("/rewards")
 def list_rewards(who: Asker, service: ServiceDep) -> Rewards:
     """List the rewards that jobs may use: built in, installed here, and scored elsewhere."""
-    installed = [_installed(name, one) for name, one in service.settings.rewards.items()]
+    installed = [
+        Reward(name=name, kind="installed", summary=one.summary, parameters=dict(one.parameters))
+        for name, one in service.settings.rewards.items()
+    ]
     return Rewards(data=[*_built_in(), *installed, *_elsewhere()])
 
 
@@ -80,10 +82,6 @@ def _built_in() -> Iterator[Reward]:
         yield Reward(name=name, kind="built-in", summary=summary, parameters=parameters)
     summary = "The scorer of reasoning-gym data."
     yield Reward(name=SCORER, kind="built-in", summary=summary, parameters={})
-
-
-def _installed(name: str, one: Installed) -> Reward:
-    return Reward(name=name, kind="installed", summary=one.summary, parameters=dict(one.parameters))
 
 
 def _elsewhere() -> Iterator[Reward]:
