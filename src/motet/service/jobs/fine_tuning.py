@@ -57,11 +57,7 @@ class FineTunings:
         self._store, self._storage, self._adapters = store, storage, adapters
 
     def job_of(self, who: Principal, asked: FineTuningRequest) -> dict[str, Any]:
-        """The job for a request, as in a job file.
-
-        Raises:
-            Refusal: a field is wrong or not supported; the message names it.
-        """
+        """The job for a request, as in a job file; raises `Refusal` with the field that is wrong or not supported."""
         method = _method(asked)
         check: RowCheck = answer_of if isinstance(method, Supervised) else pair_of
         reward: dict[str, Any] = {}
@@ -91,11 +87,7 @@ class FineTunings:
         return _with_own(merge(tree, _hyperparameters(method, len(problems))), asked.motet or {})
 
     def checked_grader(self, who: Principal, spec: Mapping[str, Any], where: str = "grader") -> Grader:
-        """Check that a grader can run here.
-
-        Raises:
-            Refusal: a field is wrong or not available; the message names it.
-        """
+        """A grader that can run here; raises `Refusal` with the field that is wrong or not available."""
         try:
             grader = parse(spec, where)
             for judge in judges(grader):

@@ -120,11 +120,7 @@ def _start(run: Path, job_id: str) -> Path:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Copy an adapter's files, as hard links where the file system supports them.
-
-    Raises:
-        ConfigError: they have just been deleted.
-    """
+    """Copy an adapter's files, as hard links where possible; raises `ConfigError` if they have just been deleted."""
     draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
     draft.mkdir(parents=True)
     try:
@@ -143,11 +139,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _check_shape(config: JobConfig, name: str, path: Path) -> None:
-    """Compare a job's adapter with its start, as far as possible without the base.
-
-    Raises:
-        ConfigError: they differ; the message names the field to set.
-    """
+    """Raise `ConfigError` if a job's adapter differs from its start, as far as one sees without the base."""
     try:
         saved = json.loads((path / ADAPTER_CONFIG).read_text())
         shape = {"rank": saved["r"], "alpha": saved["lora_alpha"]}

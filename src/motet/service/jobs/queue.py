@@ -284,11 +284,7 @@ class JobQueue:
 
 
 def _check_chain(config: JobConfig, base: str, made_by: Planned) -> None:
-    """Compare a job with the earlier one whose adapter it continues.
-
-    Raises:
-        ConfigError: they do not fit.
-    """
+    """Raise `ConfigError` if a job does not fit the earlier one whose adapter it continues."""
     if made_by.base != base:
         name = config.adapter.init
         raise ConfigError(

@@ -143,11 +143,7 @@ class Races:
         self._hosts.look()
 
     def _check_there(self, race: StoredRace) -> None:
-        """Notice that decisions are gone: to decide again would let candidates in that they dropped.
-
-        Raises:
-            RunError: they are.
-        """
+        """Raise `RunError` if decisions are gone: to decide again would let candidates in that they dropped."""
         path = self.path(race.id, race.name)
         if not path.exists():
             raise RunError(f"its decisions, {path}, are gone; restore them from a backup")
@@ -194,11 +190,7 @@ class Races:
         return self._storage.races / race_id / f"{name}{ENDING}"
 
     def record(self, race: StoredRace) -> RaceRecord:
-        """The decisions of a race so far.
-
-        Raises:
-            RunError: their file is damaged or gone.
-        """
+        """The decisions of a race so far; raises `RunError` if their file is damaged or gone."""
         if race.ended is not None and not race.failure:
             self._check_there(race)
         path = self.path(race.id, race.name)

@@ -267,11 +267,7 @@ def _check_seconds(reward: RewardConfig) -> None:
 
 
 def _check_sizes(config: JobConfig) -> None:
-    """Check numbers and lengths of lists.
-
-    Raises:
-        ConfigError: a field is too large; the message names it and the limit.
-    """
+    """Raise `ConfigError` if a number or a list is too large."""
     for name, most in MOST.items():
         value: Any = config
         for part in name.split("."):
@@ -297,11 +293,7 @@ def _check_sizes(config: JobConfig) -> None:
 
 
 def _check_texts(data: DataConfig) -> None:
-    """Check templates and other texts of prompts.
-
-    Raises:
-        ConfigError, DataError: a text is too long, or an argument is not allowed.
-    """
+    """Raise `ConfigError` or `DataError` if a text of prompts is too long, or an argument is not allowed."""
     for name, text in (("template", data.template), ("system", data.system)):
         if text is not None and len(text) > MOST_TEXT:
             raise ConfigError(f"data.{name}: {len(text)} characters are more than {MOST_TEXT}, the most here")

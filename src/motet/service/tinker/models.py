@@ -81,11 +81,7 @@ class Models:
         return f"{name}{self._secrets.signature(f'{who.tenant_id} {name}')}"
 
     def check_session(self, who: Principal, session_id: str) -> None:
-        """Check that a session belongs to a tenant.
-
-        Raises:
-            Refusal: it does not, or does not exist.
-        """
+        """Raise `Refusal` if a session does not belong to a tenant, or does not exist."""
         parts = SESSION.fullmatch(session_id)
         if parts is None or not self._secrets.signed(f"{who.tenant_id} {parts[1]}", parts[2]):
             raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
@@ -100,11 +96,7 @@ class Models:
         return f"{session_id}:train:{number}"
 
     def base(self, name: str | None) -> str:
-        """The base for a client's name or local path; the default for None.
-
-        Raises:
-            Refusal: it is not served here.
-        """
+        """The base for a client's name or local path, or the default for None; raises `Refusal` if it is not served."""
         base = self.bases.find(name) or (name and self.bases.alike(name))
         if not base:
             raise Refusal(
@@ -147,11 +139,7 @@ class Models:
         return self.order(job, 0, first)
 
     def find(self, who: Principal, model_id: str) -> StoredJob:
-        """The job of a model, among the tenant's.
-
-        Raises:
-            Refusal: it does not exist.
-        """
+        """The job of a tenant's model; raises `Refusal` if it does not exist."""
         return existing(self._store.submitted(who, model_id), f"there is no model {model_id!r}")
 
     def everybodys(self, model_id: str) -> list[StoredJob]:
@@ -211,11 +199,7 @@ class Models:
         return f"{job.idempotency_key}/{number}"
 
     def admit(self, job: StoredJob, number: int, command: ForwardBackward) -> None:
-        """Check that a command fits the tenant's remaining tokens.
-
-        Raises:
-            LimitError: it does not; with status 429, its number remains free.
-        """
+        """Raise `LimitError` if a command exceeds the tenant's tokens; with status 429, its number stays free."""
         if self._quotas.of(job.tenant_id).tokens_per_day is None:
             return
         journal, work = self.journal(job), sum(datum.work for datum in command.data)
