@@ -54,8 +54,7 @@ from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, StartCondition
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.rewards.grading import Grading
-from motet.service.rewards.scoring import Scoring
+from motet.service.rewards import Grading, Scoring
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger

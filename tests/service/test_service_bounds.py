@@ -27,7 +27,7 @@ from motet.service.adapters.adapters import Adapters
 from motet.service.database.tenants import Principal
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.jobs.validation import TEMPLATE_PARAMETERS
-from motet.service.rewards.grading import Grading
+from motet.service.rewards import Grading
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import parse
 from motet.tasks.judging import _LANES

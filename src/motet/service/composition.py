@@ -32,8 +32,7 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
 from motet.service.request_log import RequestFiles, RequestMetrics
-from motet.service.rewards.grading import Grading
-from motet.service.rewards.scoring import Scoring
+from motet.service.rewards import Grading, Scoring
 from motet.service.secrets import Secrets
 from motet.service.settings import Settings
 from motet.service.storage import Storage

@@ -1,1 +1,0 @@
-"""Rewards computed outside the job's processes: workers, addresses, judges."""
