@@ -127,8 +127,6 @@ def _link(source: Path, target: Path) -> None:
         for name in ADAPTER_FILES:
             try:
                 os.link(source / name, draft / name)
-            except FileNotFoundError:
-                raise
             except OSError:
                 shutil.copyfile(source / name, draft / name)
         draft.rename(target)

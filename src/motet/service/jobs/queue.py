@@ -178,7 +178,7 @@ class JobQueue:
     def steer(self, job: StoredJob, wanted: Wanted) -> bool:
         """Pause, resume or cancel a waiting job; False if it does not wait, so that the engine must do it."""
         with self._lock:
-            if not self._waits(job.id):
+            if not self._store.scalar(select(StoredJob.waits).where(StoredJob.id == job.id)):
                 return False
             state, message = {
                 Wanted.PAUSE: (JobState.PAUSED, "paused while it waits to start"),
@@ -278,9 +278,6 @@ class JobQueue:
     def _waiting(self) -> list[StoredJob]:
         query = select(StoredJob).where(StoredJob.waits, StoredJob.state == JobState.QUEUED.value)
         return self._store.scalars(query.order_by(StoredJob.number))
-
-    def _waits(self, job_id: str) -> bool:
-        return bool(self._store.scalar(select(StoredJob.waits).where(StoredJob.id == job_id)))
 
 
 def _check_chain(config: JobConfig, base: str, made_by: Planned) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Header, Query, Request
@@ -38,12 +37,12 @@ class JobText(Asked):
 
 
 def _shown(who: Principal, service: Service, job: StoredJob) -> Job:
+    spec = {**job.spec, "rewards": [masked(reward) for reward in job.spec.get("rewards", ())]}
     return Job(
         id=job.id, name=job.name, tenant=service.store.tenants.name_of(job.tenant_id) if who.admin else None,
         state=job.state, message=job.message, step=job.step, steps=job.steps, created=job.created, ended=job.ended,
-        spec=_masked(job.spec), reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out),
-        after=job.after or [], at=job.start_at, progress=_progress(service, job.id),
-        base=service.bases.shown(job.base), race=job.race,
+        spec=spec, reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [],
+        at=job.start_at, progress=_progress(service, job.id), base=service.bases.shown(job.base), race=job.race,
     )  # fmt: skip
 
 
@@ -224,8 +223,3 @@ async def check(request: Request, who: Asker, service: ServiceDep, given: JobTex
         return page(CheckedJobs(jobs=[]), jobs=read)
 
     return await while_there(request, service.check_threads.run(who.tenant_id, look))
-
-
-def _masked(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A job without its secrets."""
-    return {**spec, "rewards": [masked(reward) for reward in spec.get("rewards", ())]}

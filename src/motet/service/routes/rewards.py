@@ -71,7 +71,7 @@ async def results(service: ServiceDep, job: NamedJob, asked: Results) -> Counted
 @router.delete("/jobs/{job}/scoring/workers/{worker}", status_code=204)
 async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
     """Report that a reward worker leaves; its work is leased again at once."""
-    await service.reward_workers.leave(job.id, worker.replace("\0", ""))
+    await service.reward_workers.leave(job.id, worker)
 
 
 def _built_in() -> Iterator[Reward]:
