@@ -52,7 +52,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.errors import _answer
 from motet.service.events import EventBus, EventLog
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.queue import JobQueue, StartCondition
+from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.rewards import Grading, Scoring
 from motet.service.settings import Settings
@@ -101,8 +101,8 @@ def test_a_start_that_cannot_be_linked_fails_its_job_alone(store: Store, tmp_pat
     us = person(store, "us")
     elder = place.submit(us, "elder")
     place.save(elder, 1)
-    younger = place.submit(us, "younger", StartCondition(after=["elder"]), adapter={"init": "elder@best"})
-    place.submit(us, "other", StartCondition(after=["elder"]))
+    younger = place.submit(us, "younger", after=["elder"], adapter={"init": "elder@best"})
+    place.submit(us, "other", after=["elder"])
     place.end(elder)
     place.initial.path(younger.id).parent.write_text("no directory")  # as when the disk is full: no file can be made
     place.queue.release()
@@ -126,12 +126,12 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
 
     place = Broken(store, tmp_path / "run")
     us = person(store, "us")
-    place.submit(us, "odd", StartCondition(at=time.time() + 0.1))
+    place.submit(us, "odd", at=time.time() + 0.1)
 
     async def work() -> None:
         watching_them = asyncio.create_task(place.queue.watch())
         await asyncio.sleep(0.5)
-        await asyncio.to_thread(place.submit, us, "plain", StartCondition(at=time.time() + 0.1))
+        await asyncio.to_thread(place.submit, us, "plain", at=time.time() + 0.1)
         await until(lambda: place.handed == ["plain"], 10)
         watching_them.cancel()
 

@@ -18,7 +18,6 @@ from motet.core.types import JobState, Wanted
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.queue import StartCondition
 from motet.service.tenants.quotas import Quotas
 from tests.support.counting import calls
 from tests.support.database import person
@@ -43,7 +42,7 @@ def us(place: Place) -> Principal:
 
 def test_a_job_waits_until_others_have_succeeded(place: Place, us: Principal) -> None:
     first, second = place.submit(us, "first"), place.submit(us, "second")
-    job = place.submit(us, "third", StartCondition(after=["first", second.id]))
+    job = place.submit(us, "third", after=["first", second.id])
     assert (job.waits, job.state, job.message) == (True, "queued", "waits for 'first', 'second' to succeed")
     assert not first.waits
     place.queue.release()
@@ -62,13 +61,13 @@ def test_a_job_waits_until_others_have_succeeded(place: Place, us: Principal) ->
 def test_a_job_after_one_that_has_succeeded_starts_at_once(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
     place.end(first)
-    assert not place.submit(us, "second", StartCondition(after=["first"], at=time.time() - 5)).waits
+    assert not place.submit(us, "second", after=["first"], at=time.time() - 5).waits
 
 
 @pytest.mark.parametrize("state", ["failed", "cancelled"])
 def test_a_job_fails_with_what_it_waits_for_and_can_be_resumed(place: Place, us: Principal, state: str) -> None:
     first = place.submit(us, "first")
-    job = place.submit(us, "second", StartCondition(after=["first"]))
+    job = place.submit(us, "second", after=["first"])
     place.end(first, state, "no luck")
     place.queue.release()
     failed = place.now(job)
@@ -86,15 +85,15 @@ def test_a_job_fails_with_what_it_waits_for_and_can_be_resumed(place: Place, us:
     place.queue.release()
     assert place.handed == ["second"]
     with pytest.raises(ConfigError, match="after: there is no job 'none'"):
-        place.submit(us, "third", StartCondition(after=["none"]))
+        place.submit(us, "third", after=["none"])
     place.end(first, state)
     with pytest.raises(ConfigError, match=f"has {state}"):
-        place.submit(us, "third", StartCondition(after=["first"]))
+        place.submit(us, "third", after=["first"])
 
 
 def test_a_job_that_is_waited_for_and_removed_is_told(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
-    job = place.submit(us, "second", StartCondition(after=["first"]))
+    job = place.submit(us, "second", after=["first"])
     place.store.delete_job(first.id)
     place.queue.release()
     assert "gone" in place.now(job).message
@@ -103,13 +102,13 @@ def test_a_job_that_is_waited_for_and_removed_is_told(place: Place, us: Principa
 def test_another_tenants_job_cannot_be_waited_for(place: Place, us: Principal) -> None:
     place.submit(person(place.store, "them"), "first")
     with pytest.raises(ConfigError, match="no job 'first'"):
-        place.submit(us, "second", StartCondition(after=["first"]))
+        place.submit(us, "second", after=["first"])
 
 
 def test_jobs_come_out_in_the_order_they_came(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
     for number in range(5):
-        place.submit(us, f"job{number}", StartCondition(after=["first"]))
+        place.submit(us, f"job{number}", after=["first"])
     place.end(first)
     place.queue.release()
     assert place.handed == [f"job{number}" for number in range(5)]
@@ -119,7 +118,7 @@ def test_jobs_come_out_in_the_order_they_came(place: Place, us: Principal) -> No
 
 
 def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
-    job = place.submit(us, "later", StartCondition(at=time.time() + 1.5))
+    job = place.submit(us, "later", at=time.time() + 1.5)
     assert job.message.startswith("waits until 20")
     assert 0 < place.queue.release() <= 1.5
     assert place.handed == []
@@ -127,7 +126,7 @@ def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
     place.queue.release()
     assert place.handed == ["later"]
     with pytest.raises(ConfigError, match="a year"):
-        place.submit(us, "never", StartCondition(at=1e12))
+        place.submit(us, "never", at=1e12)
 
 
 # --- steering ---------------------------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
 
 def test_a_job_that_waits_can_be_paused_and_cancelled(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
-    job, other = (place.submit(us, name, StartCondition(after=["first"])) for name in ("second", "third"))
+    job, other = (place.submit(us, name, after=["first"]) for name in ("second", "third"))
     assert not place.queue.steer(first, Wanted.PAUSE)  # it is the engine's
     assert place.queue.steer(job, Wanted.PAUSE)
     assert place.queue.steer(other, Wanted.CANCEL)
@@ -150,7 +149,7 @@ def test_a_job_that_waits_can_be_paused_and_cancelled(place: Place, us: Principa
 
 def test_a_job_that_is_cancelled_just_as_it_may_start_stays_cancelled(place: Place, us: Principal) -> None:
     first = place.submit(us, "first")
-    job = place.submit(us, "second", StartCondition(after=["first"]))
+    job = place.submit(us, "second", after=["first"])
     place.end(first)
     seen = place.queue._waiting()
     assert [one.name for one in seen] == ["second"]
@@ -177,7 +176,7 @@ def test_a_start_is_kept_whatever_happens_to_it(place: Place, us: Principal) -> 
 def test_the_best_of_a_job_that_is_waited_for_is_the_best_at_its_end(place: Place, us: Principal) -> None:
     elder = place.submit(us, "elder")
     place.save(elder, 1)
-    job = place.submit(us, "younger", StartCondition(after=["elder"]), adapter={"init": "elder@best"})
+    job = place.submit(us, "younger", after=["elder"], adapter={"init": "elder@best"})
     assert not place.initial.path(job.id).exists()
     place.save(elder, 2)
     place.end(elder)
@@ -187,13 +186,13 @@ def test_the_best_of_a_job_that_is_waited_for_is_the_best_at_its_end(place: Plac
 
 
 def test_a_start_that_takes_long_holds_up_no_other_job(place: Place, us: Principal) -> None:
-    after, elder, them = StartCondition(after=["elder"]), place.submit(us, "elder"), person(place.store, "them")
+    elder, them = place.submit(us, "elder"), person(place.store, "them")
     place.save(elder, 1)
-    slow = place.submit(us, "slow", after, adapter={"init": "elder@1"})
-    place.submit(us, "quick", after)
+    slow = place.submit(us, "slow", after=["elder"], adapter={"init": "elder@1"})
+    place.submit(us, "quick", after=["elder"])
     theirs = place.submit(them, "elder")
     place.save(theirs, 1)
-    place.submit(them, "other", after, adapter={"init": "elder@1"})
+    place.submit(them, "other", after=["elder"], adapter={"init": "elder@1"})
     sums = place.run / elder.id / "versions" / "v1" / SUMS
     os.mkfifo(sums)  # read as soon as somebody writes into it
     for one in (elder, theirs):
@@ -211,7 +210,7 @@ def test_a_start_that_never_came_fails_the_job(place: Place, us: Principal) -> N
     elder = place.submit(us, "elder")
     with pytest.raises(ConfigError, match="`after`"):
         place.submit(us, "younger", adapter={"init": "elder@best"})
-    job = place.submit(us, "younger", StartCondition(after=["elder"]), adapter={"init": "elder@7"})
+    job = place.submit(us, "younger", after=["elder"], adapter={"init": "elder@7"})
     place.end(elder)
     place.queue.release()
     wait_until(lambda: place.now(job).state == "failed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from motet.service.database.tables import StoredJob, now
 from motet.service.database.tenants import Principal
 from motet.service.events import EventBus
 from motet.service.jobs.initial_adapter import InitialAdapters
-from motet.service.jobs.queue import AT_ONCE, JobQueue, StartCondition
+from motet.service.jobs.queue import JobQueue
 from motet.service.storage import Storage
 from tests.support.service_run import tiny
 
@@ -66,10 +67,12 @@ class Place:
             job_id, "state", f"{time.time_ns()}", row, None, **row, ended=now() if state.final else None
         )  # fmt: skip
 
-    def submit(self, who: Principal, name: str, when: StartCondition = AT_ONCE, **fields: Any) -> StoredJob:
+    def submit(
+        self, who: Principal, name: str, *, after: Sequence[str] = (), at: float | None = None, **fields: Any
+    ) -> StoredJob:
         """Hand a job in."""
         config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
-        planned = [self.queue.plan(who, config, "small", when)]
+        planned = [self.queue.plan(who, config, "small", after, at)]
         with self.queue.drafts(planned) as drafts:
             return self.queue.submit(who, planned, drafts)[0]
 

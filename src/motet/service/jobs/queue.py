@@ -41,19 +41,6 @@ _READING, _WAITING = 4, 10**6
 
 
 @dataclass(frozen=True)
-class StartCondition:
-    """The condition for a job's start."""
-
-    after: Sequence[str] = ()
-    """Names or ids of jobs that must succeed."""
-    at: float | None = None
-    """Earliest start, in Unix seconds."""
-
-
-AT_ONCE = StartCondition()
-
-
-@dataclass(frozen=True)
 class Planned:
     """A job whose start is resolved for its owner."""
 
@@ -113,10 +100,13 @@ class JobQueue:
         who: Principal,
         config: JobConfig,
         base: str,
-        condition: StartCondition = AT_ONCE,
+        after: Sequence[str] = (),
+        at: float | None = None,
         above: Sequence[Planned] = (),
     ) -> Planned:
         """Resolve what a job waits for and starts from; earlier jobs of the request are candidates.
+
+        `after` has names or ids of jobs that must succeed, `at` is the earliest start in Unix seconds.
 
         Raises:
             ConfigError: something is not visible to the owner, or cannot happen.
@@ -128,8 +118,8 @@ class JobQueue:
         own = (StoredJob.tenant_id == who.tenant_id) & (StoredJob.name == config.name)
         if self._store.scalar(select(StoredJob.id).where(own)) is not None:
             raise StoreError(name_taken(config.name))
-        before = [self._awaited(who, name) for name in dict.fromkeys(condition.after)]
-        if condition.at is not None and condition.at > time.time() + FURTHEST:
+        before = [self._awaited(who, name) for name in dict.fromkeys(after)]
+        if at is not None and at > time.time() + FURTHEST:
             raise ConfigError("at: a start may be at most a year ahead; give an earlier time")
         ids, coming = [job.id for job in before], dict[str, str]()
         if (start := ChainStart.of(config.adapter.init, [one.config for one in above])) is not None:
@@ -140,8 +130,8 @@ class JobQueue:
         reference, source = (
             self._initial.resolve(who, config, base, ids) if start is None else (f"{made_by.id}@{start.version}", None)
         )
-        message = self._held_back(ids, condition.at, coming)
-        return Planned(new_id("job"), config, base, ids, condition.at, message, reference, source)
+        message = self._held_back(ids, at, coming)
+        return Planned(new_id("job"), config, base, ids, at, message, reference, source)
 
     def drafts(self, planned: Sequence[Planned]) -> contextlib.AbstractContextManager[list[Path]]:
         """Link the initial adapters of jobs, for `submit`. They are read to be checked, which may take minutes.

@@ -23,7 +23,7 @@ from motet.service.database.tables import StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
-from motet.service.jobs.queue import AT_ONCE, JobQueue, Planned, StartCondition
+from motet.service.jobs.queue import JobQueue, Planned
 from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.validation import Allowed, check_allowed, check_race, validated
@@ -42,7 +42,10 @@ class GivenJob:
 
     tree: Mapping[str, Any]
     """As in a job file, with its base."""
-    condition: StartCondition = AT_ONCE
+    after: Sequence[str] = ()
+    """Names or ids of jobs that must succeed before it starts."""
+    at: float | None = None
+    """Earliest start, in Unix seconds."""
     driven: bool = False
     """Whether a client drives it."""
 
@@ -102,10 +105,10 @@ class Submissions:
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
                 if config.race is None:
                     above = [one for one in planned if one.race is None]
-                    one = self._queue.plan(who, config, base, job.condition, above)
+                    one = self._queue.plan(who, config, base, job.after, job.at, above)
                     planned.append(replace(one, idempotency=key))
                 else:
-                    race, candidates = self._raced(who, config, plan(config, config.race), base, job.condition, key)
+                    race, candidates = self._raced(who, config, plan(config, config.race), base, job, key)
                     races.append(race)
                     planned += candidates
             except MotetError as error:
@@ -119,7 +122,7 @@ class Submissions:
         return planned, races
 
     def _raced(
-        self, who: Principal, config: JobConfig, race: RacePlan, base: str, condition: StartCondition, key: str | None
+        self, who: Principal, config: JobConfig, race: RacePlan, base: str, given: GivenJob, key: str | None
     ) -> tuple[StoredRace, list[Planned]]:
         """A race and its candidates; the first of these has the request's key."""
         file = self._store.file(who, config.data.eval_source or config.data.source)
@@ -133,7 +136,7 @@ class Submissions:
         # without defaults, because the rungs depend on what is set
         spec = self._secrets.sealed(config).model_dump(mode="json", exclude_unset=True)
         row = StoredRace(id=new_id("race"), tenant_id=who.tenant_id, name=config.name, spec=spec, base=base)
-        plans = [self._queue.plan(who, one, base, condition) for one in race.candidates]
+        plans = [self._queue.plan(who, one, base, given.after, given.at) for one in race.candidates]
         return row, [
             replace(one, idempotency=None if number else key, race=row.id, until=race.stop(0))
             for number, one in enumerate(plans)

@@ -20,7 +20,6 @@ from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
 from motet.service.errors import Refusal
 from motet.service.http.bodies import hold
 from motet.service.http.pages import page
-from motet.service.jobs.queue import StartCondition
 from motet.service.jobs.submissions import GivenJob
 from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
 from motet.service.schemas import Asked, CheckedJobs, HeldOut, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
@@ -84,7 +83,7 @@ async def submit(
     """
 
     def take() -> Job:
-        given = GivenJob(job, StartCondition(after or (), at))
+        given = GivenJob(job, after or (), at)
         submitted, *_ = service.submissions.submit(who, [given], idempotency_key)
         service.store.audit(who, "submit", submitted.id)
         return _shown(who, service, submitted)
@@ -105,7 +104,7 @@ async def submit_all(
     """
 
     def take() -> Response:
-        given = [GivenJob(one.job, StartCondition(one.after, asked.at)) for one in asked.jobs]
+        given = [GivenJob(one.job, one.after, asked.at) for one in asked.jobs]
         submitted = service.submissions.submit(who, given, idempotency_key)
         for job in submitted:
             service.store.audit(who, "submit", job.id)
