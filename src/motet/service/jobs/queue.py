@@ -134,22 +134,13 @@ class JobQueue:
         return Planned(new_id("job"), config, base, ids, at, message, reference, source)
 
     def drafts(self, planned: Sequence[Planned]) -> contextlib.AbstractContextManager[list[Path]]:
-        """Link the initial adapters of jobs, for `submit`. They are read to be checked, which may take minutes.
-
-        Raises:
-            ConfigError: an initial version has just been deleted.
-            AdapterError: one is damaged.
-        """
+        """`InitialAdapters.drafts` for `submit`; the adapters are read to be checked, which may take minutes."""
         return self._initial.drafts([one.source for one in planned])
 
     def submit(
         self, who: Principal, planned: Sequence[Planned], drafts: Sequence[Path], races: Sequence[StoredRace] = ()
     ) -> list[StoredJob]:
-        """Store jobs with their initial adapters and races, all or none.
-
-        Raises:
-            StoreError: the tenant has a job with such a name.
-        """
+        """Store jobs, with initial adapters and races, all or none; raises `StoreError` if a name is taken."""
         jobs = self._store.submit(who, [one.row() for one in planned], races)
         for draft, job in zip(drafts, jobs, strict=True):
             self._initial.take_draft(draft, job.id)

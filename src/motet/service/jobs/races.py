@@ -162,11 +162,7 @@ class Races:
         return _Candidate(row, config, directory, progress, self._store, self._recorder.record_state)
 
     def _copy(self, race: StoredRace, planned: RacePlan, jobs: dict[str, _Candidate], config: JobConfig) -> _Candidate:
-        """The candidate of a copy that was decided; its job is made once.
-
-        Raises:
-            StoreError: its owner has a job with its name.
-        """
+        """The candidate of a decided copy; its job is made once. Raises `StoreError` if its name is taken."""
         if config.name not in jobs:
             record = self.record(race)
             (copy,) = (one for one in record.copies if one.name == config.name)

@@ -114,11 +114,7 @@ class Allowed:
 
 
 def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobConfig:
-    """Check a job that a tenant submits for a base, as in a job file.
-
-    Raises:
-        ConfigError, DataError, RewardError: something is wrong or not allowed here.
-    """
+    """Check a job that a tenant submits for a base, as in a job file; raises as `check_allowed` does."""
     try:
         json.dumps(check_plain(tree), ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:
@@ -313,11 +309,7 @@ def _check_texts(data: DataConfig) -> None:
 
 
 async def jobs_in(text: str, bases: Bases, apart: Apart, key: str) -> list[dict[str, Any]]:
-    """Run `read_jobs` in a separate process, in the turn of `key`; raises as it does.
-
-    Raises:
-        LimitError: too many requests of this key are waiting.
-    """
+    """`read_jobs` in a separate process, in the turn of `key`; also raises `LimitError` if too many requests wait."""
     given = json.dumps({"text": text, "places": bases.places}).encode()
     try:
         answer: dict[str, Any] = json.loads(await apart.call(key, _read_apart, given))

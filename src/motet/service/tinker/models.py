@@ -87,11 +87,7 @@ class Models:
             raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
 
     def model_id(self, who: Principal, session_id: str, number: int) -> str:
-        """The id of a session's model with a number; clients compute the same id.
-
-        Raises:
-            Refusal: the session does not belong to the tenant.
-        """
+        """The id of a session's model, as clients compute it; raises `Refusal` for the session of another tenant."""
         self.check_session(who, session_id)
         return f"{session_id}:train:{number}"
 
