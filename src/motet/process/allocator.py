@@ -41,13 +41,9 @@ def keep_freed_memory() -> bool:
     )
 
 
-def give_back_freed_memory() -> bool:
-    """Return the memory of tensors of 1 MB and more as soon as they are freed, for a process that must stay small.
-
-    Returns:
-        Whether the C library accepted the setting.
-    """
-    return _set_options({_ARENA_MAX: 1, _MMAP_THRESHOLD: _SMALLEST_APART, _TRIM_THRESHOLD: _SMALLEST_APART})
+def give_back_freed_memory() -> None:
+    """Return the memory of tensors of 1 MB and more as soon as they are freed, for a process that must stay small."""
+    _set_options({_ARENA_MAX: 1, _MMAP_THRESHOLD: _SMALLEST_APART, _TRIM_THRESHOLD: _SMALLEST_APART})
 
 
 def memory_apart(n_bytes: int) -> mmap.mmap:

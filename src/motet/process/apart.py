@@ -76,11 +76,7 @@ class ThreadTurns:
         self._threads, self._idle, self._closed = 0, 0, False
 
     async def run(self, key: str, work: Callable[[], Result]) -> Result:
-        """Do a piece of work in a thread when this key's turn comes.
-
-        Raises:
-            LimitError: too much of this key's waits already.
-        """
+        """Do work in a thread when this key's turn comes. Raises LimitError if too much of the key's waits already."""
         result: Result = await self._run(key, lambda _: work())
         return result
 

@@ -45,11 +45,7 @@ Received = TypeVar("Received")
 
 
 def encode(message: ChannelMessage, longest: int | None = LONGEST_LINE) -> bytes:
-    """Encode a message as one line, of at most `longest` bytes.
-
-    Raises:
-        EngineError: it is too long for the reader.
-    """
+    """Encode a message as one line, of at most `longest` bytes. Raises EngineError if it is too long for the reader."""
     line = json.dumps(msgspec.to_builtins(message, enc_hook=_plain), separators=(",", ":")).encode() + b"\n"
     if longest is not None and len(line) > longest:
         raise EngineError(f"{-(-len(line) // 2**20)} MB; the limit is {longest >> 20} MB")
@@ -57,11 +53,7 @@ def encode(message: ChannelMessage, longest: int | None = LONGEST_LINE) -> bytes
 
 
 def decode(line: bytes, kinds: Any) -> Any:
-    """Decode a line; `kinds` is the union of the expected message types.
-
-    Raises:
-        ValueError: the line is none of them.
-    """
+    """Decode a line; `kinds` is the union of the expected messages. Raises ValueError if the line is none of them."""
     return msgspec.convert(json.loads(line), kinds, dec_hook=_array)
 
 
@@ -239,11 +231,7 @@ class Parent(Generic[Received]):
         return cls(kinds, connection.makefile("rb"), connection.makefile("wb"))
 
     def send(self, message: ChannelMessage) -> None:
-        """Send one message.
-
-        Raises:
-            EngineError: it is too long; nothing was sent.
-        """
+        """Send one message. Raises EngineError if it is too long; nothing was sent."""
         line = encode(message, self.longest)
         with self._lock:
             self._out.write(line)

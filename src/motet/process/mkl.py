@@ -6,16 +6,13 @@ six. In this mode every row has the same bits as in a large product, at the same
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 
 def add_in_one_order() -> None:
     """Set MKL_CBWR on Intel processors, unless it is set already; call before the first product of the process."""
-    try:
-        with Path("/proc/cpuinfo").open("rb") as processors:
-            intel = b"GenuineIntel" in processors.read(256)
-    except OSError:  # not Linux
-        intel = False
-    if intel:
-        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open("rb") as processors:  # not Linux
+        if b"GenuineIntel" in processors.read(256):
+            os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

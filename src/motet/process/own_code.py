@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +32,7 @@ class OwnCode:
     """Built-in names, which need no file."""
 
     def find(self, name: str) -> Any:
-        """The object at `file.py:name` or `module:name`.
-
-        Raises:
-            MotetError: it does not exist, or its file does not load.
-        """
+        """The object at `file.py:name` or `module:name`. Raises MotetError if it is missing or does not load."""
         source, colon, attribute = name.rpartition(":")
         if not colon:
             near = close_matches(name, self.built_in, n=1)
@@ -54,11 +51,7 @@ class OwnCode:
         return target
 
     def load_file(self, source: str) -> Any:
-        """The module of a file, loaded once per process while its text is unchanged.
-
-        Raises:
-            MotetError: the file is missing, or does not load.
-        """
+        """The module of a file, loaded once while its text is unchanged. Raises MotetError if it does not load."""
         path = Path(os.path.expanduser(source)).resolve()
         try:
             there = path.is_file()
@@ -108,10 +101,7 @@ def describe(error: BaseException, file: str = "") -> str:
 
     Motet's own exceptions are sentences already, and need neither a class name nor a line.
     """
-    frames, trace = [], error.__traceback__
-    while trace is not None:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     theirs = [frame for frame in frames if not frame[0].startswith((_HOUSE, "<"))]
     own = [frame for frame in frames if frame[0] == file] or theirs
     line = f" ({own[-1][0]}:{own[-1][1]})" if own and not isinstance(error, ImportError) else ""

@@ -156,11 +156,7 @@ def last_line(said: str) -> str:
 
 
 def check_outside(directory: Path) -> None:
-    """Check that a directory's files cannot be read from behind the wall.
-
-    Raises:
-        WallError: it is inside a directory that can be read there.
-    """
+    """Raises WallError if a directory's files can be read from behind the wall."""
     for root in _readable():
         if directory.resolve().is_relative_to(root):
             raise WallError(
@@ -190,7 +186,9 @@ def enter(
     Raises:
         WallError: it cannot be put up; the process must not continue.
     """
-    _limit(memory_mb, most_written)
+    limit_memory(memory_mb)
+    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, most_written), (resource.RLIMIT_NOFILE, 256)):
+        resource.setrlimit(kind, (most, most))
     try:
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
@@ -229,13 +227,6 @@ def address_space() -> int:
             return int(statm.read().split()[0]) * resource.getpagesize()
     except OSError:
         return 0
-
-
-def _limit(memory_mb: int, most_written: int) -> None:
-    limit_memory(memory_mb)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_written, most_written))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 
 
 def _readable() -> list[Path]:
