@@ -86,7 +86,7 @@ class Simulation:
         host.turns.update(host.holding, waiting, host.settings.slots, rules)
         for name in admitted(waiting, running, slots, rules, host.turns.had):
             job = host.jobs[name]
-            host.scheduler.share(job.claim.tenant, job.share)
+            host.scheduler.share(job.claim.tenant, job.of.share)
             host.running[name] = self._tasks.create_task(self._train(host, job))
             running.append(job.claim)
         host.turns.hold(host.holding)
@@ -112,7 +112,7 @@ class Simulation:
         host.scheduler.join(name, 1.0, job.claim.tenant)
         try:
             await host.open()
-            while job.done < job.steps and job.done != job.fails_at and not self._goes(host, name):
+            while job.done not in (job.steps, job.fails_at) and name not in {*host.leaving, *host.preempted}:
                 await host.sample(job)
                 await host.train(job)
                 await host.publish(job)
@@ -131,16 +131,14 @@ class Simulation:
         if over or to is not None:
             del host.jobs[name]
         if over:
-            self._ended(job)
+            job.ended = now()
+            self._open -= 1
+            if not self._open:
+                self._done.set()
         elif to is not None:
             self._place(job)
         self._fill(host)
         self._even_out()
-
-    @staticmethod
-    def _goes(host: SimulatedHost, name: str) -> bool:
-        """Whether a job must release its slot after this step."""
-        return name in host.leaving or name in host.preempted
 
     @staticmethod
     def _stays(host: SimulatedHost, name: str) -> SimulatedHost | None:
@@ -149,12 +147,6 @@ class Simulation:
         if to is not None:
             to.coming.pop(name, None)
         return to
-
-    def _ended(self, job: SimulatedJob) -> None:
-        job.ended = now()
-        self._open -= 1
-        if not self._open:
-            self._done.set()
 
     def _even_out(self) -> None:
         """Move jobs as `Hosts` does, while one host has more than another."""
@@ -193,8 +185,7 @@ class Simulation:
         ending = list(host.running.values())
         for name in list(host.leaving):
             self._stays(host, name)
-        for name in list(host.coming):
-            host.coming.pop(name)
+        host.coming.clear()
         host.jobs.clear()
         host.running.clear()
         host.preempted.clear()
@@ -264,17 +255,13 @@ def _drawn(jobs: JobsConfig, dice: random.Random) -> list[SimulatedJob]:
         steps = dice.randint(*jobs.steps)
         drawn.append(
             SimulatedJob(
+                of=jobs,
                 claim=Claim(f"{jobs.tenant}/{number}", jobs.tenant),
-                share=jobs.share,
                 arrives=dice.uniform(0, jobs.over_hours * HOUR),
                 steps=steps,
                 fails_at=dice.randrange(steps) if dice.random() < jobs.failing else None,
-                groups=jobs.groups_per_step,
-                rows=jobs.group_size,
                 prompt=dice.randint(*jobs.prompt_tokens),
                 completion=dice.randint(*jobs.completion_tokens),
-                evaluation=jobs.evaluation,
-                evaluate_every=jobs.evaluate_every,
             )
         )
     return drawn

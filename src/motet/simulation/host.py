@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from motet.cluster.placement import HostLoad
-from motet.config.simulation import HostCosts, HostsConfig
+from motet.config.simulation import HostCosts, HostsConfig, JobsConfig
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import SlotTurns
 from motet.runtime.slots import Claim
@@ -24,19 +24,14 @@ _NEARLY = 1e-6
 class SimulatedJob:
     """A job and its progress."""
 
+    of: JobsConfig
+    """The entry that it was drawn from."""
     claim: Claim
-    share: float
     arrives: float
     steps: int
     fails_at: int | None
-    groups: int
-    rows: int
-    """Of a group."""
     prompt: int
     completion: int
-    evaluation: int = 0
-    """Completions of one."""
-    evaluate_every: int = 0
     done: int = 0
     first: float | None = None
     """When it got its first slot."""
@@ -48,13 +43,13 @@ class SimulatedJob:
     @property
     def evaluates(self) -> bool:
         """Whether the version that it has now is evaluated."""
-        every = self.evaluate_every
-        return self.evaluation > 0 and (self.done in (0, self.steps) or (every > 0 and self.done % every == 0))
+        every = self.of.evaluate_every
+        return self.of.evaluation > 0 and (self.done in (0, self.steps) or (every > 0 and self.done % every == 0))
 
     @property
     def tokens_of_step(self) -> int:
-        """Tokens trained so far."""
-        return self.groups * self.rows * (self.prompt + self.completion)
+        """Tokens that a step trains on."""
+        return self.of.groups_per_step * self.of.group_size * (self.prompt + self.completion)
 
 
 class SimulatedDevice:
@@ -68,7 +63,7 @@ class SimulatedDevice:
         self._rows, self._training = Counter[str](), False
         """Completions of each job."""
         self._tokens, self._at = 0.0, now()
-        """Tokens that a completion would have had that was there from the beginning, and when that was so."""
+        """Tokens of a completion that has been there from the beginning, and when it had them."""
         self._sampling: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
@@ -132,8 +127,7 @@ class SimulatedDevice:
             done = heapq.heappop(self._sampling)[2]
             if not done.done():
                 done.set_result(None)
-        if self._sampling and not self._sampling[0][2].done():
-            self._set_timer()
+        self._set_timer()
 
 
 @dataclass(eq=False)
@@ -186,8 +180,8 @@ class SimulatedHost:
 
     async def sample(self, job: SimulatedJob) -> None:
         """What the next step trains on, and the evaluation of the version that it begins from."""
-        groups = [job.rows] * job.groups if job.done < job.steps else []
-        held_out = [1] * job.evaluation if job.evaluates else []
+        groups = [job.of.group_size] * job.of.groups_per_step if job.done < job.steps else []
+        held_out = [1] * job.of.evaluation if job.evaluates else []
         async with asyncio.TaskGroup() as tasks:
             for rows in (*held_out, *groups):
                 tasks.create_task(self._complete(job, rows))

@@ -44,11 +44,7 @@ class SimulationOutcome:
 
 
 def simulate(config: SimulationConfig) -> SimulationOutcome:
-    """Simulate the jobs of a configuration.
-
-    Raises:
-        ConfigError: no job does a step.
-    """
+    """Simulate the jobs of a configuration. Raises ConfigError if no job does a step."""
 
     async def run() -> tuple[Simulation, float]:
         simulation = Simulation(config)
