@@ -32,13 +32,7 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
     kind = "episodes"
 
     def __init__(self, client: Connection, agent: str, concurrency: int) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            client: a connection to the service.
-            agent: `file.py:function` or `module:function`.
-            concurrency: concurrent episodes per job.
-        """
+        """Connects to nothing yet; runs `concurrency` episodes per job at once."""
         super().__init__(client, concurrency)
         self._agent = agent
         self._processes: dict[str, AgentProcesses] = {}
@@ -65,7 +59,6 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
         await asyncio.gather(*(one.close() for one in self._processes.values()))
 
     def _of(self, args: dict[str, Any]) -> AgentProcesses:
-        """The agent with these arguments."""
         key = json.dumps(args, sort_keys=True)
         if key not in self._processes:
             self._processes[key] = AgentProcesses(self._agent, args, None, _SECRETS)

@@ -80,11 +80,7 @@ class Connection:
         )
 
     def _request(self, method: str, path: str, **parts: Any) -> httpx2.Request:
-        """Build a request.
-
-        Raises:
-            ConfigError: a value cannot be written as JSON.
-        """
+        """Build a request. Raises ConfigError if a value cannot be written as JSON."""
         try:
             return self._http.build_request(method, path, **parts)
         except (ValueError, TypeError) as error:
@@ -145,7 +141,6 @@ class Connection:
                     yield line
 
     async def _all_pages(self, model: type[Any], path: str, **params: Any) -> AsyncGenerator[Any, None]:
-        """Yield the items of all pages."""
         after: str | None = None
         while True:
             page = await self._ask(model, "GET", path, params={**params, "after": after, "limit": PAGE})
@@ -218,11 +213,7 @@ class Following:
         return event
 
     def wait(self, error: ServiceError | None) -> float:
-        """Seconds until the next attempt.
-
-        Raises:
-            ServiceError: another attempt is of no use.
-        """
+        """Seconds until the next attempt. Raises ServiceError if another attempt is of no use."""
         if error is not None and error.status == 429 and self._refused < _MOST_RETRIES:  # rate limit: wait longer
             self._refused += 1
             return 2.0

@@ -35,11 +35,7 @@ class RewardFiles:
     """Files and functions that a worker may call."""
 
     def __init__(self, given: RewardGiven | Sequence[RewardGiven]) -> None:
-        """Loads nothing yet.
-
-        Raises:
-            RewardError: a file is missing, or none is given.
-        """
+        """Loads nothing yet. Raises RewardError if a file is missing, or none is given."""
         several = [given] if isinstance(given, str | Path) or callable(given) else list(given)
         self._modules = [_module_of(one) for one in several]
         if not self._modules:
@@ -47,11 +43,7 @@ class RewardFiles:
         self._default = ""
 
     def default(self) -> str:
-        """The function for a job that names none: the only one, or the one named `reward`.
-
-        Raises:
-            RewardError: it is not clear which, or the file does not load.
-        """
+        """The function for a job that names none: the only one, or `reward`. Raises RewardError if it is not clear."""
         if not self._default:
             names = [name for module in self._modules for name in _functions(module)]
             chosen = [name for name in names if name.rpartition(":")[2] == "reward"] or names
@@ -61,11 +53,7 @@ class RewardFiles:
         return self._default
 
     def find(self, asked: WorkerArgs, limits: RewardConfig) -> RewardConfig:
-        """The reward that a job names, prepared for this machine.
-
-        Raises:
-            RewardError: its function is not allowed.
-        """
+        """The reward that a job names, prepared for this machine. Raises RewardError if its function is not allowed."""
         file, _, function = (asked.function or self.default()).rpartition(":")
         if function.isidentifier() and not function.startswith("_"):
             for one in self._modules:
@@ -78,7 +66,7 @@ class RewardFiles:
         )
 
     def for_service(self, jobs: Sequence[JobConfig]) -> list[JobConfig]:
-        """Jobs with their own functions assigned to a worker; if there are none, every job uses the default reward.
+        """Jobs with their own functions assigned to a worker, or, if none has one, all with the default reward.
 
         Raises:
             RewardError: a job names a function that is not in these files.

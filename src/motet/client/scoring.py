@@ -32,13 +32,9 @@ class RewardWorker(LeaseWorker[ScoringWork]):
     def __init__(
         self, client: Connection, files: RewardFiles, processes: int = 2, most_loaded: int = _MOST_LOADED
     ) -> None:
-        """Connects to nothing yet.
+        """Connects to nothing yet. Each loaded reward has at least one process, even if `processes` are fewer.
 
-        Args:
-            client: a connection to the service.
-            files: the allowed functions.
-            processes: number of scoring processes; each loaded reward has at least one.
-            most_loaded: rewards that stay loaded; more only while all are in use.
+        `most_loaded` rewards stay loaded; more only while all are in use.
         """
         super().__init__(client, _AT_ONCE)
         self._files, self._pool = files, RewardPool(processes)
