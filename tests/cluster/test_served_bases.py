@@ -283,7 +283,7 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         made = [StartHost(base, "", {}, {}, {}, [], 1.0, ANY_SIZE, serves=base) for base in "ab"]
         client = Hosts(made, tmp_path, _no_machine)
         handlers = HostHandlers(open_jobs, lambda _: None)
-        client._settled = True
+        client.gather_seconds = 0.0
         client.start(handlers)
         here, down = client.hosts
         here.ready = True

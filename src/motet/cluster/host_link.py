@@ -198,12 +198,11 @@ class HostLink:
     async def stop(self, patience: float = CLOSE_SECONDS) -> None:
         """Let every job finish its step and save, then end the process; kill it if it takes `patience` seconds to end."""
         self._closing.set()
-        if self.ready or self.heard_at > -math.inf:  # one that was taken over may send much before it is ready
-            self.send(m.Stop())
+        self.send(m.Stop())
+        # one that loads has nothing to save; one that was taken over may send much before it is ready
+        if self.ready or self.heard_at > -math.inf:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _STOP_SECONDS)
-        elif self._child is not None:
-            self.send(m.Stop())  # one that loads has nothing to save
         if self._child is not None:
             self._child.close_input()
         elif self._keeping is not None:

@@ -28,9 +28,7 @@ GATHER_SECONDS = 60.0
 """Seconds to wait for the last host after the first is ready, or after its last message."""
 _RETRY_SECONDS = 2.0
 LOOK_SECONDS = 60.0
-"""Between two readings of the open jobs while nothing changes: a stored job may not have been handed over because the
-database was away.
-"""
+"""Between two readings of the open jobs while nothing changes: the database may have been away at the last."""
 
 
 class Hosts:
@@ -56,8 +54,6 @@ class Hosts:
         self._unplaced = True
         """Whether there may be unassigned jobs that have not been checked since a change."""
         self._look, self._look_seconds, self.gather_seconds = asyncio.Event(), look, GATHER_SECONDS
-        self._settled = len(starts) == 1
-        """Whether jobs are assigned: not before all hosts are ready, or a time limit."""
         self.there = {host.base: asyncio.Event() for host in self.hosts}
         """Whether a host of a base takes questions and jobs, by the base's name."""
 
@@ -138,13 +134,7 @@ class Hosts:
             host.refuse(reason)
 
     async def ask(self, question: m.Complete | m.ExamineAdapter) -> AsyncIterator[m.Answer]:
-        """Yield the answers to a question. Any host of its base can answer: stored versions are files.
-
-        Raises:
-            HostGone: no host of that base is running, or it ended meanwhile.
-            EngineError: it cannot be answered now; the message says why.
-            ConfigError: it can never be answered; the message says why.
-        """
+        """Yield the answers of any host of the base: stored versions are files. Raises as `HostLink.ask`."""
         base = question.base
         answering = self._answering(base)
         if not self.there[base].is_set() or not answering:
@@ -226,9 +216,8 @@ class Hosts:
 
     async def _keep_placed(self, handlers: HostHandlers) -> None:
         """Give jobs that no host has to hosts, and even them out, whenever something has changed, and now and then."""
-        if not self._settled:
+        if len(self.hosts) > 1:
             await _gathered(self.hosts, self._look, self.gather_seconds)
-        self._settled = True
         self._look.set()
         while True:
             try:
@@ -276,12 +265,9 @@ class Hosts:
 
     def _place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> bool:
         """Give a job to a host of its base, unless one has it or none can take it; gives whether one has it now."""
-        if not self._settled:
-            self.jobs.rules[message.tenant] = message.rule
-        elif (host := self.jobs.place(message, loads)) is not None:
+        if (host := self.jobs.place(message, loads)) is not None:
             host.send(message)
-            return True
-        return False
+        return host is not None
 
 
 def longest_sequence(hosts: Hosts, *bases: str) -> int:

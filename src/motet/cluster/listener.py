@@ -14,7 +14,6 @@ from motet.process.channel import LONGEST_LINE, Child
 ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
 """Environment variables of a host's process: the address to connect to, and the token."""
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Begin = Callable[[str, str], Awaitable[Awaitable[object]]]
 """Starts a process with an address and a token; the result is done when the process has ended."""
 
@@ -47,9 +46,9 @@ async def host_that_connects(host: str, begin: Begin, end: Callable[[], Awaitabl
         raise
     finally:
         server.close()
-    streams: Streams = connected.result()
-    ended.add_done_callback(lambda _: _hang_up(streams[1], ended))
-    return Child[m.FromHost](m.FromHost, *streams, end)
+    reader, writer = connected.result()
+    ended.add_done_callback(lambda _: _hang_up(writer, ended))
+    return Child[m.FromHost](m.FromHost, reader, writer, end)
 
 
 def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.Future[object]) -> None:

@@ -178,11 +178,7 @@ class _Connected(Child[m.FromHost]):
 
 
 def _host_process(pid: int) -> int:
-    """A pidfd of a host's process: its id may be reused later.
-
-    Raises:
-        ProcessLookupError: no host has this id.
-    """
+    """A pidfd of a host's process: its id may be reused later. Raises ProcessLookupError if no host has this id."""
     process = os.pidfd_open(pid)
     if b"motet.hosting" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
         return process

@@ -69,10 +69,7 @@ def faults(
         sentences.append(f"{', '.join(idle)} has GPUs that Ray does not give out: set --num-gpus of `ray start` there")
     if away := [node.address for node in nodes if isinstance(node.gloo, str)]:
         local = [node.address for node in nodes if node.name_means.startswith(("127.", NOTHING))]
-        hint = (
-            f" (the name of {', '.join(local)} means itself alone or nothing: set GLOO_SOCKET_IFNAME there)"
-            if local
-            else ""
-        )
-        sentences.append(f"{', '.join(away)} does not reach the others by gloo{hint}: open the ports between nodes")
+        hint = f" (the name of {', '.join(local)} means itself alone or nothing: set GLOO_SOCKET_IFNAME there)"
+        why = f"does not reach the others by gloo{hint if local else ''}: open the ports between nodes"
+        sentences.append(f"{', '.join(away)} {why}")
     return sentences

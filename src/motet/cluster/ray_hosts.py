@@ -42,7 +42,6 @@ _JOIN_SECONDS = 600.0
 
 
 def _gpus(node: Mapping[str, Any]) -> int:
-    """GPUs that Ray assigns on a node."""
     return int(node["Resources"].get("GPU", 0))
 
 
@@ -175,12 +174,7 @@ class MotetHost:
 
 
 def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFacts]:
-    """Ask every node of a cluster for its facts, and run a round of gloo over all of them.
-
-    Args:
-        address: the cluster's address, as for `ray.init`.
-        directory: a directory that all nodes must see.
-        count: the number of nodes to wait for.
+    """Ask all nodes of a cluster, `count` at least, for their facts, and run a round of gloo over all of them.
 
     Raises:
         EngineError: the cluster cannot be reached, too few nodes join it, or a node does not answer.

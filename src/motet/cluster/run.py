@@ -160,27 +160,21 @@ class HostedRun:
 
     def now(self) -> list[HostNow]:
         """The state of each host; empty after the run."""
-        return (
-            []
-            if self._stopping.is_set()
-            else [
-                HostNow(
-                    f"host {host.number}",
-                    host.ready,
-                    self._client.jobs.on(host),
-                    sum(job.tokens_per_second for job in host.progress.values()),
-                    host.failure or ("starting" if host.starts < 2 else "starting again"),
-                )
-                for host in self._client.hosts
-            ]
-        )
+        if self._stopping.is_set():
+            return []
+        return [
+            HostNow(
+                f"host {host.number}",
+                host.ready,
+                self._client.jobs.on(host),
+                sum(job.tokens_per_second for job in host.progress.values()),
+                host.failure or ("starting" if host.starts < 2 else "starting again"),
+            )
+            for host in self._client.hosts
+        ]
 
     async def run(self, interrupt: Interrupt, observe: Callable[[Sequence[JobProgress]], None] | None) -> None:
-        """Run until every job has ended, has spent its budget, or is saved after an interrupt.
-
-        Raises:
-            RunError: no host can start; the message says why.
-        """
+        """Run until all jobs have ended, spent their budgets, or saved. Raises RunError if no host can start."""
         stopping, failures = self._stopping, self._failures
 
         def progress() -> list[JobProgress]:

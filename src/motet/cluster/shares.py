@@ -32,10 +32,7 @@ class ClusterShares:
     ) -> dict[str, float]:
         """Add the consumption since the last reading; returns the factor on each tenant's share, 1 for the leader.
 
-        Args:
-            used: tokens by host and tenant, since the start of each host.
-            there: tenants that have jobs.
-            shares: by tenant; the default is 1.
+        `used` has the tokens since the start of each host, `there` the tenants that have jobs; a share is 1 by default.
         """
         since: defaultdict[str, float] = defaultdict(float)
         for host, tokens in used.items():

@@ -52,7 +52,6 @@ def starts_of(*bases: tuple[StartHost, HostConfig]) -> list[StartHost]:
 
 
 def _devices(engine: EngineConfig) -> list[str]:
-    """The device of each host."""
     return engine.devices or [engine.device] * engine.hosts
 
 
@@ -146,11 +145,7 @@ def unlike_one_process(cluster: ClusterConfig, engines: Sequence[EngineConfig], 
 
 
 def launcher(cluster: ClusterConfig, *bases: HostConfig) -> Launch | None:
-    """The launcher for the processes of these bases' hosts; None for this machine.
-
-    Raises:
-        ConfigError: no launcher can start them.
-    """
+    """What starts these bases' hosts; None for this machine. Raises ConfigError if no launcher can start them."""
     for line in unlike_one_process(cluster, [base.engine for base in bases], budgets.cores(), budgets.gpus()):
         _log.warning("%s", line)
     if cluster.launcher == "local":
