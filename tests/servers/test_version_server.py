@@ -23,7 +23,7 @@ import pytest
 from bench.speed.envs import VLLMS
 from pydantic import ValidationError
 
-from motet.config import EngineConfig, RolloutConfig
+from motet.config import RolloutConfig
 from motet.config.dialects import DIALECTS
 from motet.core.device import Device
 from motet.core.errors import ConfigError, EngineError
@@ -175,7 +175,7 @@ def test_what_cannot_be_fetched_is_read_and_what_neither_way_works_is_an_error(t
         strict = VersionServer(tmp_path / "served", [server.url], ["the key of another"])
         engine.fleet.replicas[0].versions = strict
         drive(engine, test)
-        workshop = Workshop(Device(), engine, too_high, FileSync(engine, too_high), EngineConfig(), servers=engine)
+        workshop = Workshop(Device(), engine, too_high, FileSync(engine, too_high), servers=engine)
         workshop.close()
         assert any("answers 401" in note for note in workshop.notes), "the run does not say why"
 

@@ -176,9 +176,7 @@ class Answers:
         try:
             yield await self._cached(contents, Path(directory))
         finally:
-            self._held[contents] -= 1
-            if not self._held[contents]:
-                del self._held[contents]
+            self._held -= Counter((contents,))
 
     async def _cached(self, contents: str, directory: Path) -> AdapterRef:
         """Load a stored version unless it is loaded; evicts the least recently used one that is not held."""

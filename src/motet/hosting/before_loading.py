@@ -122,11 +122,7 @@ def check_before_loading(
 ) -> Checked:
     """Check everything that does not need the base; returns the data that was read.
 
-    Args:
-        config: the jobs.
-        accept_changes: whether a run directory may have been made with other jobs.
-        loaded: whether the base is loaded already.
-        recorded: whether what servers sampled is read instead, so that none is asked.
+    With `recorded`, what servers sampled is read instead, so that none is asked; `loaded`: the base is loaded already.
 
     Raises:
         ConfigError, RunError: every mistake, one per line; nothing was written.
@@ -156,7 +152,8 @@ def check_before_loading(
             if check_identity(directory, known, accept_changes=accept_changes):
                 checked.changed.add(job.name)
         with refusals.of(job.name):
-            _check_driven(job)
+            if isinstance(job.algorithm, ClientDriven):
+                raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
         data = None
         if here:
             with refusals.of(job.name):
@@ -198,11 +195,6 @@ def _check_devices(config: RunConfig) -> None:
         )
 
 
-def _check_driven(job: JobConfig) -> None:
-    if isinstance(job.algorithm, ClientDriven):
-        raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
-
-
 def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence[str]) -> None:
     """Refuse a missing initial adapter, unless a job above makes it."""
     init = job.adapter.init
@@ -220,11 +212,7 @@ def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence
 
 
 def check_data(job: JobConfig, sources: Sources) -> Dataset:
-    """Read a job's data and check that it has what the job needs.
-
-    Raises:
-        DataError, RewardError: something is missing; the message says what and where.
-    """
+    """Read a job's data. Raises DataError or RewardError if it lacks what the job needs, and says what and where."""
     data, source = sources.split(job.data), job.data.source
     if isinstance(job.algorithm, RowAlgorithm):
         sources.check_rows(job.data, job.algorithm.kind)
@@ -268,11 +256,7 @@ def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping
 
 
 def _check_rewards(job: JobConfig) -> bool:
-    """Check rewards without running a person's code; returns whether a process must load code.
-
-    Raises:
-        RewardError: a reward cannot be found, sent, or called with its arguments; says what to do.
-    """
+    """Whether a process must load a person's code. Raises RewardError if a reward is wrong, and says what to do."""
     own, here = False, []
     for reward in job.rewards:
         if reward.function is None and reward.name in reward_elsewhere.ELSEWHERE:

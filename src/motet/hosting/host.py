@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from motet.config import HostConfig, JobConfig, budgets
 from motet.config.service import Largest
 from motet.hosting.launch import assemble
-from motet.hosting.preparing import open_prepared
+from motet.hosting.preparing import identity
 from motet.runtime.base_judge import BaseJudge
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
+from motet.runtime.opening import open_job
+from motet.runtime.receipts import Materials
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
 from motet.tasks.judge_http import of_a_run
@@ -40,18 +42,11 @@ class Host:
         agents: Agents | None = None,
         original: JobDirectory | None = None,
     ) -> None:
-        """Build the engine and the trainer on a base from `launch.open_base`.
+        """Build the engine and the trainer on a base from `launch.open_base`, which stays open.
 
-        Args:
-            base: stays open; whoever opened it closes it after this host.
-            config: of this host.
-            directory: of the run.
-            needs: size the KV cache.
-            jobs: the jobs, or the largest job that may come.
-            alone: whether no other host uses the memory; it is then checked that adapters in all slots fit.
-            rewards: by default a pool that may call any HTTP address.
-            agents: creates environments of agents that run elsewhere.
-            original: of the one job, if it is derived again; rollouts that servers sampled are read from there.
+        If no other host uses the memory (`alone`), it is checked that adapters in all slots fit. By default, `rewards`
+        may call any HTTP address. `original` is of the one job, if it is derived again; rollouts that servers sampled
+        are read from there.
 
         Raises:
             ConfigError: the settings of servers cannot work, or not even one adapter fits.
@@ -94,18 +89,16 @@ class Host:
         Raises:
             RunError: the directory belongs to a different job or is damaged; the message says what to do.
         """
-        open_prepared(job, self.info, self.config, known, accept_changes=accept_changes, accept_damage=accept_damage)
+        described = identity(job, self.info, self.config, known)
+        job.directory.materials = Materials(described, self.info.name, job.data)
+        changes = open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_damage)
         job.recorded = self._recorded
-        for reason in self.workshop.inexact:
+        for reason in (*changes, *self.workshop.inexact):
             job.note_inexact(reason)
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Context in which jobs can sample, train and be rewarded.
-
-        Raises:
-            MotetError: no server can be used, or the device is lost.
-        """
+        """Context in which jobs run. Raises MotetError if no server can be used, or the device is lost."""
         try:
             async with self.workshop.open():
                 yield

@@ -75,7 +75,12 @@ def open_base(
     """
     engine = config.engine
     if engine.n_ranks == 1:
-        return load_for(config, own)
+        base = load(config.base, engine, own)
+        if base.info.experts and config.rollout.engine != "embedded":  # servers cannot use adapters on experts
+            from motet.model.experts import NEED_OWN_SAMPLING
+
+            base.revise(experts=(), experts_idle=NEED_OWN_SAMPLING)
+        return base
     from motet.training.sharded.base import ShardedBase
     from motet.training.sharded.messages import Join
     from motet.training.sharded.torchrun import rank_group
@@ -90,22 +95,11 @@ def open_base(
     return ShardedBase.of(group, trust_remote_code=engine.trust_remote_code)
 
 
-def load_for(config: HostConfig, own: Choice | None = None) -> LoraModel:
-    """`load`; without adapters on experts if servers sample, because they cannot use them."""
-    base = load(config.base, config.engine, own)
-    if base.info.experts and config.rollout.engine != "embedded":
-        from motet.model.experts import NEED_OWN_SAMPLING
-
-        base.revise(experts=(), experts_idle=NEED_OWN_SAMPLING)
-    return base
-
-
 def load(base: str, config: EngineConfig, own: Choice | None = None) -> LoraModel:
     """Load and prove a base. `own` is the choice for `engine.kernels: auto`, by default the fastest here.
 
     Raises:
-        BaseModelError: the base cannot be used; the message says why.
-        ConfigError: Motet's kernels are selected but not compiled.
+        BaseModelError, ConfigError: the base cannot be used, or the selected kernels are not compiled.
     """
     keep_freed_memory()
     _spin_briefly()
@@ -165,8 +159,7 @@ def assemble(
         workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
     if group is not None:
         group.watch(workshop.device.lose)
-    workshop.notes = list(base.info.notes)
-    workshop.notes += budgets.idle_gpus(config, base.info.device, budgets.gpus())
+    workshop.notes = [*base.info.notes, *budgets.idle_gpus(config, base.info.device, budgets.gpus())]
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
         try:
             workshop.notes += check_slots(base, config, workshop.memory, wanted)
@@ -222,8 +215,6 @@ def _build_on_servers(
         asked or unasked,
         trainer,
         unasked if asked is None else FileSync(asked, trainer),
-        config.engine,
-        list(base.info.notes),
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
         servers=asked,
@@ -233,22 +224,14 @@ def _build_on_servers(
 
 
 def check_directories(config: EngineConfig) -> None:
-    """Check that `engine.parking` and `engine.offload`, if set, are directories.
-
-    Raises:
-        ConfigError: one of them is not; the message names it.
-    """
+    """Raises ConfigError if `engine.parking` or `engine.offload` is set to what is no directory."""
     for name, path in (("parking", config.parking), ("offload", config.offload)):
         if path is not None and not (place := Path(os.path.expanduser(path))).is_dir():
             raise ConfigError(f"engine.{name}: {place} is no directory; make it, on a disk with room")
 
 
 def make_trainer(base: LoraModel, config: EngineConfig) -> Trainer:
-    """The trainer that a configuration asks for.
-
-    Raises:
-        ConfigError: see `check_directories`.
-    """
+    """The trainer that a configuration asks for. Raises as `check_directories`."""
     from motet.training.torch_trainer import TorchTrainer
 
     check_directories(config)
@@ -307,8 +290,6 @@ def build(
         SameTensors(engine.install, trainer.weights)
         if isinstance(trainer, TorchTrainer)
         else SavedFiles(engine, trainer),
-        config,
-        list(base.info.notes),
         probe_tolerance=0.05 if base.info.inexact else 0.0,
         spread=spread,
         memory=_memory_beside(base.info, free, n_samplers, limits),

@@ -19,9 +19,8 @@ from motet.core.types import Problem
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
-from motet.runtime.opening import open_job, rate_so_far
+from motet.runtime.opening import rate_so_far
 from motet.runtime.progress import JobProgress
-from motet.runtime.receipts import Materials
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
@@ -49,11 +48,7 @@ class Sources:
         self._learned = set[str]()
 
     def split(self, config: DataConfig, longer: Longer | None = None) -> Dataset:
-        """The data of a section; without `longer`, rows with long prompts too.
-
-        Raises:
-            DataError: it cannot be read or used.
-        """
+        """The data of a section; without `longer`, with long prompts too. Raises DataError if it cannot be used."""
         key = key_of(config)
         if longer is None and key in self._whole:
             return self._whole[key]
@@ -118,15 +113,9 @@ def prepare(
     known: MutableMapping[str, ReadData] | None = None,
     original: JobDirectory | None = None,
 ) -> tuple[Job, budgets.Need]:
-    """Load a job's data and resolve what it left open.
+    """Load a job's data and resolve what it left open; `original` is of the job, if it is derived again.
 
-    Args:
-        config: the job.
-        info: of the loaded base.
-        directory: of the run.
-        sources: data that was read.
-        known: what was made of it for other jobs; a job keeps its part alive where these references are weak.
-        original: of the job, if it is derived again.
+    `known` is what was made of data for other jobs; a job keeps its part alive where these references are weak.
 
     Raises:
         MotetError: something in the job cannot work; nothing has been trained.
@@ -159,7 +148,7 @@ def prepare(
 
 
 def _judge_tokens(job: Job, info: ModelInfo, problem: Problem) -> int:
-    """Room that the base needs to judge, for the problem with the longest prompt.
+    """Room that the base needs to judge, for the longest prompt.
 
     Raises:
         ConfigError: the base has no positions for a question about an empty answer.
@@ -189,11 +178,7 @@ def _rate(config: JobConfig, info: ModelInfo, directory: JobDirectory) -> float:
 
 
 def check_reference(config: JobConfig) -> None:
-    """Refuse a reference or a teacher that is not there, and one on a server that has another temperature.
-
-    Raises:
-        ConfigError: which it is.
-    """
+    """Raises ConfigError if a reference is not there, or a teacher on a server has another temperature."""
     algorithm = config.algorithm
     name = algorithm.compared_with
     if algorithm.reference_server is not None:
@@ -299,19 +284,3 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
 def _versions() -> dict[str, str]:
     """Of the libraries that bytes depend on."""
     return {name: metadata.version(name) for name in ("torch", "transformers")}
-
-
-def open_prepared(
-    job: Job,
-    info: ModelInfo,
-    config: HostConfig,
-    known: Mapping[str, Any],
-    *,
-    accept_changes: bool = False,
-    accept_damage: bool = False,
-) -> None:
-    """Open the directory of a job that was prepared; see `open_job`. `known` is what `of_config` says of the job."""
-    described = identity(job, info, config, known)
-    job.directory.materials = Materials(described, info.name, job.data)
-    for why in open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_damage):
-        job.note_inexact(why)

@@ -341,11 +341,7 @@ class _Servers:
         self._workshop, self._seconds, self._seen = workshop, seconds, time.monotonic()
 
     def check(self) -> str:
-        """Why no server can be used; empty if one can, or if there are none.
-
-        Raises:
-            EngineError: none has answered within the limit; the message has the last note of each.
-        """
+        """Why no server can be used; empty if one can. Raises EngineError if none has answered within the limit."""
         loads = self._workshop.loads()
         if not loads or any(load.up for load in loads):
             self._seen = time.monotonic()

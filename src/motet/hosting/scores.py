@@ -34,11 +34,7 @@ class AskedOfService:
         completions: list[str],
         transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
-        """Request scores and wait for them.
-
-        Raises:
-            ScorerAway: no scorer is connected, and the job must stop.
-        """
+        """Request scores and wait for them. Raises ScorerAway if no scorer is connected, and the job must stop."""
         if self._away:
             raise ScorerAway(_NOBODY)
         key, answer = next(self._keys), asyncio.get_running_loop().create_future()

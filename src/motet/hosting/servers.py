@@ -67,7 +67,7 @@ def tolerance(config: RolloutConfig, info: ModelInfo) -> float:
 
 
 def demand(wanted: Sequence[JobConfig] | Largest, slots: int) -> Demand:
-    """The limits that these jobs need of a server at the same time, or that the largest jobs need in all slots."""
+    """The limits that these jobs, or the largest jobs in all slots, need of a server at the same time."""
     if isinstance(wanted, Largest):
         return Demand(slots, slots * ((wanted.lag or 0) + VERSIONS_BESIDES), wanted.rank or 1)
     lags = sorted((job.algorithm.lag for job in wanted), reverse=True)[:slots]
@@ -80,13 +80,7 @@ def build_servers(
 ) -> ServerEngine:
     """Create the engine for servers that run already, or that start with the first request.
 
-    Args:
-        info: the trainer's base; its tokenizer decodes tokens.
-        config: where the servers are.
-        wanted: the limits that the jobs need on each server.
-        run_id: a part of the names of all versions of this run.
-        log_directory: for the output of started servers.
-        part: name of the part of the run that uses these servers, if other parts have servers too.
+    Names of versions have `run_id` in them; `part` is the part of the run that uses these servers, if there are several.
 
     Raises:
         ConfigError: the settings cannot work for these jobs.
@@ -94,13 +88,8 @@ def build_servers(
     check_settings(config)
     clocks = Clocks(health=config.health_seconds, load=config.publish_seconds, request=config.request_seconds)
     dialect, headers, verify = DIALECTS[config.engine], _headers(config), trust(config)
-    directory = (
-        Path(os.path.expanduser(config.directory))
-        if config.directory
-        else MEMORY
-        if MEMORY.is_dir()
-        else Path(gettempdir())
-    )
+    usual = MEMORY if MEMORY.is_dir() else Path(gettempdir())
+    directory = Path(os.path.expanduser(config.directory)) if config.directory else usual
     files = VersionFiles(directory.resolve() / "-".join(filter(None, ("motet", run_id, part))))
     agents = config.agents or [""] * len(config.urls)
     beside = zip(config.urls, agents, strict=True)
@@ -151,9 +140,24 @@ def launched(
     """The servers of a launch setting, each with its own port and key; none is started yet."""
     if config.engine not in COMMANDS:
         raise ConfigError(f"rollout.launch cannot start {config.engine}: start the servers, and give their `urls`")
+    rank = launch.max_rank or next(rank for rank in VLLM_RANKS if rank >= wanted.rank)
     servers = []
     for number in range(launch.replicas):
-        key, server = secrets.token_urlsafe(24), _server(info, model, config, launch, wanted)
+        key = secrets.token_urlsafe(24)
+        server = _Server(
+            model=model,
+            dtype=info.dtype if launch.dtype == "auto" else launch.dtype,
+            port=free_port(),
+            rows=config.rows,
+            positions=launch.max_positions or info.max_positions,
+            loras=launch.max_loras or min(wanted.adapters, _MOST_LORAS),
+            cpu_loras=launch.max_cpu_loras or wanted.versions + (config.keep_versions or 0) * wanted.adapters,
+            rank=rank,
+            targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
+            on_cpu=on_cpu(info, launch),
+            fetches=config.publish_by == "tensors",
+            launch=launch,
+        )
         log = log_directory / "-".join(filter(None, (part, f"server-{number}.log")))
         command = COMMANDS[config.engine](server, key)
         process = ServerProcess(command, _environment(server, number, key), log)
@@ -162,11 +166,7 @@ def launched(
 
 
 def check_settings(config: RolloutConfig) -> None:
-    """Check what servers are reached and started with; needs no base.
-
-    Raises:
-        ConfigError: the key, the certificates or the interpreter is not there.
-    """
+    """Raises ConfigError if the key, the certificates or the interpreter is not there; needs no base."""
     _headers(config)
     trust(config)
     if config.launch is not None and shutil.which(os.path.expanduser(config.launch.python)) is None:
@@ -189,11 +189,7 @@ def _headers(config: RolloutConfig) -> Mapping[str, str]:
 
 
 def trust(config: RolloutConfig) -> bool | ssl.SSLContext:
-    """How https connections are verified: True, False or an SSL context.
-
-    Raises:
-        ConfigError: the file of certificates cannot be read.
-    """
+    """How https connections are verified. Raises ConfigError if the file of certificates cannot be read."""
     if config.ca_file is None:
         return config.verify_tls
     try:
@@ -218,24 +214,6 @@ def memory_beside(launch: LaunchConfig | None, total: int) -> int:
 def on_cpu(info: ModelInfo, launch: LaunchConfig) -> bool:
     """Whether a server is started with settings for a CPU."""
     return info.device == "cpu" and not launch.names_gpus
-
-
-def _server(info: ModelInfo, model: str, config: RolloutConfig, launch: LaunchConfig, wanted: Demand) -> _Server:
-    rank = launch.max_rank or next(rank for rank in VLLM_RANKS if rank >= wanted.rank)
-    return _Server(
-        model=model,
-        dtype=info.dtype if launch.dtype == "auto" else launch.dtype,
-        port=free_port(),
-        rows=config.rows,
-        positions=launch.max_positions or info.max_positions,
-        loras=launch.max_loras or min(wanted.adapters, _MOST_LORAS),
-        cpu_loras=launch.max_cpu_loras or wanted.versions + (config.keep_versions or 0) * wanted.adapters,
-        rank=rank,
-        targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
-        on_cpu=on_cpu(info, launch),
-        fetches=config.publish_by == "tensors",
-        launch=launch,
-    )
 
 
 def _model(name: str, launch: LaunchConfig, files: VersionFiles) -> str:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from motet.config import EngineConfig
 from motet.core.device import Device
 from motet.core.types import ServerLoad
 from motet.protocols import RolloutEngine, Trainer, WeightSync
@@ -39,7 +38,6 @@ class Workshop:
     engine: RolloutEngine
     trainer: Trainer
     sync: WeightSync
-    config: EngineConfig
     notes: list[str] = field(default_factory=list)
     probe_tolerance: float = 0.0
     """Largest mean difference between the engine's and the trainer's logprobs of a probe."""
@@ -58,7 +56,7 @@ class Workshop:
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Context in which requests can be sent. Waits for servers, and disconnects or ends them afterwards.
+        """Context in which requests can be sent: waits for servers, and disconnects or ends them afterwards.
 
         Raises:
             MotetError: no server can be used, or the device is lost.
