@@ -62,7 +62,7 @@ def test_reads_of_admins_are_audited_and_those_of_members_are_not(house):
 def test_logs_are_bounded(tmp_path):
     files = RequestFiles(tmp_path)
     for lines in (files.access, files.audit, files.reads):
-        lines._file.maxBytes = 1000
+        lines.maxBytes = 1000
         for number in range(1000):
             lines.write({"number": number})
     files.close()

@@ -55,13 +55,7 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
 
 
 async def all_whole(hosts: Hosts, questions: Sequence[Complete]) -> list[tuple[int, list[AnswerPiece]]]:
-    """Ask several questions at once; returns the prompt tokens and complete answers of each.
-
-    If one fails, the others are cancelled.
-
-    Raises:
-        EngineError, ConfigError: one cannot be answered.
-    """
+    """Prompt tokens and whole answers of questions that are asked at once; if one fails, all do. Raises as `ask`."""
 
     async def one(question: Complete) -> tuple[int, list[AnswerPiece]]:
         read, pieces = await ask(hosts, question)

@@ -98,10 +98,8 @@ class Lifecycle:
         await asyncio.to_thread(service.ledger.flush)
         await asyncio.to_thread(service.followers.close, _OBSERVERS_SECONDS)
         service.queue.close()
-        service.check_threads.close()
-        service.read_threads.close()
-        service.write_threads.close()
-        service.apart.close()
+        for threads in (service.check_threads, service.read_threads, service.write_threads, service.apart):
+            threads.close()
         service.request_files.close()
         service.store.close()
 

@@ -7,7 +7,6 @@ versions are copied completely or not at all, and a job's logs after its commits
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from sqlalchemy import make_url
 
-from motet.core.checksums import sync
+from motet.core.checksums import hash_of, sync
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import rollout_sums
@@ -31,7 +30,6 @@ MANIFEST = "backup.json"
 _SQLITE, _POSTGRES = "motet.db", "motet.dump"
 _LEFT_OUT = ("motet.db*", ".lock", "*.log", "*.log.*", "*.sock", "*.token", "*.key", ".tmp-*", ".part-*")
 _TRIES = 50
-_PIECE = 1 << 20
 
 Progress = Callable[[str], None]
 """Called with each place before it is copied."""
@@ -50,13 +48,7 @@ class Copied:
 
 
 def back_up(directory: Path, target: Path, database: str, progress: Progress) -> Copied:
-    """Write a backup to a new directory.
-
-    Args:
-        directory: the service's directory.
-        target: must not exist.
-        database: a SQLAlchemy URL; empty for SQLite in the directory.
-        progress: see `Progress`.
+    """Write a backup to a new directory. `database` is a SQLAlchemy URL; empty for SQLite in the service's directory.
 
     Raises:
         RunError: there is nothing to copy, `target` exists, or a copy failed.
@@ -116,7 +108,8 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
         copied.jobs = sum(1 for path in draft.glob("run/*") if path.is_dir())
         if database:
             progress("database")
-            _load(draft / _POSTGRES, database)
+            options = ["--no-owner", "--exit-on-error", "--single-transaction", str(draft / _POSTGRES)]
+            _postgres(["pg_restore", *options], database)
             (draft / _POSTGRES).unlink()
         if directory.exists():
             directory.rmdir()
@@ -225,12 +218,8 @@ def _files_of(source: Path) -> Iterator[Path]:
 
 
 def _note(copied: Copied, name: str, file: Path) -> None:
-    digest = hashlib.sha256()
-    with file.open("rb") as opened:
-        while piece := opened.read(_PIECE):
-            digest.update(piece)
-            copied.bytes += len(piece)
-    copied.files[name] = digest.hexdigest()
+    copied.files[name] = hash_of(file).hexdigest()
+    copied.bytes += file.stat().st_size
 
 
 def _dump(directory: Path, database: str, draft: Path) -> None:
@@ -240,10 +229,6 @@ def _dump(directory: Path, database: str, draft: Path) -> None:
         (draft / _SQLITE).chmod(0o600)
         return
     _postgres(["pg_dump", "--format=custom", f"--file={draft / _POSTGRES}"], database)
-
-
-def _load(dump: Path, database: str) -> None:
-    _postgres(["pg_restore", "--no-owner", "--exit-on-error", "--single-transaction", str(dump)], database)
 
 
 def _postgres(command: list[str], database: str) -> None:

@@ -14,48 +14,40 @@ class Bases:
     """One or several bases by name; a single one is named after its location (`small`, a hub id, a path)."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
-        """`places` maps names to locations; the first is the default."""
-        self._places = self.places = dict(places)
+        """`places` maps names to locations (`small`, a hub id, a directory or a file); the first is the default."""
+        self.places = dict(places)
         self.known: Mapping[str, str] = {}
         """Current and former bases by name, oldest first; empty if the service never had several."""
 
     @property
     def first(self) -> str:
         """Name of the default base."""
-        return next(iter(self._places))
+        return next(iter(self.places))
 
     @property
     def names(self) -> list[str]:
         """All names, default first."""
-        return list(self._places)
+        return list(self.places)
 
     @property
     def several(self) -> bool:
         """Whether there are several bases."""
-        return len(self._places) > 1
-
-    def place(self, name: str) -> str:
-        """Location of a base: `small`, a hub id, a directory or a file."""
-        return self._places[name]
+        return len(self.places) > 1
 
     def tokenizer(self, name: str) -> str:
         """The name or path for `transformers.AutoTokenizer`."""
-        return str(SMALL_BASE) if self.place(name) == "small" else self.place(name)
+        return str(SMALL_BASE) if self.places[name] == "small" else self.places[name]
 
     def find(self, given: str | None) -> str | None:
         """Resolve a base's name or location, with None for the default; returns None if it is not served."""
         if given is None or given == "base":
             return self.first
-        if given in self._places:
+        if given in self.places:
             return given
-        return next((name for name, place in self._places.items() if place == given), None)
+        return next((name for name, place in self.places.items() if place == given), None)
 
     def named(self, given: object) -> str:
-        """As `find`.
-
-        Raises:
-            ConfigError: it is not served; the message lists the bases.
-        """
+        """As `find`. Raises ConfigError if it is not served; the message lists the bases."""
         name = self.find(given) if given is None or isinstance(given, str) else None
         if name is None:
             raise ConfigError(f"base: {given!r:.200} is not served here; there {self.listed}")
@@ -107,14 +99,14 @@ class Bases:
 
     def alike(self, given: str) -> str | None:
         """The base for a client's local path or the last part of a name; None if several match."""
-        alike = [name for name in self._places if given in self._called(name)]
+        alike = [name for name in self.places if given in self._called(name)]
         if not alike and Path(given).is_absolute():
             last = Path(given).name
-            alike = [name for name in self._places if last in {Path(one).name for one in self._called(name)}]
+            alike = [name for name in self.places if last in {Path(one).name for one in self._called(name)}]
         return alike[0] if len(alike) == 1 else None
 
     def _called(self, name: str) -> set[str]:
-        place = self._places[name]
+        place = self.places[name]
         return {name, place, self.tokenizer(name), Path(place).name}
 
     def public(self, name: str) -> str:
@@ -124,4 +116,4 @@ class Bases:
     @property
     def listed(self) -> str:
         """All names, as text for messages."""
-        return ("are " if self.several else "is ") + ", ".join(map(repr, self._places))
+        return ("are " if self.several else "is ") + ", ".join(map(repr, self.places))

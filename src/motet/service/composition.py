@@ -57,7 +57,7 @@ class Service:
         config, http, bases = settings.config, settings.config.http, settings.bases
         self.settings, self.store, self.secrets, self.bases = settings, store, secrets, bases
         self.storage, self.bus = Storage(settings.directory), EventBus()
-        bases.known = store.known_bases({name: bases.place(name) for name in bases.names} if bases.several else {})
+        bases.known = store.known_bases(bases.places if bases.several else {})
         self.log = EventLog(store, self.bus)
         self.adapters = Adapters(store, self.storage, bases)
         starts = (_start(settings, self.storage, store, name) for name in settings.hosts)
@@ -130,7 +130,7 @@ def _start(settings: Settings, storage: Storage, store: Store, base: str) -> Sta
     lasts = lasting(config, settings.directory) is not None
     rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
     return StartHost(
-        base=settings.bases.place(base),
+        base=settings.bases.places[base],
         serves=base,
         run=str(storage.run),
         engine={},
@@ -141,5 +141,5 @@ def _start(settings: Settings, storage: Storage, store: Store, base: str) -> Sta
         largest=config.largest(settings.hosts[base]),
         own=own,
         takeover_seconds=config.takeover_seconds if lasts else 0.0,
-        code=code_of(settings.bases.place(base), *rewards) if lasts else "",
+        code=code_of(settings.bases.places[base], *rewards) if lasts else "",
     )

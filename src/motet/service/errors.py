@@ -67,11 +67,7 @@ def bad_field(field: str, reason: object) -> Refusal:
 
 
 def existing(thing: Thing | None, missing: str) -> Thing:
-    """Return the object.
-
-    Raises:
-        Refusal: it is None; 404 with the message `missing`.
-    """
+    """Return the object. Raises Refusal if it is None; 404 with the message `missing`."""
     if thing is None:
         raise Refusal(404, missing)
     return thing
@@ -88,16 +84,8 @@ def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
             answer.headers.update(dict.fromkeys(ID_HEADERS, asked.id))
         return answer
 
-    for kind in (
-        Refusal,
-        ClientDisconnect,
-        HTTPException,
-        RequestValidationError,
-        *AWAY,
-        DatabaseDataError,
-        MotetError,
-        Exception,
-    ):
+    starlettes = ClientDisconnect, HTTPException, RequestValidationError
+    for kind in (Refusal, *starlettes, *AWAY, DatabaseDataError, MotetError, Exception):
         app.add_exception_handler(kind, handle)
 
     async def of_disk(request: Request, error: Exception) -> JSONResponse:

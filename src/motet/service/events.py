@@ -34,10 +34,7 @@ class EventBus:
         """Whether the service is stopping, so that nobody should wait."""
 
     def next(self, topic: str) -> asyncio.Event:
-        """An event that is set at the topic's next publication, or when the service stops.
-
-        Get it before reading, to miss nothing.
-        """
+        """An event that is set at the topic's next publication, or when the service stops; get it before reading."""
         self._loop = asyncio.get_running_loop()
         event = self._next.setdefault(topic, asyncio.Event())
         if self.closed:
@@ -116,13 +113,10 @@ class EventLog:
         return [entry for entry in kept if entry.id > after and (who.admin or entry.tenant_id == who.tenant_id)]
 
     def steps(self, job_id: str, points: int, fields: Collection[str] = ()) -> tuple[list[dict[str, Any]], int]:
-        """Steps of a job in order, and the id of its newest event, from which a stream can continue.
+        """About `points` steps of a job, and the id of its newest event, from which a stream can continue.
 
-        Args:
-            job_id: the job.
-            points: approximate number of steps to return, evenly spaced. The last step and those with an evaluation are
-                always included.
-            fields: fields of metrics.jsonl besides `step`; all if empty.
+        Steps are evenly spaced, with the last one and all that have an evaluation. `fields` are those of metrics.jsonl
+        besides `step`; all if empty.
         """
         with self._store.transaction() as session:
             last = session.scalar(select(func.max(Event.id)).where(Event.job_id == job_id)) or 0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ID_HEADERS = ("x-request-id", "request-id")
@@ -78,20 +79,15 @@ class RequestMetrics:
             self._refused.labels(str(status)).inc()
 
 
-class _Lines:
+class _Lines(RotatingFileHandler):
     """A rotating file of JSON lines. A full disk loses lines, and delays nobody."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _Rotated(path, maxBytes=_FILE_BYTES, backupCount=_FILES - 1, encoding="utf-8", delay=True)
-
-    def close(self) -> None:
-        self._file.close()
+        super().__init__(path, maxBytes=_FILE_BYTES, backupCount=_FILES - 1, encoding="utf-8", delay=True)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.handle(logging.makeLogRecord({"msg": json.dumps(line, separators=(",", ":"))}))
+        self.handle(logging.makeLogRecord({"msg": json.dumps(line, separators=(",", ":"))}))
 
-
-class _Rotated(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop the line."""
 
@@ -128,9 +124,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 asked.status = message["status"]
                 message.setdefault("headers", [])
-                own = [(name.encode(), asked.id.encode()) for name in ID_HEADERS]
-                names = [name for name, _ in own]
-                message["headers"] = [one for one in message["headers"] if one[0] not in names] + own
+                MutableHeaders(scope=message).update(dict.fromkeys(ID_HEADERS, asked.id))
             else:
                 asked.sent += len(message.get("body", b""))
                 if not message.get("more_body"):  # log first, so that a client with the response finds the line

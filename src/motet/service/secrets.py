@@ -45,11 +45,7 @@ class Secrets:
         return text if text.startswith(SEALED) else f"{SEALED}{self._fernet.encrypt(text.encode()).decode()}"
 
     def open(self, text: str) -> str:
-        """Decrypt a text.
-
-        Raises:
-            ConfigError: it was encrypted with another key.
-        """
+        """Decrypt a text. Raises ConfigError if it was encrypted with another key."""
         try:
             return self._fernet.decrypt(text.removeprefix(SEALED).encode()).decode()
         except InvalidToken:
@@ -88,11 +84,7 @@ class Secrets:
         return config.model_copy(update={"rewards": rewards})
 
     def opened(self, reward: RewardConfig) -> RewardConfig:
-        """A reward as its owner submitted it.
-
-        Raises:
-            ConfigError: it was encrypted with another key.
-        """
+        """A reward as its owner submitted it. Raises ConfigError if it was encrypted with another key."""
         args = with_headers(reward.model_dump(include={"name", "args"}), self.open)["args"]
         return reward.model_copy(update={"args": args})
 
@@ -112,11 +104,7 @@ class Secrets:
 
 
 def load_secrets(directory: Path, file: str, store: Store) -> Secrets:
-    """Load the operator's key, or create it; `file` overrides the directory's file.
-
-    Raises:
-        ConfigError: it is invalid, or not the key that this service used before.
-    """
+    """Load or create the operator's key. Raises ConfigError if it is invalid, or not the key used before."""
     path = Path(file).expanduser() if file else directory / KEY_FILE
     given = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
     text = path.read_text() if path.is_file() and not given else None
@@ -129,13 +117,16 @@ def load_secrets(directory: Path, file: str, store: Store) -> Secrets:
     newest = select(ServiceStart.proof).where(ServiceStart.proof.is_not(None)).order_by(ServiceStart.time.desc())
     proof = store.scalar(newest.limit(1))
     new_is_meant = text is not None and not keys
-    if proof is not None and not new_is_meant and not _opens(secrets, proof):
-        place = f"is not in {where}" if keys else f"was in {path}, which is gone"
-        raise ConfigError(
-            f"the key with which secrets of jobs were encrypted {place}: put it back from a backup. If it is lost, leave "
-            f"{KEY_VARIABLE} unset and make {path} an empty file: Motet writes a new key into it, and jobs whose rewards have "
-            "headers fail until they are submitted again"
-        )
+    if proof is not None and not new_is_meant:
+        try:
+            secrets.open(proof)
+        except ConfigError:
+            place = f"is not in {where}" if keys else f"was in {path}, which is gone"
+            raise ConfigError(
+                f"the key with which secrets of jobs were encrypted {place}: put it back from a backup. If it is lost, "
+                f"leave {KEY_VARIABLE} unset and make {path} an empty file: Motet writes a new key into it, and jobs whose "
+                "rewards have headers fail until they are submitted again"
+            ) from None
     if not keys:
         _write(path, secrets)
     elif not given:
@@ -144,14 +135,6 @@ def load_secrets(directory: Path, file: str, store: Store) -> Secrets:
         own = update(ServiceStart).where(ServiceStart.token == store.presence.token)
         session.execute(own.values(proof=secrets.seal("motet")))
     return secrets
-
-
-def _opens(secrets: Secrets, proof: str) -> bool:
-    try:
-        secrets.open(proof)
-    except ConfigError:
-        return False
-    return True
 
 
 def _write(path: Path, secrets: Secrets) -> None:

@@ -69,11 +69,7 @@ class Storage:
         return self.directory / "samples" / tenant_id
 
     def upload(self, file_id: str, filename: str) -> Path:
-        """The path of an uploaded file of rows.
-
-        Raises:
-            ConfigError: its suffix is not supported.
-        """
+        """The path of an uploaded file of rows. Raises ConfigError if its suffix is not supported."""
         ending = Path(filename).suffix.lower()
         if ending not in (".jsonl", ".parquet"):
             raise ConfigError(f"{filename!r} must end in .jsonl or .parquet")
@@ -90,10 +86,7 @@ class Storage:
         shutil.rmtree(self._arriving, ignore_errors=True)
 
     def without_places(self, text: str) -> str:
-        """Remove this machine's paths from a text for tenants; only the last part of a path stays.
-
-        Of a traceback, only the error stays.
-        """
+        """Remove this machine's paths from a text, but for their last parts; of a traceback, only the error stays."""
         before, trace, after = text.partition(_TRACEBACK)
         if trace:
             text = f"{before}{wall.last_line(after)}"

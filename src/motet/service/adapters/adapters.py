@@ -94,11 +94,7 @@ class Adapters:
         return self._storage.adapters / adapter_id
 
     def add(self, who: Principal, adapter: UploadedAdapter) -> UploadedAdapter:
-        """Record an uploaded adapter.
-
-        Raises:
-            StoreError: a job or adapter of the tenant, or a base, has this name.
-        """
+        """Record an uploaded adapter. Raises StoreError if a job or adapter of the tenant, or a base, has this name."""
         if self.bases.hides(adapter.name):
             raise StoreError(f"{adapter.name!r} is a base of this service; give the adapter another name")
         taken = f"there is an adapter or a job {adapter.name!r} already; give this one another name"
@@ -189,11 +185,7 @@ class Adapters:
         return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}", thing.base, thing.tenant_id)
 
     def share(self, share: Share) -> Shared:
-        """Create a share, or return the existing one.
-
-        Raises:
-            StoreError: the tenant gives too many.
-        """
+        """Create a share, or return the existing one. Raises StoreError if the tenant gives too many."""
         same = (Share.object == share.object) & (Share.with_tenant == share.with_tenant)
         given = select(func.count()).where(Share.tenant_id == share.tenant_id)
         with self._store.transaction() as session:

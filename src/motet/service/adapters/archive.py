@@ -37,12 +37,7 @@ _END_64 = b"PK\x06\x07"
 
 
 def unpack(archive: Path, directory: Path, limit: int) -> int:
-    """Extract an adapter from a .tar.gz or a .zip; returns the bytes of its files.
-
-    Args:
-        archive: the uploaded file.
-        directory: an existing directory for the two files.
-        limit: most bytes after unpacking.
+    """Extract an adapter from a .tar.gz or a .zip to an existing directory; returns the bytes, at most `limit`.
 
     Raises:
         DataError: it is not an adapter's archive, or is too large; the message says why.
@@ -127,11 +122,7 @@ class _Taken:
         self.sizes: dict[str, int] = {}
 
     def wants(self, member: str) -> str | None:
-        """Which adapter file a member is; None for others.
-
-        Raises:
-            DataError: the member is not allowed.
-        """
+        """Which adapter file a member is; None for others. Raises DataError if the member is not allowed."""
         self._members += 1
         path = PurePosixPath(member)
         if self._members > MOST_MEMBERS:

@@ -18,11 +18,7 @@ _LOCKED = "55P03"
 
 
 def open_engine(url: str) -> Engine:
-    """Create the connection pool of a database.
-
-    Raises:
-        StoreError: the URL cannot be used.
-    """
+    """Create the connection pool of a database. Raises StoreError if the URL cannot be used."""
     if url.startswith("postgresql://"):
         url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
@@ -55,11 +51,7 @@ MIGRATING, EVENTS = 0x6D6F746574, 0x6D6F746575
 
 
 def lock(transaction: Session | Connection, number: int, seconds: float) -> None:
-    """Hold a PostgreSQL lock until the transaction ends.
-
-    Raises:
-        OperationalError: the lock was not available in time.
-    """
+    """Hold a PostgreSQL lock until the transaction ends. Raises OperationalError if it was not free in time."""
     transaction.execute(text(f"SET LOCAL lock_timeout = {round(1000 * seconds)}"))
     try:
         transaction.execute(select(func.pg_advisory_xact_lock(number)))

@@ -48,30 +48,20 @@ class Presence:
             self._files = {path: one for path in paths if (one := _identity(path)) is not None}
 
     def check_files(self) -> None:
-        """Check the files before a transaction.
-
-        Raises:
-            DatabaseReplaced: a file is not the one that was opened.
-        """
+        """Check the files before a transaction. Raises DatabaseReplaced if a file is not the one that was opened."""
         for path, known in self._files.items():
             if _identity(path) != known:
                 raise DatabaseReplaced
 
     def check_row(self, session: Session) -> None:
-        """Check the row within a transaction, at most once a second.
-
-        Raises:
-            DatabaseReplaced: the row of this start is missing.
-        """
+        """Check the row, at most once a second. Raises DatabaseReplaced if the row of this start is missing."""
         if time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         try:
             there = session.scalar(select(ServiceStart.token).where(ServiceStart.token == self.token))
-        except (OperationalError, InternalError) as error:
-            if "no such table" not in str(error.orig):
+        except DatabaseError as error:  # no such table, or not a database
+            if isinstance(error, OperationalError | InternalError) and "no such table" not in str(error.orig):
                 raise
-            there = None
-        except DatabaseError:  # no such table on PostgreSQL, or not a database
             there = None
         if there is None:
             raise DatabaseReplaced

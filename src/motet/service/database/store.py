@@ -34,9 +34,7 @@ from motet.service.database.tenants import Principal, Tenants, audit_entry
 
 Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
-"""Errors of a database that is unreachable, full, read-only (during a failover) or has no free connection; a retry may
-succeed.
-"""
+"""The database is unreachable, full, read-only (in a failover) or has no free connection; a retry may succeed."""
 _READ_ONLY = "25006"
 """PostgreSQL's error code for a read-only transaction."""
 OPEN = tuple(state.value for state in JobState if not state.final)
@@ -74,11 +72,7 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session that is committed at the end, or rolled back on an exception.
-
-        Raises:
-            DatabaseReplaced: the database is not the one that was opened.
-        """
+        """A session, committed at the end, or rolled back on an exception. Raises DatabaseReplaced."""
         self.presence.check_files()
         try:
             with self._session.begin() as session:
@@ -161,7 +155,8 @@ class Store:
                 for job in jobs:
                     session.add(job)
                     session.flush()
-                    session.add(Event(job_id=job.id, kind="state", key="0", data=_first(job)))
+                    data = {"state": job.state, "message": job.message or ""}
+                    session.add(Event(job_id=job.id, kind="state", key="0", data=data))
         except IntegrityError as error:
             raise StoreError(name_taken(" or ".join(job.name for job in jobs[:3]))) from error
         return list(jobs)
@@ -293,10 +288,6 @@ class Store:
         """Delete a file's record."""
         with self.transaction() as session:
             session.execute(delete(StoredFile).where(StoredFile.id == file_id))
-
-
-def _first(job: StoredJob) -> dict[str, str]:
-    return {"state": job.state, "message": job.message or ""}
 
 
 def name_taken(name: str) -> str:

@@ -115,7 +115,6 @@ class Tenants:
     """Tenants and keys of one database; part of its `Store`."""
 
     def __init__(self, transaction: Callable[[], AbstractContextManager[Session]]) -> None:
-        """`transaction` of the store."""
         self._transaction = transaction
         self._names: dict[str, str] = {}
         self._ids: dict[str, tuple[float, str]] = {}

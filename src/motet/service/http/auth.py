@@ -26,8 +26,7 @@ OF_TINKER = "tml-"
 
 
 PAGE_HEADER = "x-motet-page"
-"""Header sent by the dashboard's scripts. Pages of other sites cannot send it, so they never use the browser's session.
-"""
+"""Sent by the dashboard's scripts; pages of other sites cannot send it, so they never use the browser's session."""
 
 
 def bearer(request: Request) -> str:
@@ -88,15 +87,8 @@ class Access:
     def __init__(self, tenants: Tenants, rate: RateLimit, open_to_all: bool) -> None:
         self._tenants, self._rate, self.open_to_all = tenants, rate, open_to_all
 
-    def allows(self, request: Request) -> bool:
-        """Whether a request has a valid key, or needs none."""
-        try:
-            return self.open_to_all or self._tenants.who(bearer(request)) is not None
-        except AWAY:  # the handler finds that out too, and reports it
-            return True
-
     def tenant(self, request: Request) -> str:
-        """The tenant of the request's key; empty if the key is not valid."""
+        """The tenant of the request's key; empty if the key is not valid. A request that needs no key has one too."""
         if self.open_to_all:
             return "local"
         try:
@@ -106,11 +98,7 @@ class Access:
         return "" if who is None else who.tenant_id
 
     def principal(self, request: Request) -> Principal:
-        """The principal of the request's key.
-
-        Raises:
-            Refusal: the key is not valid, or sends too many requests.
-        """
+        """The principal of the request's key. Raises Refusal if the key is not valid, or sends too many requests."""
         if key := bearer(request):
             if key.startswith(KEY_PREFIX):
                 raise Refusal(
@@ -137,11 +125,7 @@ class Access:
         self.count(f"unknown keys from {request.client.host if request.client else 'nowhere'}")
 
     def count(self, key: str) -> None:
-        """Count a request of a key.
-
-        Raises:
-            Refusal: it exceeds the limit.
-        """
+        """Count a request of a key. Raises Refusal if it exceeds the limit."""
         if seconds := self._rate.wait(key):
             message = (
                 f"more than {self._rate.requests_per_second:g} requests a second, the most for one key here; try again in "

@@ -12,6 +12,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,10 +24,7 @@ from motet.config.service import HttpConfig
 MOST = 2**20
 """Default limit of a body in bytes."""
 MOST_PROMPT = 4 * 2**20
-"""Limit for completions, trials of graders, submissions of several jobs, and agents' requests.
-
-A base with few positions has a lower limit for prompts.
-"""
+"""Limit for prompts (lower on a base with few positions), trials of graders, and submissions of several jobs."""
 MOST_SCORES = 8 * 2**20
 """Limit for results of reward workers."""
 MOST_OF_NOBODY = 2**16
@@ -46,16 +44,13 @@ _EPISODE_BYTES = 64
 _AROUND = 2**16  # extra bytes of a form around its file, and of a request around its prompt
 _DRAIN_SECONDS = 5.0
 MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**19, 2**16, 2**13
-"""Limits for JSON: values of any kind; texts, including field names; lists and objects.
-
-Such a body is parsed in under 100 ms.
-"""
+"""Limits for JSON, parsed in under 100 ms: values of any kind; texts, including field names; lists and objects."""
 MOST_DIGITS = 640
 """Most digits of a whole number, because parsing time grows with their square."""
 _SPREAD = 8
 """Approximate bytes of memory per byte of JSON."""
 _SPOOLED = 2**20
-"""Memory of open requests, in total and per tenant. Thread-safe."""
+"""Most bytes of an uploaded file in memory."""
 _NOBODY, _NOBODYS_PART = "", 8
 _BODY = "motet.body"
 """Key of the `_Body` in a request's scope."""
@@ -73,10 +68,10 @@ class OpenBytes:
         self._lock = threading.Lock()
 
     def take(self, payer: str, size: int, *, always: bool = False) -> None:
-        """Count bytes of a tenant, with `always` even without room. Requests without a tenant share a small part.
+        """Count bytes of a tenant, with `always` even without room; requests without a tenant share a small part.
 
         Raises:
-            HTTPException: no room now (429), or the request is too large for the limit (413).
+            HTTPException: no room now (429), or too large for the limit (413).
         """
         most = self.most_of_one if payer else self._most // _NOBODYS_PART
         if size > most and not always:
@@ -122,18 +117,10 @@ class Bodies:
         positions: Callable[[], int],
         stopping: Callable[[], bool],
     ) -> None:
-        """Set up the limits.
+        """Set up the limits; `uploads` has the limit in MB for each path that takes files.
 
-        Args:
-            app: the next application.
-            config: limits of open requests.
-            room: accounts for the memory of bodies.
-            uploads: limit in MB for each path that takes files.
-            refusal: makes a response from a status and a message.
-            payer: returns the tenant of a request's key, `nobody` in a service without keys, or empty for a bad key.
-            asker: returns the key of a request or its address; does no look-up.
-            positions: returns the most tokens of a prompt over all bases; 0 while unknown.
-            stopping: returns whether the service is stopping.
+        `payer` returns the tenant of a request's key, empty for a bad key; `asker` the key or the address, without a
+        look-up; `positions` the most tokens of a prompt over all bases, 0 while unknown.
         """
         self._app, self._refusal, self._payer, self._asker = app, refusal, payer, asker
         self._config, self._room = config, room
@@ -171,6 +158,11 @@ class Bodies:
                 del self._requests[asker]
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def refuse(status: int, words: str, most: int, **more: Any) -> None:
+            """Refuse the request, and read up to `most` bytes of it."""
+            await self._refusal(status, words, **more)(scope, receive, send)
+            await _drain(receive, most)
+
         path = scope["path"].rstrip("/")
         limit = self._limits.get(path) or _limit(path, self._positions())
         words = self._words.get(path, f"this request may have {limit / 2**20:.3g} MB at most")
@@ -178,25 +170,17 @@ class Bodies:
         length = headers.get(b"content-length", b"")
         too_long = length.isdigit() and int(length) > limit
         if too_long and path != _GRADIENT:  # whose route uses up its number
-            await self._refusal(413, words)(scope, receive, send)
-            await _drain(receive, max(limit, MOST_PROMPT))
-            return
+            return await refuse(413, words, max(limit, MOST_PROMPT))
         large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers
         uploads = path in self._limits and scope["method"] == "POST"
         payer = _NOBODY
         if uploads or large or not self._room.fits(_NOBODY, _SPREAD * MOST_OF_NOBODY):
             payer = await asyncio.to_thread(self._payer, Request(scope))
             if (uploads or large) and not payer:
-                await self._refusal(401, "give an API key that is good: Authorization: Bearer mk-…")(
-                    scope, receive, send
-                )
-                await _drain(receive, MOST)
-                return
+                return await refuse(401, "give an API key that is good: Authorization: Bearer mk-…", MOST)
         if uploads and self._uploads[payer] >= (most := self._config.waiting_per_tenant):
             words = f"{most} uploads of this tenant are open, the most here; wait for some to end"
-            await self._refusal(429, words, headers=_SOON)(scope, receive, send)
-            await _drain(receive, MOST)
-            return
+            return await refuse(429, words, MOST, headers=_SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
         body = _Body(receive, limit, words, self._room, payer, weight, JsonSize() if reads_json else None)
@@ -254,11 +238,7 @@ class JsonSize:
         """A backslash at the end of the last part."""
 
     def add(self, part: bytes) -> None:
-        """Count another part.
-
-        Raises:
-            HTTPException: too many values, or not UTF-8.
-        """
+        """Count another part. Raises HTTPException if it has too many values, or is not UTF-8."""
         if b"\0" in part:  # as in UTF-16, where any byte may look like a quote
             raise HTTPException(400, "a JSON body has no NUL bytes; send it in UTF-8")
         part = (self._rest + part).replace(b"\\\\", b"")

@@ -45,17 +45,11 @@ class Packing:
         return await self._turns.run(tenant_id, lambda: packed(self._scratch, source, write, kind, name))
 
     def _sent(self, tenant_id: str) -> None:
-        self._open[tenant_id] -= 1
-        if not self._open[tenant_id]:
-            del self._open[tenant_id]
+        self._open -= Counter((tenant_id,))
 
 
 def packed(scratch: Path, source: Path, write: Callable[[IO[bytes]], None], kind: str, name: str) -> Response:
-    """A download of a directory from an unnamed temporary file, which is removed in all cases.
-
-    Raises:
-        Refusal: the directory was deleted before it was packed.
-    """
+    """A download from an unnamed temporary file. Raises Refusal if `source` was deleted before it was packed."""
     with contextlib.ExitStack() as unfinished:
         file = unfinished.enter_context(tempfile.TemporaryFile(dir=scratch))
         try:

@@ -51,10 +51,7 @@ def opened_by(request: Request, key: str) -> None:
 
 
 class KeyWatch:
-    """Checks every second the keys that hold something, and releases what ended keys hold.
-
-    Use in one event loop.
-    """
+    """Checks every second the keys that hold something, and releases what ended keys hold. Use in one event loop."""
 
     def __init__(self, tenants: Tenants, holders: Sequence[Holder]) -> None:
         self._tenants, self._holders = tenants, holders

@@ -132,11 +132,7 @@ class Provider:
         return f"{about.authorization_endpoint}{joint}{urlencode(query)}"
 
     async def claims_of_code(self, code: str, redirect: str, verifier: str, nonce: str) -> Mapping[str, Any]:
-        """The claims about the person who signed in with this authorization code.
-
-        Raises:
-            Refusal: the provider rejects the code, or its ID token is invalid.
-        """
+        """The claims about the person who signed in. Raises Refusal if the code is rejected or the ID token invalid."""
         answer = await self._token(
             grant_type="authorization_code", code=code, redirect_uri=redirect, code_verifier=verifier
         )
@@ -145,11 +141,7 @@ class Provider:
         return await self._claims(answer, nonce)
 
     async def begin_device(self) -> DeviceCode:
-        """Start the device flow.
-
-        Raises:
-            Refusal: the provider does not support it, or refuses.
-        """
+        """Start the device flow. Raises Refusal if the provider does not support it, or refuses."""
         about = await self._about.get()
         if about.device_authorization_endpoint is None:
             raise Refusal(409, "the provider has no device flow; sign in with a browser on this machine")
@@ -264,11 +256,7 @@ class Provider:
             raise _away(str(error)) from error
 
     async def _ask(self, method: str, url: str, **request: Any) -> dict[str, Any]:
-        """A JSON object from the provider: a success, or an OAuth error.
-
-        Raises:
-            Unusable: no answer in time, or an invalid one.
-        """
+        """A JSON object: a success, or an OAuth error. Raises Unusable without a valid answer in time."""
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", **request.pop("headers", {})}
         here = is_loopback(urlsplit(url).hostname or "")
         if self._trust is None:  # slow to create

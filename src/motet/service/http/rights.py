@@ -54,11 +54,7 @@ def rights(who: Principal) -> frozenset[str]:
 
 
 def check(who: Principal, method: str, path: str) -> None:
-    """Check that a key may send this request.
-
-    Raises:
-        Refusal: it may not; the message lists its rights.
-    """
+    """Check that a key may send this request. Raises Refusal if it may not; the message lists its rights."""
     right = needed(method, path)
     if right in rights(who):
         return
@@ -69,11 +65,7 @@ def check(who: Principal, method: str, path: str) -> None:
 
 
 def check_new(who: Principal, role: str, expires: float | None) -> None:
-    """Check that a key may create another with this role and expiry.
-
-    Raises:
-        Refusal: it may not.
-    """
+    """Check that a key may create another with this role and expiry. Raises Refusal if it may not."""
     ranks = list(ROLES)
     if ranks.index(role) > ranks.index(who.role):
         raise Refusal(

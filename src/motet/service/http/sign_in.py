@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import hmac
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -70,17 +69,8 @@ def challenge_of(verifier: str) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(verifier.encode()).digest()).rstrip(b"=").decode()
 
 
-def session_cookie(public_url: str) -> str:
-    """Name of the cookie with a browser's key; over https, the prefix prevents other hosts from setting it."""
-    return "__Host-motet" if public_url.startswith("https:") else "motet"
-
-
 def person_of(config: OidcConfig, claims: Mapping[str, Any]) -> Person:
-    """The person described by the claims of an ID token.
-
-    Raises:
-        Refusal: the claims give no tenant or no role.
-    """
+    """The person described by the claims of an ID token. Raises Refusal if the claims give no tenant or no role."""
     named = [claims.get(name) for name in ((config.name_claim,) if config.name_claim else ()) + _NAMES]
     name = next((text for text in named if isinstance(text, str) and text.strip()), "somebody")
     tenant = config.tenant or claims.get(config.tenant_claim)
@@ -107,7 +97,9 @@ class SignIns:
 
     def __init__(self, settings: Settings, store: Store, sealing: Secrets) -> None:
         """`sealing` encrypts the state that a browser keeps between two requests."""
-        self.public_url, self.cookie = settings.public_url, session_cookie(settings.public_url)
+        self.public_url, self._secure = settings.public_url, settings.public_url.startswith("https:")
+        self.cookie = "__Host-motet" if self._secure else "motet"
+        """Name of the cookie with a browser's key; over https, the prefix prevents other hosts from setting it."""
         self._config, self._store, self._sealing = settings.config.oidc, store, sealing
         self._provider: Provider | None = None
         self._limits: dict[str, RateLimit] = {}
@@ -125,21 +117,13 @@ class SignIns:
 
     @property
     def config(self) -> OidcConfig:
-        """The provider's configuration.
-
-        Raises:
-            Refusal: this service has no sign-in.
-        """
+        """The provider's configuration. Raises Refusal if this service has no sign-in."""
         if self._config is None:
             raise _none()
         return self._config
 
     def provider(self, request: Request, kind: Literal["begin", "finish"] | None = None) -> Provider:
-        """The provider; counts requests that begin or finish a sign-in, by address.
-
-        Raises:
-            Refusal: there is none, or the address sends too many requests.
-        """
+        """The provider; with `kind`, counts requests by address. Raises Refusal if there is none, or too many."""
         if self._provider is None:
             raise _none()
         if kind is not None and (seconds := self._limits[kind].wait(_address(request))):
@@ -147,12 +131,9 @@ class SignIns:
             raise Refusal(429, words, headers={"Retry-After": str(seconds)})
         return self._provider
 
-    @contextlib.asynccontextmanager
-    async def _turn(self, request: Request) -> AsyncIterator[None]:
-        """Limit an address's concurrent requests to the provider; waiting does not delay other addresses."""
-        turns = self._turns.setdefault(_address(request), asyncio.Semaphore(_AT_ONCE))
-        async with turns:
-            yield
+    def _turn(self, request: Request) -> asyncio.Semaphore:
+        """Limits an address's concurrent requests to the provider; waiting does not delay other addresses."""
+        return self._turns.setdefault(_address(request), asyncio.Semaphore(_AT_ONCE))
 
     # --- in a browser ---------------------------------------------------------------------------------------------------
 
@@ -182,9 +163,8 @@ class SignIns:
         self, response: Response, name: str, value: str, seconds: float, same_site: Literal["lax", "strict"]
     ) -> None:
         """Set a cookie that scripts cannot read; an empty value deletes it."""
-        secure = self.public_url.startswith("https:")
         age = int(seconds) if value else 0
-        response.set_cookie(name, value, max_age=age, path="/", secure=secure, httponly=True, samesite=same_site)
+        response.set_cookie(name, value, max_age=age, path="/", secure=self._secure, httponly=True, samesite=same_site)
 
     # --- on a command line ----------------------------------------------------------------------------------------------
 
@@ -194,11 +174,7 @@ class SignIns:
         return self._sealing.pack("code", fields)
 
     def person_by(self, code: str, verifier: str) -> Person:
-        """The person of a code.
-
-        Raises:
-            Refusal: it has expired, or is for another command line.
-        """
+        """The person of a code. Raises Refusal if it has expired, or is for another command line."""
         fields = self._sealing.unpack("code", code, _CODE_SECONDS)
         if fields is None or not hmac.compare_digest(fields["challenge"], challenge_of(verifier)):
             raise Refusal(401, "this code has expired, or is for another command; `motet login` begins again")

@@ -46,7 +46,7 @@ def page(request: Request) -> Response:
 def service(request: Request, service: ServiceDep) -> JSONResponse:
     """Whether the page needs a key, where people sign in, and whether this browser is signed in."""
     keys = not service.settings.open_to_all
-    state = {"keys": keys, "sign_in": service.sign_ins.page, "signed_in": keys and service.access.allows(request)}
+    state = {"keys": keys, "sign_in": service.sign_ins.page, "signed_in": keys and bool(service.access.tenant(request))}
     return JSONResponse(state, headers={**HEADERS, "Cache-Control": "no-store"})
 
 

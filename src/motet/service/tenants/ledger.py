@@ -82,13 +82,10 @@ class Ledger:
                 self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
     def window(self, engine: str, number: int, microseconds: Mapping[str, int], base: str = "") -> bool:
-        """Store a window of device time; False if it is stored already.
+        """Store a window of device time, with a number that increases; False if it is stored already.
 
-        Args:
-            engine: the engine's name, different for each start.
-            number: increasing number of the window.
-            microseconds: by job, by tenant (`COMPLETIONS` and its id), and `IDLE`.
-            base: the engine's base; a job's usage counts for the base stored with the job.
+        `microseconds` are by job, by tenant (`COMPLETIONS` and its id), and `IDLE`. A job's usage counts for the base
+        stored with the job, other usage for `base`.
         """
         with self._store.transaction() as session:
             if not _is_new(session, engine, number):
@@ -146,7 +143,20 @@ class Ledger:
         return used
 
     def _add(self, session: Session, more: Sequence[tuple[_Owner, Mapping[str, int]]]) -> None:
-        _add(session, self.day(), more)
+        """Add to rows in this order, creating those that are not there: one statement for all of them."""
+        rows = [
+            {
+                "day": self.day(), "tenant_id": tenant, "job_id": job, "job_name": name, "base": base,
+                **dict.fromkeys(_COUNTS, 0), **counts,
+            }
+            for (tenant, job, name, base), counts in more
+            if any(counts.values())
+        ]  # fmt: skip
+        if rows:
+            statement = _insert(session)(Usage)
+            sums = {name: getattr(Usage, name) + getattr(statement.excluded, name) for name in _COUNTS}
+            once = ["day", "tenant_id", "job_id", "base"]
+            session.execute(statement.on_conflict_do_update(index_elements=once, set_=sums), rows)
         event.listen(session, "after_commit", self._changed, once=True)
 
     def _changed(self, session: Session) -> None:
@@ -228,23 +238,6 @@ def _insert(session: Session) -> Any:
 
 _Owner = tuple[str, str, str, str]
 """Tenant id, job id, job name, base."""
-
-
-def _add(session: Session, day: str, more: Sequence[tuple[_Owner, Mapping[str, int]]]) -> None:
-    """Add to rows in this order, creating those that are not there: one statement for all of them."""
-    rows = [
-        {
-            "day": day, "tenant_id": tenant, "job_id": job, "job_name": name, "base": base,
-            **dict.fromkeys(_COUNTS, 0), **counts,
-        }
-        for (tenant, job, name, base), counts in more
-        if any(counts.values())
-    ]  # fmt: skip
-    if rows:
-        statement = _insert(session)(Usage)
-        sums = {name: getattr(Usage, name) + getattr(statement.excluded, name) for name in _COUNTS}
-        once = ["day", "tenant_id", "job_id", "base"]
-        session.execute(statement.on_conflict_do_update(index_elements=once, set_=sums), rows)
 
 
 def _is_new(session: Session, engine: str, number: int) -> bool:

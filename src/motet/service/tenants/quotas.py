@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 
 from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
@@ -48,10 +48,7 @@ _SMALL = _MB
 
 
 class Quotas:
-    """The limits of tenants, and their checks.
-
-    A check raises `LimitError`, which names the limit, its usage, and who can change it.
-    """
+    """The limits of tenants, and their checks: `LimitError` names the limit, its usage, and who can change it."""
 
     def __init__(self, store: Store, stored: StoredBytes, ledger: Ledger, defaults: LimitsConfig, slots: int) -> None:
         """`defaults` apply unless an admin set other limits; `slots` is the number of concurrent jobs of all tenants."""
@@ -125,8 +122,9 @@ class Quotas:
             rows = session.execute(query.group_by(StoredJob.tenant_id, StoredJob.state))
             return Counter({(str(row[0]), str(row[1])): int(row[2]) for row in rows})
 
-    def _jobs(self, tenant_id: str, *states: str) -> int:
-        query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(states))
+    def _count(self, tenant_id: str, *which: ColumnElement[bool]) -> int:
+        """The tenant's jobs that have not ended and are such."""
+        query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(OPEN), *which)
         return int(self._store.scalar(query) or 0)
 
     @contextlib.contextmanager
@@ -192,7 +190,7 @@ class Quotas:
         if limits.queued_jobs is None:
             return
         at_once = min(limits.running_jobs or self._slots, self._slots)
-        count = self._jobs(tenant_id, *OPEN)  # which jobs run already may change within milliseconds
+        count = self._count(tenant_id)  # which jobs run already may change within milliseconds
         if count + more > limits.queued_jobs + at_once:
             several = f", and {more} more are too many" if more > 1 else ""
             raise LimitError(
@@ -205,9 +203,8 @@ class Quotas:
     def check_models(self, tenant_id: str) -> None:
         """Check whether a client may create another model."""
         most = self.of(tenant_id).client_models
-        open_models = StoredJob.idempotency_key.startswith("session-") & StoredJob.state.in_(OPEN)
-        query = select(func.count()).where(StoredJob.tenant_id == tenant_id, open_models)
-        if most is not None and (count := int(self._store.scalar(query) or 0)) >= most:
+        of_clients = StoredJob.idempotency_key.startswith("session-")
+        if most is not None and (count := self._count(tenant_id, of_clients)) >= most:
             raise LimitError(
                 f"client_models: {count} models of this tenant's clients have not ended; end one, cancel one, or {_ASK} "
                 "--client-models",
@@ -254,15 +251,11 @@ class Quotas:
     def check_day(self, tenant_id: str) -> None:
         """Check the daily limits."""
         limits = self.of(tenant_id)
-        if spent := _spent(limits, self._used_today(tenant_id, limits)):
+        if limits.tokens_per_day is None and limits.device_seconds_per_day is None:
+            return
+        if spent := _spent(limits, self._ledger.used_lately(tenant_id)):
             reason, option = spent
             raise LimitError(f"{reason}; new ones come at 00:00 UTC, or {_ASK} {option}", 429, _until_tomorrow())
-
-    def _used_today(self, tenant_id: str, limits: LimitsConfig) -> UsedToday:
-        """Looked up only if a limit needs it."""
-        if limits.tokens_per_day is None and limits.device_seconds_per_day is None:
-            return UsedToday()
-        return self._ledger.used_lately(tenant_id)
 
     def counted(self, job_id: str) -> int:
         """Tokens of a job in the ledger."""
@@ -317,12 +310,7 @@ class QuotaEnforcer:
         self._again[tenant_id] = time.monotonic() + _AGAIN_SECONDS
 
     def check_resume(self, job: StoredJob) -> None:
-        """Check whether a paused or failed job may resume.
-
-        Raises:
-            LimitError: a limit prevents it.
-            StoreError: its budget is spent.
-        """
+        """Check that a job may resume. Raises LimitError for a limit, StoreError if its budget is spent."""
         if reason := self.rule(job.tenant_id).hold:
             seconds = None if reason.startswith("storage_mb") else _until_tomorrow()
             raise LimitError(f"job {job.name!r} stays paused: {reason}", 429, seconds)
