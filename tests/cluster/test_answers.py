@@ -124,6 +124,12 @@ def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base
     assert all(f"{len(text)} characters" in message.reason and message.never for message in refused)
 
 
+def test_a_prompt_without_tokens_is_refused_for_good(base: Any) -> None:
+    sent: list[FromHost] = []
+    asyncio.run(answers(base, sent).answer(Complete("", None, 1, 0, False, False, SamplingParams(), prompt=[])))
+    assert sent == [QuestionRefused(0, "the prompt has no tokens; give it one at least", never=True)]
+
+
 def test_what_is_answered_to_a_service_that_is_gone_ends(base: Any) -> None:
     ended = list[int]()
 

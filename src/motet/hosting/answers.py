@@ -243,7 +243,7 @@ def _prompt_ids(chat: Chat, question: m.Complete, longest: int) -> IntArray:
     """Of a conversation through the chat template, or of a prompt (text or token ids) as it is; `longest` is in characters.
 
     Raises:
-        EngineError: a token id is not of this vocabulary, or the text is too long for any prompt.
+        EngineError: no token, a token id that is not of this vocabulary, or a text that is too long for any prompt.
     """
     prompt = question.prompt
     if prompt is None:
@@ -257,6 +257,8 @@ def _prompt_ids(chat: Chat, question: m.Complete, longest: int) -> IntArray:
         return chat.prompt_of(chat.opening(question.messages, question.tools), question.tools)
     if isinstance(prompt, str):
         return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
+    if not prompt:
+        raise EngineError("the prompt has no tokens; give it one at least")
     largest = len(chat.tokenizer) - 1
     if max(prompt) > largest:
         raise EngineError(f"the prompt has the token id {max(prompt)}; those of this base go from 0 to {largest}")
