@@ -26,8 +26,7 @@ from motet.hosting.preparing import Sources
 from motet.runtime.progress import JobProgress, figure_of
 from motet.service.schemas import Health, Job, JobEvent, Race, Version
 from motet.tasks.row_files import READERS
-from motet.view import LogView, glyphs_of
-from motet.view.bracket import bracket_table
+from motet.view import LogView, bracket_table, glyphs_of
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, plain_console, reward_text
 
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from motet.view.bracket import bracket_table
 from motet.view.live import LiveView
 from motet.view.log import LogView
-from motet.view.tables import settings_table, summary_table
+from motet.view.tables import bracket_table, settings_table, summary_table
 from motet.view.text import glyphs_of
 from motet.view.view import View
 

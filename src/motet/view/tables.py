@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -132,6 +132,12 @@ def _reward_now(job: JobProgress, glyphs: Glyphs) -> Text:
 # --- at the end --------------------------------------------------------------------------------------------------
 
 
+def _titled() -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
+    )
+
+
 def summary_table(
     jobs: Sequence[JobProgress],
     run: Path | None = None,
@@ -157,16 +163,14 @@ def summary_table(
     stems = list(dict.fromkeys(names.stems.values()))
     ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
     least = min(max((cell_len(name) for name in shown.values()), default=0), name_width)
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
-    )
+    table = _titled()
     rows: list[Row] = []
     for job in ordered:
         place = {"place": Text(f"{places[job.name]}." if job.name in places else "")} if places else {}
         where = {} if run is None else {"version": Text(_version(job, run))}
+        swept = _swept(names.fields, names.values[job.name], glyphs)
         figures = _ended_cells(job, seconds or {}, glyphs)
-        rows.append({**place, "job": Text(" " * least), **_swept(names.fields, names.values[job.name], glyphs)})
-        rows[-1] |= figures | where
+        rows.append({**place, "job": Text(" " * least), **swept, **figures, **where})
     columns = _fitting(rows, _NO_ROOM_AT_THE_END, width, 2, jobs)[0] if rows else []
     for column in columns:
         right = column in _RIGHT or column == "held-out"
@@ -191,9 +195,7 @@ def settings_table(jobs: Sequence[JobProgress], glyphs: Glyphs = UNICODE, width:
     stems = list(dict.fromkeys(names.stems.values()))
     ordered = sorted(groups, key=lambda one: (stems.index(names.stems[one.name]), places.get(one.name, len(groups))))
     shown = names.shown(20 if width >= 100 else 12, glyphs)
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left"
-    )
+    table = _titled()
     for heading in (*(["place"] if places else []), "setting", *names.fields, "seeds", "held-out", "gain"):
         table.add_column(
             heading, justify="right" if heading in ("seeds", *_RIGHT, "held-out") else "left", no_wrap=True
@@ -206,6 +208,21 @@ def settings_table(jobs: Sequence[JobProgress], glyphs: Glyphs = UNICODE, width:
     table.title = Text("Settings: jobs that differ only in their seed", style="bold")
     what = glyphs.plain(OVER_SEEDS.replace("±", glyphs.plus_minus))
     table.caption = Text(f"held-out: {what}", style="not italic bright_black")
+    return table
+
+
+def bracket_table(
+    name: str, headings: Iterable[str], rows: Iterable[Sequence[str]], verdict: str, glyphs: Glyphs
+) -> Table:
+    """The bracket of a race with the verdict below."""
+    table = _titled()
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        style = "bold green" if row[-2] == "winner" else "bright_black" if "dropped" in row[-2] else ""
+        table.add_row(*(Text(glyphs.plain(cell), style=style) for cell in row))
+    table.title = Text(f"Race {glyphs.plain(name)}", style="bold")
+    table.caption = Text(glyphs.plain(verdict), style="not italic not dim")
     return table
 
 
