@@ -241,12 +241,7 @@ def read_job(path: Path) -> JobRecord:
 
 def read_lines(path: Path) -> tuple[Line, ...]:
     """The whole lines of a .jsonl file that are JSON objects; a line still being written is left out."""
-    return parse_lines(_text(path))
-
-
-def parse_lines(text: str) -> tuple[Line, ...]:
-    """As `json_lines`, from the text of a file."""
-    whole, _, _ = text.rpartition("\n")
+    whole, _, _ = _text(path).rpartition("\n")
     return tuple(line for text in whole.split("\n") if (line := _object(text)))
 
 
