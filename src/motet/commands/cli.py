@@ -11,20 +11,7 @@ from typing import Annotated
 import typer
 
 from motet import __version__
-from motet.commands import (
-    backup,
-    beginning,
-    comparing,
-    demo,
-    exporting,
-    jobs,
-    login,
-    nodes,
-    replaying,
-    sharing,
-    tenants,
-    workers,
-)
+from motet.commands import beginning, comparing, exporting, jobs, login, operating, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.commands.overview import Overview
 from motet.core.errors import MotetError
@@ -332,13 +319,10 @@ def serve(
 
 
 for part in (
-    demo.app,
     beginning.app,
     comparing.app,
-    replaying.app,
     exporting.app,
-    nodes.app,
-    backup.app,
+    operating.app,
     jobs.app,
     sharing.app,
     tenants.app,
