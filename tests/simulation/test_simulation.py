@@ -161,7 +161,7 @@ def test_a_small_cluster_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_plot_that_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent does not exist, or you may not write there; give another path"):
+    with pytest.raises(ConfigError, match="make the directory"):
         show(ROOT / "examples" / "cluster.yaml", None, tmp_path / "absent" / "cluster.html")
 
 

@@ -45,12 +45,16 @@ def check_place(option: str, file: Path | None) -> None:
     """Refuse a file that cannot be written, before the work for it.
 
     Raises:
-        ConfigError: its directory is not there, or it is one itself.
+        ConfigError: its directory is not there or cannot be written to, or it is one itself.
     """
-    if file is not None and not file.absolute().parent.is_dir():
+    if file is None:
+        return
+    if not file.absolute().parent.is_dir():
         raise ConfigError(f"{option} {file}: make the directory {file.parent} first")
-    if file is not None and file.is_dir():
+    if file.is_dir():
         raise ConfigError(f"{option} {file} is a directory: give the name of a file")
+    if not os.access(file.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} {file}: you may not write in {file.parent}; give another path")
 
 
 def say(text: str | Text | Table, *, aside: bool = False) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 from rich.table import Table
 
-from motet.commands.answers import print_table
+from motet.commands.answers import check_place, print_table
 from motet.config.jobfile import load_simulation
 from motet.core.checksums import replace_file
-from motet.core.errors import ConfigError
 from motet.simulation.outcome import SimulationOutcome, simulate
 from motet.view.text import plain_console
 
@@ -28,12 +26,7 @@ def show(file: Path, hosts: int | None, plot: Path | None) -> None:
         ConfigError: the file cannot be used, or the page cannot be written.
     """
     config = load_simulation(file, hosts)
-    if plot is not None and plot.is_dir():
-        raise ConfigError(f"--plot {plot} is a directory; give the page's path, such as {plot / 'cluster.html'}")
-    if plot is not None and not os.access(plot.parent, os.W_OK):
-        raise ConfigError(
-            f"--plot {plot} cannot be written: {plot.parent} does not exist, or you may not write there; give another path"
-        )
+    check_place("--plot", plot)
     outcome = simulate(config)
     table = Table(
         show_header=False, title=f"{config.hosts.count} hosts, {sum(jobs.count for jobs in config.jobs)} jobs"
