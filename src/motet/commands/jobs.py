@@ -11,7 +11,7 @@ import typer
 import motet
 from motet.commands.answers import INTERRUPTED, command_for, print_answer, say, table
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
-from motet.core.errors import ConfigError, ServiceError
+from motet.core.errors import ConfigError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -99,16 +99,13 @@ def ls(
 @app.command(epilog="Example: motet show sort")
 def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
     """Show one job of a service and the versions of its adapter, or the decisions of a race."""
-    from motet.commands.control import found
-    from motet.commands.served_jobs import bracket, details
+    from motet.commands.served_jobs import bracket, details, job_or_race
+    from motet.service.schemas import Race
 
     with motet.Client(url, key) as client:
-        try:
-            asked = client.job(job)
-        except ServiceError as error:
-            if error.status != 404 or (race := found(client.race, job)) is None:
-                raise
-            print_answer(race, as_json, "" if as_json else bracket(race))
+        asked = job_or_race(client, job)
+        if isinstance(asked, Race):
+            print_answer(asked, as_json, "" if as_json else bracket(asked))
             return
         versions = client.versions(job)
         answer = {

@@ -59,7 +59,7 @@ def _same(base: str, place: str) -> bool:
     return base == place or (Path(base).exists() and Path(base).resolve() == Path(place).resolve())
 
 
-def with_uploads(client: Client, job: JobConfig, files: dict[str, str], base: str | None = None) -> JobConfig:
+def with_uploads(client: Client, job: JobConfig, files: dict[str, str], base: str | None) -> JobConfig:
     """The job with ids instead of files and of a PEFT directory; each is uploaded once."""
     uploaded = {}
     for name in ("source", "eval_source"):
@@ -133,14 +133,23 @@ def asked_for(client: Client, names: Iterable[str]) -> list[Job]:
         ServiceError: there is no such job and no such race.
     """
     jobs = list[Job]()
-    for name in names:
-        try:
-            jobs.append(client.job(name))
-        except ServiceError as error:
-            if error.status != 404 or (race := found(client.race, name)) is None:
-                raise
-            jobs += map(client.job, race.jobs.values())
+    for one in (job_or_race(client, name) for name in names):
+        jobs += [one] if isinstance(one, Job) else map(client.job, one.jobs.values())
     return jobs
+
+
+def job_or_race(client: Client, name: str) -> Job | Race:
+    """A job of a service by name or id, or else a race.
+
+    Raises:
+        ServiceError: there is neither.
+    """
+    try:
+        return client.job(name)
+    except ServiceError as error:
+        if error.status != 404 or (race := found(client.race, name)) is None:
+            raise
+        return race
 
 
 def check_files(jobs: Sequence[JobConfig]) -> None:
@@ -239,7 +248,7 @@ class JobLines:
         self._view.update([one for key, one in self._progress.items() if one.step >= self._done[key]])
 
 
-def job_cells(job: Job, *, based: bool = False) -> list[str | Text]:
+def job_cells(job: Job, *, based: bool) -> list[str | Text]:
     """A job's row: name, state, steps, reward, age, and its base."""
     return [
         Text(glyphs_of(plain_console()).plain(job.name), style="bold"),
