@@ -23,7 +23,6 @@ from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, war
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.config.candidates import RacePlan, raced
-from motet.config.jobfile import load_jobs
 from motet.core.batch import Batch, Segment
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import Group
@@ -55,16 +54,6 @@ PROBLEMS = 4
 """Problems sampled per job."""
 
 
-def check_file(
-    path: Path, overrides: Sequence[str], rollouts: int, *, race: bool = False, trust_remote_code: bool
-) -> int:
-    """Check a job file as `motet run` would use it; train nothing and write nothing to the run directory.
-
-    Returns 0, or 1 if the rewards of a job failed on every answer.
-    """
-    return 0 if _check(load_jobs(path, overrides, race=race, trust_remote_code=trust_remote_code), rollouts) else 1
-
-
 def check(
     jobs: Sequence[JobConfig | dict[str, Any]],
     *,
@@ -80,10 +69,14 @@ def check(
         ConfigError: a field is wrong.
         MotetError: nothing could start.
     """
-    return _check(config_of(jobs, base, engine, "motet.check"), rollouts)
+    return check_config(config_of(jobs, base, engine, "motet.check"), rollouts)
 
 
-def _check(config: RunConfig, rollouts: int) -> bool:
+def check_config(config: RunConfig, rollouts: int) -> bool:
+    """Check jobs as `motet run` would use them; train nothing and write nothing to the run directory.
+
+    Returns whether each job has an answer that got a reward, and can be resumed if it has begun.
+    """
     console, failing = plain_console(), list[str]()
     candidates, plans = raced(config.jobs)
     if team := next((job.name for job in candidates if job.team), None):

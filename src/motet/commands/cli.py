@@ -135,9 +135,11 @@ def check(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Load everything, show the first prompts token by token, and sample and score a few rollouts, without training."""
-    from motet.commands.check import check_file
+    from motet.commands.check import check_config
+    from motet.config.jobfile import load_jobs
 
-    raise typer.Exit(check_file(jobs, overrides or [], rollouts, race=race, trust_remote_code=trust_remote_code))
+    config = load_jobs(jobs, overrides or [], race=race, trust_remote_code=trust_remote_code)
+    raise typer.Exit(0 if check_config(config, rollouts) else 1)
 
 
 @app.command(
