@@ -342,14 +342,14 @@ def main() -> None:
     except MotetError as error:
         from motet.view.text import safe
 
-        typer.secho(f"motet: {safe(str(error))}", fg="red", err=True)
-        sys.exit(2)
+        said = safe(str(error))
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # met by a write, it names no file
         if error.errno not in _NOT_OURS or (error.filename is None and not full):
             raise
         where = "a file could not be written" if error.filename is None else error.filename
-        typer.secho(
-            f"motet: {where}: {error.strerror}{'; free some space and try again' if full else ''}", fg="red", err=True
-        )
-        sys.exit(2)
+        said = f"{where}: {error.strerror}{'; free some space and try again' if full else ''}"
+    else:
+        return
+    typer.secho(f"motet: {said}", fg="red", err=True)
+    sys.exit(2)

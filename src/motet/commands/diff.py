@@ -87,11 +87,16 @@ def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: in
     """
     check_place("--json", report)
     first, second = (Compared.of(*pair) for pair in zip(places, short_names(places), strict=True))
-    settings, materials = list(_settings(first, second)), list(_materials(first, second))
+    settings, receipts = list(_settings(first, second)), [side.receipt() for side in (first, second)]
+    known = [materials_of(receipt) for receipt in receipts if receipt is not None]
+    materials = list(_changed(*known)) if len(known) == 2 else []
     headings = f"{first.name.replace(',', ';')},{second.name.replace(',', ';')}"
     say(table([[name, *map(_cut, pair)] for name, *pair in settings], f"setting,{headings}", empty="settings: equal"))
-    known = first.receipt() and second.receipt()
-    none = "base, data and code: equal" if known else "base, data and code: unknown without receipts of both jobs"
+    none = (
+        "base, data and code: equal"
+        if len(known) == 2
+        else "base, data and code: unknown without receipts of both jobs"
+    )
     shown = [[name, *(str(one or "none")[:_SHOWN] for one in pair)] for name, *pair in materials]
     say(table(shown, f"material,{headings}", empty=none))
     sums, others = first.sums(), second.sums()
@@ -144,12 +149,8 @@ def _cut(value: Any) -> str:
     return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
 
 
-def _materials(first: Compared, second: Compared) -> Iterator[tuple[str, str | None, str | None]]:
-    """Each digest of base, data and code that differs, by the newest receipts."""
-    newest = [receipt for side in (first, second) if (receipt := side.receipt()) is not None]
-    if len(newest) < 2:
-        return
-    known, others = map(materials_of, newest)
+def _changed(known: Mapping[str, str], others: Mapping[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
+    """Each digest of base, data and code that differs."""
     for name in dict.fromkeys([*known, *others]):
         if known.get(name) != others.get(name):
             yield name, known.get(name), others.get(name)

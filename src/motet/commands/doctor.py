@@ -54,7 +54,7 @@ def examine(base_name: str) -> int:
     return 0 if exact else 1
 
 
-def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
+def examine_cluster(address: str, directory: Path, count: int) -> int:
     """Wait for `count` nodes of a Ray cluster and print their facts; returns 0 if hosts can run on all, otherwise 1."""
     if find_spec("ray") is None:
         raise ConfigError("motet doctor --ray needs Ray, which is not installed: pip install 'motet[ray]'")
@@ -70,10 +70,8 @@ def examine_cluster(address: str, directory: Path, count: int = 1) -> int:
         shared = f"{node.free_disk / 2**30:,.1f} GiB free" if node.sees else "not shared"
         gloo = node.gloo if isinstance(node.gloo, str) else f"{1000 * node.gloo:.0f} ms"
         memory = f"{node.free_memory / 2**30:.1f} GiB"
-        devices, project = (
-            f"{node.gpus_of_ray} of {node.gpus}",
-            "there" if node.project else "not copied" if node.same in large else "copied",
-        )
+        devices = f"{node.gpus_of_ray} of {node.gpus}"
+        project = "there" if node.project else "not copied" if node.same in large else "copied"
         row = (node.address, ", ".join(node.versions), node.name_means, str(node.cores), devices, memory, shared)
         table.add_row(*row, project, gloo)
     print_table(console, table)

@@ -10,23 +10,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.core.errors import AdapterError, BaseModelError, RunError
-from motet.core.types import FloatArray, IntArray
-
-if TYPE_CHECKING:
-    from motet.report.read import Line
+from motet.core.types import FloatArray, IntArray, Message, Problem
+from motet.report.read import Line, read_job, read_pairs
+from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
+from motet.tasks.chat import Chat
 
 PACKAGES = {"transformers": "transformers", "peft": "peft", "llama.cpp": "xllamacpp"}
 """What has to be installed for each consumer."""
 _TEXTS, _TOKENS = 6, 96
 """Held-out answers that are compared, and the most tokens of each."""
-
-
 TOLERANCES = {"float32": (0.001, 0.005), "float16": (0.005, 0.01), "bfloat16": (0.03, 0.03)}
 """By the type of the weights: how far the root mean square of differences may go, as a number and a share of the effect."""
 
@@ -118,8 +116,6 @@ def _ask(loaded: Loaded, texts: Sequence[str], token_ids: Sequence[Sequence[int]
 
 def _held_out(adapter: Path) -> list[Line]:
     """The newest answers to the first held-out problems, where the adapter is a version of a run."""
-    from motet.report.read import read_pairs
-
     pairs, _ = read_pairs(adapter.resolve().parent.parent / "rollouts", _TEXTS)
     lines = [pair.after or pair.before for pair in pairs]
     return [line for line in lines if line and isinstance(line.get("prompt"), str) and line.get("completion")]
@@ -127,10 +123,6 @@ def _held_out(adapter: Path) -> list[Line]:
 
 def _texts(tokenizer: Any, lines: Sequence[Line], adapter: Path) -> list[str]:
     """Prompt, answer and end as the model reads them; the built-in texts where there are none."""
-    from motet.core.types import Message, Problem
-    from motet.report.read import read_job
-    from motet.tasks.chat import Chat
-
     if not lines:
         return list(TEXTS)
     data = read_job(adapter.resolve().parent.parent).config.get("job", {}).get("data", {})
@@ -146,14 +138,11 @@ def _texts(tokenizer: Any, lines: Sequence[Line], adapter: Path) -> list[str]:
 
 def _refuse_another_base(adapter: Path, base: str) -> None:
     """Compare the base's files with those of the adapter's receipt, where it has one."""
-    from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
-
     try:
         known = dependencies_of(read_receipt(adapter / RECEIPT))
     except RunError:
         return
-    now = base_sums(base)
-    for name, digest in now.items():
+    for name, digest in base_sums(base).items():
         if known.get(f"base/{name}", digest) != digest:
             raise AdapterError(
                 f"{name} of {base} is not the file that {adapter} was trained on, by its receipt; give its own base as --base"

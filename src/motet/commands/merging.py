@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet.core.errors import AdapterError, BaseModelError
 from motet.core.model_info import matches_experts
+from motet.model.find import find_base, hub_id_of
 
 if TYPE_CHECKING:
     from motet.model.peft_io import PeftAdapter
@@ -66,8 +67,6 @@ class ExportSource:
         Raises:
             BaseModelError: it is missing, or is a .gguf file.
         """
-        from motet.model.find import find_base
-
         found, gguf = find_base(self.base)
         if gguf is not None:
             raise BaseModelError(
@@ -78,8 +77,6 @@ class ExportSource:
     @cached_property
     def hub_id(self) -> str | None:
         """The base's name on the hub; None for a directory outside of the hub's cache that no short name stands for."""
-        from motet.model.find import hub_id_of
-
         if (named := hub_id_of(Path(self.files))) is not None:
             return named
         if found := _CACHED.search(f"{self.files}/"):
@@ -89,8 +86,6 @@ class ExportSource:
     @property
     def caveat(self) -> str:
         """What is to be known of the base's name on the hub; empty where its files are those here."""
-        from motet.model.find import hub_id_of
-
         named = hub_id_of(Path(self.files))
         if named is None or "_model_name_or_path" not in (Path(self.files) / "config.json").read_text():
             return ""

@@ -285,7 +285,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _limits(config: ServiceConfig) -> str:
-    """Print the default limits of a tenant, and where to change them."""
+    """The default limits of a tenant, and where to change them."""
     shown = ((name, value) for name, value in config.limits.model_dump().items() if name != "share")
     listed = ", ".join(f"{name} {_shown(value)}" for name, value in shown)
     return (

@@ -32,6 +32,7 @@ from motet.runtime.receipts import (
 )
 
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
+_NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files cannot be noticed"
 
 
 def verify(directory: Path, jobs_file: Path | None = None) -> int:
@@ -63,9 +64,8 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
             continue
         early = "" if job.manifest.path.exists() or not steps else _NO_MANIFEST
         n_receipts = len(receipt_numbers(job.receipts))
-        counted = (
-            f"{len(steps)} commits, {len(job.versions())} versions{f', {n_receipts} receipts' if n_receipts else ''}"
-        )
+        counted = f"{len(steps)} commits, {len(job.versions())} versions"
+        counted += f", {n_receipts} receipts" if n_receipts else ""
         say(f"{path.name}: {counted}, all as they were saved{early}")
         for number in job.versions():
             if not (job.version(number) / SUMS).is_file():
@@ -129,9 +129,8 @@ def _version_damages(directory: Path, sums: Mapping[str, str]) -> Iterator[Damag
     if not trained.is_file():
         yield from compare(directory, sums, remedy)
         return
-    yield from compare(
-        directory, {TRAINED_CONFIG if name == ADAPTER_CONFIG else name: sums[name] for name in sums}, remedy
-    )
+    renamed = {TRAINED_CONFIG if name == ADAPTER_CONFIG else name: one for name, one in sums.items()}
+    yield from compare(directory, renamed, remedy)
     if _without_base(trained) != _without_base(directory / ADAPTER_CONFIG):
         yield Damage(directory / ADAPTER_CONFIG, "is not what was exported", remedy)
 
@@ -172,24 +171,19 @@ def _of_receipts(job: JobDirectory) -> Iterator[Damage]:
         yield from receipt_damages(job.receipts, newest.step, newest.sums[RECEIPT])
 
 
-_NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files cannot be noticed"
-
-
 def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]:
     """Differences between the newest receipts and this machine."""
     config, sources = load_jobs(jobs_file), Sources()
     known = known_jobs(config.jobs, directories[0].parent if directories else Path(config.run))
     for path in directories:
         newest = max(receipt_numbers(path / RECEIPTS), default=None)
-        if newest is None or path.name not in known:
-            yield from [f"{path}: it has no receipt"] if newest is None else _no_job(path, jobs_file)
-            continue
-        receipt = read_receipt(path / RECEIPTS / f"v{newest}.json")
-        yield from _compared(path.name, receipt, known[path.name], config.base, sources)[1]
-
-
-def _no_job(path: Path, jobs_file: Path) -> list[str]:
-    return [f"{path}: {jobs_file} has no job of this name"]
+        if newest is None:
+            yield f"{path}: it has no receipt"
+        elif path.name not in known:
+            yield f"{path}: {jobs_file} has no job of this name"
+        else:
+            receipt = read_receipt(path / RECEIPTS / f"v{newest}.json")
+            yield from _compared(path.name, receipt, known[path.name], config.base, sources)[1]
 
 
 def _compared(
