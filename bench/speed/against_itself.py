@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from bench.speed.ratios import Goal
-from bench.speed.rows import RANK, Block, Row, Side, at_least, at_most
+from bench.speed.rows import RANK, Block, Row, Side, Unit, at_least, at_most
 
 
 def few_rows_block(quick: bool) -> Block:
     """Eight rows, each with an adapter of its own."""
     work = {"prompts": 8, "each": 1, "prompt_tokens": 40, "new_tokens": 32 if quick else 64, "rank": RANK}
     names = ("Motet, 8 adapters", "Motet")
+    what = "decode, 8 rows: cost of 8 adapters, one each"
+    row = Row("adapters-8-rows", what, "Motet without adapters", "cost", *names, goal=at_most(1.35))
     return Block(
         "few-rows",
         f"8 prompts of 40 random tokens, one completion of exactly {work['new_tokens']} tokens each; one adapter for each "
         "row, or none.",
         {name: Side("motet", "decode", {**work, "adapters": count}) for name, count in zip(names, (8, 0), strict=True)},
-        (
-            Row(
-                "adapters-8-rows",
-                "decode, 8 rows: cost of 8 adapters, one each",
-                "Motet without adapters",
-                "cost",
-                *names,
-                goal=at_most(1.35),
-            ),
-        ),
+        (row,),
         repeats=(2, 5),
     )
 
@@ -32,21 +25,13 @@ def few_rows_block(quick: bool) -> Block:
 def shared_block() -> Block:
     """A group's prompt once against once for each sample."""
     work = {"samples": 16, "prompt": 64, "response": 64, "group": 8, "adapters": 1, "rank": RANK}
+    what = "gradients, a group's prompt shared (G = 8)"
+    row = Row("shared-prompts", what, "Motet, unshared", "faster", "shared", "unshared", at_least(1.6))
     return Block(
         "shared-prompts",
         "The same in 2 groups of 8 samples with one prompt; each group's prompt computed once, or with each sample.",
         {name: Side("motet", "train", {**work, "share": name == "shared"}) for name in ("shared", "unshared")},
-        (
-            Row(
-                "shared-prompts",
-                "gradients, a group's prompt shared (G = 8)",
-                "Motet, unshared",
-                "faster",
-                "shared",
-                "unshared",
-                at_least(1.6),
-            ),
-        ),
+        (row,),
         repeats=(1, 5),
     )
 
@@ -62,18 +47,13 @@ def at_once_block(completions: int, quick: bool) -> Block:
         "steps": steps,
         "rank": RANK,
     }
-    row = Row(
+    name, what = (
         f"at-once-{completions}",
         f"eight jobs of {completions} completions a step at once, for each step of a job",
-        "Motet --sequential",
-        "faster",
-        "at once",
-        "in turn",
-        goal,
-        "s a step",
     )
+    row = Row(name, what, "Motet --sequential", "faster", "at once", "in turn", goal, "s a step")
     return Block(
-        f"at-once-{completions}",
+        name,
         f"Eight jobs of {completions // 8} × 8 completions of at most {job['max_tokens']} tokens, {steps} of their steps, as "
         "in `grpo`; all at once, or one after another with `--sequential`.",
         {
@@ -130,6 +110,8 @@ def memory_block() -> Block:
     """Peak memory of eight jobs and of one, in fresh processes."""
     budgets = {"max_rows": 64, "train_tokens": 1024}
     job = {"each": 8, "max_tokens": 64, "steps": 2, "rank": RANK, "budgets": budgets}
+    what = "peak memory of eight jobs, equal rows and tokens"
+    row = Row("memory", what, "Motet, one job", "cost", "eight jobs", "one job", at_most(1.2), "MB")
     return Block(
         "memory",
         "The peak of resident memory of a fresh process, reward processes not included: eight jobs of 1 × 8 completions, or "
@@ -139,18 +121,7 @@ def memory_block() -> Block:
             "eight jobs": Side("motet", "memory", {**job, "jobs": 8, "groups": 1}, False),
             "one job": Side("motet", "memory", {**job, "jobs": 1, "groups": 8}, False),
         },
-        (
-            Row(
-                "memory",
-                "peak memory of eight jobs, equal rows and tokens",
-                "Motet, one job",
-                "cost",
-                "eight jobs",
-                "one job",
-                at_most(1.2),
-                "MB",
-            ),
-        ),
+        (row,),
         repeats=(1, 2),
         quick=False,
     )
@@ -160,43 +131,23 @@ def many_adapters_blocks() -> list[Block]:
     """The same rows divided among 1 and 64 adapters."""
     train = {"samples": 64, "prompt": 32, "response": 32, "update": True, "rank": RANK}
     decode = {"prompts": 64, "each": 1, "prompt_tokens": 16, "new_tokens": 48, "rank": RANK}
-    found = []
-    for work, args, bound, about in (
-        (
-            "train",
-            train,
-            1.15,
-            "64 samples of 32 prompt and 32 answer tokens, divided among the adapters; with every adapter's update.",
-        ),
-        (
-            "decode",
-            decode,
-            1.3,
-            "64 prompts of 16 tokens, one completion of 48 tokens each, divided among the adapters.",
-        ),
-    ):
-        names = ("64 adapters", "1 adapter")
-        what = "training step" if work == "train" else "decode"
-        found.append(
-            Block(
-                f"many-{work}",
-                about,
-                {name: Side("motet", work, {**args, "adapters": int(name.split()[0])}) for name in names},
-                (
-                    Row(
-                        f"many-{work}",
-                        f"{what}, 64 adapters, equal rows",
-                        "Motet, 1 adapter",
-                        "cost",
-                        *names,
-                        goal=at_most(bound),
-                    ),
-                ),
-                repeats=(1, 3),
-                quick=False,
-            )
+    trained = "64 samples of 32 prompt and 32 answer tokens, divided among the adapters; with every adapter's update."
+    decoded = "64 prompts of 16 tokens, one completion of 48 tokens each, divided among the adapters."
+    names, against = ("64 adapters", "1 adapter"), "Motet, 1 adapter"
+    return [
+        Block(
+            f"many-{work}",
+            about,
+            {name: Side("motet", work, {**args, "adapters": int(name.split()[0])}) for name in names},
+            (Row(f"many-{work}", f"{what}, 64 adapters, equal rows", against, "cost", *names, goal=at_most(bound)),),
+            repeats=(1, 3),
+            quick=False,
         )
-    return found
+        for work, what, args, bound, about in (
+            ("train", "training step", train, 1.15, trained),
+            ("decode", "decode", decode, 1.3, decoded),
+        )
+    ]
 
 
 def start_block() -> Block:
@@ -212,20 +163,13 @@ def start_block() -> Block:
             "first token": Side("motet", "first-token", warm=False),
         },
         (
-            Row(
-                "publish", "publish a version to the embedded engine", "", "value", "publish", "", Goal("<", 1e-3), "ms"
-            ),
-            Row("help", "`motet --help`", "", "value", "help", "", Goal("<", 0.5), "s"),
-            Row(
-                "first-token",
-                "base from the local cache to the first token",
-                "",
-                "value",
-                "first token",
-                "",
-                Goal("<", 3.0),
-                "s",
-            ),
+            _alone("publish", "publish a version to the embedded engine", 1e-3, "ms"),
+            _alone("help", "`motet --help`", 0.5, "s"),
+            _alone("first-token", "base from the local cache to the first token", 3.0, "s"),
         ),
         repeats=(1, 5),
     )
+
+
+def _alone(name: str, what: str, bound: float, unit: Unit) -> Row:
+    return Row(name, what, "", "value", name.replace("-", " "), goal=Goal("<", bound), unit=unit)

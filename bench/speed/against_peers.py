@@ -21,6 +21,9 @@ def decode_block(quick: bool, base: str = "smollm2") -> Block:
     vllm = f"vLLM, {'eager' if quick else 'compiled'}, prompts cached"
     work = {"prompts": 8, "each": 8, "prompt_tokens": 40, "new_tokens": 32 if quick else 64, "rank": RANK}
     none, eight, four = ({**work, "adapters": count} for count in (0, 8, 4))
+    ours, theirs = "Motet, 8 adapters", "vLLM, 4 adapters"
+    alone, cost = "Motet without adapters", f"decode, 64 rows: cost of 8 adapters{words}"
+    bound = at_most(1.1) if base == "smollm2" else None
     return Block(
         f"decode{mark}",
         f"8 prompts of 40 random tokens, 8 completions of exactly {work['new_tokens']} tokens each, temperature 1, from "
@@ -29,29 +32,14 @@ def decode_block(quick: bool, base: str = "smollm2") -> Block:
         "its completions, as Motet does; the cache is emptied between repeats.",
         {
             "Motet": Side(f"motet{mark}", "decode", none),
-            "Motet, 8 adapters": Side(f"motet{mark}", "decode", eight),
+            ours: Side(f"motet{mark}", "decode", eight),
             "vLLM": Side(f"vllm{mark}", "decode", none, {**none, "new_tokens": 2}),
-            "vLLM, 4 adapters": Side(f"vllm-lora{mark}", "decode", four, {**four, "new_tokens": 2}),
+            theirs: Side(f"vllm-lora{mark}", "decode", four, {**four, "new_tokens": 2}),
         },
         (
             Row(f"decode{mark}", f"decode, 64 rows, no adapters{words}", vllm, "faster", "Motet", "vLLM"),
-            Row(
-                f"decode-adapters{mark}",
-                f"decode, 64 rows, 8 adapters{words}",
-                VLLM_LORA,
-                "faster",
-                "Motet, 8 adapters",
-                "vLLM, 4 adapters",
-            ),
-            Row(
-                f"adapters-64-rows{mark}",
-                f"decode, 64 rows: cost of 8 adapters{words}",
-                "Motet without adapters",
-                "cost",
-                "Motet, 8 adapters",
-                "Motet",
-                at_most(1.1) if base == "smollm2" else None,
-            ),
+            Row(f"decode-adapters{mark}", f"decode, 64 rows, 8 adapters{words}", VLLM_LORA, "faster", ours, theirs),
+            Row(f"adapters-64-rows{mark}", cost, alone, "cost", ours, "Motet", bound),
         ),
         repeats=(1, 5 if base == "smollm2" else 3),
         quick=base == "smollm2",
@@ -93,6 +81,7 @@ def grpo_block(quick: bool) -> Block:
     one = {**job, "jobs": 1, "steps": 2 if quick else 3, "after_first": True}
     eight = {**job, "jobs": 8, "steps": 1 if quick else 2}
     warm = {"max_tokens": 4, "steps": 1, "after_first": False}
+    what, in_turn = "eight GRPO jobs at once, for each step of a job", f"{TRL}; eight runs in turn"
     return Block(
         "grpo",
         f"A step: 4 prompts (questions for long stories), 8 completions of at most {job['max_tokens']} tokens each, a "
@@ -106,15 +95,7 @@ def grpo_block(quick: bool) -> Block:
         },
         (
             Row("grpo", "a step of one GRPO job", TRL, "faster", "Motet, one job", "TRL", unit="s a step"),
-            Row(
-                "grpo-eight",
-                "eight GRPO jobs at once, for each step of a job",
-                f"{TRL}; eight runs in turn",
-                "faster",
-                "Motet, eight jobs",
-                "TRL",
-                unit="s a step",
-            ),
+            Row("grpo-eight", what, in_turn, "faster", "Motet, eight jobs", "TRL", unit="s a step"),
         ),
         repeats=(1, 3),
     )

