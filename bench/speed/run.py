@@ -24,6 +24,8 @@ from bench.speed.rows import RANK, Block
 from bench.speed.shapes import SHAPES, SMALL_BASE, make_base
 from bench.speed.table import text
 
+from motet.model.find import cache_directory
+
 PROFILES: Mapping[str, Mapping[str, Any]] = {
     "decode, 64 rows, 8 adapters, one process": {
         "of": "decode",
@@ -74,8 +76,7 @@ def base_directory(base: str, out: Path, device: str) -> Path:
         return make_base(base, out / "bases", device)
     if base == "small":
         return SMALL_BASE
-    cache = Path(os.environ.get("MOTET_CACHE") or Path.home() / ".cache" / "motet")
-    return cache / "SmolLM2-135M-Instruct"
+    return cache_directory() / "SmolLM2-135M-Instruct"
 
 
 def programs_of(block: Block) -> list[str]:
@@ -94,10 +95,10 @@ def run(settings: Settings) -> Run:
     seen: dict[str, dict[str, Any]] = {}
     for base in dict.fromkeys(block.base for block in settings.blocks):
         blocks = [block for block in settings.blocks if block.base == base]
-        found = _on_base(base, blocks, settings, limits)
-        results += found.results
-        profiles |= found.profiles
-        seen |= found.loaded
+        found, profiled, loaded = _on_base(base, blocks, settings, limits)
+        results += found
+        profiles |= profiled
+        seen |= loaded
         runs += blocks
     shapes = bool({block.base for block in runs} & SHAPES.keys())
     result = Run(
@@ -113,15 +114,13 @@ def run(settings: Settings) -> Run:
     return result
 
 
-@dataclass(frozen=True)
-class _Found:
-    results: list[Measured]
-    profiles: Mapping[str, Mapping[str, float]]
-    loaded: Mapping[str, dict[str, Any]]
+def _on_base(
+    base: str, blocks: Sequence[Block], settings: Settings, limits: dict[str, Any]
+) -> tuple[list[Measured], Mapping[str, Mapping[str, float]], Mapping[str, dict[str, Any]]]:
+    """Results, profiles, and what workers said when they had loaded, of all blocks on one base.
 
-
-def _on_base(base: str, blocks: Sequence[Block], settings: Settings, limits: dict[str, Any]) -> _Found:
-    """All blocks on one base; workers live as long as a block needs them."""
+    Workers live as long as a block needs them; `limits` is filled where it is empty.
+    """
     directory = base_directory(base, settings.out, settings.device)
     mark = "" if base == "smollm2" else f":{base}"
     motet = next((name for block in blocks for name in programs_of(block) if name.startswith("motet")), "motet")
@@ -147,7 +146,7 @@ def _on_base(base: str, blocks: Sequence[Block], settings: Settings, limits: dic
                 if name != motet and not any(name in programs_of(later) for later in blocks[place + 1 :]):
                     workers.end(name)
         profiles = _profiles(workers, motet, base) if settings.profiled and base != "small" else {}
-        return _Found(results, profiles, dict(workers.loaded))
+        return results, profiles, workers.loaded
 
 
 def _limits(workers: Workers, name: str) -> dict[str, Any]:

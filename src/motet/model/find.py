@@ -15,7 +15,7 @@ _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def cache_directory() -> Path:
     """Directory of converted models: `$MOTET_CACHE`, by default `~/.cache/motet`."""
-    return Path(os.environ.get("MOTET_CACHE", Path.home() / ".cache" / "motet"))
+    return Path(os.environ.get("MOTET_CACHE") or Path.home() / ".cache" / "motet").expanduser()
 
 
 def _smollm2() -> Path:
