@@ -77,12 +77,8 @@ def main() -> int:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
     pip += ["--only-binary", ":all:", "--python-version", chosen.python, *platforms]
     subprocess.run([*pip, *(f"{name}=={version}" for name, version in packages.items())], check=True)
-    names = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    ).stdout
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
     tar = ["tar", "--null", "--files-from=-", "--transform", "s,^,motet/,", "-czf", str(out / "motet.tar.gz")]
     subprocess.run(tar, cwd=ROOT, input=names, check=True)
     (out / "start.sh").write_text(START)

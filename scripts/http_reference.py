@@ -58,7 +58,7 @@ def _routes(document: Document) -> Iterator[tuple[str, str, str, Document]]:
 def _route(method: str, path: str, what: Document) -> str:
     lines = [f"### {method} {path}", "", what.get("description") or what.get("summary", ""), ""]
     rows = [
-        f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {_needed(one)} | {_cell(_about(one))} |"
+        f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {_needed(one)} | {cell(_about(one))} |"
         for one in what.get("parameters", [])
     ]
     if rows:
@@ -113,7 +113,7 @@ def _schema(name: str, schema: Document) -> str:
     lines = [f"### {name}", "", schema.get("description", ""), ""]
     required = schema.get("required", ())
     rows = [
-        f"| `{field}` | {_cell(_type(one))} | {_default(field in required, one)} | {_cell(one.get('description', ''))} |"
+        f"| `{field}` | {cell(_type(one))} | {_default(field in required, one)} | {cell(one.get('description', ''))} |"
         for field, one in schema.get("properties", {}).items()
     ]
     if rows:
@@ -151,5 +151,6 @@ def _used(routes: Sequence[tuple[str, str, str, Document]], schemas: Document) -
     return sorted(found)
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Text that stays inside one cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

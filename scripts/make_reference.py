@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from doors_page import doors
-from http_reference import http
+from http_reference import cell, http
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
@@ -139,11 +139,6 @@ def default_text(field: FieldInfo) -> str:
     return f"`{json.dumps(default, ensure_ascii=False)}`"
 
 
-def cell(text: str) -> str:
-    """Text that stays inside one cell of a Markdown table."""
-    return " ".join(text.split()).replace("|", "\\|")
-
-
 def section_text(name: str, path: str, model: type[Config]) -> str:
     """One model: heading, docstring, table of fields.
 
@@ -197,7 +192,7 @@ def configuration() -> str:
     contents = "".join(
         f"- [{name}](#{name.replace(' ', '-')}){f': `{path}`' if path else ''}\n" for name, path, _ in found
     )
-    return NOTICE + head + contents + "\n" + "\n".join(section_text(*section) for section in found)
+    return head + contents + "\n" + "\n".join(section_text(*section) for section in found)
 
 
 def command_line() -> str:
@@ -212,25 +207,16 @@ def command_line() -> str:
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(generator)} failed:\n{done.stderr}")
     lines = (line.rstrip() for line in done.stdout.strip().splitlines())
-    return NOTICE + "\n".join(lines) + "\n"
-
-
-def over_http() -> str:
-    """The page about every route."""
-    return NOTICE + http()
-
-
-def doors_and_engines() -> str:
-    """The page about what the tests prove of each door on each engine."""
-    return NOTICE + doors()
+    return "\n".join(lines) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "cli.md": command_line,
-    "http.md": over_http,
-    "doors.md": doors_and_engines,
+    "http.md": http,
+    "doors.md": doors,
 }
+"""Each without the notice that it is generated."""
 
 
 def stale_pages(docs: Path = DOCS) -> list[str]:
@@ -239,7 +225,7 @@ def stale_pages(docs: Path = DOCS) -> list[str]:
     def text(path: Path) -> str:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
 
-    return [name for name, page in PAGES.items() if text(docs / name) != page()]
+    return [name for name, page in PAGES.items() if text(docs / name) != NOTICE + page()]
 
 
 def main() -> None:
@@ -253,7 +239,7 @@ def main() -> None:
         return
     DOCS.mkdir(exist_ok=True)
     for name, page in PAGES.items():
-        (DOCS / name).write_text(page(), encoding="utf-8")
+        (DOCS / name).write_text(NOTICE + page(), encoding="utf-8")
         print(f"docs/{name}", flush=True)
 
 

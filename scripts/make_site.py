@@ -149,9 +149,8 @@ def build() -> Path:
         "--config-file",
         str(ROOT / "mkdocs.yml"),
     ]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "NO_COLOR": "1"}, capture_output=True, text=True, check=False
-    )
+    plain = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not (site / "index.html").is_file():
         raise SystemExit(f"{done.stdout}{done.stderr}\nzensical did not build the site")
     write_llms(site)

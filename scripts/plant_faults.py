@@ -45,18 +45,8 @@ def plant(fault: Fault) -> tuple[bool, str]:
             return False, f"the line to spoil is there {text.count(fault.right)} times: mend this list"
         path.write_text(text.replace(fault.right, fault.wrong))
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "soak or not soak",
-            fault.test,
-        ]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "soak or not soak"]
+        command = [sys.executable, "-m", "pytest", *options, fault.test]
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -72,11 +62,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults whose invariant or description contains one of these")
     options = parser.parse_args()
-    chosen = [
-        fault
-        for fault in FAULTS
-        if not options.words or any(word in fault.invariant + fault.what for word in options.words)
-    ]
+    words = options.words or [""]
+    chosen = [fault for fault in FAULTS if any(word in fault.invariant + fault.what for word in words)]
     results = []
     with ThreadPoolExecutor(2) as pool:
         for fault, (red, line) in zip(chosen, pool.map(plant, chosen), strict=True):

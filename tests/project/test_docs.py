@@ -105,7 +105,7 @@ def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(make_reference, "PAGES", {"configuration.md": make_reference.configuration})
     page = tmp_path / "configuration.md"
     assert make_reference.stale_pages(tmp_path) == ["configuration.md"]
-    page.write_text(make_reference.configuration(), encoding="utf-8")
+    page.write_text(make_reference.NOTICE + make_reference.configuration(), encoding="utf-8")
     assert make_reference.stale_pages(tmp_path) == []
     page.write_text(page.read_text(encoding="utf-8").replace("`32`", "`16`"), encoding="utf-8")
     assert make_reference.stale_pages(tmp_path) == ["configuration.md"]
