@@ -148,21 +148,15 @@ def play(make: Callable[[Device, int], EmbeddedEngine], kept: int, episodes: int
     device = Device()
     try:
         engine = make(device, kept)
+        params = SamplingParams(max_tokens=NEW)
         words = np.random.default_rng(1).integers(5, 200, size=(episodes, turns, said)).astype(np.int32)
 
         async def episode(index: int) -> None:
             history = np.zeros(0, np.int32)
             for turn in range(turns):
                 history = np.concatenate([history, words[index, turn]])
-                asked = GenerateRequest(
-                    f"{index}/{turn}",
-                    "bench",
-                    history,
-                    None,
-                    SamplingParams(max_tokens=NEW),
-                    (index,),
-                    episodes=(f"e{index}",),
-                )
+                name, own = f"{index}/{turn}", (f"e{index}",)
+                asked = GenerateRequest(name, "bench", history, None, params, (index,), episodes=own)
                 async for chunk in engine.generate(asked):
                     history = np.concatenate([history, chunk.token_ids])
 
@@ -235,13 +229,11 @@ def main() -> None:
         pairs.append((play(make, 1 << 30, options.episodes, options.turns, options.said), without))
     seconds = [kept.seconds / without.seconds for kept, without in pairs]
     computed = pairs[0][0].computed / pairs[0][1].computed
-    print(
-        f"\n{options.episodes} episodes of {options.turns} turns, {options.said} tokens read and {NEW} sampled in each:"
-    )
-    print(
-        f"with KV kept {statistics.median(seconds):.2f} of the time ({min(seconds):.2f} to {max(seconds):.2f}, ", end=""
-    )
-    print(f"{options.repeats} pairs), {computed:.2f} of the prompt tokens computed")
+    played = f"{options.episodes} episodes of {options.turns} turns"
+    print(f"\n{played}, {options.said} tokens read and {NEW} sampled in each:")
+    spread = f"{min(seconds):.2f} to {max(seconds):.2f}, {options.repeats} pairs"
+    print(f"with KV kept {statistics.median(seconds):.2f} of the time ({spread}), ", end="")
+    print(f"{computed:.2f} of the prompt tokens computed")
     batch = branching(8, 4, longest)
     pairs_of_runs = [
         (trained(base, replace(batch, share_prefixes=True), 4096), trained(base, batch, 4096))
@@ -249,9 +241,8 @@ def main() -> None:
     ]
     seconds = [shared[0] / whole[0] for shared, whole in pairs_of_runs]
     (_, tree), (_, whole) = pairs_of_runs[0]
-    print(
-        f"\n8 rollouts of 4 branches of {longest} tokens that share half: {tree} rows with share_prefixes, {whole} without,"
-    )
+    print(f"\n8 rollouts of 4 branches of {longest} tokens that share half: ", end="")
+    print(f"{tree} rows with share_prefixes, {whole} without,")
     print(f"{statistics.median(seconds):.2f} of the time ({min(seconds):.2f} to {max(seconds):.2f})")
 
 

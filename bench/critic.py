@@ -75,14 +75,11 @@ def main() -> None:
         jobs, base="small", quiet=True, directory=given.directory / "run", engine={"slots": 3 * given.seeds}
     )
     last = max(given.steps // 4, 1)
-    rewards = {
-        name: [round(float(np.mean(done.jobs[f"{name}-{seed}"].rewards[-last:])), 3) for seed in range(given.seeds)]
-        for name in kinds
-    }
-    curves = {
-        name: np.mean([done.jobs[f"{name}-{seed}"].rewards for seed in range(given.seeds)], axis=0).round(3).tolist()
-        for name in kinds
-    }
+    rewards, curves = {}, {}
+    for name in kinds:
+        found = [done.jobs[f"{name}-{seed}"].rewards for seed in range(given.seeds)]
+        rewards[name] = [round(float(np.mean(one[-last:])), 3) for one in found]
+        curves[name] = np.mean(found, axis=0).round(3).tolist()
     print(json.dumps({"last": rewards, "curves": curves}))
 
 

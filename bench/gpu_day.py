@@ -89,36 +89,25 @@ def pieces(device: str, shapes: Sequence[str], place: Path) -> list[Piece]:
     bases, bench = place / "bench" / "bases", ("-m", "bench.speed", "--device", device, "--out", str(place / "bench"))
     found = [
         Piece("doctor", "what Motet sees of this machine", ("-m", "motet", "doctor")),
-        Piece(
-            "attention-kernels",
-            "attention by kernels: values, gradients, bits",
-            (*TESTS, "tests/model/test_kernels.py"),
+        *(
+            Piece(name, shows, (*TESTS, f"tests/model/{file}"))
+            for name, shows, file in (
+                ("attention-kernels", "attention by kernels: values, gradients, bits", "test_kernels.py"),
+                ("recurrence-kernels", "recurrences by kernels", "test_recurrence_kernels.py"),
+                ("graphs", "decoding as recorded graphs", "test_cuda_graph.py"),
+            )
         ),
-        Piece("recurrence-kernels", "recurrences by kernels", (*TESTS, "tests/model/test_recurrence_kernels.py")),
-        Piece("graphs", "decoding as recorded graphs", (*TESTS, "tests/model/test_cuda_graph.py")),
     ]
     for kind in ("float32-exact", "bfloat16-exact", "bfloat16-fast"):
         shown = f"isolation, on-policy logprobs, gradients on the small base, {kind}"
         found.append(Piece(f"gpu-tests-{kind}", shown, (*TESTS, "tests/running/test_gpu.py", "-k", kind)))
-    demo = (
-        "-m",
-        "motet",
-        "run",
-        "examples/demo.yaml",
-        "--run",
-        str(place / "demo"),
-        "--set",
-        f"engine.device={device}",
-    )
-    found.append(Piece("demo", "four jobs learn on the small base", demo))
+    demo = ("-m", "motet", "run", "examples/demo.yaml", "--run", str(place / "demo"))
+    found.append(Piece("demo", "four jobs learn on the small base", (*demo, "--set", f"engine.device={device}")))
     for shape in shapes:
+        together = ("-m", "bench.together", shape, "--device", device, "--bases", str(bases))
         found += [
             Piece(f"base-{shape}", "random weights", ("-m", "bench.speed.shapes", shape, str(bases), device)),
-            Piece(
-                f"together-{shape}",
-                "a job alone = beside others, bit for bit",
-                ("-m", "bench.together", shape, "--device", device, "--bases", str(bases)),
-            ),
+            Piece(f"together-{shape}", "a job alone = beside others, bit for bit", together),
         ]
         for row, shown in (
             ("adapters", "decode with 8 adapters and with none"),
@@ -130,14 +119,8 @@ def pieces(device: str, shapes: Sequence[str], place: Path) -> list[Piece]:
         ):
             name = f"{row}-{shape}"
             found.append(Piece(name, shown, (*bench, "--shape", shape, "--only", name), rows=True))
-    found.append(
-        Piece(
-            "two-ranks",
-            "a job on two cards: a whole base on each, and a shard",
-            ("-c", TWO_RANKS, device, str(place / "two-ranks")),
-        )
-    )
-    return found
+    two_ranks = ("-c", TWO_RANKS, device, str(place / "two-ranks"))
+    return [*found, Piece("two-ranks", "a job on two cards: a whole base on each, and a shard", two_ranks)]
 
 
 def run(piece: Piece, place: Path, limit: float) -> Result:

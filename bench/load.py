@@ -78,16 +78,7 @@ def load(where: Path, seconds: float, tenants: int) -> tuple[list[Kind], str]:
             json.dumps({"tenants": [service.key_for(f"tenant-{one}") for one in range(tenants)], "metrics": TOKEN})
         )
         command = [str(python), "-m", "locust", "-f", str(USERS), "--headless", "--only-summary", "--host", service.url]
-        command += [
-            "--users",
-            str(tenants),
-            "--spawn-rate",
-            "10",
-            "--run-time",
-            f"{int(seconds)}s",
-            "--stop-timeout",
-            "60",
-        ]
+        command += f"--users {tenants} --spawn-rate 10 --run-time {int(seconds)}s --stop-timeout 60".split()
         command += ["--csv", str(found), "--loglevel", "ERROR"]
         told = subprocess.run(
             command, env={**os.environ, "MOTET_LOAD_KEYS": str(keys)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,

@@ -64,20 +64,14 @@ class Tenant(HttpUser):
     @task(4)
     def streamed(self) -> None:
         """The same, streamed; its time is that to the first byte."""
-        self.ask(
-            "chat, streamed",
-            "POST",
-            "/v1/chat/completions",
-            json={**CHAT, "max_tokens": 16, "stream": True},
-            stream=True,
-        )
+        body = {**CHAT, "max_tokens": 16, "stream": True}
+        self.ask("chat, streamed", "POST", "/v1/chat/completions", json=body, stream=True)
 
     @task(2)
     def completed(self) -> None:
         """Two completions of a prompt."""
-        self.ask(
-            "completions", "POST", "/v1/completions", json={"model": "small", "prompt": "Sort", "n": 2, "max_tokens": 6}
-        )
+        body = {"model": "small", "prompt": "Sort", "n": 2, "max_tokens": 6}
+        self.ask("completions", "POST", "/v1/completions", json=body)
 
     @task(6)
     def listed(self) -> None:
@@ -117,15 +111,11 @@ class Tenant(HttpUser):
     def samples(self) -> None:
         """A sample of the Tinker protocol, from its promise to its end."""
         path = "/tinker/api/v1"
-        body = {
-            "base_model": "small",
-            "prompt": {"chunks": [{"tokens": [5, 6, 7]}]},
-            "sampling_params": {"max_tokens": 6},
-        }
+        prompt = {"chunks": [{"tokens": [5, 6, 7]}]}
+        body = {"base_model": "small", "prompt": prompt, "sampling_params": {"max_tokens": 6}}
         promise = self.ask("asample", "POST", f"{path}/asample", json=body)
         while promise:
-            answer = self.ask(
-                "retrieve_future", "POST", f"{path}/retrieve_future", json={"request_id": promise["request_id"]}
-            )
+            body = {"request_id": promise["request_id"]}
+            answer = self.ask("retrieve_future", "POST", f"{path}/retrieve_future", json=body)
             if not isinstance(answer, dict) or answer.get("type") != "try_again":
                 return

@@ -43,14 +43,19 @@ class Beside:
     """Median seconds of a chat of two tokens."""
 
 
+def client(url: str, key: str) -> httpx2.Client:
+    """For a tenant's requests, also of the Tinker protocol."""
+    headers = {"Authorization": f"Bearer {key}", "X-API-Key": f"tml-{key}"}
+    return httpx2.Client(base_url=url, headers=headers, timeout=120, trust_env=False)
+
+
 @contextlib.contextmanager
 def sent_again(send: Callable[[httpx2.Client], object], url: str, key: str, threads: int) -> Iterator[None]:
     """Threads that send something as the greedy tenant, again and again."""
     stop = threading.Event()
 
     def loop() -> None:
-        headers = {"Authorization": f"Bearer {key}", "X-API-Key": f"tml-{key}"}
-        with httpx2.Client(base_url=url, headers=headers, timeout=120, trust_env=False) as http:
+        with client(url, key) as http:
             while not stop.is_set():
                 with contextlib.suppress(httpx2.HTTPError):
                     send(http)
@@ -67,8 +72,7 @@ def sent_again(send: Callable[[httpx2.Client], object], url: str, key: str, thre
 @contextlib.contextmanager
 def gradients(service: Service, key: str) -> Iterator[None]:
     """Requests for gradients of long data with many targets, which no step follows."""
-    headers = {"Authorization": f"Bearer {key}", "X-API-Key": f"tml-{key}"}
-    with httpx2.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers, timeout=120, trust_env=False) as http:
+    with client(f"{service.url}/tinker/api/v1", key) as http:
         session = http.post("/create_session", json={"tags": []}).json()["session_id"]
         wanted = {"session_id": session, "model_seq_id": 0, "base_model": "small", "lora_config": {"rank": 8}}
         model = http.post("/create_model", json=wanted).json()["model_id"]
@@ -81,9 +85,8 @@ def gradients(service: Service, key: str) -> Iterator[None]:
                 targets.dense = (np.arange(TOKENS * TARGETS, dtype="<i8") % 30).tobytes()
                 targets.dtype = INT64
                 targets.shape.extend([TOKENS, TARGETS])
-            answer = http.post(
-                "/forward_backward", content=body.SerializeToString(), headers={"Content-Type": CONTENT_TYPE}
-            )
+            content, headers = body.SerializeToString(), {"Content-Type": CONTENT_TYPE}
+            answer = http.post("/forward_backward", content=content, headers=headers)
             assert answer.is_success, answer.text
     yield
 
@@ -91,8 +94,7 @@ def gradients(service: Service, key: str) -> Iterator[None]:
 @contextlib.contextmanager
 def jobs(service: Service, key: str) -> Iterator[None]:
     """Many jobs of one step."""
-    headers = {"Authorization": f"Bearer {key}"}
-    with httpx2.Client(base_url=service.url, headers=headers, timeout=120, trust_env=False) as http:
+    with client(service.url, key) as http:
         for number in range(JOBS):
             http.post("/v1/jobs", json=tiny(f"many-{number}", 1))
     yield
@@ -107,8 +109,8 @@ def large(service: Service, key: str) -> Iterator[None]:
     def ask(http: httpx2.Client) -> object:
         return http.post("/v1/chat/completions", json={"model": "small", **LONG})
 
-    headers = {"Authorization": f"Bearer {key}"}
-    httpx2.post(f"{service.url}/v1/jobs", json=job, headers=headers, timeout=60).raise_for_status()
+    with client(service.url, key) as http:
+        http.post("/v1/jobs", json=job).raise_for_status()
     with sent_again(ask, service.url, key, CHATS):
         yield
 
@@ -164,9 +166,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--engine", default="{samplers: 0, threads: 1}")
     options = parser.parse_args()
-    print(
-        f"{'attack':<10} {'steps/s alone':>14} {'beside':>8} {'kept':>6} {'chat alone':>11} {'beside':>8} {'times':>6}"
-    )
+    steps, chats = f"{'steps/s alone':>14} {'beside':>8} {'kept':>6}", f"{'chat alone':>11} {'beside':>8} {'times':>6}"
+    print(f"{'attack':<10} {steps} {chats}")
     for attack in options.attacks or ATTACKS:
         alone, beside = run(attack, options.engine, options.seconds)
         print(

@@ -103,16 +103,16 @@ async def follow(client: httpx2.AsyncClient, number: int, seen: Seen, stop: asyn
 
 
 @contextlib.asynccontextmanager
-async def clients(url: str) -> AsyncIterator[Seen]:
+async def clients(url: str, seen: Seen) -> AsyncIterator[None]:
     """All of them, while the block runs."""
-    seen, stop = Seen(), asyncio.Event()
+    stop = asyncio.Event()
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(base_url=url, trust_env=False, timeout=30.0, limits=limits) as client:
         work = [
             asyncio.create_task((follow if number < STREAMING else read)(client, number, seen, stop))
             for number in range(CLIENTS)
         ]
-        yield seen
+        yield
         stop.set()
         await asyncio.gather(*work)
 
@@ -122,17 +122,17 @@ def job(number: int, steps: int) -> dict[str, Any]:
     return tiny(f"job-{number}", steps, sampling={"max_tokens": 16}, algorithm={"group_size": 8, "groups_per_step": 4})
 
 
-async def one_run(directory: Path, steps: int, *, company: bool) -> tuple[float, Seen]:
-    """Tokens per second of the four jobs, and what the clients met."""
+async def one_run(directory: Path, steps: int, seen: Seen | None = None) -> float:
+    """Tokens per second of the four jobs, alone or with clients that note what they meet."""
     service = Service(directory)
     try:
         await asyncio.to_thread(service.start)
         async with contextlib.AsyncExitStack() as stack:
-            seen = await stack.enter_async_context(clients(service.url)) if company else Seen()
+            if seen is not None:
+                await stack.enter_async_context(clients(service.url, seen))
             for number in range(JOBS):
                 await asyncio.to_thread(service.submit, job(number, steps))
-            rate = await asyncio.to_thread(_rate, directory, steps)
-        return rate, seen
+            return await asyncio.to_thread(_rate, directory, steps)
     finally:
         await asyncio.to_thread(service.close)
 
@@ -163,15 +163,11 @@ async def measure(repeats: int, steps: int) -> None:
     ratios, seen = [], Seen()
     for repeat in range(repeats):
         with tempfile.TemporaryDirectory(prefix="motet-bench-") as scratch:
-            alone, _ = await one_run(Path(scratch) / "alone", steps, company=False)
-            watched, met = await one_run(Path(scratch) / "watched", steps, company=True)
-        for name in ("seconds", "first_bytes", "errors"):
-            getattr(seen, name).extend(getattr(met, name))
+            alone = await one_run(Path(scratch) / "alone", steps)
+            watched = await one_run(Path(scratch) / "watched", steps, seen)
         ratios.append(watched / alone)
-        print(
-            f"repeat {repeat + 1}: {alone:.0f} tokens/s alone, {watched:.0f} with clients ({ratios[-1]:.3f})",
-            flush=True,
-        )
+        figures = f"{alone:.0f} tokens/s alone, {watched:.0f} with clients ({ratios[-1]:.3f})"
+        print(f"repeat {repeat + 1}: {figures}", flush=True)
     ordered = sorted(seen.seconds)
     print(f"{len(ordered)} reads by {CLIENTS - STREAMING} clients, {len(seen.first_bytes)} streams by {STREAMING}")
     print(f"errors: {len(seen.errors)} {seen.errors[:3]}")

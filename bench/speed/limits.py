@@ -47,11 +47,7 @@ class Shape:
     @classmethod
     def of(cls, directory: Path) -> Shape:
         """The sizes in a model's config.json."""
-        return cls.of_config(json.loads((directory / "config.json").read_text()))
-
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> Shape:
-        """The sizes in a model's configuration."""
+        config = json.loads((directory / "config.json").read_text())
         heads = config["num_attention_heads"]
         return cls(
             layers=config["num_hidden_layers"],

@@ -52,43 +52,33 @@ def run_block(
     failed: dict[str, str] = {}
     answers: Answers = {name: [] for name in block.sides}
 
-    def attempt(name: str, call: Callable[[Side], None]) -> None:
-        if name not in failed:
-            try:
-                call(block.sides[name])
-            except SideFailed as error:
-                failed[name] = str(error)
-                say(f"{block.name}: {name} is not measured: {error}")
+    def attempt(call: Callable[[str, Side], object]) -> None:
+        for name, side in block.sides.items():
+            if name not in failed:
+                try:
+                    call(name, side)
+                except SideFailed as error:
+                    failed[name] = str(error)
+                    say(f"{block.name}: {name} is not measured: {error}")
 
-    def prepare(side: Side) -> None:
+    def ask(side: Side, op: str, args: Mapping[str, Any], **more: bool) -> dict[str, Any]:
+        return workers.ask(side.program, {"op": op, "work": side.work, "args": dict(args), **more})
+
+    def prepare(_: str, side: Side) -> None:
         if isinstance(side.warm, Mapping):
-            small = {"work": side.work, "args": dict(side.warm)}
-            workers.ask(side.program, {"op": "prepare", "warm": True, **small})
-            workers.ask(side.program, {"op": "release", **small})
-        workers.ask(side.program, {"op": "prepare", "warm": side.warm is True, **_what(side)})
+            ask(side, "prepare", side.warm, warm=True)
+            ask(side, "release", side.warm)
+        ask(side, "prepare", side.args, warm=side.warm is True)
 
-    def release(side: Side) -> None:
-        workers.ask(side.program, {"op": "release", **_what(side)})
+    def measure(name: str, side: Side) -> None:
+        answers[name].append(ask(side, "measure", side.args))
+        say(f"{block.name}: {name}, repeat {len(answers[name])} of {repeats}: {_told(answers[name][-1])}")
 
-    def measure(name: str, number: int) -> Callable[[Side], None]:
-        def call(side: Side) -> None:
-            answers[name].append(workers.ask(side.program, {"op": "measure", **_what(side)}))
-            say(f"{block.name}: {name}, repeat {number + 1} of {repeats}: {_told(answers[name][-1])}")
-
-        return call
-
-    for name in block.sides:
-        attempt(name, prepare)
-    for number in range(repeats):
-        for name in block.sides:
-            attempt(name, measure(name, number))
-    for name in block.sides:
-        attempt(name, release)
+    attempt(prepare)
+    for _ in range(repeats):
+        attempt(measure)
+    attempt(lambda _, side: ask(side, "release", side.args))
     return answers, failed
-
-
-def _what(side: Side) -> dict[str, Any]:
-    return {"work": side.work, "args": dict(side.args)}
 
 
 def _told(answer: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "vllm-lora": ("vllm", "vllm_side", {"adapters": 4}),
     "peft": ("trl", "peft_side", {"autocast": True}),
     "peft-bf16": ("trl", "peft_side", {"autocast": False}),
-    "trl": ("trl", "trl_side", {}),
+    "trl": ("trl", "trl_side", {"autocast": False}),
 }
 """Peers by name: the environment, the worker's file, its settings."""
 OURS: Mapping[str, str] = {"motet": "exact", "motet-fast": "fast"}

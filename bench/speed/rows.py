@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from bench.speed.ratios import Compare, Goal
@@ -84,5 +84,5 @@ def chosen(blocks: Sequence[Block], names: Sequence[str]) -> list[Block]:
         needed = {name for row in rows for name in (row.ours, row.other)}
         sides = {name: side for name, side in block.sides.items() if name in needed}
         if rows:
-            found.append(Block(block.name, block.about, sides, rows, block.repeats, block.quick, block.base))
+            found.append(replace(block, sides=sides, rows=rows))
     return found

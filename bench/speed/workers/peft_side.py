@@ -16,7 +16,8 @@ from bench.speed.workers.material import advantages, token_ids
 from bench.speed.workers.serve import Repeat, options, serve, versions
 
 OPTIONS = options()
-_parts: dict[str, Any] = {}
+parts: dict[str, Any] = {}
+"""The model, once it is loaded."""
 
 
 def load() -> dict[str, Any]:
@@ -31,7 +32,7 @@ def load() -> dict[str, Any]:
     shape = peft.LoraConfig(
         r=OPTIONS["rank"], lora_alpha=2 * OPTIONS["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    _parts["model"] = peft.get_peft_model(base, shape, autocast_adapter_dtype=OPTIONS["autocast"]).train()
+    parts["model"] = peft.get_peft_model(base, shape, autocast_adapter_dtype=OPTIONS["autocast"]).train()
     return {"versions": versions("peft", "torch", "transformers")}
 
 
@@ -39,7 +40,7 @@ def load() -> dict[str, Any]:
 def train(args: dict[str, Any]) -> Iterator[Repeat]:
     """Gradients of a policy-gradient loss; of the micro-batch sizes offered, the fastest is kept."""
     torch = importlib.import_module("torch")
-    model = _parts["model"]
+    model = parts["model"]
     rows, prompt, length = args["samples"], args["prompt"], args["prompt"] + args["response"]
     ids = torch.tensor(token_ids(rows, length, model.config.vocab_size))
     weights = torch.tensor(advantages(rows))

@@ -97,8 +97,6 @@ def clients(args: dict[str, Any]) -> Iterator[Repeat]:
     process = subprocess.Popen(
         command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=sys.stderr
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
 
     def repeat() -> dict[str, Any]:
         assert process.stdin is not None

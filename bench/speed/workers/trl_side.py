@@ -16,30 +16,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from bench.speed.workers import peft_side
 from bench.speed.workers.material import story_prompts, varied
 from bench.speed.workers.serve import Repeat, options, serve, versions
 
 OPTIONS = options()
 NEVER = 1_000_000
 MICRO_BATCH = 8
-_parts: dict[str, Any] = {}
 
 
 def load() -> dict[str, Any]:
     """Load base and adapter; the trainer is made with the work."""
     os.environ.setdefault("TRL_TELEMETRY", "0")
-    torch = importlib.import_module("torch")
-    torch.set_num_threads(OPTIONS["threads"])
-    transformers = importlib.import_module("transformers")
-    peft = importlib.import_module("peft")
     importlib.import_module("trl")
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        OPTIONS["model"], dtype=torch.bfloat16, attn_implementation="sdpa"
-    )
-    shape = peft.LoraConfig(
-        r=OPTIONS["rank"], lora_alpha=2 * OPTIONS["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    _parts["model"] = peft.get_peft_model(base, shape, autocast_adapter_dtype=False)
+    peft_side.load()
     return {"versions": versions("trl", "peft", "torch", "transformers")}
 
 
@@ -71,7 +61,7 @@ def trainer(args: dict[str, Any], callback: Any) -> Any:
     )
     rows = [{"prompt": [{"role": "user", "content": text}]} for text in story_prompts()]
     return trl.GRPOTrainer(
-        model=_parts["model"],
+        model=peft_side.parts["model"],
         reward_funcs=varied,
         args=config,
         train_dataset=dataset.from_list(rows),
