@@ -138,9 +138,9 @@ def _settings(first: Compared, second: Compared) -> Iterator[tuple[str, Any, Any
     """Each field of job.yaml that differs, except those that receipts cover."""
     trees = []
     for side in (first, second):
-        job, config = side.record.config.get("job"), side.record.config
-        job = {name: value for name, value in job.items() if name != "name"} if isinstance(job, dict) else {}
-        trees.append({**job, **{name: value for name, value in config.items() if name not in _TOLD_OTHERWISE}})
+        job = {name: value for name, value in side.record.job.items() if name != "name"}
+        others = {name: value for name, value in side.record.config.items() if name not in _TOLD_OTHERWISE}
+        trees.append({**job, **others})
     yield from fields_apart(trees[0], trees[1])
 
 

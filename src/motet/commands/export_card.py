@@ -80,7 +80,7 @@ def _rewards(job: JobRecord, target: Path) -> list[str]:
         return []
     (target / _CURVES).write_text(draw_curves([Curves(job.name, job.columns.get("reward", Series()), held_out)]))
     figure = next((name for name in ("reward", "accuracy") if f"eval/{name}" in job.columns), "log-likelihood")
-    rows = "\n".join(f"| v{x:g} | {y:.3f} |" for x, y in zip(held_out.xs, held_out.ys, strict=True))
+    rows = "\n".join(f"| v{x:g} | {y:.3f} |" for x, y in held_out.points)
     return [f"## Held-out {figure}\n\n| version | {figure} |\n|---|---|\n{rows}\n\n![Curves]({_CURVES})"]
 
 

@@ -125,7 +125,7 @@ def _texts(tokenizer: Any, lines: Sequence[Line], adapter: Path) -> list[str]:
     """Prompt, answer and end as the model reads them; the built-in texts where there are none."""
     if not lines:
         return list(TEXTS)
-    data = read_job(adapter.resolve().parent.parent).config.get("job", {}).get("data", {})
+    data = read_job(adapter.resolve().parent.parent).job.get("data", {})
     template = bool(tokenizer.chat_template) and data.get("chat_template", True)
     chat = Chat(tokenizer, template, data.get("chat_template_kwargs") or {})
     system = [Message("system", data["system"])] if data.get("system") else []

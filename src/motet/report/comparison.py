@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from motet.core.errors import RunError
 from motet.report.read import JobRecord, Line, RunRecord, Series, number, read_job, read_lines, read_run, series
@@ -89,7 +88,7 @@ def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None =
     Raises:
         RunError: nothing was evaluated.
     """
-    figures = {int(x): y for x, y in zip(record.evaluations.xs, record.evaluations.ys, strict=True)}
+    figures = {int(x): y for x, y in record.evaluations.points}
     if not figures:
         raise RunError(f"job {record.name} has no held-out evaluation to compare; set eval.every, or data.holdout")
     lines = tuple(rollouts)
@@ -98,8 +97,8 @@ def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None =
         for problem, some in by_problem(lines).items()
     }
     at = next(reversed(figures)) if version is None else version
-    counts = record.columns.get("eval/rollouts", Series()).known
-    answers = int(dict(zip(counts.xs, counts.ys, strict=True)).get(at, len(lines)))
+    counts = dict(record.columns.get("eval/rollouts", Series()).known.points)
+    answers = int(counts.get(at, len(lines)))
     problems = {one: fmean(some) for one, some in rewards.items() if some}
     return EvaluatedJob(record, at, figures[at], problems, len(lines), answers)
 
@@ -218,14 +217,8 @@ def _notes(job: EvaluatedJob, other: EvaluatedJob) -> Iterable[str]:
             )
     if job.version != other.version:
         yield f"compared at different versions, v{job.version} and v{other.version}"
-    rewards = [_section(one.record.config, "rewards") for one in (job, other)]
-    if rewards[0] != rewards[1]:
+    if job.record.job.get("rewards") != other.record.job.get("rewards"):
         yield "their rewards differ: each is measured by its own"
-
-
-def _section(config: Mapping[str, Any], name: str) -> Any:
-    job = config.get("job")
-    return job.get(name) if isinstance(job, Mapping) else None
 
 
 def mean_curves(side: Side) -> Curves:
@@ -236,6 +229,6 @@ def mean_curves(side: Side) -> Curves:
 
 
 def _mean_series(curves: Sequence[Series]) -> Series:
-    tables = [dict(zip(curve.xs, curve.ys, strict=True)) for curve in curves]
+    tables = [dict(curve.points) for curve in curves]
     shared = sorted(set.intersection(*(set(table) for table in tables)))
     return series((x, fmean(table[x] for table in tables)) for x in shared)

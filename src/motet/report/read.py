@@ -37,9 +37,14 @@ class Series:
     ys: tuple[float, ...] = ()
 
     @property
+    def points(self) -> list[tuple[float, float]]:
+        """Pairs of x and y."""
+        return list(zip(self.xs, self.ys, strict=True))
+
+    @property
     def known(self) -> Series:
         """The curve without gaps."""
-        return series(zip(self.xs, self.ys, strict=True))
+        return series(self.points)
 
     def thinned(self, limit: int = MAX_POINTS) -> Series:
         """The curve with at most about `limit` points; a gap remains if a whole part is one."""
@@ -92,10 +97,16 @@ class JobRecord:
     best_version: int | None = None
     """By the newest commit."""
 
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """The job's settings in job.yaml; empty if they cannot be read."""
+        job = self.config.get("job")
+        return job if isinstance(job, dict) else {}
+
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Warnings from the metrics."""
-        signs, timings = Signs(_weights(self.config)), {number(line.get("step")): line for line in self.timings}
+        signs, timings = Signs(_weights(self.job)), {number(line.get("step")): line for line in self.timings}
         for line in self.steps:
             step = number(line.get("step"))
             timed = timings.get(step, {})
@@ -129,7 +140,7 @@ class JobRecord:
     @property
     def best(self) -> tuple[int, float] | None:
         """The best version, and its figure; unless it is on disk, the version with the best figure of those that are."""
-        points = [(y, -int(x)) for x, y in zip(self.evaluations.xs, self.evaluations.ys, strict=True)]
+        points = [(y, -int(x)) for x, y in self.evaluations.points]
         kept = [one for one in points if -one[1] in self.versions]
         best = [one for one in kept if -one[1] == self.best_version]
         value, version = max(best or kept or points, default=(0.0, 0))
@@ -162,7 +173,9 @@ class RunRecord:
     @property
     def settings(self) -> list[Setting]:
         """The jobs by setting: those that differ only in their seed are one."""
-        return settings((job.name, setting_of(job.config), _points(job.evaluations)) for job in self.jobs)
+        return settings(
+            (job.name, setting_of(job.config), [(int(x), y) for x, y in job.evaluations.points]) for job in self.jobs
+        )
 
     @property
     def start(self) -> float:
@@ -187,10 +200,6 @@ class RunRecord:
             for name, value in (("decode", decode), ("train", train), ("idle", idle), ("occupancy", occupancy)):
                 shares[name].append(value)
         return {name: _over_time(self._timings, self.start, values) for name, values in shares.items()}
-
-
-def _points(curve: Series) -> list[tuple[int, float]]:
-    return [(int(x), y) for x, y in zip(curve.xs, curve.ys, strict=True)]
 
 
 def read_run(path: Path) -> RunRecord:
@@ -320,14 +329,12 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _weights(config: Mapping[str, Any]) -> Mapping[str, float]:
+def _weights(job: Mapping[str, Any]) -> Mapping[str, float]:
     """The weights of a job's rewards; empty if they cannot be read from the file."""
-    job = config.get("job")
     try:
-        rewards = [RewardConfig.model_validate(reward) for reward in job["rewards"]] if isinstance(job, Mapping) else []
+        return weights_of([RewardConfig.model_validate(reward) for reward in job["rewards"]])
     except (KeyError, TypeError, ValidationError):
         return {}
-    return weights_of(rewards)
 
 
 def _object(text: str) -> dict[str, Any]:

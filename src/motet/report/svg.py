@@ -100,10 +100,10 @@ def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, mar
                 f'<text x="{x:.1f}" y="{bottom + 18:.1f}" text-anchor="middle" font-size="11">{value:g}</text>'
             )
     for job, (curve, thick) in enumerate(zip(curves, smooth, strict=True)):
-        for points in (curve, thick) if thick is not curve else (curve,):
-            known = groupby(zip(points.xs, points.ys, strict=True), key=lambda point: math.isfinite(point[1]))
+        for drawn in (curve, thick) if thick is not curve else (curve,):
+            known = groupby(drawn.points, key=lambda point: math.isfinite(point[1]))
             stretches = [[place(*point) for point in part] for is_known, part in known if is_known]
-            parts.append(_curve(job, stretches, marked=marked, faint=points is not thick))
+            parts.append(_curve(job, stretches, marked=marked, faint=drawn is not thick))
     return "".join(parts)
 
 
