@@ -113,6 +113,7 @@ def _tenant_cells(one: TenantInfo) -> list[str]:
 
 @tenants.command("limit", epilog="Example: motet tenants limit team-a --running-jobs 2 --tokens-per-day none")
 def set_limits(
+    ctx: typer.Context,
     tenant: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)],
     running_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that run at once; more wait.")] = None,
     queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that may wait in addition.")] = None,
@@ -143,14 +144,8 @@ def set_limits(
     """Set limits of a tenant: a value, `none` for no limit, or `default` for the service's. Needs an admin key."""
     from motet.config.service import LimitsConfig
 
-    given = {
-        "running_jobs": running_jobs, "queued_jobs": queued_jobs, "rank": rank, "steps": steps,
-        "tokens_per_day": tokens_per_day, "storage_mb": storage_mb, "priority": priority, "share": share,
-        "client_models": client_models, "open_samples": open_samples,
-        "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds, "memory_mb": memory_mb,
-        "device_seconds_per_day": device_seconds_per_day,
-    }  # fmt: skip
-    changes = {name: value for name, value in given.items() if value is not None}
+    # each limit is an option of the same name
+    changes = {name: value for name in LimitsConfig.model_fields if (value := ctx.params[name]) is not None}
     if not changes:
         raise ConfigError(f"say what to change, such as: motet tenants limit {tenant} --running-jobs 2")
     with motet.Client(url, key) as client:
