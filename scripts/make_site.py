@@ -139,16 +139,8 @@ def build() -> Path:
     """
     site = ROOT / "site"
     shutil.rmtree(site, ignore_errors=True)
-    command = [
-        sys.executable,
-        "-m",
-        "zensical",
-        "build",
-        "--clean",
-        "--strict",
-        "--config-file",
-        str(ROOT / "mkdocs.yml"),
-    ]
+    words = "zensical build --clean --strict --config-file".split()
+    command = [sys.executable, "-m", *words, str(ROOT / "mkdocs.yml")]
     plain = {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=False)
     if done.returncode != 0 or not (site / "index.html").is_file():

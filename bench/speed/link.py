@@ -82,11 +82,7 @@ class Worker:
             raise SideFailed(self._last_words()) from error
 
     def answer(self, seconds: float, waiting: Callable[[float], None] = lambda _: None) -> dict[str, Any]:
-        """What the last request came to.
-
-        Args:
-            seconds: how long to wait.
-            waiting: called now and then with the seconds waited so far.
+        """What the last request came to; `waiting` is called now and then with the seconds waited so far.
 
         Raises:
             SideFailed: an error, no answer in time, or the end of the process.

@@ -42,14 +42,7 @@ def findings(page: Path) -> str:
 
 
 def compose(run: Run, picture: str, kept: str, processors: Mapping[str, Mapping[str, Any]] | None = None) -> str:
-    """The whole page.
-
-    Args:
-        run: what was found.
-        picture: the name of the plot's file, beside the page.
-        kept: what people wrote.
-        processors: the last run on each kind of processor, as `remember` gives it.
-    """
+    """The whole page, with the plot's file beside it, what people wrote, and the last run on each kind of processor."""
     repeats = "few repeats and shorter work: figures are rough" if run.quick else "the medians of several repeats"
     parts = [
         f"{NOTICE}# {run.title}\n",

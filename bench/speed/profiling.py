@@ -33,11 +33,9 @@ class Dimensions:
 
 
 def group_of(name: str, shapes: Sequence[Shape], sizes: Dimensions) -> str:
-    """The group of one operation.
+    """The group of an operation, such as `aten::bmm`; without a namespace it is Python's or the autograd engine's own time.
 
-    Args:
-        name: the profiler's, such as `aten::bmm`; without a namespace it is Python's or the autograd engine's own time.
-        shapes: of its inputs; empty for those that are no tensors.
+    `shapes` are those of its inputs; empty for those that are no tensors.
     """
     space, _, short = name.partition("::")
     if not short or space == "autograd":

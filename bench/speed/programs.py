@@ -39,15 +39,10 @@ def threads() -> int:
 
 
 def program(name: str, base: str, directory: Path, envs: Path, *, quick: bool, device: str = "cpu") -> Program:
-    """A worker.
+    """A worker: a peer, `motet`, `service` or `machine`; what follows a colon tells workers on different bases apart.
 
-    Args:
-        name: a peer, `motet` or `machine`; what follows a colon tells workers on different bases apart.
-        base: what Motet calls the base.
-        directory: where the base lies, for peers.
-        envs: directory of the peers' environments.
-        quick: start-up counts, so vLLM is not compiled.
-        device: `cpu` or `cuda`, for Motet and the machine.
+    `base` is what Motet calls the base, `directory` is where it lies, for peers. With `quick`, start-up counts, so vLLM is
+    not compiled.
     """
     kind = name.partition(":")[0]
     count = threads()

@@ -48,11 +48,7 @@ def workshop(samplers: Any = "auto", *, wait: bool = True) -> Any:
     """Engine, trainer and device on the base.
 
     There is one at a time, as in a run, because the device's thread should be the only one with a team of OpenMP threads:
-    another number of sampling processes closes the one before.
-
-    Args:
-        samplers: as in the job file.
-        wait: until sampling processes take part, because start-up is not measured.
+    another number of sampling processes closes the one before. With `wait`, they all take part when it returns.
     """
     from motet.config import EngineConfig
     from motet.config.budgets import Need

@@ -55,12 +55,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def serve(load: Callable[[], dict[str, Any]], works: Mapping[str, Work]) -> None:
-    """Answer requests until stdin ends.
-
-    Args:
-        load: brings up the program; returns what the answer to `load` says besides the seconds.
-        works: what can be measured, by name.
-    """
+    """Answer requests until stdin ends; `load` returns what the answer to `load` says besides the seconds."""
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not land among the answers

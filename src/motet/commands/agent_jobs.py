@@ -22,11 +22,7 @@ _LOOK_SECONDS = 0.5
 
 
 def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | None) -> tuple[list[Job], str]:
-    """The jobs of a file for an agent, and its function; submits those that the service does not have by name.
-
-    Raises:
-        ConfigError: the file is invalid, or names no agent, several, or another one.
-    """
+    """The jobs of a file for an agent, and its function, as `meant`; submits those that the service does not have by name."""
     config = load_jobs(file, overrides)
     try:
         chosen, function = meant(config.jobs, agent)

@@ -106,13 +106,10 @@ def print_answer(
 
 
 def table(rows: Iterable[Sequence[str | Text]], headings: str, *, empty: str, folds: Sequence[str] = ()) -> str | Table:
-    """A table of rows below headings, or `empty` without rows.
+    """A table of rows, or `empty` without rows.
 
-    Args:
-        rows: cells.
-        headings: separated by commas; `>` before one aligns its column to the right.
-        empty: text instead of an empty table.
-        folds: columns that wrap if there is no room.
+    Headings are separated by commas; `>` before one aligns its column to the right. Columns in `folds` wrap if there is
+    no room.
     """
     from rich import box
     from rich.table import Table

@@ -80,11 +80,7 @@ class Compared:
 
 
 def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: int, report: Path | None) -> None:
-    """Print where two jobs differ, and write it as JSON if asked.
-
-    Raises:
-        MotetError: one of them cannot be read, or they have no recorded answers in common.
-    """
+    """Print where two jobs differ, and write it as JSON if asked."""
     check_place("--json", report)
     first, second = (Compared.of(*pair) for pair in zip(places, short_names(places), strict=True))
     settings, receipts = list(_settings(first, second)), [side.receipt() for side in (first, second)]
@@ -116,10 +112,9 @@ def diff(places: tuple[str, str], *, rollouts: bool, step: int | None, limit: in
     say(table(rows, f"version,>{headings.replace(',', ',>')},>difference,verdict", empty="held-out: none"))
     if curves and (last := curves[-1][-1]) is not None:
         say("\n".join(["[…]: 95 % interval by Student's t over problems, for each version by itself", *last.notes]))
+    jobs = [{"name": one.name, "path": str(one.directory.path), "version": one.version} for one in (first, second)]
     facts: dict[str, Any] = {
-        "jobs": [
-            {"name": one.name, "path": str(one.directory.path), "version": one.version} for one in (first, second)
-        ],
+        "jobs": jobs,
         "settings": [dict(zip(("setting", "first", "second"), row, strict=True)) for row in settings],
         "materials": [dict(zip(("material", "first", "second"), row, strict=True)) for row in materials],
         "rollouts_differ_from": parted,

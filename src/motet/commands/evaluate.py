@@ -130,11 +130,7 @@ def evaluate(
     out: Path | None,
     trust_remote_code: bool,
 ) -> int:
-    """Evaluate and print; returns 0, 1 if no answer of a model got a reward, or 130 after Ctrl-C.
-
-    Raises:
-        MotetError: a model, the rows, the rewards or the base cannot be used.
-    """
+    """Evaluate and print; returns 0, 1 if no answer of a model got a reward, or 130 after Ctrl-C."""
     if out is not None and (out.suffix not in _FORMATS or out.exists()):
         raise ConfigError(f"--out {out}: give a new file that ends with {' or '.join(_FORMATS)}")
     if out is not None and out.suffix == ".parquet" and find_spec("pyarrow") is None:

@@ -192,14 +192,8 @@ def forecast(
     """Forecast from a few groups of the first step.
 
     Lengths of answers differ between problems, so the range is the mean over groups ± two standard errors, and never
-    above `max_tokens`. It cannot predict how lengths change while a job learns.
-
-    Args:
-        config: the job.
-        groups: with rollouts.
-        took: times, estimated from these groups.
-        spend: the judges' spending on these groups, as in `RewardPool.spend`.
-        held_out: number of problems of an evaluation.
+    above `max_tokens`. It cannot predict how lengths change while a job learns. `spend` is what judges cost for these
+    groups, as in `RewardPool.spend`; `held_out` is the number of problems of an evaluation.
     """
     means = [fmean(one.sampled for one in group.rollouts) for group in groups if group.rollouts]
     if not means or not (mean := fmean(means)):

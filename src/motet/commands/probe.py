@@ -83,15 +83,8 @@ def judge(base: FloatArray, here: Mapping[str, FloatArray], server_base: FloatAr
 
 
 def _echo_score(token_ids: list[int], model: str | None, base: str | None, _: int) -> HttpRequest:
-    body = {
-        "model": model or base,
-        "prompt": token_ids,
-        "max_tokens": 1,
-        "temperature": 1.0,
-        "echo": True,
-        "logprobs": 1,
-    }
-    return HttpRequest("/v1/completions", body)
+    how = {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1}
+    return HttpRequest("/v1/completions", {"model": model or base, "prompt": token_ids, **how})
 
 
 def _echo_scores(answer: Any, token_ids: list[int]) -> list[float]:
@@ -192,13 +185,7 @@ async def logprobs_here(
 ) -> tuple[dict[str, IntArray], dict[str, FloatArray]]:
     """Tokens of each text, and their logprobs [N] by name: by the base (empty name) and by each adapter.
 
-    Args:
-        base_name: the base of the adapters.
-        adapters: PEFT directories.
-        texts: returns the texts to score for the base's tokenizer. With `most`, no special tokens are added, and longer
-            texts are cut.
-        dtype: the type that the base computes in.
-        most: most tokens of one text.
+    With `most`, no special tokens are added, and texts are cut to so many tokens.
 
     Raises:
         AdapterError: a text is too short or too long, or an adapter does not fit.

@@ -86,11 +86,7 @@ class _Reached(Exception):
 
 
 def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *, trust_remote_code: bool) -> int:
-    """Derive versions again and compare; returns 0 where all bytes are equal, 1 otherwise.
-
-    Raises:
-        MotetError: it cannot be done.
-    """
+    """Derive versions again and compare; returns 0 where all bytes are equal, 1 otherwise."""
     wanted, config = Range.of(text), load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     job = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / job.name)
@@ -201,11 +197,7 @@ def _job_of(config: RunConfig, name: str) -> JobConfig:
 
 
 def _train(config: RunConfig, last: int, original: JobDirectory) -> float:
-    """Run one job up to a step; gives the seconds.
-
-    Raises:
-        RunError: it failed.
-    """
+    """Run one job up to a step; gives the seconds."""
 
     def observe(progress: Sequence[JobProgress]) -> None:
         if progress[0].step >= last:
@@ -289,11 +281,7 @@ def _first_difference(old: Any, new: Any, field: str = "") -> str | None:
 
 
 def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequence[str]) -> None:
-    """Begin a new job at a commit of another, with its job file beside it.
-
-    Raises:
-        MotetError: it cannot be done.
-    """
+    """Begin a new job at a commit of another, with its job file beside it."""
     wanted, config = Range.of(text), load_jobs(path)
     if wanted.last is None or wanted.first is not None:
         raise ConfigError(f"{text!r} must name one step, such as {wanted.job}@8")

@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 
 from motet.commands.answers import print_table, same_command, width_of
-from motet.config import RunConfig
 from motet.config.engine import ClusterConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError
@@ -67,7 +66,7 @@ def run_file(
             sequential=sequential,
             accept_changes=accept_changes,
             observe=observe,
-            loading=lambda: console.print(_loading(config)),
+            loading=lambda: console.print(f"loading {config.base} for {_counted(len(config.jobs))} …"),
             started=started,
             notify=view.print_line,
             watch=watch,
@@ -99,8 +98,8 @@ def print_rates(console: Console, jobs: Sequence[Job]) -> None:
         console.print(f"learning rate (auto): {', '.join(rates)}")
 
 
-def _loading(config: RunConfig) -> str:
-    return f"loading {config.base} for {len(config.jobs)} job{'s' if len(config.jobs) > 1 else ''} …"
+def _counted(jobs: int) -> str:
+    return f"{jobs} job{'s' if jobs > 1 else ''}"
 
 
 def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:
@@ -139,7 +138,7 @@ def _farewell(console: Console, result: RunResult) -> int:
         if job.spent:
             console.print(f"{job.name} {job.message}", soft_wrap=True)
     if saved := sum(not job.state.final and not job.spent for job in result.jobs.values()):
-        console.print(f"{saved} job{'s' if saved > 1 else ''} saved; resume with: {again}", soft_wrap=True)
+        console.print(f"{_counted(saved)} saved; resume with: {again}", soft_wrap=True)
         return 130
     failed = any(job.state is JobState.FAILED for job in result.jobs.values())
     if failed:

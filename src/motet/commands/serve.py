@@ -53,11 +53,7 @@ def serve(
     rewards: Path | None = None,
     public_url: str | None = None,
 ) -> None:
-    """Serve until stopped.
-
-    Raises:
-        MotetError: it cannot start; the message says why.
-    """
+    """Serve until stopped."""
     if (base is None) != bool(config.bases):
         raise ConfigError(
             "name what to serve: give --base small, or list several under `bases` in the --config file"
@@ -136,11 +132,7 @@ def _public(url: str | None, no_keys: bool, config: ServiceConfig) -> str:
 
 
 def _check_bases(base: str | None, config: ServiceConfig) -> None:
-    """Refuse missing bases and directories, all at once.
-
-    Raises:
-        ConfigError: one is missing; the message lists them all.
-    """
+    """Refuse missing bases and directories, all in one message."""
     wrong = []
     for place in [base] if base is not None else [one.base for one in config.bases.values()]:
         try:
@@ -159,10 +151,7 @@ def _check_bases(base: str | None, config: ServiceConfig) -> None:
 async def _run(
     make: Callable[[Sequence[int]], FastAPI], config: ServiceConfig, directory: Path, sockets: Sequence[socket.socket]
 ) -> None:
-    """Create the application and serve it.
-
-    Processes of hosts on this machine start first, because both take seconds to load.
-    """
+    """Create the application and serve it; hosts on this machine start first, because both take seconds to load."""
     hosts = lasting(config, directory)
     with _noted() as heard:
         child = await _first_host(config, hosts, directory / "engine.log")

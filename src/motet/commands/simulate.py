@@ -15,16 +15,7 @@ from motet.view.text import plain_console
 
 
 def show(file: Path, hosts: int | None, plot: Path | None) -> None:
-    """Simulate a cluster, print a table, and draw its jobs over time.
-
-    Args:
-        file: a cluster and its jobs.
-        hosts: overrides the number of hosts.
-        plot: an HTML page to write.
-
-    Raises:
-        ConfigError: the file cannot be used, or the page cannot be written.
-    """
+    """Simulate the cluster of a file, print a table, and draw its jobs over time."""
     config = load_simulation(file, hosts)
     check_place("--plot", plot)
     outcome = simulate(config)

@@ -163,11 +163,8 @@ def sides_of_run(run: RunRecord) -> list[Side]:
 def compare(sides: Sequence[Side], *, best_first: bool) -> list[Difference]:
     """The difference of each side from the first, or from the best.
 
-    The intervals hold together at 95 % (Bonferroni), so that among many sides none seems better by chance.
-
-    Args:
-        sides: at least two.
-        best_first: compare with the best side; because the figures choose it, the correction counts all pairs.
+    The intervals hold together at 95 % (Bonferroni), so that among many sides none seems better by chance. With
+    `best_first`, the figures choose the first side, so the correction counts all pairs.
 
     Raises:
         RunError: two sides have nothing in common.

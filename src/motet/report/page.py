@@ -32,12 +32,7 @@ def dashboard_file(name: str) -> str:
 
 
 def page(run: RunRecord, picture: str) -> str:
-    """The whole file.
-
-    Args:
-        run: the run as read from disk.
-        picture: the static curves, shown if scripts are off.
-    """
+    """The whole file; `picture` has the static curves, shown if scripts are off."""
     from plotly.offline import get_plotlyjs
 
     here = resources.files("motet.report")

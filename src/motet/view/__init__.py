@@ -22,10 +22,5 @@ __all__ = ["LiveView", "LogView", "View", "bracket_table", "glyphs_of", "make_vi
 
 
 def make_view(console: Console, base: str = "") -> View:
-    """A live view in a terminal, plain log lines elsewhere.
-
-    Args:
-        console: where to write.
-        base: name of the base model, for the title.
-    """
+    """A live view in a terminal, with the name of the base in its title; plain log lines elsewhere."""
     return LiveView(console, base) if console.is_terminal and not console.is_dumb_terminal else LogView(console)

@@ -94,10 +94,7 @@ def _running(first: int) -> str:
 def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:
     """`step 12/40  reward 0.43  eval 0.38→0.51  1.2k tok/s  2m10s left`.
 
-    Args:
-        job: the job's current state.
-        index: the position in `job.rewards`; not the newest if several steps ended since the last update.
-        glyphs: the characters that can be printed.
+    `index` is the position in `job.rewards`; not the newest if several steps ended since the last update.
     """
     behind = len(job.rewards) - 1 - index
     step = job.step - behind

@@ -75,11 +75,7 @@ def seed_of(name: str) -> str:
 
 
 def ranks(jobs: Iterable[tuple[str, float | None]]) -> dict[str, int]:
-    """Ranks, from 1, among the variants of one task; a job without a figure or sibling has none.
-
-    Args:
-        jobs: the name and the figure of each, higher is better.
-    """
+    """Ranks of (name, figure), from 1, the highest, among the variants of one task; none without a figure or a sibling."""
     tasks: dict[str, dict[str, float]] = {}
     for name, value in jobs:
         if value is not None and math.isfinite(value):

@@ -147,12 +147,8 @@ def summary_table(
 ) -> Table:
     """The result of each job; variants of a sweep are ranked by their last evaluation, unless they are seeds.
 
-    Args:
-        jobs: their states.
-        run: the run directory; with it, the table has each adapter's path.
-        seconds: how long each job ran (`View.seconds`); otherwise until now.
-        glyphs: the characters that the console can print (`glyphs_of(console)`).
-        width: the console's; a narrow one leaves out some columns.
+    With the `run` directory, the table has each adapter's path. `seconds` is how long each job ran (`View.seconds`);
+    otherwise until now. A narrow `width` leaves out some columns.
     """
     names = take_apart([job.name for job in jobs])
     name_width = 20 if width >= 100 else 12
