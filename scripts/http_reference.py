@@ -57,10 +57,10 @@ def _routes(document: Document) -> Iterator[tuple[str, str, str, Document]]:
 
 def _route(method: str, path: str, what: Document) -> str:
     lines = [f"### {method} {path}", "", what.get("description") or what.get("summary", ""), ""]
-    rows = [
-        f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {_needed(one)} | {cell(_about(one))} |"
-        for one in what.get("parameters", [])
-    ]
+    rows = []
+    for one in what.get("parameters", []):
+        default = "**required**" if one.get("required") else _default(one["schema"])
+        rows.append(f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {default} | {cell(_about(one))} |")
     if rows:
         lines += ["| Parameter | In | Type | Default | Meaning |", "|---|---|---|---|---|", *rows, ""]
     for kind, body in what.get("requestBody", {}).get("content", {}).items():
@@ -78,10 +78,8 @@ def _about(parameter: Document) -> str:
     return str(parameter.get("description") or parameter["schema"].get("description") or "")
 
 
-def _needed(parameter: Document) -> str:
-    if parameter.get("required"):
-        return "**required**"
-    default = parameter["schema"].get("default")
+def _default(schema: Document) -> str:
+    default = schema.get("default")
     return "" if default is None else f"`{default}`"
 
 
@@ -112,20 +110,15 @@ def _type(schema: Document) -> str:
 def _schema(name: str, schema: Document) -> str:
     lines = [f"### {name}", "", schema.get("description", ""), ""]
     required = schema.get("required", ())
-    rows = [
-        f"| `{field}` | {cell(_type(one))} | {_default(field in required, one)} | {cell(one.get('description', ''))} |"
-        for field, one in schema.get("properties", {}).items()
-    ]
+    rows = []
+    for field, one in schema.get("properties", {}).items():
+        default = "" if field in required else _default(one)
+        rows.append(f"| `{field}` | {cell(_type(one))} | {default} | {cell(one.get('description', ''))} |")
     if rows:
         lines += ["| Field | Type | Default | Meaning |", "|---|---|---|---|", *rows]
     elif "enum" in schema:
         lines.append(_type(schema))
     return "\n".join(lines) + "\n"
-
-
-def _default(required: bool, schema: Document) -> str:
-    default = schema.get("default")
-    return "" if required or default is None else f"`{default}`"
 
 
 def _used(routes: Sequence[tuple[str, str, str, Document]], schemas: Document) -> list[str]:

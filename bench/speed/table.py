@@ -63,8 +63,8 @@ def goal_text(goal: Goal | None, unit: Unit, *, alone: bool, met: bool | None) -
 def cells(measured: Measured) -> tuple[str, ...]:
     """A line of the table."""
     row = measured.row
+    goal = goal_text(row.goal, row.unit, alone=row.compare == "value", met=measured.met)
     if measured.ratio is None:
-        goal = goal_text(row.goal, row.unit, alone=row.compare == "value", met=None)
         return (row.work, row.against or "–", "–", "–", f"not measured: {measured.reason}", goal, "–")
     against = row.against + (f"; {', '.join(measured.notes)}" if measured.notes and row.against else "")
     share = f"{100 * measured.limit:.0f} %" if math.isfinite(measured.limit) else "–"
@@ -74,7 +74,7 @@ def cells(measured: Measured) -> tuple[str, ...]:
         cost_text(measured.ours, row.unit),
         cost_text(measured.other, row.unit),
         ratio_text(measured),
-        goal_text(row.goal, row.unit, alone=row.compare == "value", met=measured.met),
+        goal,
         share,
     )
 
