@@ -148,7 +148,7 @@ class AgentsElsewhere(OwnEnvironment):
             task.cancel()
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
-        """Run the rollouts of one group, each as one episode; raises ScorerAway as `EpisodesElsewhere.run`."""
+        """Run the rollouts of one group, each as one episode. Raises ScorerAway as `EpisodesElsewhere.run`."""
         tasks = [asyncio.create_task(self._run(context, index)) for index in range(context.group_size)]
         self._waiting.update(tasks)
         try:

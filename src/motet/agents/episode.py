@@ -175,7 +175,7 @@ class AgentEpisode:
         self.closed = True
 
     def rollout(self, reward_of: Mapping[str, float], error: str = "") -> Rollout:
-        """The rollout, with rewards of single turns by the ids of their calls; raises KeyError for an unknown one."""
+        """The rollout, with rewards of single turns by the ids of their calls. Raises KeyError for an unknown one."""
         if unknown := [name for name in reward_of if name not in {call.id for call in _walk(self._roots)}]:
             raise KeyError(unknown[0])
         rollout = Rollout(self.context.problem, self.index, (), (), error=error or self._fault)

@@ -75,7 +75,7 @@ class AgentProcesses:
         await asyncio.gather(*(one.close() for one in processes))
 
     async def usable(self) -> AgentProcess:
-        """The process that new episodes run in; raises EnvironmentFault if the agent does not load."""
+        """The process that new episodes run in. Raises EnvironmentFault if the agent does not load."""
         async with self._starting:
             if self._process is not None and self._process.usable:
                 return self._process

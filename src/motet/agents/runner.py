@@ -101,7 +101,7 @@ class AgentRunner(OwnEnvironment):
         self._gateway, self._processes = Gateway(), AgentProcesses(config.name, config.args, log)
 
     async def open(self) -> None:
-        """Load the agent, and listen for its requests; raises EnvironmentFault if it does not load."""
+        """Load the agent, and listen for its requests. Raises EnvironmentFault if it does not load."""
         self._gateway.open()
         await self._processes.usable()
 

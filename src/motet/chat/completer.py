@@ -56,7 +56,7 @@ class Conversation:
     """Whether to return the ids of the prompt."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty one; raises ChatRefusal if it is empty."""
+        """Raise ChatRefusal if it is empty."""
         if not self.messages:
             raise ChatRefusal("the conversation has no message that is read here; give one")
 
@@ -142,7 +142,7 @@ class ChatFormat(Extra):
     _plain = model_validator(mode="before")(check_plain)
 
     def conversation(self) -> Conversation:
-        """The conversation of a request; raises `ChatRefusal` if it is not supported."""
+        """The conversation of a request. Raises `ChatRefusal` if it is not supported."""
         raise NotImplementedError
 
     def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def text_of(content: Any) -> str:
 
 
 def check_function(kind: Any, function: Any) -> None:
-    """Check that a tool is a function with a name; raises ChatRefusal if it is not."""
+    """Check that a tool is a function with a name. Raises ChatRefusal if it is not."""
     if kind != "function":
         raise ChatRefusal(f"tools: {kind!r:.80} is no function, and only functions are offered here")
     if not (isinstance(function, dict) and isinstance(function.get("name"), str)):

@@ -116,7 +116,7 @@ def _head(reply: Reply) -> dict[str, Any]:
 
 
 def _field(block: dict[str, Any], name: str, kind: type) -> Any:
-    """A field of a block; raises ChatRefusal if it is missing, or not of this type."""
+    """A field of a block. Raises ChatRefusal if it is missing, or not of this type."""
     if not isinstance(block.get(name), kind):
         what = "a text" if kind is str else "an object"
         raise ChatRefusal(f"content: a block of type {block.get('type')!r:.80} needs `{name}`, {what}")

@@ -301,7 +301,7 @@ def _unix_seconds(at: datetime | str | float | None) -> float | None:
 
 
 def _piece(line: str) -> str:
-    """The text that a line of a stream adds to the answer; raises ServiceError if the answer ends with an error."""
+    """The text that a line of a stream adds to the answer. Raises ServiceError if the answer ends with an error."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
         return ""

@@ -122,7 +122,7 @@ def write(
 
 
 def write_as(form: Format, source: ExportSource, target: Path) -> None:
-    """The same for a format; raises as `write` does."""
+    """The same for a format. Raises as `write` does."""
     if form.consumer is None:
         reason = "nothing here loads this format"
     elif not source.checked:

@@ -94,7 +94,7 @@ class RacePlan:
 
 
 def raced(jobs: Sequence[JobConfig]) -> tuple[list[JobConfig], list[RacePlan]]:
-    """Replace each job that races by its candidates; raises ConfigError if one cannot race."""
+    """Replace each job that races by its candidates. Raises ConfigError if one cannot race."""
     plans = {job.name: plan(job, job.race) for job in jobs if job.race is not None}
     for job in jobs:
         init = job.adapter.init or ""
@@ -120,7 +120,7 @@ def candidates_of(jobs: Sequence[JobConfig]) -> list[JobConfig]:
 
 
 def plan(job: JobConfig, race: RaceConfig) -> RacePlan:
-    """Draw the candidates of a job; raises ConfigError if it cannot race."""
+    """Draw the candidates of a job. Raises ConfigError if it cannot race."""
     _check(job)
     n, rungs, every = race.candidates, *_rungs(job, race)
     drawn = {path: _draw(job, path, choice, n - 1) for path, choice in (race.over or _space(job)).items()}

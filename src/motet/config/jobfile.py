@@ -229,7 +229,7 @@ def expand(job: Tree) -> Iterator[Tree]:
 
 
 def set_path(tree: Tree, path: str, value: Any) -> None:
-    """Set `a.b.c` in nested tables and create missing ones; raises ConfigError if one on the way is a list."""
+    """Set `a.b.c` in nested tables and create missing ones. Raises ConfigError if one on the way is a list."""
     whole = path
     *parents, leaf = path.split(".")
     for name in parents:

@@ -71,7 +71,7 @@ def sealed(record: Mapping[str, Any]) -> bytes:
 
 
 def unsealed(line: bytes) -> dict[str, Any]:
-    """The sealed values; raises ValueError if it is not what was written."""
+    """The sealed values. Raises ValueError if it is not what was written."""
     record: Any = json.loads(line)
     if not isinstance(record, dict) or "sha256" not in record:
         raise ValueError("it has no checksum")
@@ -127,7 +127,7 @@ def version_damage(directory: Path) -> Iterator[Damage]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file atomically; raises DiskFull if the disk is full."""
+    """Replace a file atomically. Raises DiskFull if the disk is full."""
     draft = path.with_name(f".tmp-{secrets.token_hex(4)}-{path.name}")  # another thread may write the same file
     try:
         with draft.open("wb") as file:

@@ -232,7 +232,7 @@ class Device:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Cancel the block, run by the current task, as soon as the device is lost; raises DeviceLost then."""
+        """Cancel the block, run by the current task, as soon as the device is lost. Raises DeviceLost then."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         inside = True

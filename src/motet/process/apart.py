@@ -286,7 +286,7 @@ class _Process:
         return self._child.poll() is None
 
     def call(self, name: str, given: bytes, memory_mb: int) -> bytes:
-        """Do one piece of work; raises as `Apart.call` does."""
+        """Do one piece of work. Raises as `Apart.call` does."""
         timer = threading.Timer(self._bounds.wall_seconds, self._be_late)
         timer.daemon = True
         timer.start()

@@ -144,7 +144,7 @@ class Fleet:
         return min(self.up, key=lambda replica: (order(replica), replica.tokens))
 
     async def wait(self) -> None:
-        """Wait until a replica is up; raises as `choose`."""
+        """Wait until a replica is up. Raises as `choose`."""
         self._watch_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._wait_seconds), self._changed:

@@ -285,7 +285,7 @@ class _Reading:
         return piece
 
     def end(self) -> None:
-        """Check that the completion has a finish reason; raises `ServerGone` otherwise."""
+        """Check that the completion has a finish reason. Raises `ServerGone` otherwise."""
         if self._finish not in ("stop", "length"):
             raise ServerGone(f"{self._replica.url} broke off a completion after {self._n} tokens ({self._finish})")
 

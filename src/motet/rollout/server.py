@@ -256,7 +256,7 @@ class ServerEngine:
                         chunks.put_nowait(completion.chunk())
 
     def _trouble(self, replica: Replica, adapter: AdapterRef | None, error: ServerGone | ServerRefused) -> None:
-        """React to a failed request; raises errors that a retry cannot fix."""
+        """React to a failed request. Raises errors that a retry cannot fix."""
         if isinstance(error, ServerRefused) and error.status < 500 and error.status not in _BUSY:
             if adapter is None or not replica.dialect.unknown(error.status, error.detail):
                 raise error

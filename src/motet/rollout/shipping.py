@@ -68,12 +68,12 @@ async def send(agent: ServerConnection, name: str, directory: str) -> Any:
 
 
 async def take_back(agent: ServerConnection, name: str) -> Any:
-    """Tell an agent to unload a version and delete its files; raises as `send`."""
+    """Tell an agent to unload a version and delete its files. Raises as `send`."""
     return await _answer(agent, HttpRequest(f"/versions/{name}", verb="DELETE"))
 
 
 async def written(agent: ServerConnection) -> set[str]:
-    """Names of the versions whose files an agent has; raises as `send`, and `ServerFault` if it is not an agent."""
+    """Names of the versions whose files an agent has. Raises as `send`, and `ServerFault` if it is not an agent."""
     answer = await _answer(agent, HttpRequest("/versions"))
     names = answer.get("versions") if isinstance(answer, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

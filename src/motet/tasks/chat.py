@@ -58,7 +58,7 @@ class Chat:
     """Text that a token adds after another; a cache."""
 
     def __post_init__(self) -> None:
-        """Check that the tokenizer has a chat template; raises ConfigError if it has none."""
+        """Check that the tokenizer has a chat template. Raises ConfigError if it has none."""
         if self.chat_template and not self.tokenizer.chat_template:
             raise ConfigError(
                 "this base has no chat template (it is not an instruct model): set data.chat_template: false to feed "
@@ -80,11 +80,11 @@ class Chat:
         return self._render(self._spoken(problem.messages))
 
     def prompt_ids(self, problem: Problem) -> IntArray:
-        """The prompt's token ids, [T]; raises BaseModelError if the template rejects the conversation."""
+        """The prompt's token ids, [T]. Raises BaseModelError if the template rejects the conversation."""
         return self._encode(self.prompt_text(problem), special=not self.chat_template)
 
     def conversation(self, messages: Sequence[Message], first: int, tools: Tools = ()) -> Example:
-        """Tokens of a conversation, appended turn by turn as in sampling; raises BaseModelError if the template rejects it.
+        """Tokens of a conversation, appended turn by turn as in sampling. Raises BaseModelError if the template rejects it.
 
         The turns before `first`, the first trained turn of the assistant, form the prompt.
         """
@@ -269,7 +269,7 @@ class Chat:
         return render(self.tokenizer, messages, True, kwargs)
 
     def _encode(self, text: str, special: bool) -> IntArray:
-        """Token ids; raises BaseModelError for half of a surrogate pair, which tokenizers do not accept."""
+        """Token ids. Raises BaseModelError for half of a surrogate pair, which tokenizers do not accept."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -46,7 +46,7 @@ class Environments:
     """Instances of one class, by the names of their episodes."""
 
     def __init__(self, name: str, args: Mapping[str, Any]) -> None:
-        """Load the class; raises EnvironmentFault if it does not exist or is not an environment."""
+        """Load the class. Raises EnvironmentFault if it does not exist or is not an environment."""
         self._class, self._args = OWN.find(name), dict(args)
         self._agent = inspect.isfunction(self._class)
         if self._agent:

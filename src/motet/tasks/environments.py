@@ -58,7 +58,7 @@ class EnvironmentWorkers(OwnEnvironment):
         self.info = m.EnvironmentLoaded()
 
     async def open(self) -> None:
-        """Load the class in a first process; raises EnvironmentFault if it does not load, or is no environment."""
+        """Load the class in a first process. Raises EnvironmentFault if it does not load, or is no environment."""
         try:
             await self._start(self._slots[0])
         except (ProcessDiedError, ClockLimitError) as error:

@@ -153,7 +153,7 @@ async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
 
 
 async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
-    """Wait for `n` whole completions; raises ValueError otherwise."""
+    """Wait for `n` whole completions. Raises ValueError otherwise."""
     chunks = await generating
     if len(chunks) != n or any(chunk.finish_reason is None for chunk in chunks):
         raise ValueError(f"generate must return {n} whole completions, got {len(chunks)}")

@@ -49,7 +49,7 @@ _NO_URL = (
     f"`model: {BASE}` for the base of the run, or submit the job to `motet serve`, whose own models can judge"
 )
 OfBase = Callable[[str, Mapping[str, Any]], Awaitable[Said]]
-"""(job, request) → the answer of the run's base; raises EngineError."""
+"""(job, request) → the answer of the run's base. Raises EngineError."""
 
 
 class Prices(Config):
@@ -79,7 +79,7 @@ class JudgeAddress(Config):
 
 
 def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
-    """Address and grader of a reward `judge` in a run; raises RewardError if an argument is missing or wrong."""
+    """Address and grader of a reward `judge` in a run. Raises RewardError if an argument is missing or wrong."""
     own = {name: value for name, value in reward.args.items() if name in JudgeAddress.model_fields}
     if "url" not in own and not {"model", "graders"} & reward.args.keys():
         raise RewardError(_NO_URL)
@@ -104,7 +104,7 @@ def parts_of(reward: RewardConfig) -> tuple[JudgeAddress, Grader]:
 
 
 def check(reward: RewardConfig) -> None:
-    """Check a reward `judge` before any question; raises RewardError if an argument is wrong, or the key is not set."""
+    """Check a reward `judge` before any question. Raises RewardError if an argument is wrong, or the key is not set."""
     address, _ = parts_of(reward)
     _key(address)
 
@@ -262,7 +262,7 @@ def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]
 
 
 def _read(body: bytes, asked: int, most: int) -> Said:
-    """Read an answer in OpenAI's form; raises AddressRefused if it has another one.
+    """Read an answer in OpenAI's form. Raises AddressRefused if it has another one.
 
     If the server counts no tokens, each byte is one: never too few for a budget. The question has `asked` bytes; an answer
     without text counts as `most` tokens.

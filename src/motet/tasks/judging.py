@@ -47,7 +47,7 @@ _ALONE = 0.5
 """Reward of an answer without others to compare with."""
 Fault = Literal["formula", "sample", "variable", "parse", "server", "other"]
 Asked = Callable[[Judge, list[dict[str, str]]], Awaitable[tuple[str, int]]]
-"""(judge, messages) → the judge's answer, and its tokens; raises EngineError or ConfigError."""
+"""(judge, messages) → the judge's answer, and its tokens. Raises EngineError or ConfigError."""
 
 
 @dataclass
@@ -276,7 +276,7 @@ def prompt(judge: Judge, item: Fields, output: str, ranked: Sequence[str] = ()) 
 
 
 def _pieces(judge: Judge, item: Fields, output: str, ranked: Sequence[str]) -> list[list[str]]:
-    """What each message to a judge is joined of, without the end; raises as `prompt` does."""
+    """What each message to a judge is joined of, without the end. Raises as `prompt` does."""
     sample = Fields("sample", output)
     filled = [pieces_of(one.content, item, sample) for one in judge.input]
     filled[-1] += [f"\n\n[Answer {number}]\n{text}" for number, text in enumerate(ranked, 1)]
@@ -310,7 +310,7 @@ def _form(judge: Judge, n: int) -> str:
 
 
 def verdict(judge: Judge, said: str) -> float:
-    """Parse the score from a judge's answer; raises VerdictError if there is none."""
+    """Parse the score from a judge's answer. Raises VerdictError if there is none."""
     if isinstance(judge, LabelModel):
         return float(_label(judge, said) in judge.passing_labels)
     if isinstance(judge, Rubric):
@@ -343,7 +343,7 @@ def _weighed(judge: Rubric, said: str) -> float:
 
 
 def ranking(judge: Rank, said: str, n: int) -> list[int]:
-    """The indices of the n shown answers, best first; raises VerdictError if the judge did not name each answer once."""
+    """The indices of the n shown answers, best first. Raises VerdictError if the judge did not name each answer once."""
     order = _last_object(said).get("order")
     if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(1, n + 1))):
         raise VerdictError(f"the judge {judge.model!r} did not order the {n} answers: {said[-_SHOWN:]!r}")

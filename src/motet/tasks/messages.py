@@ -16,7 +16,7 @@ _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"
 
 
 def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
-    """The messages of a row's column, a text or a list of messages; raises DataError if it is neither."""
+    """The messages of a row's column, a text or a list of messages. Raises DataError if it is neither."""
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{where}: the prompt ({column}) is empty")
@@ -27,7 +27,7 @@ def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
 
 
 def check_characters(messages: Iterable[Message], where: str) -> None:
-    """Check that a tokenizer can read the texts of a row; raises DataError if one has half of a surrogate pair."""
+    """Check that a tokenizer can read the texts of a row. Raises DataError if one has half of a surrogate pair."""
     for one in messages:
         calls = [[call.name, call.arguments] for call in one.tool_calls]
         try:

@@ -21,7 +21,7 @@ _BATCH = 256
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; raises DataError if it cannot be read."""
+    """The rows of a file. Raises DataError if it cannot be read."""
     import pyarrow
     import pyarrow.parquet
 

@@ -49,7 +49,7 @@ class ScorerSpec:
     """The evaluation data, if it is not held-out rows of the same source."""
 
     def build(self) -> Any:
-        """The `ProceduralDataset`; raises any exception of reasoning-gym for an unknown task or option."""
+        """The `ProceduralDataset`. Raises any exception of reasoning-gym for an unknown task or option."""
         import reasoning_gym
 
         return reasoning_gym.create_dataset(self.task, **{**self.config, "size": self.size, "seed": self.seed})

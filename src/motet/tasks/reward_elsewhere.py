@@ -131,7 +131,7 @@ SEES_ALL = frozenset({"http", "worker"})
 
 
 def check(reward: RewardConfig) -> None:
-    """Check the arguments of such a reward; raises RewardError if they are invalid."""
+    """Check the arguments of such a reward. Raises RewardError if they are invalid."""
     if reward.function is not None or reward.name not in ELSEWHERE:
         return
     try:

@@ -60,7 +60,7 @@ class Addresses:
     """Whether any address may be asked, including this machine; names and proxies are those of the system."""
 
     def check(self, url: str) -> None:
-        """Check an address without resolving its name; raises RewardError if it may not be asked."""
+        """Check an address without resolving its name. Raises RewardError if it may not be asked."""
         if self.anywhere:
             return
         host, port = _host_and_port(url)
@@ -235,7 +235,7 @@ class HttpRewards:
 
 
 async def _read(response: httpx2.Response) -> bytes:
-    """Read a response body up to its limit; raises AddressRefused or AddressFailed if it cannot contain scores."""
+    """Read a response body up to its limit. Raises AddressRefused or AddressFailed if it cannot contain scores."""
     status = response.status_code
     if status >= 500 or status == 429:
         raise AddressFailed(f"answered {status}")

@@ -64,7 +64,7 @@ def resolve(name: str, args: Mapping[str, Any], function: Any = None, scorer: Sc
 
 
 def built_in(name: str, args: Mapping[str, Any]) -> LoadedReward:
-    """A reward that ships with Motet; raises RewardError if its arguments are wrong."""
+    """A reward that ships with Motet. Raises RewardError if its arguments are wrong."""
     loaded = adapted(BUILTIN[name], args, name)
     try:
         check_args(name, args)

@@ -209,7 +209,7 @@ class RewardPool:
         return self._jobs[job]
 
     def _is_elsewhere(self, reward: RewardConfig) -> bool:
-        """Whether a reward is scored elsewhere; raises RewardError if it has no scorer here, or its arguments are wrong."""
+        """Whether a reward is scored elsewhere. Raises RewardError if it has no scorer here, or its arguments are wrong."""
         if reward.function is not None or reward.name not in ELSEWHERE:
             return False
         if reward.name not in self._elsewhere:

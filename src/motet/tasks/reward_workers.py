@@ -74,7 +74,7 @@ class RewardLink(WorkerLink):
         return link
 
     async def ask(self, request: m.ScoreCompletions, wall_seconds: float) -> m.Scores:
-        """One request, one reply; raises as `exchange`."""
+        """One request, one reply. Raises as `exchange`."""
         reply: m.Scores = await self.exchange(request, m.Scores, wall_seconds, request.cpu_seconds)
         finite = all(value is None or math.isfinite(value) for value in reply.values)
         if not finite or not len(reply.values) == len(reply.errors) == len(request.completions):
@@ -125,7 +125,7 @@ class WorkerGroup:
         return list(self.rewards).index(reward)
 
     async def start(self) -> RewardLink:
-        """A new process; raises ProcessDiedError if the job has ended or the rewards no longer load, and as `exchange`."""
+        """A new process. Raises ProcessDiedError if the job has ended or the rewards no longer load, and as `exchange`."""
         try:
             link = await RewardLink.start(self.request, self.log)
         except RewardError as error:

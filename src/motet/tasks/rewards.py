@@ -27,7 +27,7 @@ _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def reference(problem: Problem) -> str:
-    """The reference answer without outer spaces; raises ValueError if there is none, so no answer could be right."""
+    """The reference answer without outer spaces. Raises ValueError if there is none, so no answer could be right."""
     answer = problem.answer.strip()
     if not answer:
         raise ValueError("the problem has no reference answer: name its column in data.answer, or use another reward")

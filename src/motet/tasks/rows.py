@@ -46,7 +46,7 @@ def longest_row(
 
 
 def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
-    """Check for the columns to learn from, without a tokenizer; raises DataError as `row_of`."""
+    """Check for the columns to learn from, without a tokenizer. Raises DataError as `row_of`."""
     for problem in problems:
         KINDS[kind][0](problem, f"{source} row {problem.id + 1}")
 
@@ -64,7 +64,7 @@ def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:
 
 
 def answer_of(problem: Problem, where: str) -> Continuation:
-    """The answer in a row; raises DataError if the row has none."""
+    """The answer in a row. Raises DataError if the row has none."""
     if problem.continuation:
         return problem.continuation
     if "completion" in problem.metadata:
@@ -78,7 +78,7 @@ def answer_of(problem: Problem, where: str) -> Continuation:
 
 
 def pair_of(problem: Problem, where: str) -> tuple[Continuation, Continuation]:
-    """The chosen continuation, and the rejected one; raises DataError if one is missing, or they are equal."""
+    """The chosen continuation, and the rejected one. Raises DataError if one is missing, or they are equal."""
     chosen, rejected = (_continuation(problem, name, where) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise DataError(f"{where}: chosen and rejected are the same; leave such rows out, there is nothing to prefer")

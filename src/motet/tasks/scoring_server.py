@@ -27,7 +27,7 @@ class ScoringServer:
         self._client: httpx2.AsyncClient | None = None
 
     async def open(self) -> None:
-        """Connect, and learn the model's name; raises JobFailed if the server cannot be reached or lists no model."""
+        """Connect, and learn the model's name. Raises JobFailed if the server cannot be reached or lists no model."""
         timeout = httpx2.Timeout(_SECONDS, connect=_CONNECT_SECONDS)
         self._client = httpx2.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False)
         if self._model is None:

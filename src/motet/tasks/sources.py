@@ -98,7 +98,7 @@ def _siblings(path: Path) -> list[str]:
 
 
 def check_toy(name: str) -> None:
-    """Check that a toy task exists; raises DataError with the names if it does not."""
+    """Check that a toy task exists. Raises DataError with the names if it does not."""
     from motet.tasks.toys import FAMILIES
 
     if name not in FAMILIES:

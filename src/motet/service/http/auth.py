@@ -121,7 +121,7 @@ class Access:
         raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
 
     def count_unknown(self, request: Request) -> None:
-        """Count a request with an unknown key, by address; raises as `count`."""
+        """Count a request with an unknown key, by address. Raises as `count`."""
         self.count(f"unknown keys from {request.client.host if request.client else 'nowhere'}")
 
     def count(self, key: str) -> None:

@@ -155,7 +155,7 @@ class Provider:
             raise _away(f"its answer to a device request lacks {error.errors()[0]['loc']}") from error
 
     async def claims_of_device(self, device_code: str, interval: float) -> Mapping[str, Any] | Pending:
-        """The claims about the person, once they finished the device flow; raises as `claims_of_code`."""
+        """The claims about the person, once they finished the device flow. Raises as `claims_of_code`."""
         answer = await self._token(grant_type=_DEVICE_GRANT, device_code=device_code)
         match answer.get("error"):
             case None:

@@ -57,7 +57,7 @@ class FineTunings:
         self._store, self._storage, self._adapters = store, storage, adapters
 
     def job_of(self, who: Principal, asked: FineTuningRequest) -> dict[str, Any]:
-        """The job for a request, as in a job file; raises `Refusal` with the field that is wrong or not supported."""
+        """The job for a request, as in a job file. Raises `Refusal` with the field that is wrong or not supported."""
         method = _method(asked)
         check: RowCheck = answer_of if isinstance(method, Supervised) else pair_of
         reward: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class FineTunings:
         return _with_own(merge(tree, _hyperparameters(method, len(problems))), asked.motet or {})
 
     def checked_grader(self, who: Principal, spec: Mapping[str, Any], where: str = "grader") -> Grader:
-        """A grader that can run here; raises `Refusal` with the field that is wrong or not available."""
+        """A grader that can run here. Raises `Refusal` with the field that is wrong or not available."""
         try:
             grader = parse(spec, where)
             for judge in judges(grader):

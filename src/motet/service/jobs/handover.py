@@ -151,7 +151,7 @@ class Handover:
         )
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
-        """The job under its engine-side name, with paths for what it names; raises `ConfigError` for a missing file."""
+        """The job under its engine-side name, with paths for what it names. Raises `ConfigError` for a missing file."""
         tree = config.model_dump(mode="json")
         tree["seed"] = config.effective_seed  # derived from the owner's name for the job
         tree["name"] = job_id

@@ -120,7 +120,7 @@ def _start(run: Path, job_id: str) -> Path:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Copy an adapter's files, as hard links where possible; raises `ConfigError` if they have just been deleted."""
+    """Copy an adapter's files, as hard links where possible. Raises `ConfigError` if they have just been deleted."""
     draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
     draft.mkdir(parents=True)
     try:

@@ -140,7 +140,7 @@ class JobQueue:
     def submit(
         self, who: Principal, planned: Sequence[Planned], drafts: Sequence[Path], races: Sequence[StoredRace] = ()
     ) -> list[StoredJob]:
-        """Store jobs, with initial adapters and races, all or none; raises `StoreError` if a name is taken."""
+        """Store jobs, with initial adapters and races, all or none. Raises `StoreError` if a name is taken."""
         jobs = self._store.submit(who, [one.row() for one in planned], races)
         for draft, job in zip(drafts, jobs, strict=True):
             self._initial.take_draft(draft, job.id)

@@ -186,7 +186,7 @@ class Races:
         return self._storage.races / race_id / f"{name}{ENDING}"
 
     def record(self, race: StoredRace) -> RaceRecord:
-        """The decisions of a race so far; raises `RunError` if their file is damaged or gone."""
+        """The decisions of a race so far. Raises `RunError` if their file is damaged or gone."""
         if race.ended is not None and not race.failure:
             self._check_there(race)
         path = self.path(race.id, race.name)

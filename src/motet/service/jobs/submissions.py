@@ -252,7 +252,7 @@ class Submissions:
             self._hosts.send(ChangeJob(job.id, config.budget, config.priority))
 
     def delete(self, job: StoredJob) -> None:
-        """Delete a job and its files; raises `StoreError` if it has not ended."""
+        """Delete a job and its files. Raises `StoreError` if it has not ended."""
         if not JobState(job.state).final:
             raise StoreError(f"job {job.name!r} has not ended; cancel it first")
         if job.race is not None and self._races.open(job.race):

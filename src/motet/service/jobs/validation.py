@@ -114,7 +114,7 @@ class Allowed:
 
 
 def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobConfig:
-    """Check a job that a tenant submits for a base, as in a job file; raises as `check_allowed` does."""
+    """Check a job that a tenant submits for a base, as in a job file. Raises as `check_allowed` does."""
     try:
         json.dumps(check_plain(tree), ensure_ascii=False, allow_nan=False).encode()
     except ValueError as error:

@@ -111,7 +111,7 @@ class Checkpoints:
         return shown
 
     def find(self, who: Principal, path: str) -> Checkpoint:
-        """The checkpoint of a path; raises `Refusal` if it does not exist."""
+        """The checkpoint of a path. Raises `Refusal` if it does not exist."""
         parts = path.removeprefix("tinker://").split("/")
         if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in _TYPES:
             raise Refusal(400, f"{path!r} is not a path of weights; write tinker://<model>/weights/<name>")
@@ -124,7 +124,7 @@ class Checkpoints:
             raise
 
     def named(self, job: StoredJob, kind: str, name: str) -> Checkpoint:
-        """The checkpoint of a kind and name; raises `Refusal` if it does not exist."""
+        """The checkpoint of a kind and name. Raises `Refusal` if it does not exist."""
         checkpoint = self._there(job, kind, name)
         if checkpoint is None:
             raise Refusal(

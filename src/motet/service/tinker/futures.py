@@ -149,7 +149,7 @@ class Futures:
         return self._samples.waiting[who.tenant_id]
 
     async def cancel(self, who: Principal, request_id: str) -> None:
-        """Cancel a sample or a gradient that is not done; raises `Refusal` if the requester has no such model."""
+        """Cancel a sample or a gradient that is not done. Raises `Refusal` if the requester has no such model."""
         sample = self._samples.by_name.get(request_id)
         if sample is not None and sample.tenant_id == who.tenant_id:
             self._cancel(request_id)

@@ -87,12 +87,12 @@ class Models:
             raise Refusal(404, f"there is no session {session_id!r}; create_session makes one")
 
     def model_id(self, who: Principal, session_id: str, number: int) -> str:
-        """The id of a session's model, as clients compute it; raises `Refusal` for the session of another tenant."""
+        """The id of a session's model, as clients compute it. Raises `Refusal` for the session of another tenant."""
         self.check_session(who, session_id)
         return f"{session_id}:train:{number}"
 
     def base(self, name: str | None) -> str:
-        """The base for a client's name or local path, or the default for None; raises `Refusal` if it is not served."""
+        """The base for a client's name or local path, or the default for None. Raises `Refusal` if it is not served."""
         base = self.bases.find(name) or (name and self.bases.alike(name))
         if not base:
             raise Refusal(
@@ -135,7 +135,7 @@ class Models:
         return self.order(job, 0, first)
 
     def find(self, who: Principal, model_id: str) -> StoredJob:
-        """The job of a tenant's model; raises `Refusal` if it does not exist."""
+        """The job of a tenant's model. Raises `Refusal` if it does not exist."""
         return existing(self._store.submitted(who, model_id), f"there is no model {model_id!r}")
 
     def everybodys(self, model_id: str) -> list[StoredJob]:

@@ -147,7 +147,7 @@ class Samplers:
         return "" if self._hosts.ready else "the engine is starting"
 
     def find(self, who: Principal, name: str) -> Sampler:
-        """Resolve a sampling id; raises `Refusal` if the requester can see no such source."""
+        """Resolve a sampling id. Raises `Refusal` if the requester can see no such source."""
         parts = _ID.fullmatch(name)
         if parts is None:
             raise Refusal(404, f"there is no sampling session {name!r}")
@@ -171,12 +171,12 @@ class Samplers:
         return Sampler(self._models.bases.of(job.base), directory=directory)
 
     def of_path(self, who: Principal, path: str) -> Sampler:
-        """Resolve a checkpoint's path; raises `Refusal` if it does not exist."""
+        """Resolve a checkpoint's path. Raises `Refusal` if it does not exist."""
         checkpoint = self._checkpoints.find(who, path)
         return Sampler(self._models.bases.of(checkpoint.job.base), path, checkpoint.directory)
 
     def of(self, who: Principal, wanted: Sample) -> Sampler:
-        """The source of a sample; raises `Refusal` if the requester can see no such source."""
+        """The source of a sample. Raises `Refusal` if the requester can see no such source."""
         if wanted.sampling_session_id is not None:
             return self.find(who, wanted.sampling_session_id)
         if wanted.model_path is not None:

@@ -50,7 +50,7 @@ class OpenSamples:
         """By tenant: the names of the others."""
 
     def add(self, sample: OpenSample) -> None:
-        """Keep a sample, and reserve its memory; raises `HTTPException` if there is no room."""
+        """Keep a sample, and reserve its memory. Raises `HTTPException` if there is no room."""
         self._room.take(sample.tenant_id, sample.size)
         self.by_name[sample.name] = self.running[sample.name] = sample
         self.waiting[sample.tenant_id] += 1

@@ -105,7 +105,7 @@ def begins_with(body: bytes) -> tuple[str, int]:
 
 
 def tokens_of(chunks: Sequence[Any]) -> IntArray:
-    """The token ids of a model input; raises `WireError` if it has other data."""
+    """The token ids of a model input. Raises `WireError` if it has other data."""
     for chunk in chunks:
         if chunk.HasField("image") or chunk.HasField("dmel"):
             raise WireError("model_input has an image or audio; this base reads text: send only encoded_text chunks")
@@ -114,7 +114,7 @@ def tokens_of(chunks: Sequence[Any]) -> IntArray:
 
 
 def array_of(data: bytes, dtype: int, name: str) -> Any:
-    """Decode numbers; raises `WireError` if the dtype is unknown, or does not match the number of bytes."""
+    """Decode numbers. Raises `WireError` if the dtype is unknown, or does not match the number of bytes."""
     if dtype not in _DTYPES:
         raise WireError(f"{name}: dtype {dtype} is unknown; send float32 or int64")
     kind = np.dtype(_DTYPES[dtype])
@@ -132,7 +132,7 @@ def shape_of(tensor: Any, name: str) -> list[int]:
 
 
 def dense(tensor: Any, name: str) -> Any:
-    """A tensor [T] or [T, K] in dense form; raises `WireError` if its parts are inconsistent."""
+    """A tensor [T] or [T, K] in dense form. Raises `WireError` if its parts are inconsistent."""
     shape = shape_of(tensor, name)
     if not tensor.HasField("sparse_csr"):
         values = array_of(tensor.dense, tensor.dtype, name)
@@ -155,7 +155,7 @@ def dense(tensor: Any, name: str) -> Any:
 
 
 def command_of(request: Any) -> ForwardBackward:
-    """Convert a request to a command; raises `WireError` if a part is not supported."""
+    """Convert a request to a command. Raises `WireError` if a part is not supported."""
     try:
         loss = ClientLoss.of(request.loss_fn, _settings(request))
     except ConfigError as error:
@@ -199,7 +199,7 @@ def read_gradient(body: bytes) -> bytes:
 
 
 def gradient_of(read: bytes) -> AskedGradient:
-    """Decode the result of `read_gradient`; raises `WireError` if the bytes were not a request."""
+    """Decode the result of `read_gradient`. Raises `WireError` if the bytes were not a request."""
     asked = msgspec.msgpack.decode(read, type=AskedGradient)
     if not asked.model_id and asked.reason:
         raise WireError(asked.reason)

@@ -163,7 +163,7 @@ class RewardWorkers(AttachedWorkers):
         completions: list[str],
         transcripts: Transcripts,
     ) -> list[ScoreOrReason]:
-        """A worker's scores of completions; raises `ScorerAway` if no worker is attached, and the job must stop."""
+        """A worker's scores of completions. Raises `ScorerAway` if no worker is attached, and the job must stop."""
         if self._closing:
             raise ScorerAway("the service is stopping")
         self._start_checking()

@@ -25,13 +25,13 @@ def item_of(problem: Problem) -> dict[str, Any]:
 
 
 def check(spec: Mapping[str, Any]) -> None:
-    """Check a grader for a reward; raises GraderError if it is invalid, ValueError if it needs a judge model."""
+    """Check a grader for a reward. Raises GraderError if it is invalid, ValueError if it needs a judge model."""
     if judges(_parsed(json.dumps(spec))):
         raise ValueError("a grader that asks a model needs `motet serve`, which has one to ask: submit the job there")
 
 
 def score(problem: Problem, completion: str, spec: Mapping[str, Any]) -> float:
-    """Score an answer with a grader; raises ValueError if the row lacks a column, or the formula has no value."""
+    """Score an answer with a grader. Raises ValueError if the row lacks a column, or the formula has no value."""
     return grade(_parsed(json.dumps(spec)), item_of(problem), completion)
 
 
@@ -64,7 +64,7 @@ def grade(grader: Grader, item: Mapping[str, Any], output: str) -> float:
 
 
 def combined(grader: Multi, scores: Mapping[str, float]) -> float:
-    """The formula of a multi grader over the scores of its graders; raises ValueError if it has no finite value."""
+    """The formula of a multi grader over the scores of its graders. Raises ValueError if it has no finite value."""
     return formula.value(formula.parse(grader.calculate_output, grader.graders), scores)
 
 

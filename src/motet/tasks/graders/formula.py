@@ -47,7 +47,7 @@ def parse(text: str, names: Collection[str]) -> ast.expr:
 
 
 def value(tree: ast.expr, scores: Mapping[str, float]) -> float:
-    """Evaluate a formula with scores; raises ValueError if it has no finite value, such as after a division by zero."""
+    """Evaluate a formula with scores. Raises ValueError if it has no finite value, such as after a division by zero."""
     try:
         result = float(_value(tree, scores))
     except (ArithmeticError, ValueError) as error:

@@ -24,7 +24,7 @@ NOT_HAD = {
 
 
 def check_metric(metric: str) -> None:
-    """Load a metric's library, so that no answer waits for it; raises ValueError if it is not supported or not installed."""
+    """Load a metric's library, so that no answer waits for it. Raises ValueError if it is not supported or not installed."""
     if metric in NOT_HAD:
         raise ValueError(f"{metric!r} is not supported: {NOT_HAD[metric]}. There are {', '.join(_METRICS)}")
     for library in _METRICS[metric][1]:

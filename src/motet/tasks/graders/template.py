@@ -34,7 +34,7 @@ FieldPath = tuple[str | int, ...]
 
 
 def variables(text: str) -> list[tuple[str, FieldPath]]:
-    """The (namespace, path) of each variable of a template, in order; raises ValueError if one is not valid."""
+    """The (namespace, path) of each variable of a template, in order. Raises ValueError if one is not valid."""
     names = []
     for inside in _split(text)[1::2]:
         match = _PATH.fullmatch(inside)
@@ -60,7 +60,7 @@ class Fields:
         self._namespace, self._texts = namespace, dict[FieldPath, str]()
 
     def text(self, path: FieldPath) -> str:
-        """The text of a field, unchanged if it is one, otherwise JSON; raises UnfilledError if there is no such field."""
+        """The text of a field, unchanged if it is one, otherwise JSON. Raises UnfilledError if there is no such field."""
         if path not in self._texts:
             self._texts[path] = _text(self._namespace, path, self.value)
         return self._texts[path]
@@ -76,7 +76,7 @@ def fill(text: str, item: Fields, output: str) -> str:
 
 
 def pieces_of(text: str, item: Fields, sample: Fields) -> list[str]:
-    """What `fill` joins; raises as it does."""
+    """What `fill` joins. Raises as it does."""
     pieces = _split(text)
     size = sum(map(len, pieces[::2]))
     for index, (namespace, path) in enumerate(variables(text)):
