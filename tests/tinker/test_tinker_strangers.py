@@ -42,6 +42,7 @@ from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.samplers import SESSIONS, Samplers, sampler_id
 from tests.support.counting import calls
 from tests.support.house import House, open_house
+from tests.support.service_run import tiny
 from tests.support.small_disk import small_disk
 from tests.support.tinker_requests import journal, made, naming, request, saved, sent
 from tests.support.tinker_run import job_of
@@ -146,6 +147,17 @@ def cancel_of_another(house: House, name: str) -> None:
         house.ask("POST", f"{PREFIX}/cancel_future", key, json={"request_id": name})
         counts.append(futures.open(who))
     assert counts == [1, 0]
+
+
+def test_no_job_passes_for_a_model(house: House) -> None:
+    model = made(house)
+    headers = {"Idempotency-Key": f"{model}1"}
+    one = house.ask("POST", "/v1/jobs", json=tiny("posing"), headers=headers)
+    several = house.ask("POST", "/v1/submissions", json={"jobs": [{"job": tiny("posing")}]}, headers=headers)
+    for answer in (one, several):
+        assert answer.status_code == 400
+        assert "Idempotency-Key" in answer.json()["error"]["message"]
+    assert house.ask("GET", "/v1/jobs/posing").status_code == 404
 
 
 def test_what_is_published_is_there_for_all_until_it_is_not(house: House) -> None:

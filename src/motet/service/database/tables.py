@@ -10,6 +10,8 @@ from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, Tex
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite only auto-increments INTEGER columns
+OF_CLIENTS = "session-"
+"""How the idempotency keys of jobs begin that clients of the Tinker protocol drive: their models' ids."""
 
 
 def now() -> float:

@@ -19,7 +19,7 @@ from motet.runtime.progress import STOPPED_EARLY
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
-from motet.service.database.tables import StoredJob, StoredRace, new_id
+from motet.service.database.tables import OF_CLIENTS, StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
@@ -162,6 +162,10 @@ class Submissions:
         Raises:
             MotetError: a job is not accepted; the message says why.
         """
+        if (idempotency or "").startswith(OF_CLIENTS) and not all(one.driven for one in jobs):
+            raise ConfigError(
+                f"Idempotency-Key: those that begin with {OF_CLIENTS!r} are for clients' models; use another"
+            )
         if same := self._submitted(who, idempotency, len(jobs)):
             return same
         try:

@@ -27,7 +27,7 @@ from motet.core.errors import LimitError, StoreError
 from motet.core.types import JobState
 from motet.runtime.slots import Rule
 from motet.service.database.store import OPEN, Store
-from motet.service.database.tables import StoredJob, Tenant, TenantLimits, now
+from motet.service.database.tables import OF_CLIENTS, StoredJob, Tenant, TenantLimits, now
 from motet.service.schemas.usage import TenantInfo
 from motet.service.tenants.ledger import Ledger, UsedToday
 from motet.service.tenants.stored import StoredBytes
@@ -203,7 +203,7 @@ class Quotas:
     def check_models(self, tenant_id: str) -> None:
         """Check whether a client may create another model."""
         most = self.of(tenant_id).client_models
-        of_clients = StoredJob.idempotency_key.startswith("session-")
+        of_clients = StoredJob.idempotency_key.startswith(OF_CLIENTS)
         if most is not None and (count := self._count(tenant_id, of_clients)) >= most:
             raise LimitError(
                 f"client_models: {count} models of this tenant's clients have not ended; end one, cancel one, or {_ASK} "

@@ -21,7 +21,7 @@ from motet.core.types import JobState
 from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing, Save
 from motet.service.bases import Bases
 from motet.service.database.store import Store
-from motet.service.database.tables import StoredJob, new_id
+from motet.service.database.tables import OF_CLIENTS, StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
 from motet.service.jobs.submissions import GivenJob, Submissions
@@ -146,7 +146,7 @@ class Models:
 
     def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
         """A tenant's models, of one session or all, newest first."""
-        begin = "session-" if session_id is None else f"{session_id}:train:"
+        begin = OF_CLIENTS if session_id is None else f"{session_id}:train:"
         query = select(StoredJob).where(
             StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key.startswith(begin)
         )
