@@ -13,9 +13,9 @@ from pathlib import Path
 from bench.speed.table import markdown
 
 from motet.algorithms.packing import cut
+from motet.cluster.simulation.outcome import SimulationOutcome, simulate
 from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
 from motet.hosting.slot_memory import SlotMemory
-from motet.simulation.outcome import SimulationOutcome, simulate
 from motet.training.sharded.trainer import scatter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-70b.md"

@@ -106,7 +106,7 @@ def candidates(task: str, seed: int, *, control: bool, schedule: str) -> list[Jo
 
 def record(directory: Path, task: str, seed: int, *, control: bool, schedule: str) -> None:
     """Train every candidate to the end and write its curve; what is there already stays."""
-    from motet.running import run_config
+    from motet.hosting.running import run_config
 
     kind = "control-" if control else "" if schedule == "constant" else f"{schedule}-"
     name = f"{kind}{task}-s{seed}"
@@ -356,7 +356,7 @@ def compare(directory: Path) -> None:
 
 def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label: str, steps: int) -> None:
     """Race, and write what was found on the rows that confirm; what is there already stays."""
-    from motet.running import run_config
+    from motet.hosting.running import run_config
 
     job = raced_job(task, seed, settings, steps=steps)
     label = label if steps == STEPS else f"{label}-{steps}-steps"

@@ -22,7 +22,7 @@ from typing import Any
 
 from motet.config import EngineConfig, RunConfig
 from motet.hosting.launch import load
-from motet.running import run_config
+from motet.hosting.running import run_config
 from motet.runtime.progress import JobProgress
 from tests.support.vllm_server import vllm_server
 

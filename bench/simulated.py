@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from motet.cluster.simulation.outcome import simulate
 from motet.config.simulation import SimulationConfig
-from motet.simulation.outcome import simulate
 
 HOSTS, JOBS, ROWS, EVALUATION = 2, 8, 8, 16
 GROUPS = 4

@@ -29,8 +29,8 @@ from motet.config import EnvironmentConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ChatRefusal, EngineError, EnvironmentFault, ServerGone
 from motet.core.types import Group, Message, Problem, Rollout, ToolCall
+from motet.hosting.running import run_config
 from motet.process.channel import LONGEST_LINE
-from motet.running import run_config
 from motet.runtime.metrics import rollout_records
 from motet.runtime.steps import SampledStep
 from motet.tasks.chat import Chat

@@ -36,8 +36,8 @@ from motet.config import JobConfig, RunConfig
 from motet.config.candidates import raced
 from motet.config.jobfile import validate
 from motet.core.types import JobState
+from motet.hosting.running import run_config
 from motet.process.channel import ChannelMessage
-from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress

@@ -31,8 +31,8 @@ from motet.config.jobfile import validate
 from motet.core.errors import EngineError
 from motet.core.types import JobState
 from motet.hosting.reports import EveryStep
+from motet.hosting.running import run_config
 from motet.process.channel import encode
-from motet.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import JobEvent, StateChanged, StepDone

@@ -34,7 +34,7 @@ from motet.core.errors import ConfigError
 from motet.core.types import JobState, Wanted
 from motet.hosting.launch import load
 from motet.hosting.process import away_seconds
-from motet.running import run_config
+from motet.hosting.running import run_config
 from motet.runtime.slots import Rule
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app

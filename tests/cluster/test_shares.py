@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from motet.cluster.shares import MOST, ClusterShares
+from motet.cluster.simulation.clock import under_virtual_clock
+from motet.cluster.simulation.cluster import Simulation
 from motet.config.simulation import SimulationConfig
-from motet.simulation.clock import under_virtual_clock
-from motet.simulation.cluster import Simulation
 
 
 def test_who_is_behind_gets_more_and_nobody_more_than_the_most() -> None:

@@ -18,7 +18,7 @@ from motet.commands.cli import app
 from motet.commands.evaluate import Asked, find_models, task_of
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError
-from motet.running import run_config
+from motet.hosting.running import run_config
 from motet.runtime.race_record import known_jobs
 from tests.support.commands import Motet, job_file
 from tests.support.small_runs import REWARDS, job

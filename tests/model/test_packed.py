@@ -19,13 +19,13 @@ from motet.config import EngineConfig
 from motet.config.jobfile import validate
 from motet.core.errors import BaseModelError
 from motet.hosting.launch import load
+from motet.hosting.running import run_config
 from motet.model.checkpoint import BaseCheckpoint
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
 from motet.model.packed import PackedLinear, PackedWeight
 from motet.model.packed_forms import Float8Blocks, GgufBlocks
-from motet.running import run_config
 from tests.support import tiny_models as tiny
 from tests.support.gguf_files import write_tiny
 from tests.support.live_memory import LiveMemory

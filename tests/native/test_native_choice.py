@@ -18,12 +18,12 @@ from motet.config import EngineConfig, HostConfig
 from motet.config.service import Largest
 from motet.core.errors import BaseModelError, ConfigError, RunError
 from motet.hosting.launch import load
+from motet.hosting.running import run_config
 from motet.native import library
 from motet.native.building import file_name
 from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine, of_tenants
 from motet.native.cover import hand_over
 from motet.process.channel import decode, encode
-from motet.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.database.store import Store

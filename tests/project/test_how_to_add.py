@@ -258,7 +258,7 @@ from motet.commands.export import write
 from motet.config import RolloutConfig
 from motet.model.arithmetic import Arithmetic
 from motet.model.load import load_base
-from motet.running import config_of, run_config
+from motet.hosting.running import config_of, run_config
 from motet.service.app import ROUTES
 
 assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__

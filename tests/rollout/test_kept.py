@@ -19,12 +19,12 @@ from motet.config.engine import ClusterConfig
 from motet.core.device import Device
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.hosting.launch import load
+from motet.hosting.running import run_config
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.running import run_config
 from motet.runtime.generation import Generation
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat

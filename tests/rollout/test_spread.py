@@ -32,14 +32,14 @@ from motet.core.device import BusyTime, Device
 from motet.core.errors import DeviceError, EngineError
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
 from motet.hosting.launch import load
+from motet.hosting.running import run_config
 from motet.native.choice import of_machine
 from motet.process.channel import ChannelMessage, decode, encode
-from motet.results import RunResult
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
 from motet.rollout.sampler_messages import Chunks, FromSampler, LoadSampler, SampleRequest, ToSampler
 from motet.rollout.spread import SpreadEngine
-from motet.running import run_config
+from motet.view.results import RunResult
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.small_runs import REWARDS, config, fingerprint, job

@@ -16,7 +16,7 @@ from motet.core.checksums import hash_of
 from motet.core.errors import BaseModelError, ConfigError, MotetError, RunError
 from motet.core.types import ADAPTER_CONFIG
 from motet.hosting.before_loading import check_before_loading
-from motet.running import run_config
+from motet.hosting.running import run_config
 from tests.support.commands import Motet, job_file
 
 TINY: dict[str, Any] = {"data": {"source": "toy:add", "size": 16, "holdout": 2}, "reward": "exact", "steps": 1}

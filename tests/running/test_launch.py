@@ -19,7 +19,7 @@ from motet.core.errors import ConfigError, RunError
 from motet.core.types import Problem
 from motet.hosting.launch import load
 from motet.hosting.preparing import ReadData, Sources, prepare
-from motet.running import run_config
+from motet.hosting.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import open_job
 from motet.runtime.probe import probe_ids

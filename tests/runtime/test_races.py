@@ -31,9 +31,9 @@ from motet.config.race import RaceConfig
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import AdapterRef, JobState, Problem
 from motet.hosting.reports import EveryStep, JobReports
+from motet.hosting.running import run_config
 from motet.report.read import read_job
 from motet.rollout.fake import FakeSync
-from motet.running import run_config
 from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.checkpoint import Committed, JobDirectory, best_version
 from motet.runtime.identity import of_config

@@ -24,8 +24,8 @@ from motet.config import JobConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import ADAPTER_FILES
+from motet.hosting.running import run_config
 from motet.model.find import SMALL_BASE
-from motet.running import run_config
 from motet.runtime.identity import of_config
 from motet.runtime.receipts import Materials, dependencies_of, subjects_of, version_before
 from motet.service.storage import Storage

@@ -21,7 +21,7 @@ from motet.config.jobfile import load_jobs
 from motet.core.errors import RunError
 from motet.core.types import Branch, FinishReason, Message, Problem, Rollout, ToolCall, Turn
 from motet.hosting.launch import load
-from motet.running import run_config
+from motet.hosting.running import run_config
 from motet.runtime.checkpoint import dump_line
 from motet.runtime.recorded import RecordedRollout
 from tests.support.base_servers import base_servers

@@ -12,10 +12,10 @@ import pytest
 
 from motet.config import LaunchConfig
 from motet.config.jobfile import validate
+from motet.hosting.running import run_config
 from motet.hosting.servers import memory_beside
 from motet.rollout.server import ServerEngine
 from motet.rollout.server_process import ServerProcess
-from motet.running import run_config
 from tests.support.base_servers import stand_in
 from tests.support.protocol_server import ProtocolServer
 from tests.support.server_run import asking, drive, engine_on, in_process, long_request, publish, request, trainer_of

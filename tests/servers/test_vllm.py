@@ -22,10 +22,10 @@ from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
 from motet.core.errors import EngineError, ProbeError
 from motet.core.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from motet.hosting.launch import load
+from motet.hosting.running import run_config
 from motet.hosting.servers import TOLERANCE, Launched, build_servers
 from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED
 from motet.rollout.server import Demand, ServerEngine
-from motet.running import run_config
 from motet.runtime.probe import Probe
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models

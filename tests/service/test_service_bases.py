@@ -33,8 +33,8 @@ from motet.core.errors import ConfigError, StoreError
 from motet.core.types import Message, SamplingParams, Wanted
 from motet.hosting.answers import Answers
 from motet.hosting.launch import load
+from motet.hosting.running import run_config
 from motet.rollout.embedded import EmbeddedEngine
-from motet.running import run_config
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Claim, Rule
 from motet.service.app import create_app

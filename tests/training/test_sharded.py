@@ -26,10 +26,10 @@ from motet.algorithms import Grpo, Reinforce
 from motet.config import AdapterConfig, RunConfig
 from motet.core.batch import Batch, Segment
 from motet.core.errors import AdapterError, BaseModelError, RankGone
+from motet.hosting.running import config_of, run_config
 from motet.model.peft_io import examine
 from motet.process.channel import LONGEST_LINE
 from motet.protocols import Trainer
-from motet.running import config_of, run_config
 from motet.training.sharded import messages as m
 from motet.training.sharded.base import ShardedBase
 from motet.training.sharded.group import Connected, RankGroup

@@ -225,7 +225,7 @@ def run_jobs(args: dict[str, Any], scratch: Path, watch: Watch) -> None:
         RuntimeError: one of them did not succeed.
     """
     from motet.config.jobfile import validate
-    from motet.running import run_config
+    from motet.hosting.running import run_config
 
     engine = engine_fields(slots=args["jobs"], **args.get("budgets", {}))
     tree = {"base": OPTIONS["model"], "run": str(scratch), "engine": engine, "jobs": job_fields(args, scratch)}

@@ -30,7 +30,7 @@ from motet.hosting.before_loading import Checked, auto_kernels, check_before_loa
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.preparing import left_out, prepare_all
-from motet.running import config_of
+from motet.hosting.running import config_of
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services

@@ -24,7 +24,7 @@ from motet.core.checksums import hash_of, replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.core.near import close_matches
 from motet.core.types import JobState
-from motet.running import run_config
+from motet.hosting.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.opening import rollout_sums

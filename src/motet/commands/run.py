@@ -14,12 +14,12 @@ from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError
 from motet.core.types import HostNow, JobState
 from motet.hosting.host import Host
-from motet.results import RunResult
-from motet.running import run_config
+from motet.hosting.running import run_config
 from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
 from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
+from motet.view.results import RunResult
 from motet.view.text import plain_console
 
 

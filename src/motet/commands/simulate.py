@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
+from motet.cluster.simulation.outcome import SimulationOutcome, simulate
 from motet.commands.answers import check_place, print_table
 from motet.config.jobfile import load_simulation
 from motet.core.checksums import replace_file
-from motet.simulation.outcome import SimulationOutcome, simulate
 from motet.view.text import plain_console
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from motet.cluster.placement import moved, placed
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
+from motet.cluster.simulation.clock import now
+from motet.cluster.simulation.host import SimulatedHost, SimulatedJob
 from motet.config.simulation import JobsConfig, SimulationConfig
 from motet.runtime.slot_turns import LOOK_SECONDS
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share
-from motet.simulation.clock import now
-from motet.simulation.host import SimulatedHost, SimulatedJob
 
 HOUR = 3600.0
 

@@ -10,11 +10,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from motet.cluster.placement import HostLoad
+from motet.cluster.simulation.clock import now
 from motet.config.simulation import HostCosts, HostsConfig, JobsConfig
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import SlotTurns
 from motet.runtime.slots import Claim
-from motet.simulation.clock import now
 
 _NEARLY = 1e-6
 """Rounding tolerance in tokens."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from motet.cluster.simulation.clock import under_virtual_clock
+from motet.cluster.simulation.cluster import HOUR, Simulation
 from motet.config.simulation import SimulationConfig
 from motet.core.errors import ConfigError
-from motet.simulation.clock import under_virtual_clock
-from motet.simulation.cluster import HOUR, Simulation
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from motet.cluster.simulation.clock import now, under_virtual_clock
+from motet.cluster.simulation.cluster import Simulation
+from motet.cluster.simulation.host import SimulatedDevice
+from motet.cluster.simulation.outcome import SimulationOutcome, simulate
 from motet.commands.simulate import show
 from motet.config.jobfile import load_simulation
 from motet.config.simulation import HostCosts, SimulationConfig
 from motet.core.errors import ConfigError
-from motet.simulation.clock import now, under_virtual_clock
-from motet.simulation.cluster import Simulation
-from motet.simulation.host import SimulatedDevice
-from motet.simulation.outcome import SimulationOutcome, simulate
 from tests.conftest import ROOT
 
 COSTS = {"token_seconds": 0.01, "train_tokens_per_second": 1000, "publish_seconds": 0.5}

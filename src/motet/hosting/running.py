@@ -20,7 +20,6 @@ from motet.hosting.before_loading import Checked, auto_kernels, check_before_loa
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.preparing import left_out, prepare, prepare_all
-from motet.results import JobResult, RunResult
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED, of_config
@@ -33,6 +32,7 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
 from motet.tracking.follow import Followers, begin, job_of_run
+from motet.view.results import JobResult, RunResult
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
