@@ -155,9 +155,10 @@ def test_a_record_that_the_evaluations_contradict_is_refused(alone: Path, tmp_pa
     path.write_text(json.dumps(tree))
     with pytest.raises(RunError, match="decision 1 is not what the evaluations of its candidates give"):
         on_fakes(tmp_path)
-    path.write_text("{")
-    with pytest.raises(RunError, match="is damaged"):
-        on_fakes(tmp_path)
+    for lost in ("{", json.dumps({name: tree[name] for name in ("name", "values", "plan")})):
+        path.write_text(lost)
+        with pytest.raises(RunError, match="is damaged"):
+            on_fakes(tmp_path)
 
 
 def test_a_race_with_other_candidates_is_refused(alone: Path, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ from motet.process.channel import LONGEST_LINE
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_workers import Worker, WorkerGroup
+from motet.tasks.worker_messages import LoadRewards
 from tests.support.faulty_rewards import counting, in_threes, misbehave, none_of_my_business, relative
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
@@ -407,3 +409,22 @@ def test_a_reward_may_compare_all_answers_to_a_problem():
     assert [one.reward for one in scores(["b", "c", "a"], reward(ordered))] == [0.5, 1.0, 0.0]
     failed = scores(["b", "fail"], reward(ordered))
     assert all("cannot compare" in one.error for one in failed)  # asked about one alone it would divide by zero
+
+
+def test_the_call_that_waits_longest_gets_the_next_process() -> None:
+    async def work() -> list[str]:
+        group = WorkerGroup(LoadRewards([], [], None, walled=False, memory_mb=1), None, {}, lambda: False)
+        group.give_back(Worker())
+        order: list[str] = []
+
+        async def call(name: str, times: int) -> None:
+            for _ in range(times):
+                worker = await group.take()
+                order.append(name)
+                await asyncio.sleep(0)
+                group.give_back(worker)
+
+        await asyncio.gather(call("many", 5), call("one", 1), call("another", 1))
+        return order
+
+    assert asyncio.run(work())[:3] == ["many", "one", "another"]

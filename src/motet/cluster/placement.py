@@ -93,7 +93,8 @@ def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule], a
 def speeds(measured: Mapping[int, tuple[str, float]]) -> dict[int, float]:
     """Speeds of hosts relative to the fastest, in powers of two: smaller differences are noise.
 
-    Of each host's device and tokens per second, all hosts on one device get the best; 0 counts as the fastest.
+    `measured` has each host's device and tokens per second. All hosts on one device get the best of them; 0 counts as the
+    fastest.
     """
     best: dict[str, float] = {}
     for device, one in measured.values():

@@ -209,7 +209,7 @@ def _files(project: Path, run: Path, same: Collection[str] = ()) -> tuple[list[P
 
 
 def _followed(folder: Path, project: Path) -> bool:
-    """Whether a directory is copied, and not a link back to above. Raises ConfigError if it is a link to outside."""
+    """Whether a directory is copied: a link back to one that it is in is not. Raises ConfigError for a link to outside."""
     if not folder.is_symlink():
         return True
     real = folder.resolve()

@@ -176,6 +176,8 @@ class MotetHost:
 def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFacts]:
     """Ask all nodes of a cluster, `count` at least, for their facts, and run a round of gloo over all of them.
 
+    All nodes must see `directory`.
+
     Raises:
         EngineError: the cluster cannot be reached, too few nodes join it, or a node does not answer.
     """

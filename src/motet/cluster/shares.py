@@ -32,7 +32,8 @@ class ClusterShares:
     ) -> dict[str, float]:
         """Add the consumption since the last reading; returns the factor on each tenant's share, 1 for the leader.
 
-        `used` has the tokens since the start of each host, `there` the tenants that have jobs; a share is 1 by default.
+        `used` has tokens by host and tenant since the start of each host, `there` the tenants that have jobs; a share is 1
+        by default.
         """
         since: defaultdict[str, float] = defaultdict(float)
         for host, tokens in used.items():

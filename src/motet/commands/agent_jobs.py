@@ -22,7 +22,7 @@ _LOOK_SECONDS = 0.5
 
 
 def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | None) -> tuple[list[Job], str]:
-    """The jobs of a file for an agent, and its function, as `meant`; submits those that the service does not have by name."""
+    """The jobs of a file for an agent, and its function; submits those that the service lacks by name. Raises as `meant`."""
     config = load_jobs(file, overrides)
     try:
         chosen, function = meant(config.jobs, agent)

@@ -259,7 +259,9 @@ def _sglang_piece(answer: Json) -> Piece | None:
 
 def _sglang_score(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
     ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
-    body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0, "top_logprobs_num": k}
+    body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0}
+    if k:
+        body["top_logprobs_num"] = k
     del body["rid"]
     return HttpRequest("/generate", body)
 

@@ -224,7 +224,7 @@ def _build_on_servers(
 
 
 def check_directories(config: EngineConfig) -> None:
-    """Raises ConfigError if `engine.parking` or `engine.offload` is set to what is no directory."""
+    """Raise ConfigError if `engine.parking` or `engine.offload` is set and is no directory."""
     for name, path in (("parking", config.parking), ("offload", config.offload)):
         if path is not None and not (place := Path(os.path.expanduser(path))).is_dir():
             raise ConfigError(f"engine.{name}: {place} is no directory; make it, on a disk with room")

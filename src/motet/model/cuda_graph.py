@@ -55,8 +55,9 @@ class AdapterTable:
         self._clock = 0
 
     def place(self, adapters: Sequence[AdapterWeights]) -> tuple[int, ...]:
-        """The slot of each adapter, fewer than slots; missing ones are copied into slots that none of these adapters uses.
+        """The slot of each adapter; there must be fewer adapters than slots.
 
+        Missing ones are copied into slots that none of these adapters uses.
         Slots of freed adapters are reused first, then the least recently used.
         """
         wanted = {id(weights): weights for weights in adapters}

@@ -100,7 +100,7 @@ def _experts_agree(base: LoraModel) -> bool:
 
 
 def _long_products_agree(base: LoraModel) -> bool:
-    """Whether products of training length with each layer, and gradients of its adapters, have the same bits in company.
+    """Whether products of training length, and gradients of adapters, have the same bits alone and with other rows.
 
     Libraries may choose another kernel for many rows. Sizes determine how a product is split among threads, so each size
     is tested once per process and number of threads.

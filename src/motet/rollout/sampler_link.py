@@ -79,7 +79,7 @@ class SamplerLink:
                 self._outbox.put(m.Unload(ref))
 
     def hold(self, held: bool) -> None:
-        """Pause the process after its current tokens, or once it is ready, or resume: its core is needed elsewhere."""
+        """Pause the process, whose core is needed elsewhere, after its current tokens or once it is ready; or resume it."""
         with self._lock:
             self._held = held
             if self.ready:

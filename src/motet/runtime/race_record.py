@@ -75,20 +75,20 @@ class RaceRecord:
     """By candidate that began with the race: the settings that differ, by field."""
     plan: tuple[tuple[int, int], ...]
     """(version, candidates that go on) of each decision."""
+    rungs: tuple[Rung, ...]
+    """Decisions so far."""
+    outcome: RaceOutcome | None
+    """None until the last candidate has ended."""
     level: float = RaceConfig().level
     """Of the intervals of all decisions together (`race.level`)."""
     exploit: tuple[float, ...] = ()
     """Factors on the learning rate of copies (`race.exploit`)."""
-    rungs: tuple[Rung, ...] = ()
-    """Decisions so far."""
-    outcome: RaceOutcome | None = None
-    """None until the last candidate has ended."""
 
     @classmethod
     def of(cls, plan: RacePlan) -> RaceRecord:
         """The record of a race that has not decided."""
         values = {name: {path: _plain(value) for path, value in given.items()} for name, given in plan.values.items()}
-        return cls(plan.name, values, plan.rungs, plan.settings.level, tuple(plan.settings.exploit))
+        return cls(plan.name, values, plan.rungs, (), None, plan.settings.level, tuple(plan.settings.exploit))
 
     @classmethod
     def read(cls, path: Path) -> RaceRecord:

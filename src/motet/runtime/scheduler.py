@@ -67,7 +67,7 @@ class Least:
             heapq.heappush(self._entries, (figure, name))
 
     def first(self, figure_of: Callable[[str], float | None]) -> str | None:
-        """The name with the least figure, ties broken by name; None without any. `figure_of` removes a name by None."""
+        """The name with the least figure, ties broken by name; None without any. None of `figure_of` removes a name."""
         while self._entries:
             figure, name = self._entries[0]
             now = figure_of(name) if self._current.get(name) == figure else None

@@ -266,7 +266,7 @@ class Signs:
 
 
 def no_signal(share: float, reward: float) -> str:
-    """A warning where most groups teach nothing: their `share` whose rewards are all equal, and the mean reward."""
+    """A warning if most groups teach nothing. `share` is that of the groups whose rewards are all equal, `reward` the mean."""
     if not share >= NO_SIGNAL or math.isnan(reward):  # where no answer has a reward, that is the trouble
         return ""
     return (

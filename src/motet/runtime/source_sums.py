@@ -48,7 +48,7 @@ def _statements(node: ast.AST, depth: int) -> Iterator[tuple[int, str]]:
 
 
 def _canonical(node: Any, *, head: bool = False) -> str:
-    """A node without its position, without empty fields, as Python versions add some, and with `head` without its blocks."""
+    """A node without its position and its empty fields, which Python versions add; with `head`, without its blocks."""
     if isinstance(node, list):
         return f"[{', '.join(map(_canonical, node))}]"
     if not isinstance(node, ast.AST):
@@ -62,7 +62,10 @@ def _canonical(node: Any, *, head: bool = False) -> str:
 
 
 def sum_of_code(*names: str) -> str:
-    """A short checksum of the project's code behind `file.py:name`, `file.py` or `module:name`; empty if there is none."""
+    """A short checksum of the project's code behind `file.py:name`, `file.py` or `module:name`, without comments.
+
+    Empty if there is no such code, as for a function object.
+    """
     sums = CodeSums()
     for name in names:
         sums.add(name if ":" in name else f"{name}:")

@@ -208,7 +208,8 @@ def extended(
 async def read_next(chat: Chat, rollout: Rollout, chunk: Chunk, tools: Tools = ()) -> tuple[IntArray, bool]:
     """The tokens that the model reads after replies to `chunk`, its last turn, and whether they begin a branch.
 
-    Tokenised in a thread: replies may be long, and other jobs share the event loop. The template may refuse them.
+    Tokenised in a thread: replies may be long, and other jobs share the event loop. Raises BaseModelError if the template
+    refuses the conversation.
     """
     transcript, replies = rollout.transcript, rollout.turns[-1].replies
     before = transcript[: -1 - len(replies)]

@@ -289,7 +289,7 @@ class RewardPool:
         except EngineError as error:
             return [f"cannot be sent to its process: {error}"] * len(answers) if last else None
         finally:
-            group.idle.put_nowait(worker)
+            group.give_back(worker)
         if reply.failed and not last:
             return None
         return [error or value for value, error in zip(reply.values, reply.errors, strict=True)]

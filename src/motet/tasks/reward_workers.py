@@ -102,16 +102,17 @@ class WorkerGroup:
     """Whether another process may be started."""
     loaded: m.RewardsLoaded = field(default_factory=lambda: m.RewardsLoaded((), ()))
     workers: list[Worker] = field(default_factory=list)
-    idle: asyncio.LifoQueue[Worker] = field(default_factory=asyncio.LifoQueue)
-    """Those without a call."""
     closed: bool = False
+    _idle: list[Worker] = field(default_factory=list)
+    _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Counts the idle workers; the call that has waited longest gets the next."""
 
     async def open(self) -> None:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
         link = self.workers[0].link = await RewardLink.start(self.request, self.log)
         self.loaded = link.loaded
-        self.idle.put_nowait(self.workers[0])
+        self.give_back(self.workers[0])
 
     async def close(self) -> None:
         """End the processes; calls in flight come back as failed."""
@@ -137,7 +138,13 @@ class WorkerGroup:
 
     async def take(self) -> Worker:
         """A free worker: a new one if another may be started, otherwise the next that becomes free."""
-        if self.idle.empty() and self.may_start_another():
+        if self._free.locked() and self.may_start_another():
             self.workers.append(Worker())
             return self.workers[-1]
-        return await self.idle.get()
+        await self._free.acquire()
+        return self._idle.pop()
+
+    def give_back(self, worker: Worker) -> None:
+        """Give a worker to the call that has waited longest."""
+        self._idle.append(worker)
+        self._free.release()

@@ -75,7 +75,7 @@ def seed_of(name: str) -> str:
 
 
 def ranks(jobs: Iterable[tuple[str, float | None]]) -> dict[str, int]:
-    """Ranks of (name, figure), from 1, the highest, among the variants of one task; none without a figure or a sibling."""
+    """Ranks of (name, figure) among the variants of one task, 1 for the highest; none without a figure or a sibling."""
     tasks: dict[str, dict[str, float]] = {}
     for name, value in jobs:
         if value is not None and math.isfinite(value):

@@ -34,7 +34,7 @@ from motet.service.database.tenants import Principal, Tenants, audit_entry
 
 Value = TypeVar("Value")
 AWAY = (OperationalError, InterfaceError, NoConnection)
-"""The database is unreachable, full, read-only (in a failover) or has no free connection; a retry may succeed."""
+"""Errors of a database that is unreachable, full, read-only (in a failover) or out of connections; a retry may succeed."""
 _READ_ONLY = "25006"
 """PostgreSQL's error code for a read-only transaction."""
 OPEN = tuple(state.value for state in JobState if not state.final)
@@ -72,7 +72,7 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session, committed at the end, or rolled back on an exception. Raises DatabaseReplaced."""
+        """A session, committed at the end, or rolled back on an exception. Raises DatabaseReplaced if it is another one."""
         self.presence.check_files()
         try:
             with self._session.begin() as session:

@@ -123,7 +123,7 @@ class SignIns:
         return self._config
 
     def provider(self, request: Request, kind: Literal["begin", "finish"] | None = None) -> Provider:
-        """The provider; with `kind`, counts requests by address. Raises Refusal if there is none, or too many."""
+        """The provider; with `kind`, counts requests by address. Raises Refusal without a provider, or after too many."""
         if self._provider is None:
             raise _none()
         if kind is not None and (seconds := self._limits[kind].wait(_address(request))):

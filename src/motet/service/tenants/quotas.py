@@ -123,7 +123,7 @@ class Quotas:
             return Counter({(str(row[0]), str(row[1])): int(row[2]) for row in rows})
 
     def _count(self, tenant_id: str, *which: ColumnElement[bool]) -> int:
-        """The tenant's jobs that have not ended and are such."""
+        """The number of the tenant's jobs that have not ended and meet these conditions."""
         query = select(func.count()).where(StoredJob.tenant_id == tenant_id, StoredJob.state.in_(OPEN), *which)
         return int(self._store.scalar(query) or 0)
 

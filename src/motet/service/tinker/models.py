@@ -167,8 +167,8 @@ class Models:
             Refusal: the model has ended, or another command has this number.
             LimitError: the tenant's storage is full; a gradient's number is used up.
         """
-        journal, data = self.journal(job), msgspec.msgpack.encode(command)
-        known, gradient = journal.known(number), isinstance(command, ForwardBackward)
+        journal, gradient = self.journal(job), isinstance(command, ForwardBackward)
+        known = journal.known(number)
         if JobState(job.state).final and not known:
             reason = f": {job.message}" if job.message else ""
             raise Refusal(
@@ -180,6 +180,7 @@ class Models:
                 self.refuse(job, number)
             wanted = "call optim_step" if gradient else "wait for those before this one"
             raise Refusal(400, f"{most >> 30} GB of commands of this model wait to be done: {wanted}")
+        data, known = msgspec.msgpack.encode(command), journal.known(number)  # another request may have put it there
         size = sum(map(blocks, (len(data), 32, _outcome_bytes(command))))
         small = not isinstance(command, ForwardBackward | Save)
         try:
