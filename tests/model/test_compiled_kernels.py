@@ -26,17 +26,44 @@ SPILLS = {"sm_80": 32, "sm_90": 32, "sm_100": 32, "gfx942": 300, "gfx950": 300}
 ATTENTION = ("forward", "query_gradients", "key_gradients")
 
 
-def compiled(
-    cache: Path, *words: str, module: str = "tests.support.launched_kernels", packages: Path | None = None
-) -> list[Any]:
-    """The lines of JSON that the module prints, in a process without the interpreter."""
-    command = ["-m", module, *words]
+PROGRAM = """
+import json, sys
+from tests.support import bad_kernels, launched_kernels, passes_without_values
+for which, words in json.loads(sys.argv[1]):
+    print(json.dumps(which))
+    locals()[which].main(words)
+"""
+
+
+def compiled(cache: Path, *parts: tuple[str, list[str]], packages: Path | None = None) -> list[list[Any]]:
+    """For each part, a module and its words, the lines of JSON that it prints: in one process without the interpreter."""
     places = [str(place) for place in (packages, ROOT) if place]
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
-    done = subprocess.run([sys.executable, *command], env=given, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", PROGRAM, json.dumps(parts)]
+    done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found: list[list[Any]] = []
+    for line in map(json.loads, done.stdout.splitlines()):
+        if isinstance(line, str):
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found
+
+
+def launched(cache: Path, *words: str, packages: Path | None = None) -> list[Any]:
+    """What launches of Motet's kernels make."""
+    (made,) = compiled(cache, ("launched_kernels", list(words)), packages=packages)
+    return made
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """The widest heads, where registers are fewest, and the recurrence; bad kernels; and passes without values."""
+    words = ["--targets", "sm_90", "--widths", "256", "--dtypes", "bf16", "--models", "plain", "delta"]
+    parts = ("launched_kernels", words), ("bad_kernels", []), ("passes_without_values", [])
+    return compiled(tmp_path_factory.mktemp("triton"), *parts)
 
 
 def wrong(made: list[dict[str, Any]]) -> list[str]:
@@ -58,16 +85,15 @@ def wrong(made: list[dict[str, Any]]) -> list[str]:
     return found + [f"{key[0]}: {len(each)} machine codes" for key, each in codes.items() if len(each) > 1]
 
 
-def test_kernels_compile_for_a_hopper_card_as_launches_make_them(tmp_path: Path) -> None:
-    """The widest heads, where registers are fewest, and the recurrence."""
-    made = compiled(tmp_path, "--targets", "sm_90", "--widths", "256", "--dtypes", "bf16", "--models", "plain", "delta")
+def test_kernels_compile_for_a_hopper_card_as_launches_make_them(three: list[list[Any]]) -> None:
+    made = three[0]
     assert Counter(one["kernel"] for one in made) == Counter([*ATTENTION, "collect", "forward", "backward"])
     assert not wrong(made)
 
 
-def test_a_bad_kernel_is_found(tmp_path: Path) -> None:
+def test_a_bad_kernel_is_found(three: list[list[Any]]) -> None:
     """Atomic sums, a machine code for each number, registers and shared memory that do not suffice, fused sums."""
-    found = "\n".join(wrong(compiled(tmp_path, module="tests.support.bad_kernels")))
+    found = "\n".join(wrong(three[1]))
     for line in (
         ": 2 machine codes",
         "1 atomic instructions",
@@ -79,10 +105,10 @@ def test_a_bad_kernel_is_found(tmp_path: Path) -> None:
         assert line in found, found
 
 
-def test_passes_ask_for_no_value_and_leave_no_tensor_on_the_host(tmp_path: Path) -> None:
+def test_passes_ask_for_no_value_and_leave_no_tensor_on_the_host(three: list[list[Any]]) -> None:
     """Decoding, and training to the gradients; attention by torch's products waits for the device, and is found."""
     kernels = ["collect", "forward", "key_gradients", "query_gradients"]
-    found = compiled(tmp_path, module="tests.support.passes_without_values")
+    found = three[2]
     assert found[:2] == [["triton", "decode", ["forward"]], ["triton", "train", kernels]]
     assert [(one[0], "torch.nonzero()" in one[2][0]) for one in found[2:]] == [("torch", True)] * 2
 
@@ -92,7 +118,7 @@ def test_passes_ask_for_no_value_and_leave_no_tensor_on_the_host(tmp_path: Path)
 def test_kernels_compile_for_every_card(tmp_path: Path, target: str) -> None:
     """In bfloat16; for Hopper also in float16."""
     dtypes = ("bf16", "fp16") if target == "sm_90" else ("bf16",)
-    made = compiled(tmp_path, "--targets", target, "--dtypes", *dtypes)
+    made = launched(tmp_path, "--targets", target, "--dtypes", *dtypes)
     assert len(made) == len(dtypes) * 6 * 2 * 4 + 4
     assert not wrong(made)
 
@@ -101,4 +127,4 @@ def test_kernels_compile_for_every_card(tmp_path: Path, target: str) -> None:
 def test_kernels_compile_with_the_triton_of_torch_2_11(tmp_path: Path) -> None:
     packages = envs.packages("triton-3.6.0")
     for target in ("sm_90", "sm_100"):
-        assert not wrong(compiled(tmp_path, "--targets", target, "--dtypes", "bf16", packages=packages))
+        assert not wrong(launched(tmp_path, "--targets", target, "--dtypes", "bf16", packages=packages))

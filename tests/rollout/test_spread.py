@@ -108,13 +108,43 @@ def busy() -> BusyTime:
     return BusyTime()
 
 
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A process that was held before it was ready."""
+
+    link: SamplerLink
+    adapter: AdapterRef
+    """Installed before that, too."""
+    rested: bool
+    """Whether it sampled nothing until it was let go."""
+    early: list[Any]
+    """What it sampled then."""
+
+
 @pytest.fixture(scope="module")
-def link(base: Any, busy: BusyTime) -> Iterator[SamplerLink]:
-    """One process for all tests that leave it as it is."""
+def begun(base: Any, here: EmbeddedEngine, busy: BusyTime) -> Iterator[Begun]:
+    """One process for all tests: they leave it as it is, and the one that kills it comes last."""
     link = SamplerLink(LOAD, base.fingerprint(), busy, 0.5, None)
-    wait_for(link)
-    yield link
-    link.close()
+    adapter = new_version(base, here, link)
+    link.hold(True)
+
+    async def run() -> tuple[bool, list[Any]]:
+        task = asyncio.create_task(collect(link, request("early", adapter)))
+        await asyncio.sleep(0.3)
+        rested = not task.done()
+        link.hold(False)
+        return rested, bits(await task)
+
+    try:
+        wait_for(link)
+        yield Begun(link, adapter, *asyncio.run(run()))
+    finally:
+        link.close()
+
+
+@pytest.fixture
+def link(begun: Begun) -> SamplerLink:
+    return begun.link
 
 
 _versions = iter(range(10**6))
@@ -336,20 +366,9 @@ def test_nothing_is_sampled_while_held_and_unloading_waits_for_nobody(
     asyncio.run(run())
 
 
-def test_a_process_that_gets_ready_while_held_rests_at_once(base: Any, links: list[SamplerLink]) -> None:
-    links.append(SamplerLink(LOAD, base.fingerprint(), BusyTime(), 0.5, None))
-    (link,) = links
-    link.hold(True)
-    wait_for(link)
-
-    async def run() -> None:
-        task = asyncio.create_task(collect(link, request("early", None)))
-        await asyncio.sleep(0.3)
-        assert not task.done(), "it was sampled while the device trained"
-        link.hold(False)
-        assert len(await task) == 2
-
-    asyncio.run(run())
+def test_a_process_that_gets_ready_while_held_rests_at_once(begun: Begun, here: EmbeddedEngine) -> None:
+    assert begun.rested, "it was sampled while the device trained"
+    assert begun.early == bits(asyncio.run(collect(here, request("early", begun.adapter))))
 
 
 def test_the_process_is_out_of_reach_of_the_terminal(link: SamplerLink) -> None:
@@ -374,11 +393,9 @@ def early_end(chunks: dict[int, list[Chunk]]) -> tuple[int, int]:
     return best[1], best[2]
 
 
-def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, links: list[SamplerLink]) -> None:
-    links.append(SamplerLink(LOAD, base.fingerprint(), BusyTime(), 0.5, None))
-    (link,) = links
+def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, link: SamplerLink) -> None:
+    """The last test with the process that they share."""
     ref = new_version(base, here, link)
-    wait_for(link)
     engine = SpreadEngine(here, [link])
     occupied = request("here", ref, (8, 9, 10, 11), sampling={"max_tokens": 4})
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -36,5 +36,9 @@ def launches() -> Iterator[Callable[[], object]]:
     yield partial(key_gradients[1,], matrix, matrix, matrix, SIDE=256, num_warps=8, enable_fp_fusion=True)
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str] = ()) -> None:
     launched_kernels.print_made("sm_90", "bf16", 64, "bad", list(launches()))
+
+
+if __name__ == "__main__":
+    main()

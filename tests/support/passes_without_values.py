@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -72,7 +73,7 @@ def train(base: LoraModel) -> None:
         torch.autograd.backward([logprobs_N.sum() for logprobs_N, _ in found])
 
 
-def main() -> None:
+def main(words: Sequence[str] = ()) -> None:
     base = without_values()
     for attention in ("triton", "torch"):
         base.compute_with(dataclasses.replace(LIKE_A_GPU, attention=attention))
