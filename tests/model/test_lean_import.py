@@ -1,10 +1,15 @@
-"""Processes of Motet load a base without torch's compiler; others get all of transformers."""
+"""Processes of Motet load a base without torch's compiler, others with all of transformers, none with installed kernels."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from typing import Any
+
+import pytest
+
+from tests.support import tiny_models as tiny
 
 SCRIPT = """
 import json, sys
@@ -28,25 +33,72 @@ after = {
     "parallel": sys.modules["transformers.distributed.fsdp"].is_torch_distributed_available(),
     "compiler": callable(torch._dynamo.explain) and "torch._dynamo" in sys.modules,
 }
+"""
+REPORT = """
 print(json.dumps([heavy, after]))
+"""
+MIXERS = ("lfm2", "qwen3_5", "falcon_h1")
+"""A base of each mixer."""
+KERNELS = """
+class Kernel:
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+    def __call__(self, *args, **kwargs):
+        raise RuntimeError("a kernel that nobody asked for")
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Kernel()
 """
 
 
-def loaded(process: str) -> tuple[list[str], dict[str, bool]]:
-    """Which slow packages a process has imported with a base, and what works afterwards."""
-    command = [sys.executable, "-c", SCRIPT, process]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    heavy, after = json.loads(done.stdout.splitlines()[-1])
-    return heavy, after
+def printed(process: str, script: str) -> Any:
+    """What a process prints as JSON in its last line."""
+    command = [sys.executable, "-c", script, process]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def of_somebody_else(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Of one process, where kernels are installed: what it imported, what works, and what bases with mixers compute."""
+    packages = tmp_path_factory.mktemp("packages")
+    for package in ("fla", "causal_conv1d", "mamba_ssm"):
+        (packages / f"{package}.py").write_text(KERNELS)
+    bases = f"""
+from motet.model.load import load_base
+computed = []
+for place in {[str(tiny.directory(name)) for name in MIXERS]!r}:
+    computed.append(load_base(place, dtype="float32", device="cpu", block_size={tiny.BLOCK}).fingerprint())
+    try:
+        transformers.AutoModelForCausalLM.from_pretrained(place)(input_ids=torch.arange(4)[None])
+    except RuntimeError as error:
+        computed.append(str(error))
+print(json.dumps([heavy, after, computed]))
+"""
+    found: list[Any] = printed(
+        "of somebody else", f"import sys\nsys.path.insert(0, {str(packages)!r})\n{SCRIPT}{bases}"
+    )
+    return found
 
 
 def test_a_process_of_motet_loads_a_base_without_the_compiler_which_can_be_used_afterwards() -> None:
-    heavy, after = loaded("of Motet")
+    heavy, after = printed("of Motet", SCRIPT + REPORT)
     assert heavy == []
     assert after == {**dict.fromkeys(after, True), "parallel": False}
 
 
-def test_in_a_process_of_somebody_else_transformers_lacks_nothing() -> None:
-    heavy, after = loaded("of somebody else")
+def test_in_a_process_of_somebody_else_transformers_lacks_nothing(of_somebody_else: list[Any]) -> None:
+    heavy, after, _ = of_somebody_else
     assert "torch._dynamo" in heavy
     assert after == dict.fromkeys(after, True)
+
+
+def test_kernels_that_are_installed_are_not_used(of_somebody_else: list[Any]) -> None:
+    """transformers takes them without a word; neither Motet nor what it is compared with does."""
+    asked = "a kernel that nobody asked for"
+    assert of_somebody_else[2] == [one for name in MIXERS for one in (tiny.base(name).fingerprint(), asked)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -258,7 +256,11 @@ def test_a_job_samples_and_trains_with_the_same_bits_alone_and_in_company(
     base = tiny.base(name, dtype)
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def letters(problem, completion):\n    return len(set(completion)) / 8\n")
-    fields = {"reward": f"{rewards}:letters", "steps": 2}
+    fields = {
+        "reward": f"{rewards}:letters",
+        "steps": 2,
+        "algorithm": {"group_size": 2, "groups_per_step": 2},
+    }
     mine = job("mine", rewards, **fields)
     company = [job("wide", rewards, **fields, adapter={"rank": 16}, sampling={"max_tokens": 19}), mine]
     assert run(base, tmp_path / "alone", [mine]).ok
@@ -295,43 +297,6 @@ def test_layers_that_peft_loads_nothing_for_get_no_adapter() -> None:
     assert [path for path in info.linears if path.endswith(".mamba.in_proj")]
     assert "PEFT loads none for them: out_proj of the mixers" in info.notes[0]
     assert [path for path in tiny.base("granite_h").info.linears if path.endswith(".mamba.out_proj")]
-
-
-KERNELS = """
-class Kernel:
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-    def __call__(self, *args, **kwargs):
-        raise RuntimeError("a kernel that nobody asked for")
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Kernel()
-"""
-
-
-def test_kernels_that_are_installed_are_not_used(tmp_path: Path) -> None:
-    """transformers takes them without a word; neither Motet nor what it is compared with does."""
-    for package in ("fla", "causal_conv1d", "mamba_ssm"):
-        (tmp_path / f"{package}.py").write_text(KERNELS)
-    script = f"""
-import sys, torch, transformers
-sys.path.insert(0, {str(tmp_path)!r})
-from motet.model.load import load_base
-for place in {[str(tiny.directory(name)) for name in FIRST]!r}:
-    print(load_base(place, dtype="float32", device="cpu", block_size={tiny.BLOCK}).fingerprint())
-    try:
-        transformers.AutoModelForCausalLM.from_pretrained(place)(input_ids=torch.arange(4)[None])
-    except RuntimeError as error:
-        print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    expected = [line for name in FIRST for line in (tiny.base(name).fingerprint(), "a kernel that nobody asked for")]
-    assert done.stdout.splitlines() == expected
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------

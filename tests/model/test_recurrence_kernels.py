@@ -19,15 +19,16 @@ from motet.model.state_cache import StateCache
 from tests.support import tiny_models as tiny
 
 DEVICE = tests.support.triton_on_cpu.DEVICE
-HEADS, KEYS, VALUES = 2, 24, 40
+KEYS, VALUES = 24, 40
 LENGTHS, PREFIXES = [KEPT + 5, 9, 3, 1], [None, None, Prefix(0, KEPT + 1), Prefix(0, 7)]
 
 
 def rows(n: int, *, delta: bool) -> list[Tensor]:
+    """With the delta rule of two heads, without it of one: what tells heads apart is the same."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(n, HEADS, *shape, generator=generator).to(DEVICE)
+        return torch.randn(n, 1 + delta, *shape, generator=generator).to(DEVICE)
 
     keys = [torch.nn.functional.normalize(random(KEYS), dim=-1) for _ in range(2)]
     return [*keys, random(VALUES), random().sigmoid(), *([random().sigmoid()] if delta else [])]

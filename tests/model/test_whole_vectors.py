@@ -20,6 +20,7 @@ from motet.model.lora_model import LoraModel
 from motet.model.whole_vectors import Uneven, by_whole_vectors, take_whole_vectors
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
+from tests.support.cases import few
 from tests.support.segments import REINFORCE, gradient, make_samples
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -150,7 +151,7 @@ def gradients(threads: int, names: str) -> list[Tensor]:
     return [gradient(trainer, name) for name in names]
 
 
-@pytest.mark.parametrize("threads", [3, 5])
+@pytest.mark.parametrize("threads", few([3, 5], 5))
 def test_company_changes_no_bit_of_a_long_pass_with_an_odd_number_of_threads(threads):
     (alone,) = gradients(threads, "a")
     assert torch.equal(gradients(threads, "abc")[0], alone)

@@ -43,11 +43,22 @@ def compiled() -> None:
     native_calls.directory()
 
 
-@pytest.fixture
-def rewards(tmp_path: Path) -> Path:
-    path = tmp_path / "rewards.py"
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "rewards.py"
     path.write_text(REWARDS)
     return path
+
+
+ENGINE = {"threads": 1, "samplers": 0, "recompute": True}
+
+
+@pytest.fixture(scope="module")
+def begun(rewards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that began with what is chosen where nobody names it; tests take a copy."""
+    directory = tmp_path_factory.mktemp("begun") / "run"
+    assert run_config(config(directory, [job("one", rewards, steps=1)], **ENGINE)).ok
+    return directory
 
 
 def without_kernels(directory: Path, code: str, *kept: str) -> str:
@@ -190,19 +201,17 @@ def test_where_only_the_portable_form_runs_torch_is_faster(tmp_path: Path) -> No
 
 
 def test_a_setting_that_own_kernels_do_not_know_is_refused_where_jobs_began_with_them(
-    tmp_path: Path, rewards: Path
+    tmp_path: Path, rewards: Path, begun: Path
 ) -> None:
-    engine = {"threads": 1, "samplers": 0, "recompute": True}
-    assert run_config(config(tmp_path / "run", [job("one", rewards, steps=1)], **engine)).ok
+    shutil.copytree(begun, tmp_path / "run")
     with pytest.raises(ConfigError, match=r"began with Motet's own kernels.*engine\.offload"):
-        run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], offload=str(tmp_path), **engine))
+        run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], offload=str(tmp_path), **ENGINE))
 
 
-def test_other_kernels_than_a_run_began_with_are_refused(tmp_path: Path, rewards: Path) -> None:
-    engine = {"threads": 1, "samplers": 0}
-    assert run_config(config(tmp_path / "run", [job("one", rewards, steps=1)], **engine)).ok
+def test_other_kernels_than_a_run_began_with_are_refused(tmp_path: Path, rewards: Path, begun: Path) -> None:
+    shutil.copytree(begun, tmp_path / "run")
     with pytest.raises(RunError, match=r"kernels: was 'motet exact.*', is "):
-        run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], kernels="torch", **engine))
+        run_config(config(tmp_path / "run", [job("one", rewards, steps=2)], kernels="torch", **ENGINE))
 
 
 def test_all_hosts_get_one_choice() -> None:

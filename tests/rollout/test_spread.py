@@ -558,8 +558,11 @@ time.sleep(600)
 """
 
 
-def test_kill_9_of_the_parent_leaves_nothing(base: Any) -> None:
-    command = [sys.executable, "-c", PARENT, encode(LOAD).decode(), base.fingerprint()]
+def test_kill_9_of_the_parent_leaves_nothing() -> None:
+    place = str(tiny.directory("llama"))
+    fingerprint = load(place, EngineConfig(threads=1, dtype="bfloat16")).fingerprint()
+    asked = encode(msgspec.structs.replace(LOAD, base=place)).decode()
+    command = [sys.executable, "-c", PARENT, asked, fingerprint]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid, files = parent.stdout.readline().split()
@@ -577,13 +580,13 @@ def test_kill_9_of_the_parent_leaves_nothing(base: Any) -> None:
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Three jobs of three steps, one of them with a lag."""
+    """Three jobs of two steps, one of them with a lag."""
     path = tmp_path_factory.mktemp("rewards") / "rewards.py"
     path.write_text(REWARDS)
     return [
-        job("one", path),
-        job("two", path, algorithm={"group_size": 3, "groups_per_step": 3}, adapter={"rank": 8}),
-        job("three", path, reward=f"{path}:vowels", algorithm={"max_off_policy_steps": 1}),
+        job("one", path, steps=2),
+        job("two", path, steps=2, algorithm={"group_size": 3, "groups_per_step": 3}, adapter={"rank": 8}),
+        job("three", path, steps=2, reward=f"{path}:vowels", algorithm={"max_off_policy_steps": 1}),
     ]
 
 

@@ -49,13 +49,16 @@ def decoded_and_whole(dtype: torch.dtype, fold: int, window: int | None) -> Iter
         yield decoded, torch.stack([rows[-back] for rows in whole])
 
 
-def alone_and_in_company(window: int | None, width: int = 16, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+def alone_and_in_company(
+    window: int | None, width: int = 16, kv_heads: int = 2, dtype: torch.dtype = torch.float32
+) -> list[list[Tensor]]:
     """Outputs and gradients of some sequences alone, and the same between others.
 
     Before and behind them are longer sequences that hold NaN and Inf, and have a shared prompt themselves.
     """
-    own = random(sum(LENGTHS), 6, 2, 2, width=width)
-    others = [random(rows, 6, 2, 2, width=width, seed=rows) for rows in (3 * TILE_KEYS + 5, 20)]
+    heads = 3 * kv_heads, kv_heads, kv_heads
+    own = random(sum(LENGTHS), *heads, width=width)
+    others = [random(rows, *heads, width=width, seed=rows) for rows in (3 * TILE_KEYS + 5, 20)]
     for each in others[0]:
         each[7::50], each[9::50] = float("nan"), float("inf")
     offset = len(others[0][0])
@@ -67,7 +70,7 @@ def alone_and_in_company(window: int | None, width: int = 16, dtype: torch.dtype
     ]
     company = packed_metadata([offset, *LENGTHS, 20], DEVICE, [None, *moved, Prefix(0, offset)])
     alone = packed_metadata(LENGTHS, DEVICE, PREFIXES)
-    (slope,) = random(offset + sum(LENGTHS) + 20, 6, width=width, seed=1)
+    (slope,) = random(offset + sum(LENGTHS) + 20, heads[0], width=width, seed=1)
     found = []
     for tables, start, parts in ((alone, 0, [own]), (company, offset, [others[0], own, others[1]])):
         states = [torch.cat(each).to(dtype).requires_grad_() for each in zip(*parts, strict=True)]

@@ -14,7 +14,7 @@ from motet.hosting.launch import load
 from motet.training.memory import pass_memory
 from tests.support.segments import REINFORCE, make_samples, make_trainer
 
-SEQUENCES, LENGTH = 32, 250
+SEQUENCES, LENGTH = 16, 250
 
 
 def status(name: str) -> int:
