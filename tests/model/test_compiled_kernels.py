@@ -62,8 +62,8 @@ def launched(cache: Path, *words: str, packages: Path | None = None) -> list[Any
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """The widest heads, where registers are fewest, and the recurrence; bad kernels; and passes without values."""
     words = ["--targets", "sm_90", "--widths", "256", "--dtypes", "bf16", "--models", "plain", "delta"]
-    parts = ("launched_kernels", words), ("bad_kernels", []), ("passes_without_values", [])
-    return compiled(tmp_path_factory.mktemp("triton"), *parts)
+    others: list[tuple[str, list[str]]] = [("bad_kernels", []), ("passes_without_values", [])]
+    return compiled(tmp_path_factory.mktemp("triton"), ("launched_kernels", words), *others)
 
 
 def wrong(made: list[dict[str, Any]]) -> list[str]:

@@ -256,11 +256,7 @@ def test_a_job_samples_and_trains_with_the_same_bits_alone_and_in_company(
     base = tiny.base(name, dtype)
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def letters(problem, completion):\n    return len(set(completion)) / 8\n")
-    fields = {
-        "reward": f"{rewards}:letters",
-        "steps": 2,
-        "algorithm": {"group_size": 2, "groups_per_step": 2},
-    }
+    fields = {"reward": f"{rewards}:letters", "steps": 2}
     mine = job("mine", rewards, **fields)
     company = [job("wide", rewards, **fields, adapter={"rank": 16}, sampling={"max_tokens": 19}), mine]
     assert run(base, tmp_path / "alone", [mine]).ok
