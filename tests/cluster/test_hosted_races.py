@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -118,8 +120,17 @@ def test_a_race_decides_the_same_after_a_host_was_killed(tmp_path: Path, alone: 
 
 
 def test_a_race_decides_the_same_whichever_host_has_which_candidate(tmp_path: Path, alone: dict[str, bytes]) -> None:
-    """One slot a host and the reverse order: the candidates arrive one after another, the last ones first."""
-    ordinary, plans = raced(config(tmp_path, hosts=2, slots=1).jobs)
+    """One slot a host and the reverse order: the candidates arrive one after another, the last ones first.
+
+    A race beside it is refused when rows with long prompts have been left out: too few held-out rows are there.
+    """
+    rows = [{"prompt": f"Add {i}" + " and one more" * 20 * (i == 5), "answer": "1"} for i in range(12)]
+    evaluation = tmp_path.with_suffix(".jsonl")
+    evaluation.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"source": "toy:add", "size": 24, "eval_source": str(evaluation), "max_prompt_tokens": 30}
+    both = tree(tmp_path, hosts=2, slots=1)
+    both["jobs"].append({"name": "few", "data": data, "reward": "exact", "race": 4, "sampling": {"max_tokens": 2}})
+    ordinary, plans = raced(validate(both, "the test").jobs)
     seen = set[tuple[str, ...]]()
 
     def observe(progress: Sequence[JobProgress]) -> None:
@@ -136,6 +147,10 @@ def test_a_race_decides_the_same_whichever_host_has_which_candidate(tmp_path: Pa
         run, interrupt = HostedRun(wanted, directory, jobs, races=races), Interrupt()
         interrupt.run(lambda: run.run(interrupt, observe))
     assert contents(tmp_path) == alone
+    why = "race: 11 held-out rows are too few.*; raise data.holdout or data.max_prompt_tokens"
+    refused = [job for job in jobs if job.name.startswith("few")]
+    assert len(refused) == 4
+    assert all(re.fullmatch(why, job.progress.message) for job in refused), refused
     assert any(0 < len(waiting) < 4 for waiting in seen), "some waited for others"
 
 

@@ -25,8 +25,8 @@ ENGINE = {"samplers": 0, "threads": 1}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
-def job(name: str) -> Json:
-    return tiny(name, steps=6, adapter={"rank": 4, "alpha": 11}, optimizer={"lr": 1e-3})
+def job(name: str, steps: int = 6) -> Json:
+    return tiny(name, steps, adapter={"rank": 4, "alpha": 11}, optimizer={"lr": 1e-3})
 
 
 def file(path: Path, **changed: Any) -> Path:
@@ -41,11 +41,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two, each with one of torchrun's processes; all are started once more when one ends."""
     command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
-    command += ["-m", "motet", "run", str(file(tmp_path))]
+    command += ["-m", "motet", "run", str(file(tmp_path, jobs=[job("a", getattr(request, "param", 6))]))]
     with (tmp_path / "log").open("wb") as log:
         started = [subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) for _ in range(2)]
     yield started
@@ -61,11 +61,12 @@ def ranks(nodes: list[subprocess.Popen[bytes]]) -> list[Any]:
     return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
 
-def test_two_nodes_have_the_bytes_of_one_process(
-    nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
-) -> None:
+@pytest.mark.parametrize("nodes", [2], indirect=True)
+def test_two_nodes_have_the_bytes_of_one_process(nodes: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
+    """Of two steps."""
     assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
-    assert weights(tmp_path / "run", "a", 6) == alone
+    alone = weights_of(run_alone(tmp_path / "alone", job("a", 2), kernels="torch"))["a"]
+    assert weights(tmp_path / "run", "a", 2) == alone
     assert (tmp_path / "log").read_text().count("loading small") == 1
 
 

@@ -36,6 +36,9 @@ BASES = [
     pytest.param(("smollm2", "float32"), id="smollm2-fp32", marks=[pytest.mark.smollm2, pytest.mark.soak]),
 ]
 
+ISOLATED = [pytest.param(("small", "float32"), id="small-fp32", marks=pytest.mark.soak), *BASES[1:]]
+"""Float32 on the native kernels is alone and in company in `test_staleness_and_honest_versions` too."""
+
 
 @pytest.fixture(scope="module", params=BASES)
 def base(request: pytest.FixtureRequest) -> Any:
@@ -77,6 +80,7 @@ def overflowing_adapter(base: Any, result: RunResult, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("base", ISOLATED, indirect=True)
 def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
     """1 and 6: alone or beside jobs of other shapes, one that overflows, one that fails, one that is cancelled: same bytes."""
     mine = job("mine", rewards, data={"source": "toy:largest", "size": 64, "holdout": 2})
@@ -133,13 +137,14 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
         assert {line["ratio_max"] for line in trained} == {1.0}
 
 
-@pytest.mark.parametrize("base", BASES[:2], indirect=True)
+@pytest.mark.parametrize(
+    "base", [BASES[0], pytest.param(("small", "bfloat16"), id="small-bf16", marks=pytest.mark.soak)], indirect=True
+)
 @pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_staleness_and_honest_versions(base: Any, tmp_path: Path, rewards: Path, lag: int) -> None:
     """3 and 4: step s samples from exactly max(0, s − k), reproducibly, whatever the company."""
-    lagging = job(
-        "lagging", rewards, steps=5, algorithm={"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": lag}
-    )
+    flight = {"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": lag}
+    lagging = job("lagging", rewards, steps=5, algorithm=flight)
     result = run(base, tmp_path / "alone", [lagging])
     assert result.ok, result
     lines = [line for line in metrics(tmp_path / "alone" / "lagging") if "loss" in line]

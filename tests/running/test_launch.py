@@ -259,11 +259,11 @@ def test_one_that_goes_on_all_the_same_says_how_it_began(hosts: int, base: Any, 
     assert run(base, tmp_path / "run", job("a", steps=2)).jobs["a"].inexact == ()
     path = tmp_path / "run" / "a" / "job.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "versions": {"torch": "2.0.0"}}))
-    engine = {"hosts": hosts, "threads": 1}
     said = "versions.torch: was '2.0.0', is '" + version("torch") + "' (from step 2 on)"
-    for steps in (2, 3):  # nothing is trained and committed the first time
+    for steps, n_hosts in ((2, 1), (3, hosts)):  # nothing is trained and committed the first time
+        engine = {"hosts": n_hosts, "threads": 1}
         tree = {"base": "small", "run": str(tmp_path / "run"), "engine": engine, "jobs": [job("a", steps=steps)]}
-        one = {"base": base} if hosts == 1 else {}
+        one = {"base": base} if n_hosts == 1 else {}
         result = run_config(validate(tree, "test"), accept_changes=True, **one).jobs["a"]
     assert (result.state, result.inexact.count(said)) == ("succeeded", 1), result
     identity = yaml.safe_load(path.read_text())

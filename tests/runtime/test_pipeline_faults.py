@@ -55,50 +55,56 @@ def made(body: str) -> Callable[[Problem, str], Any]:
 FAULTS = {
     "raises": ("    raise KeyError('no such thing')", "KeyError"),
     "hangs": ("    while True: pass", "more than 0.2 s of CPU time"),
-    "not a number": ("    return float('nan')", "returned nan, not a finite number"),
+    "not-a-number": ("    return float('nan')", "returned nan, not a finite number"),
     "dies": ("    import os; os._exit(3)", "exit status 3"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_reward_fails_its_job_with_a_reason(fault: str, tmp_path: Path) -> None:
-    body, reason = FAULTS[fault]
-    reward = {"name": "broken", "function": made(body), "cpu_seconds": 0.2}
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FakeRun]:
+    """All of them in one run, with a reward that fails sometimes, one that cannot be loaded, and a good one."""
     few = {"group_size": 2, "groups_per_step": 1}
-    run = check_company(tmp_path, [job("bad", reward=reward, algorithm=few), job("good")], Setting(rewards=RewardPool))
-    assert run.state("bad") is JobState.FAILED
-    message = run.jobs["bad"].progress.message
-    assert reason in message
+    rewards = {
+        name: {"name": "broken", "function": made(body), "cpu_seconds": 0.2} for name, (body, _) in FAULTS.items()
+    }
+    jobs = [job(name, reward=reward, algorithm=few) for name, reward in rewards.items()]
+    body = "    return {0: 1 / 0 if False else float('nan')}.get(len(completion) % 5, float(len(completion)))"
+    jobs.append(job("flaky", reward=made(body), algorithm={"max_failed_fraction": 0.9}))
+    jobs.append(job("nowhere", reward="nowhere.py:reward"))
+    path = tmp_path_factory.mktemp("faulty")
+    return path, check_company(path, [*jobs, job("good")], Setting(rewards=RewardPool))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_reward_fails_its_job_with_a_reason(fault: str, faulty: tuple[Path, FakeRun]) -> None:
+    path, run = faulty
+    assert run.state(fault) is JobState.FAILED
+    message = run.jobs[fault].progress.message
+    assert FAULTS[fault][1] in message
     assert message.startswith("2 of 2 rollouts have no reward")
     assert "(limit: algorithm.max_failed_fraction = 0.25)" in message
-    assert json.loads((tmp_path / "all" / "bad" / "status.json").read_text())["message"] == message
+    assert json.loads((path / "all" / fault / "status.json").read_text())["message"] == message
 
 
-def test_a_reward_that_fails_sometimes_loses_these_rollouts_only(tmp_path: Path) -> None:
-    body = "    return {0: 1 / 0 if False else float('nan')}.get(len(completion) % 5, float(len(completion)))"
-    flaky = job("flaky", reward=made(body), algorithm={"max_failed_fraction": 0.9})
-    run = check_company(tmp_path, [flaky, job("good")], Setting(rewards=RewardPool))
+def test_a_reward_that_fails_sometimes_loses_these_rollouts_only(faulty: tuple[Path, FakeRun]) -> None:
+    path, run = faulty
     assert run.state("flaky") is JobState.SUCCEEDED
-    assert sum(record["failed"] for record in records(tmp_path / "all", "flaky")[:-1]) > 0
-    logs = [(tmp_path / "all" / "flaky" / "rollouts" / f"{step}.jsonl").read_text() for step in range(4)]
+    assert sum(record["failed"] for record in records(path / "all", "flaky")[:-1]) > 0
+    logs = [(path / "all" / "flaky" / "rollouts" / f"{step}.jsonl").read_text() for step in range(4)]
     lost = [one for log in logs for line in log.splitlines() if (one := json.loads(line))["error"]]
     assert {one["error"] for one in lost} == {"reward reward: returned nan, not a finite number"}
     assert all(one["reward"] is None for one in lost)
     told = run.jobs["flaky"].progress.signs.warnings["failed"]
     assert "rollouts have no reward, commonest: reward reward: returned nan, not a finite number" in told
-    (read,) = [one for one in read_run(tmp_path / "all").jobs if one.name == "flaky"]
+    (read,) = [one for one in read_run(path / "all").jobs if one.name == "flaky"]
     assert told in read.warnings
 
 
-def test_a_reward_that_cannot_be_loaded_fails_its_job_only(tmp_path: Path) -> None:
-    run = check_company(tmp_path, [job("bad", reward="nowhere.py:reward"), job("good")], Setting(rewards=_Mixed))
-    assert run.state("bad") is JobState.FAILED
-    assert "nowhere.py" in run.jobs["bad"].progress.message
+def test_a_reward_that_cannot_be_loaded_fails_its_job_only(faulty: tuple[Path, FakeRun]) -> None:
+    _, run = faulty
+    assert run.state("nowhere") is JobState.FAILED
+    assert "nowhere.py" in run.jobs["nowhere"].progress.message
     assert not run.trainer._slots
-
-
-class _Mixed(RewardPool):
-    """The real pool; a class of its own only to show that nothing is patched."""
 
 
 def test_overflow_stays_with_its_job(tmp_path: Path) -> None:
@@ -251,6 +257,7 @@ def test_a_failing_device_is_reported_and_not_waited_for(
     }
     setting, reason = parts[part]
     setting.train_tokens = 64  # several batches a step, none of them shared
+    gc.freeze()  # what was there before is not looked through
     run = check_company(tmp_path, [job("bad"), job("good")], setting)
     message = run.jobs["bad"].progress.message
     assert run.state("bad") is JobState.FAILED
@@ -258,6 +265,7 @@ def test_a_failing_device_is_reported_and_not_waited_for(
     assert "error.log" in message
     assert "Traceback" in (tmp_path / "all" / "bad" / "error.log").read_text()
     gc.collect()
+    gc.unfreeze()
     assert not caplog.records, "asyncio complains of exceptions that nobody looked at"
     assert not run.trainer._slots
     assert run.engine.loaded == frozenset()

@@ -54,6 +54,7 @@ from tests.support.server_run import (
     publish,
     replica_of,
     request,
+    set_aside,
     trainer_of,
 )
 from tests.support.waiting import until
@@ -73,6 +74,7 @@ def nodes(count: int, directory: Path, dialect: Any = "vllm") -> Iterator[tuple[
 
 
 def engine_of(servers: Sequence[ProtocolServer], agents: Sequence[str], directory: Path, **bounds: Any) -> ServerEngine:
+    set_aside()
     headers = {"Authorization": f"Bearer {KEY}"}
     replicas = [
         replace(replica_of(server, headers=headers), agent=agent) for server, agent in zip(servers, agents, strict=True)
@@ -90,7 +92,7 @@ async def scores(version: AdapterRef, trainer: Any, job: str) -> Any:
 # --- many servers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("publishes", [30, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("publishes", [15, pytest.param(300, marks=pytest.mark.soak)])
 def test_nothing_is_sampled_from_a_wrong_version(publishes: int, tmp_path: Path) -> None:
     """Four nodes: one dies and comes back, one is slow, one answers with the base for a while."""
 
@@ -305,6 +307,7 @@ def test_a_path_that_a_server_does_not_see_yet_is_asked_for_again(tmp_path: Path
     trainer = trainer_of("job")
     learn(trainer, "job")
     with ProtocolServer() as server:
+        set_aside()
         replica = replica_of(server)
         late = replace(replica.dialect, load=lambda name, path: HttpRequest(*_elsewhere(tmp_path, name)))
         replica = replace(replica, dialect=late, clocks=replace(replica.clocks, load=0.5))

@@ -52,7 +52,7 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.soak)])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with its run, whose servers are gone."""
     project = tmp_path_factory.mktemp(request.param)

@@ -34,6 +34,7 @@ from tests.support.server_run import (
     publish,
     replica_of,
     request,
+    set_aside,
     trainer_of,
 )
 from tests.support.waiting import until
@@ -364,9 +365,11 @@ def test_a_server_that_cannot_be_asked_at_all_is_told_at_once(
 
     with ProtocolServer() as server:
         asked = url or server.url
+        set_aside()
         replica = replace(replica_of(server), url=asked, headers=headers)
         files, decode = VersionFiles(tmp_path / "served"), FakeTokenizer().decode
         drive(ServerEngine([replica], {}, files, decode, replace(BOUNDS, wait_seconds=60.0), RUN), test)
+        set_aside()
         replica = replace(replica_of(server), url=asked, headers=headers)
         bounds = replace(BOUNDS, wait_seconds=60.0)
         drive(ServerEngine([replica, replica_of(server)], {}, files, decode, bounds, RUN), beside)

@@ -112,11 +112,11 @@ def test_requests_that_wait_for_a_server_to_start_do_not_hold_up_its_start(tmp_p
 def test_jobs_sample_on_a_server_that_sleeps_in_each_step(server: str, tmp_path: Path) -> None:
     """A real vLLM for CPUs stops its scheduler only."""
     job = {
-        "data": "toy:reverse",
+        "data": {"source": "toy:reverse", "holdout": 2},
         "reward": "exact",
         "steps": 3,
         "sampling": {"max_tokens": 8},
-        "algorithm": {"groups_per_step": 2},
+        "algorithm": {"group_size": 2, "groups_per_step": 2},
     }
     python = vllm_python() if server == "vLLM" else str(stand_in(tmp_path / "python"))
     tree = {

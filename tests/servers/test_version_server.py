@@ -50,6 +50,7 @@ from tests.support.server_run import (
     publish,
     replica_of,
     request,
+    set_aside,
     trainer_of,
 )
 from tests.support.waiting import until, wait_until
@@ -59,6 +60,7 @@ FETCHES = Setup(api_key=KEY, fetches=True, max_cpu_loras=2)
 
 
 def engine_of(servers: Sequence[ProtocolServer], directory: Path) -> ServerEngine:
+    set_aside()
     headers = {"Authorization": f"Bearer {KEY}"}
     versions = VersionServer(directory / "served", [server.url for server in servers], [KEY])
     replicas = [replace(replica_of(server, CLOCKS, headers), versions=versions) for server in servers]
