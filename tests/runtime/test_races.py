@@ -119,9 +119,8 @@ def test_order_slots_and_speed_change_neither_decisions_nor_bytes(alone: Path, t
     def shuffled(jobs: list[JobConfig]) -> list[JobConfig]:
         return random.Random(4).sample(jobs, len(jobs))
 
-    for name, setting in (("few", {"slots": 2}), ("slow", {"jitter": 5, "capacity": 5})):
-        on_fakes(tmp_path / name, shuffled, **setting)
-        assert contents(tmp_path / name) == contents(alone)
+    on_fakes(tmp_path, shuffled, slots=2, jitter=5, capacity=5)
+    assert contents(tmp_path) == contents(alone)
 
 
 def test_a_candidate_has_the_bytes_that_it_has_without_a_race(alone: Path, tmp_path: Path) -> None:

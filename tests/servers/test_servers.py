@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
@@ -15,9 +13,7 @@ from motet.config import EngineConfig, LaunchConfig, RolloutConfig
 from motet.core.errors import ConfigError
 from motet.hosting.launch import load
 from motet.hosting.servers import build_servers, launched
-from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.server import Demand
-from tests.support.vllm_server import vllm_python
 
 
 def test_a_base_is_copied_to_memory_and_goes_with_the_engine(tmp_path: Path, small_base_dir: Path) -> None:
@@ -39,42 +35,6 @@ def test_a_base_is_copied_to_memory_and_goes_with_the_engine(tmp_path: Path, sma
     nowhere = config.model_copy(update={"launch": launch.model_copy(update={"preload": str(tmp_path / "file")})})
     with pytest.raises(ConfigError, match=r"cannot be copied to rollout\.launch\.preload="):
         build_servers(info, nowhere, Demand(1, 2, 8), "run", tmp_path)
-
-
-@pytest.mark.slow
-def test_vllm_reads_every_option_as_it_is_meant(tmp_path: Path) -> None:
-    """Its own parser of arguments, for what two ranks on GPUs are started with and for a CPU."""
-    program = """
-import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-found = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[1:]))
-print(json.dumps({name: str(value) for name, value in found.items()}))
-"""
-    launch = LaunchConfig(
-        python=vllm_python(), tensor_parallel=2, gpu_memory_utilization=0.4, max_positions=512, sleep=True
-    )
-    config = RolloutConfig(engine="vllm", launch=launch, publish_by="tensors", rows=32)
-    info = load("small", EngineConfig(threads=1)).info
-    (server,) = launched(info, "a model", config, launch, Demand(3, 9, 12), tmp_path)
-    python, *_ = command = server.process._command
-    words = [python, "-c", program, *command[3:]]
-    told = subprocess.run(words, env=server.process._env, text=True, capture_output=True, check=False, timeout=240)
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout.splitlines()[-1])
-    assert {name: found[name] for name in ("tensor_parallel_size", "model", "max_model_len", "max_num_seqs")} == {
-        "tensor_parallel_size": "2", "model": "a model", "max_model_len": "512", "max_num_seqs": "32",
-    }  # fmt: skip
-    assert [found[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")] == ["3", "9", "16"]
-    assert [found[name] for name in ("gpu_memory_utilization", "enable_lora", "enforce_eager")] == [
-        "0.4",
-        "True",
-        "False",
-    ]
-    assert (found["enable_sleep_mode"], server.process._env["VLLM_SERVER_DEV_MODE"]) == ("True", "1")
-    assert (found["logprobs_mode"], found["generation_config"]) == ("processed_logprobs", "vllm")
-    assert found["worker_extension_cls"] == motet_vllm.EXTENSION
-    assert "guidance" in found["structured_outputs_config"]
 
 
 def test_vllm_on_a_cpu_has_a_slot_that_no_version_takes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -18,13 +19,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from motet.commands.export import write
-from motet.config import AdapterConfig, EngineConfig, RolloutConfig, RunConfig
+from motet.config import AdapterConfig, EngineConfig, LaunchConfig, RolloutConfig, RunConfig
 from motet.core.errors import EngineError, ProbeError
 from motet.core.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from motet.hosting.launch import load
 from motet.hosting.running import run_config
-from motet.hosting.servers import TOLERANCE, Launched, build_servers
-from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED
+from motet.hosting.servers import TOLERANCE, Launched, build_servers, launched
+from motet.rollout.in_vllm.motet_vllm import EXTENSION, PREFIX, TESTED
 from motet.rollout.server import Demand, ServerEngine
 from motet.runtime.probe import Probe
 from motet.training.torch_trainer import TorchTrainer
@@ -34,7 +35,7 @@ from tests.support.fake_run import records
 from tests.support.node_agents import node_agent
 from tests.support.peft_files import export
 from tests.support.service_run import Service, serving, tiny
-from tests.support.vllm_server import launch, vllm_python, vllm_server
+from tests.support.vllm_server import OPTIONS, launch, vllm_python, vllm_server
 
 pytestmark = pytest.mark.slow
 KEY = "MOTET_TEST_VLLM_KEY"
@@ -58,8 +59,19 @@ def place(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(release: str, small: Any, place: Path) -> Iterator[Launched]:
-    with vllm_server(small, place, own_worker=False, release=release) as found:
+def on_gpus(release: str, small: Any, place: Path) -> Launched:
+    """What two ranks on GPUs are started with."""
+    python = vllm_python(release)
+    start = LaunchConfig(python=python, tensor_parallel=2, gpu_memory_utilization=0.4, max_positions=512, sleep=True)
+    given = RolloutConfig(engine="vllm", launch=start, publish_by="tensors", rows=32)
+    (found,) = launched(small.info, "a model", given, start, Demand(3, 9, 12), place)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(release: str, small: Any, place: Path, on_gpus: Launched) -> Iterator[Launched]:
+    _, _, _, *options = on_gpus.process._command
+    with vllm_server(small, place, own_worker=False, release=release, reads=options) as found:
         os.environ[KEY] = found.key
         said = httpx2.get(f"{found.url}/version", headers={"Authorization": f"Bearer {found.key}"}, timeout=60).json()
         assert said["version"].partition("+")[0] == release
@@ -92,6 +104,26 @@ def job(name: str, source: str, rank: int, **fields: Any) -> dict[str, Any]:
         "eval": {"every": 0},
         **fields,
     }
+
+
+def test_it_reads_every_option_as_it_is_meant(server: Launched, on_gpus: Launched, place: Path) -> None:
+    """Its own parser of arguments, for what two ranks on GPUs are started with; the server here has those for a CPU."""
+    lines = (place / "server-0.log").read_text().splitlines()
+    (told,) = [line for line in lines if line.startswith(OPTIONS)]
+    found = json.loads(told.removeprefix(OPTIONS))
+    assert {name: found[name] for name in ("tensor_parallel_size", "model", "max_model_len", "max_num_seqs")} == {
+        "tensor_parallel_size": "2", "model": "a model", "max_model_len": "512", "max_num_seqs": "32",
+    }  # fmt: skip
+    assert [found[name] for name in ("max_loras", "max_cpu_loras", "max_lora_rank")] == ["3", "9", "16"]
+    assert [found[name] for name in ("gpu_memory_utilization", "enable_lora", "enforce_eager")] == [
+        "0.4",
+        "True",
+        "False",
+    ]
+    assert (found["enable_sleep_mode"], on_gpus.process._env["VLLM_SERVER_DEV_MODE"]) == ("True", "1")
+    assert (found["logprobs_mode"], found["generation_config"]) == ("processed_logprobs", "vllm")
+    assert found["worker_extension_cls"] == EXTENSION
+    assert "guidance" in found["structured_outputs_config"]
 
 
 @pytest.mark.cell("single turn, publish by files", "vLLM")

@@ -8,9 +8,10 @@ It finds versions by their names in directory / "by-name", fetches those that it
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,19 @@ from tests.conftest import IN_CI
 
 WANTED = Demand(adapters=4, versions=16, rank=16)
 START_SECONDS = 600.0
+OPTIONS = "options: "
+"""Before what the server's own parser made of `reads`, in its log."""
+READS = f"""
+import json, runpy, sys
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:  # of older releases
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+found = vars(make_arg_parser(FlexibleArgumentParser()).parse_args(json.loads(sys.argv.pop(1))))
+print({OPTIONS!r} + json.dumps({{name: str(value) for name, value in found.items()}}), flush=True)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
 
 
 def vllm_python(release: str = TESTED[-1]) -> str:
@@ -50,11 +64,13 @@ def launch(release: str = TESTED[-1]) -> LaunchConfig:
 
 @contextlib.contextmanager
 def vllm_server(
-    base: Any, directory: Path, *args: str, own_worker: bool = True, release: str = TESTED[-1], key: str = ""
-) -> Iterator[servers.Launched]:
+    base: Any, directory: Path, *args: str, own_worker: bool = True, release: str = TESTED[-1], key: str = "",
+    reads: Sequence[str] = (),
+) -> Iterator[servers.Launched]:  # fmt: skip
     """A server that runs while the block does.
 
-    Without `own_worker` its worker shares the engine's process: it loads sooner, and neither waits in a busy loop.
+    Without `own_worker` its worker shares the engine's process: it loads sooner, and neither waits in a busy loop. It reads
+    the options `reads` before its own, and tells in its log what they mean to it.
     """
     (directory / "by-name").mkdir(parents=True)
     env = {
@@ -65,6 +81,10 @@ def vllm_server(
     start = launch(release).model_copy(update={"env": env, "args": list(args)})
     config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
     (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
+    if reads:
+        python, dash_m, module, *rest = server.process._command
+        assert dash_m == "-m"
+        server.process._command = [python, "-c", READS, json.dumps(reads), module, *rest]
     server.process.start()
     try:
         _wait(server)
