@@ -224,6 +224,8 @@ def _sample(policy: FakePolicy, request: GenerateRequest, key: int, writing: Gro
 
 def _truncated(probabilities: Vector, sampling: SamplingParams) -> Vector:
     """Set the probabilities of tokens excluded by top-k, top-p or min-p to zero."""
+    if not sampling.truncates:
+        return probabilities
     order = np.argsort(-probabilities, kind="stable")
     before = np.cumsum(probabilities[order]) - probabilities[order]
     kept = (before < sampling.top_p) & (probabilities[order] >= sampling.min_p * probabilities.max())
