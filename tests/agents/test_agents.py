@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -339,6 +338,8 @@ def test_responses_as_the_stock_client_reads_them(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_messages_as_the_stock_client_reads_them(stream):
+    import anthropic  # takes two seconds, and few tests of this process need it
+
     tool: Any = {"name": "add", "description": "Add.", "input_schema": {"type": "object", "properties": {}}}
 
     async def create(stock: anthropic.AsyncAnthropic, messages: Any) -> Any:
@@ -375,6 +376,8 @@ def test_messages_as_the_stock_client_reads_them(stream):
 
 
 def test_messages_tell_the_stop_sequence_that_ended_them():
+    import anthropic
+
     async def client(openais: openai.AsyncOpenAI) -> Any:
         base_url = str(openais.base_url).rstrip("/").removesuffix("/v1")
         async with anthropic.AsyncAnthropic(base_url=base_url, api_key=openais.api_key, max_retries=0) as stock:
@@ -519,22 +522,22 @@ def test_another_key_opens_nothing_and_an_episode_that_is_over_is_gone():
 # --- the process ----------------------------------------------------------------------------------------------------------
 
 AGENTS = """
-import asyncio, os, sys, time
-import openai
-
-def client(base_url, api_key):
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+import asyncio, json, os, sys, time
+from urllib.request import Request, urlopen  # loaded in no time, by each of their processes
 
 def ask(base_url, api_key, text="hi"):
-    with client(base_url, api_key) as stock:
-        return stock.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+    body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    with urlopen(Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)) as answer:
+        said = json.load(answer)
+    return said["id"], said["choices"][0]["message"]["content"]
 
 def plain(problem, base_url, api_key, worth=1.0):
     assert problem.answer == "7" and problem.messages[0].content == "Play."
-    return worth * len(ask(base_url, api_key).choices[0].message.content)
+    return worth * len(ask(base_url, api_key)[1])
 
 def by_call(base_url, api_key, worth=1.0):
-    return {ask(base_url, api_key, text).id: worth * part for text, part in (("a", 1.0), ("b", 0.5))}
+    return {ask(base_url, api_key, text)[0]: worth * part for text, part in (("a", 1.0), ("b", 0.5))}
 
 def unknown(base_url, api_key):
     ask(base_url, api_key)
@@ -544,9 +547,8 @@ async def idle(base_url, api_key):
     await asyncio.sleep(60)
 
 async def stuck(base_url, api_key):
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as stock:
-        said = await stock.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-    if "1" in said.choices[0].message.content:
+    _, said = await asyncio.to_thread(ask, base_url, api_key)
+    if "1" in said:
         time.sleep(60)
     return 1.0
 
@@ -557,13 +559,13 @@ async def hangs_once(mark):
     return 1.0
 
 def leaves(base_url, api_key):
-    if "1" in ask(base_url, api_key).choices[0].message.content:
+    if "1" in ask(base_url, api_key)[1]:
         os._exit(3)
     time.sleep(0.3)
     return 1.0
 
 def quits(base_url, api_key):
-    if "1" in ask(base_url, api_key).choices[0].message.content:
+    if "1" in ask(base_url, api_key)[1]:
         sys.exit(3)
     time.sleep(1)
     return 1.0
@@ -778,7 +780,7 @@ async def run(problem, base_url, api_key):
 def test_a_job_with_an_agent_has_the_same_bytes_in_company(tmp_path, share):
     (tmp_path / "agent.py").write_text(LEARNER)
     own = {
-        "name": "own", "data": {"source": "toy:add", "holdout": 8}, "environment": f"{tmp_path}/agent.py:run",
+        "name": "own", "data": {"source": "toy:add", "holdout": 2}, "environment": f"{tmp_path}/agent.py:run",
         "sampling": {"max_tokens": 5}, "steps": 2,
         "algorithm": {"group_size": 4, "groups_per_step": 2, "share_prefixes": share},
     }  # fmt: skip
@@ -799,7 +801,7 @@ def test_sharing_prefixes_changes_rounding_alone(tmp_path):
     """Rollouts and losses of the first step have the same bits, and its gradient's norm agrees."""
     (tmp_path / "agent.py").write_text(LEARNER)
     job = {
-        "data": {"source": "toy:add", "holdout": 8},
+        "data": {"source": "toy:add", "holdout": 1},
         "environment": f"{tmp_path}/agent.py:run",
         "sampling": {"max_tokens": 5},
     }
