@@ -76,9 +76,9 @@ def page(run: Path) -> Page:
     return Page(write_report(run).read_text())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A real one."""
+    """A real one; each report is shown in a session of its own."""
     pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     from tests.support.browser import CHROMIUM, browsing
 
