@@ -6,9 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import openai
 import pytest
 
@@ -18,6 +17,9 @@ from motet.tasks.tool_calls import SpokenText, tool_calls, without_calls
 from tests.support.house import House
 from tests.support.scripted_service import ROOM, Says, scripted_service
 from tests.support.service_run import Json
+
+if TYPE_CHECKING:
+    import anthropic
 
 CALL = 'Let me see. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -52,6 +54,8 @@ def stock(scripted: tuple[House, Says]) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def claude(scripted: tuple[House, Says]) -> Iterator[anthropic.Anthropic]:
+    import anthropic  # takes two seconds, and few tests of this process need it
+
     house, _ = scripted
     with anthropic.Anthropic(base_url=str(house.http.base_url), api_key=house.keys["ours"], max_retries=0) as client:
         yield client
@@ -279,6 +283,8 @@ ASKED: list[tuple[str, Json]] = [
 def test_an_error_inside_a_stream_is_an_error_of_the_client_and_names_no_place(
     scripted: tuple[House, Says], stock: openai.OpenAI, claude: anthropic.Anthropic, model: Says, path: str, body: Json
 ) -> None:
+    import anthropic
+
     house, _ = scripted
     model.texts, model.fails = ["It is 2."], f"{house.storage.directory}/run/x is not there"
     made: Any = {"chat/completions": stock.chat.completions, "responses": stock.responses, "messages": claude.messages}
@@ -377,6 +383,8 @@ def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, m
 def test_both_stock_clients_tell_the_id_of_a_request(
     stock: openai.OpenAI, claude: anthropic.Anthropic, model: Says
 ) -> None:
+    import anthropic
+
     model.texts = ["x"] * 2
     assert chat(stock, False, messages=[HI])._request_id
     assert claude.messages.create(model="small", max_tokens=9, messages=[HI])._request_id
