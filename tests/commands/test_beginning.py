@@ -56,7 +56,8 @@ def test_what_init_wrote_passes_check(here: Path, says: Motet) -> None:
     assert "nothing was trained" in out
     assert "job add: forecast: " in out
     assert "its first" not in out
-    few = ("--set", "steps=2", "--set", "sampling.max_tokens=8")
+    sizes = ("algorithm.group_size=2", "algorithm.groups_per_step=2", "data.holdout=2")
+    few = [word for one in ("steps=2", "sampling.max_tokens=8", *sizes) for word in ("--set", one)]
     assert says("run", "jobs.yaml", *few)[0] == 0
     code, out, err = says("check", "jobs.yaml", "--rollouts", "2", *few)
     assert code == 0, err

@@ -102,10 +102,11 @@ def test_what_a_person_tried_is_listed_only_until_a_test_proves_it() -> None:
 
 
 def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_reference, "PAGES", {"configuration.md": make_reference.configuration})
+    written = make_reference.configuration()
+    monkeypatch.setattr(make_reference, "PAGES", {"configuration.md": lambda: written})
     page = tmp_path / "configuration.md"
     assert make_reference.stale_pages(tmp_path) == ["configuration.md"]
-    page.write_text(make_reference.NOTICE + make_reference.configuration(), encoding="utf-8")
+    page.write_text(make_reference.NOTICE + written, encoding="utf-8")
     assert make_reference.stale_pages(tmp_path) == []
     page.write_text(page.read_text(encoding="utf-8").replace("`32`", "`16`"), encoding="utf-8")
     assert make_reference.stale_pages(tmp_path) == ["configuration.md"]
