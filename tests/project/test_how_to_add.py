@@ -277,7 +277,7 @@ jobs = [
 ]
 jobs.append({**jobs[0], "name": "signs", "algorithm": {**jobs[0]["algorithm"], "advantage": "signs"}})
 base = load_base("small", device="cpu", arithmetic=Arithmetic(products="counted"))
-config = config_of(jobs, "small", {"samplers": 0, "slots": 6, "kernels": "torch"}, "x", home / "run", ["printed"])
+config = config_of(jobs, "small", {"samplers": 0, "threads": 1, "slots": 6, "kernels": "torch"}, "x", home / "run", ["printed"])
 run = run_config(config, base=base)
 assert all(one.state == "succeeded" for one in run.jobs.values()), run
 """

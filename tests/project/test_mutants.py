@@ -15,6 +15,7 @@ ROOMS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())  # the scri
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_the_files_of_a_room_are_there(room: str) -> None:
+    assert ROOMS[room].keys() == {"files", "tests", "killed"}
     assert not [file for file in ROOMS[room]["files"] if not list((ROOT / "src" / "motet").glob(file))]
 
 
