@@ -20,6 +20,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.support.browser import CHROMIUM, PATIENCE, browsing, watched
 from tests.support.cases import few
+from tests.support.misbehaving_rewards import Scorer, misbehaving
 from tests.support.service_run import Json, Service, tiny
 
 pytestmark = [
@@ -30,6 +31,10 @@ expect.set_options(timeout=PATIENCE)
 
 LONG = 400
 """Steps of jobs that something happens to meanwhile."""
+CONFIG = """
+engine: {samplers: 0, threads: 1}
+reward_hosts: ['127.0.0.1:*']
+"""
 COVERED = """() => [...document.querySelectorAll('figure')].flatMap(figure => {
     const boxes = query => [...figure.querySelectorAll(query)].map(one => one.getBoundingClientRect());
     const marks = boxes('.points path');
@@ -50,9 +55,12 @@ LOST = (
 class Keyed(Service):
     """A service that asks for keys; what is asked through it is asked with the admin's."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, keys=True)
+    def __init__(self, directory: Path, scorer: Scorer) -> None:
+        directory.mkdir(exist_ok=True)
+        (directory / "serve.yaml").write_text(CONFIG)
+        super().__init__(directory, "--config", str(directory / "serve.yaml"), keys=True)
         self.keys: dict[str, str] = {}
+        self._scorer = scorer
 
     def open(self) -> None:
         """Start it and make a key for two tenants."""
@@ -63,11 +71,22 @@ class Keyed(Service):
             self.keys[tenant] = self.key_for(tenant)
         self.become(self.keys["us"])
 
+    def long(self, name: str) -> Json:
+        """A job that something happens to meanwhile: it waits for its rewards, so its steps leave the machine to the page."""
+        return tiny(name, LONG, reward={"name": "http", "args": {"url": self._scorer.url("wait")}})
+
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+def scorer() -> Iterator[Scorer]:
+    """An address that takes its time."""
+    with misbehaving() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, scorer: Scorer) -> Iterator[Keyed]:
     """One for the whole file, with a job that has ended; what it wrote is then made hostile."""
-    found = Keyed(tmp_path_factory.mktemp("dashboard"))
+    found = Keyed(tmp_path_factory.mktemp("dashboard"), scorer)
     try:
         found.open()
         found.submit(tiny("ended", 6, eval={"every": 3}, reward=["exact", {"name": "contains", "weight": 0.5}]))
@@ -166,11 +185,11 @@ def test_tenants_see_their_own_jobs_and_an_admin_all(service: Keyed, browser: Br
 def test_a_job_is_written_watched_paused_resumed_and_cancelled(service: Keyed, page: Page) -> None:
     page.get_by_role("link", name="New job").click()
     editor = page.get_by_label("Job, or job file")
-    editor.fill(json.dumps({**tiny("watched", LONG), "optimizer": {"rate": 1}}))
+    editor.fill(json.dumps({**service.long("watched"), "optimizer": {"rate": 1}}))
     page.get_by_role("button", name="Submit").click()
     expect(page.get_by_role("alert").first).to_contain_text("optimizer.rate")
     expect(editor).to_have_attribute("aria-invalid", "true")
-    editor.fill(json.dumps(tiny("watched", LONG)))
+    editor.fill(json.dumps(service.long("watched")))
     page.get_by_role("button", name="Submit").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("watched")
     page.evaluate("window.same = true")
@@ -208,7 +227,7 @@ def test_an_answer_that_comes_late_does_not_undo_what_was_told_since(service: Ke
         time.sleep(2)  # the page hears of it
         route.fulfill(response=answer)
 
-    service.submit(tiny("late", LONG))
+    service.submit(service.long("late"))
     open_job(page, "late")
     grows(page, "Entropy", 1)
     page.route("**/pause", late)
@@ -225,7 +244,7 @@ def test_steps_that_come_while_the_page_loads_are_there(service: Keyed, page: Pa
         service.reaches("slowly", answer.json()["data"][-1]["step"] + 4)
         route.fulfill(response=answer)
 
-    service.submit(tiny("slowly", LONG))
+    service.submit(service.long("slowly"))
     service.reaches("slowly", 2)
     page.route("**/steps?points=*", late)
     open_job(page, "slowly")
@@ -242,7 +261,7 @@ def assert_complete(service: Keyed, page: Page, name: str) -> None:
 
 
 def test_the_overview_shows_jobs_as_they_learn(service: Keyed, page: Page) -> None:
-    service.submit(tiny("shown", LONG))
+    service.submit(service.long("shown"))
     row = page.get_by_role("row", name="shown")
     expect(row.locator(".state")).to_have_text("running")
     grows(page, "Training reward", 8)
@@ -569,7 +588,7 @@ def test_a_phone_has_nothing_to_scroll_sideways(service: Keyed, browser: Browser
 
 
 def test_a_job_is_paused_by_keyboard_alone(service: Keyed, browser: Browser) -> None:
-    job = service.submit(tiny("typed", LONG))
+    job = service.submit(service.long("typed"))
     with watched(browser, service.url) as page:
         page.goto(service.url)
         expect(page.get_by_label("API key")).to_be_focused()
@@ -598,7 +617,7 @@ def tab_to(page: Page, text: str) -> None:
 
 
 def test_a_restart_of_the_server_is_told_and_survived(service: Keyed, browser: Browser) -> None:
-    service.submit(tiny("restarted", LONG))
+    service.submit(service.long("restarted"))
     with watched(browser, service.url, expected=LOST) as page:
         log_in(page, service)
         open_job(page, "restarted")
