@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -117,16 +116,44 @@ def test_jobs_that_only_wait_do_not_keep_slots_from_others(service: Service) -> 
 # --- its end ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path) -> None:
-    """Streams of events, answers that would take longer, workers that wait, a body and an answer that get stuck."""
-    with serving(tmp_path) as service, ThreadPoolExecutor(20) as threads, contextlib.ExitStack() as stack:
+def test_a_completion_that_streams_ends_with_the_key_that_asked_for_it(service: Service) -> None:
+    made = service.ask("POST", "/v1/keys", json={"tenant": "brief"})
+    lasting = {"type": "json_schema", "json_schema": {"name": "text", "schema": {"type": "string", "minLength": 4000}}}
+    asked = {"model": "base", "messages": [{"role": "user", "content": "a"}], "max_tokens": 900, "stream": True}
+    asked |= {"n": 16, "temperature": 2, "response_format": lasting}  # no answer ends before it has 900 tokens
+    headers, engine = {"Authorization": f"Bearer {made['key']}"}, service.engine()
+    with (
+        httpx2.Client(base_url=service.url, headers=headers, timeout=30.0, trust_env=False) as client,
+        client.stream("POST", "/v1/chat/completions", json=asked) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        engine.suspend()  # it would be done before the key ends
+        try:
+            service.ask("DELETE", f"/v1/keys/{made['id']}")
+            rest = list(lines)
+        finally:
+            engine.resume()
+    assert "revoked or has expired" in rest[-2]
+    assert "data: [DONE]" not in rest
+
+
+def test_a_service_that_stops_lets_go_of_everybody_without_a_word(service: Service) -> None:
+    """Streams of events, answers that would take longer, workers that wait, a body and an answer that get stuck.
+
+    The last test of the file: the service stops.
+    """
+    with ThreadPoolExecutor(20) as threads, contextlib.ExitStack() as stack:
         service.submit(tiny("long", 500))
         service.submit({**tiny("works"), "reward": {"name": "worker"}})
         service.reaches("long", 1)
 
         sent = threading.Semaphore(0)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        client = stack.enter_context(httpx2.Client(base_url=service.url, timeout=60, trust_env=False, limits=limits))
+        headers = {"Authorization": f"Bearer {service.admin_key}"}
+        client = stack.enter_context(
+            httpx2.Client(base_url=service.url, headers=headers, timeout=60, trust_env=False, limits=limits)
+        )
 
         def trace(event: str, _: object) -> None:
             if event == "http11.send_request_body.complete":
@@ -150,7 +177,8 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path
         leases = [threads.submit(leased, number) for number in range(3)]
         stuck = stack.enter_context(socket.create_connection(("127.0.0.1", service.port)))
         stuck.sendall(
-            b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 99\r\n\r\n{" % service.admin_key.encode()
         )
         for _ in (*streams, *answers, *leases):
             assert sent.acquire(timeout=60)
@@ -162,26 +190,4 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(tmp_path: Path
         assert {one.result() for one in answers} <= {200, 503}
         assert {one.result() for one in leases} == {200}
         for log in ("out", "engine.log"):
-            assert "Traceback" not in (tmp_path / log).read_text()
-
-
-def test_a_completion_that_streams_ends_with_the_key_that_asked_for_it(service: Service) -> None:
-    made = service.ask("POST", "/v1/keys", json={"tenant": "brief"})
-    lasting = {"type": "json_schema", "json_schema": {"name": "text", "schema": {"type": "string", "minLength": 4000}}}
-    asked = {"model": "base", "messages": [{"role": "user", "content": "a"}], "max_tokens": 900, "stream": True}
-    asked |= {"n": 16, "temperature": 2, "response_format": lasting}  # no answer ends before it has 900 tokens
-    headers, engine = {"Authorization": f"Bearer {made['key']}"}, service.engine()
-    with (
-        httpx2.Client(base_url=service.url, headers=headers, timeout=30.0, trust_env=False) as client,
-        client.stream("POST", "/v1/chat/completions", json=asked) as answer,
-    ):
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        engine.suspend()  # it would be done before the key ends
-        try:
-            service.ask("DELETE", f"/v1/keys/{made['id']}")
-            rest = list(lines)
-        finally:
-            engine.resume()
-    assert "revoked or has expired" in rest[-2]
-    assert "data: [DONE]" not in rest
+            assert "Traceback" not in (service.directory / log).read_text()
