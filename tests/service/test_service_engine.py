@@ -24,21 +24,24 @@ LONG = 8
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, float]]:
-    """One that is up for the whole file, and after which part of its start the engine's process was there."""
+def started(tmp_path_factory: pytest.TempPathFactory, alone: dict[str, bytes]) -> Iterator[tuple[Service, float]]:
+    """One for the whole file whose engine is starting, and after which part of its start the engine's process was there."""
+    assert alone  # made before: meanwhile the engine would be ready
     with contextlib.closing(Service(tmp_path_factory.mktemp("serve") / "served")) as found:
         found.launch()
         assert found.process is not None
         began = psutil.Process(found.process.pid).create_time()
         found.until(lambda: found.answers("/healthz"))
         part = (found.engine().create_time() - began) / (time.time() - began)
-        found.until(lambda: found.answers("/readyz"))
         yield found, part
 
 
 @pytest.fixture(scope="module")
 def service(started: tuple[Service, float]) -> Service:
-    return started[0]
+    """That service, once its engine is ready."""
+    found, _ = started
+    found.until(lambda: found.answers("/readyz"))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,54 @@ def test_the_engine_loads_while_the_service_does(started: tuple[Service, float])
     """Both take seconds: one after the other, whoever uses the service would wait for their sum."""
     _, part = started
     assert part < 0.6
+
+
+# --- deaths -----------------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_survive_whatever_dies_with_the_same_bytes(
+    started: tuple[Service, float], alone: dict[str, bytes]
+) -> None:
+    """The engine dies, and then all."""
+    _survive(started[0], alone)
+
+
+@pytest.mark.soak
+def test_jobs_survive_whatever_dies_often_with_the_same_bytes(tmp_path: Path, alone: dict[str, bytes]) -> None:
+    """One after the other, also before they are ready."""
+    with contextlib.closing(Service(tmp_path / "served")) as service:
+        service.start(ready=False)
+        _survive(service, alone, often=True)
+
+
+def _survive(service: Service, alone: dict[str, bytes], often: bool = False) -> None:
+    """Of a service whose engine is starting."""
+    service.submit(tiny("first", LONG))  # while the engine is starting
+    service.submit(tiny("second", LONG, **LAGGING))
+    service.submit(tiny("waiting", 1))
+    service.steer("waiting", "cancel")
+    service.reaches("first", 1)
+    service.engine().kill()
+    service.reaches("second", 2)
+    service.kill_all()
+    service.forget_last_step("second")  # as if it had died between the commit and the telling
+    if often:
+        service.start(ready=False)
+        service.kill_all()  # before its engine was ready
+    service.start()
+    if often:
+        service.reaches("first", 4)
+        service.engine().kill()
+        service.reaches("second", 6)
+        service.terminate()
+        service.start()
+    for name in ("first", "second"):
+        assert service.ended(name) == "succeeded", service.job(name)["message"]
+        assert service.steps(name) == list(range(LONG + 1))
+        assert service.states(name)[0] == "queued"
+        assert set(service.states(name)[1:-1]) == {"running"}
+        assert service.weights(name) == alone[name]
+    assert service.ended("waiting") == "cancelled"
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------------
@@ -200,44 +251,3 @@ def test_questions_that_cannot_be_answered_are_refused_with_the_reason(service: 
             with pytest.raises(openai.BadRequestError, match=words):
                 client.chat.completions.create(model="small", **asked)
         assert client.chat.completions.create(model="small", **ASKED).choices  # and it goes on
-
-
-# --- deaths -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "often", [pytest.param(False, id="once"), pytest.param(True, id="often", marks=pytest.mark.soak)]
-)
-def test_jobs_survive_whatever_dies_with_the_same_bytes(tmp_path: Path, alone: dict[str, bytes], often: bool) -> None:
-    """The engine dies, and then all; or one after the other, also before they are ready."""
-    service = Service(tmp_path / "served")
-    try:
-        service.start(ready=False)
-        service.submit(tiny("first", LONG))  # while the engine is starting
-        service.submit(tiny("second", LONG, **LAGGING))
-        service.submit(tiny("waiting", 1))
-        service.steer("waiting", "cancel")
-        service.reaches("first", 1)
-        service.engine().kill()
-        service.reaches("second", 2)
-        service.kill_all()
-        service.forget_last_step("second")  # as if it had died between the commit and the telling
-        if often:
-            service.start(ready=False)
-            service.kill_all()  # before its engine was ready
-        service.start()
-        if often:
-            service.reaches("first", 4)
-            service.engine().kill()
-            service.reaches("second", 6)
-            service.terminate()
-            service.start()
-        for name in ("first", "second"):
-            assert service.ended(name) == "succeeded", service.job(name)["message"]
-            assert service.steps(name) == list(range(LONG + 1))
-            assert service.states(name)[0] == "queued"
-            assert set(service.states(name)[1:-1]) == {"running"}
-            assert service.weights(name) == alone[name]
-        assert service.ended("waiting") == "cancelled"
-    finally:
-        service.close()
