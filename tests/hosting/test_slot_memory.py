@@ -62,11 +62,9 @@ def held() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path, kernels: str) -> None:
+@pytest.mark.parametrize("base", ["auto", "torch", "native"], indirect=True, scope="module")
+def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path) -> None:
     """In two versions, as for a job that may lag by one."""
-    if kernels == "native":
-        base = load("small", EngineConfig(threads=1, kernels="native"))
     expected = SlotMemory.of(base, "all-linear", 64, versions=2)
     with workshop_of(base, config_of(64, lag=1), tmp_path) as workshop:
         before = held()
