@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from motet.core.device import Device
     from tests.support.house import House
     from tests.support.service_run import Service
+    from tests.support.tinker_run import Scripts
 
 pytest_plugins = ["tests.support.commands", "tests.support.database"]  # fixtures
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,6 +137,14 @@ def tinker_service(request: pytest.FixtureRequest) -> Service:
     tinker_python()
     found: Service = request.getfixturevalue("shared_service")
     return found
+
+
+@pytest.fixture(scope="session")
+def tinker_scripts(tinker_service: Service) -> Scripts:
+    """What each script finds, one after another in one process: the package takes seconds to be loaded."""
+    from tests.support.tinker_run import SCRIPTED, Scripts, run_script
+
+    return Scripts(zip(SCRIPTED, run_script(tinker_service, ",".join(SCRIPTED)), strict=True))
 
 
 def pytest_collection() -> None:

@@ -19,6 +19,10 @@ SECONDS = 180.0
 
 
 NEWEST = "tinker"
+SCRIPTED = (
+    "steps", "first_loop", "losses", "soft_targets", "checkpoints", "samples", "chunks", "refusals", "releases"
+)  # fmt: skip
+"""Those of the newest release, each for itself."""
 
 
 def tinker_python(env: str = NEWEST) -> str:
@@ -56,6 +60,15 @@ class Script:
             self._process.kill()
         assert self._process.returncode == 0, told
         return json.loads(self._out.read_text())
+
+
+class Scripts(dict[str, Any]):
+    """What scripts found, by name; one that failed turns red whoever asks for it."""
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        assert "failed" not in found, found["failed"]
+        return found
 
 
 def run_script(service: Service, name: str, key: str = "none", *options: str, env: str = NEWEST) -> Any:

@@ -5,31 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.service_run import Service
-from tests.support.tinker_run import ROOT, job_of, run_script, tinker_python
-
-Found = dict[str, Any]
-SCRIPTS = ("first_loop", "losses", "soft_targets", "checkpoints", "samples", "chunks", "refusals")
-
-
-class Scripts(dict[str, Found]):
-    """What scripts found, by name; one that failed turns red whoever asks for it."""
-
-    def __getitem__(self, name: str) -> Found:
-        found = super().__getitem__(name)
-        assert "failed" not in found, found["failed"]
-        return found
+from tests.support.tinker_run import ROOT, Scripts, job_of, tinker_python
 
 
 @pytest.fixture(scope="module")
-def scripts(tinker_service: Service) -> Scripts:
-    """What each script finds, one after another in one process: the package takes seconds to be loaded."""
-    return Scripts(zip(SCRIPTS, run_script(tinker_service, ",".join(SCRIPTS)), strict=True))
+def scripts(tinker_scripts: Scripts) -> Scripts:
+    return tinker_scripts
 
 
 @pytest.mark.cell("Tinker client", "embedded")

@@ -15,16 +15,16 @@ from motet import AdamW, EngineConfig, Verbs
 from motet.algorithms import datum
 from tests.support.service_run import Service, serving, tiny
 from tests.support.tinker_requests import Client
-from tests.support.tinker_run import Script, job_of, run_script
+from tests.support.tinker_run import Script, Scripts, job_of, run_script
 
 WIDE = 90
 """Targets of each token of a gradient that takes the device long."""
 
 
 @pytest.fixture(scope="module")
-def alone(tinker_service: Service) -> tuple[Any, dict[str, bytes]]:
+def alone(tinker_service: Service, tinker_scripts: Scripts) -> tuple[Any, dict[str, bytes]]:
     """What the six steps find when nobody else is there, and adapters: the client's, and a job's that ran after it."""
-    found = run_script(tinker_service, "steps")
+    found = tinker_scripts["steps"]
     tinker_service.submit(tiny("sort", 4))
     assert tinker_service.ended("sort") == "succeeded"
     adapters = {
