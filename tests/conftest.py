@@ -46,6 +46,8 @@ TOGETHER = (
     "test_tinker_cookbook.py",
     "test_tinker_releases.py",
     "test_openai_engine.py",
+    "test_client.py",
+    "test_served_as_trained.py",
 )
 """Files that one worker runs, so that they share a service."""
 UNIT = frozenset(
