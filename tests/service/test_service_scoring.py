@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from motet.client.scoring import RewardWorker
 from motet.core.errors import RewardError, ServiceError
 from motet.tasks.reward_elsewhere import Chance, to_wire
 from tests.support.adapter_files import run_alone, weights_of
+from tests.support.commands import Motet
 from tests.support.misbehaving_rewards import Scorer, misbehaving
 from tests.support.service_run import Json, Service, serving, tiny
 
@@ -297,9 +297,8 @@ def test_a_worker_and_an_address_see_the_whole_conversation(
     }
     for name, reward in rewards.items():
         service.submit({**job(f"talked-{name}", reward), "environment": "retry", "seed": seed_of("talked")})
-    worker = motet_score(service, file, "score", "talked-worker")
-    out, _ = worker.communicate(timeout=120)
-    assert worker.returncode == 0, out
+    with motet.Client(service.url) as client:
+        client.score("talked-worker", reward=file)
     for name in rewards:
         assert service.ended(f"talked-{name}") == "succeeded"
         assert service.weights(f"talked-{name}") == alone["talked"]
@@ -380,7 +379,7 @@ def test_bad_addresses_fail_their_jobs_and_change_no_byte_of_the_others(
 
 
 def test_a_reward_that_the_operator_installed_runs_by_name(
-    service: Service, alone: dict[str, bytes], file: Path
+    service: Service, alone: dict[str, bytes], file: Path, says: Motet
 ) -> None:
     service.submit(
         {**job("shared", {"name": "reward", "args": {"scale": 0.5}}, {"name": "vowels", "weight": 2.0}, "exact", steps=6),
@@ -395,10 +394,9 @@ def test_a_reward_that_the_operator_installed_runs_by_name(
     assert str(file.parent) not in json.dumps(
         [message, service.ask("GET", "/v1/jobs/broken"), service.events("broken")]
     )
-    command = [sys.executable, "-m", "motet", "rewards", "--url", service.url]
-    listed = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    listed = json.loads(says("rewards", "--url", service.url, "--json")[1])
     assert {"reward", "vowels", "http", "exact"} <= {one["name"] for one in listed}
-    assert "Longer is better" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Longer is better" in says("rewards", "--url", service.url)[1]
 
 
 def test_a_worker_whose_service_says_no_ends_with_the_reason(service: Service, file: Path) -> None:
