@@ -92,21 +92,24 @@ def test_a_race_of_a_service_decides_as_a_run_does_though_everything_dies(tmp_pa
         assert f"c={outcome.finalist[6:8]}" in shown
 
 
-def test_a_cancelled_race_ends_and_a_paused_one_goes_on(tmp_path: Path, alone: Path) -> None:
+def test_a_cancelled_race_ends_and_a_paused_one_goes_on(
+    tmp_path: Path, alone: Path, says: Motet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(tmp_path, "--hosts", "2") as service:
+        monkeypatch.setenv("MOTET_URL", service.url)
         jobs = service.ask("POST", "/v1/submissions", json={"jobs": [{"job": racing()}, {"job": racing("other")}]})[
             "data"
         ]
         names = [f"{name}-c=0{n}" for name in ("say", "other") for n in range(4)]
         assert [job["name"].partition("-lr")[0] for job in jobs] == names
         service.reaches(jobs[1]["id"], 1)
-        typed(service, "pause", "say")
-        typed(service, "cancel", "other")
+        assert says("pause", "say")[0] == 0
+        assert says("cancel", "other")[0] == 0
         service.until(lambda: race(service, "other")["ended"] is not None)
         assert race(service, "other")["record"]["outcome"]["finalist"] is None
         assert all(service.job(job["id"])["state"] == "cancelled" for job in jobs[4:])
         assert race(service)["ended"] is None
-        typed(service, "resume", "say")
+        assert says("resume", "say")[0] == 0
         service.until(lambda: race(service)["ended"] is not None)
         assert_as_alone(service, alone)
 
