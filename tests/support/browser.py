@@ -37,7 +37,10 @@ def watched(
         expected: words of console errors that belong to the test, such as the 401 of a wrong key.
         settings: of the browser's context: viewport, color_scheme, …
     """
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **settings})
+    # Without animations: drawn in software, they take as much of the machine as the page.
+    context = browser.new_context(
+        **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **settings}
+    )
     context.set_default_timeout(PATIENCE)
     page = context.new_page()
     errors: list[str] = []
