@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from motet.rollout.embedded import EmbeddedEngine
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import GroupContext
 from tests.support.captured import none_scored
-from tests.support.service_run import Service, serving, tiny
+from tests.support.service_run import Service, tiny
 
 pytestmark = pytest.mark.slow
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -30,12 +29,11 @@ Turns = list[tuple[list[int], list[int]]]
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(shared_service: Service) -> Service:
     """With an adapter that was trained."""
-    with serving(tmp_path_factory.mktemp("serve") / "served") as found:
-        found.submit(tiny("sums", 2, optimizer={"lr": 0.01}))
-        assert found.ended("sums") == "succeeded"
-        yield found
+    shared_service.submit(tiny("sums", 2, optimizer={"lr": 0.01}))
+    assert shared_service.ended("sums") == "succeeded"
+    return shared_service
 
 
 async def agent(url: str, key: str, question: str) -> Turns:

@@ -355,7 +355,7 @@ def test_another_base_or_environment_is_other_code(tmp_path: Path, monkeypatch: 
 
 # --- both -------------------------------------------------------------------------------------------------------------------
 
-LONG = 12
+LONG = 8
 JOBS = [
     tiny("first", LONG),
     tiny("second", LONG, algorithm={"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": 1}),
