@@ -43,9 +43,8 @@ def main() -> None:
     parent.send(m.AgentLoaded())
     asyncio.run(_serve(parent, agent, first.args))
     sys.stderr.flush()
-    os.killpg(
-        os.getpgrp(), signal.SIGKILL
-    )  # although threads of agents may still run, and with all that agents started
+    # end although threads of agents may still run, and with all that agents started
+    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 async def _serve(parent: Parent[m.ToProcess], agent: Callable[..., Any], args: Mapping[str, Any]) -> None:

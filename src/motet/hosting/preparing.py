@@ -178,7 +178,7 @@ def _rate(config: JobConfig, info: ModelInfo, directory: JobDirectory) -> float:
 
 
 def check_reference(config: JobConfig) -> None:
-    """Raises ConfigError if a reference is not there, or a teacher on a server has another temperature."""
+    """Raise ConfigError if a reference is not there, or a teacher on a server has another temperature."""
     algorithm = config.algorithm
     name = algorithm.compared_with
     if algorithm.reference_server is not None:

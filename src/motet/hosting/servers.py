@@ -166,7 +166,7 @@ def launched(
 
 
 def check_settings(config: RolloutConfig) -> None:
-    """Raises ConfigError if the key, the certificates or the interpreter is not there; needs no base."""
+    """Raise ConfigError if the key, the certificates or the interpreter is not there; needs no base."""
     _headers(config)
     trust(config)
     if config.launch is not None and shutil.which(os.path.expanduser(config.launch.python)) is None:

@@ -156,7 +156,7 @@ def last_line(said: str) -> str:
 
 
 def check_outside(directory: Path) -> None:
-    """Raises WallError if a directory's files can be read from behind the wall."""
+    """Raise WallError if a directory's files can be read from behind the wall."""
     for root in _readable():
         if directory.resolve().is_relative_to(root):
             raise WallError(

@@ -75,8 +75,10 @@ class SamplerProcess:
                 self._begin(self.engine.unload_adapter(message.ref))
             case m.Abort():
                 self._begin(self.engine.abort(message.name))
+            case m.Hold(held=True):
+                self.device.hold()
             case m.Hold():
-                self.device.hold() if message.held else self.device.go()
+                self.device.go()
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

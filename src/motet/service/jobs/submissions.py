@@ -83,10 +83,13 @@ class Submissions:
     ) -> tuple[list[Planned], list[StoredRace]]:
         """Check jobs that are submitted together; a job may start from the adapter of an earlier one.
 
+        Returns the jobs, with the candidates of races, and the races.
+
         Raises:
             MotetError: a job is not accepted; the message says why, for each of several jobs.
         """
         planned: list[Planned] = []
+        above: list[Planned] = []  # those of them that do not race
         races: list[StoredRace] = []
         wrong: list[tuple[str, MotetError]] = []
         names = set[str]()
@@ -104,9 +107,9 @@ class Submissions:
                     )
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
                 if config.race is None:
-                    above = [one for one in planned if one.race is None]
                     one = self._queue.plan(who, config, base, job.after, job.at, above)
                     planned.append(replace(one, idempotency=key))
+                    above.append(planned[-1])
                 else:
                     race, candidates = self._raced(who, config, plan(config, config.race), base, job, key)
                     races.append(race)

@@ -57,10 +57,8 @@ def _progress(service: Service, job_id: str) -> dict[str, Any] | None:
     progress = asdict(standing)
     if standing.host is None:
         del progress["host"]
-    for workers in (service.agent_workers, service.reward_workers):
-        if workers.waits(job_id):
-            progress["phase"] = workers.phase
-    return progress
+    waiting = [one.phase for one in (service.reward_workers, service.agent_workers) if one.waits(job_id)]
+    return {**progress, "phase": waiting[0]} if waiting else progress
 
 
 @router.post("/jobs", status_code=201)
