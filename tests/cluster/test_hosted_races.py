@@ -119,13 +119,15 @@ def test_a_race_decides_the_same_after_a_host_was_killed(tmp_path: Path, alone: 
     assert {name: result.jobs[name].message for name in record.dropped()} == record.dropped()
 
 
-def test_a_race_decides_the_same_whichever_host_has_which_candidate(tmp_path: Path, alone: dict[str, bytes]) -> None:
+def test_a_race_decides_the_same_whichever_host_has_which_candidate(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, alone: dict[str, bytes]
+) -> None:
     """One slot a host and the reverse order: the candidates arrive one after another, the last ones first.
 
     A race beside it is refused when rows with long prompts have been left out: too few held-out rows are there.
     """
     rows = [{"prompt": f"Add {i}" + " and one more" * 20 * (i == 5), "answer": "1"} for i in range(12)]
-    evaluation = tmp_path.with_suffix(".jsonl")
+    evaluation = tmp_path_factory.mktemp("rows") / "evaluation.jsonl"
     evaluation.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = {"source": "toy:add", "size": 24, "eval_source": str(evaluation), "max_prompt_tokens": 30}
     both = tree(tmp_path, hosts=2, slots=1)
