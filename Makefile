@@ -32,21 +32,26 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Motet needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
+# Python compiles what it imports. Compiled here is what processes import that may not write; all would take twice as long.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(matplotlib|networkx|pandas|plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
 	$(INSTALL) '.[serve]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-reasoning: $(INSTALLED_FROM) | $(BIN)/python
 	$(INSTALL) '.[serve,reasoning]'
+	@$(COMPILE)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
 	$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
 	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet $(TRITON)
+	@$(COMPILE)
 	@touch $(VENV)/.installed $(VENV)/.installed-reasoning $@
 
 .PHONY: install
