@@ -142,6 +142,7 @@ class NodeAgent:
         async with contextlib.nullcontext() if self._kept is None else self._kept.running(self._healthy):
             yield
         await self._server.aclose()
+        self._files.close()
 
     async def _healthy(self) -> bool:
         try:
