@@ -29,15 +29,19 @@ from typing import Any
 
 import yaml
 
-from motet.config import JobConfig
+from motet.commands.evaluate import Asked, evaluate
+from motet.config import JobConfig, RunConfig
 from motet.config.candidates import raced
+from motet.config.job import CheckpointConfig
 from motet.config.jobfile import validate
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.race import rows_in
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.runtime.settings import Mean
+from motet.tasks.dataset import load_dataset, read_source
+from motet.tasks.sources import read_rows
 
-STEPS, EVERY = 24, 3
+STEPS, EVERY, N_TEST = 24, 3, 512
 WIDE = {
     "optimizer.lr_multiplier": {"low": 0.1, "high": 10},
     "adapter.rank": [8, 16, 32, 64],
@@ -60,6 +64,8 @@ class Curve:
     """Reward of each held-out row, by version."""
     tokens: dict[int, int]
     """Sampled and trained until that version was evaluated."""
+    test: float | None = None
+    """Reward of the best version on problems that nobody has trained or decided on."""
 
     def score(self, version: int) -> float:
         """What rules see: the mean over the rows that decide."""
@@ -101,7 +107,8 @@ def base_of(task: str) -> str:
 def candidates(task: str, seed: int, *, control: bool, schedule: str) -> list[JobConfig]:
     """Sixteen candidates over a wide range; of the control, sixteen seeds of one setting."""
     over = {"seed": [1000 * seed + place for place in range(1, 16)]} if control else WIDE
-    return raced([raced_job(task, seed, {"candidates": 16, "first": EVERY, "over": over}, schedule)])[0]
+    job = raced_job(task, seed, {"candidates": 16, "first": EVERY, "over": over}, schedule)
+    return raced([job.model_copy(update={"checkpoint": CheckpointConfig(keep=STEPS)})])[0]
 
 
 def record(directory: Path, task: str, seed: int, *, control: bool, schedule: str) -> None:
@@ -114,10 +121,10 @@ def record(directory: Path, task: str, seed: int, *, control: bool, schedule: st
     if out.exists():
         return
     jobs, run = candidates(task, seed, control=control, schedule=schedule), directory / "runs" / name
-    done = run_config(validate({"base": base_of(task), "run": str(run), "engine": ENGINE, "jobs": jobs}, "the bench"))
+    done = run_config(run_of(task, run, jobs))
     if any(job.state != "succeeded" for job in done.jobs.values()):
         raise SystemExit("interrupted; the same command resumes")
-    curves = {}
+    curves: dict[str, dict[str, Any]] = {}
     for job in jobs:
         at = JobDirectory(run / job.name)
         tokens = at.read_tokens(at.newest() or Committed())
@@ -129,7 +136,38 @@ def record(directory: Path, task: str, seed: int, *, control: bool, schedule: st
         }
         rows = {version: rows_in(at, version) for version in at.sampled(evals=True)}
         curves[job.name] = {"rate": job.optimizer.lr_multiplier, "rows": rows, "tokens": spent}
+    versions = [f"{name}@{Curve(name, **curve).best_version}" for name, curve in curves.items()]
+    for curve, test in zip(curves.values(), tested(run, jobs, versions), strict=True):
+        curve["test"] = test
     out.write_text(json.dumps(curves))
+
+
+def tested(run: Path, jobs: Sequence[JobConfig], versions: Sequence[str]) -> list[float] | list[None]:
+    """Rewards of versions on new problems of their task, with equal random numbers; None if the task has too few."""
+    data = jobs[0].data
+    more = data.model_copy(update={"seed": data.seed + 10_000, "size": 4096})
+    known = {problem.messages for problem in load_dataset(data).train}
+    new = [
+        row
+        for row, one in zip(read_rows(more)[0], read_source(more).problems, strict=True)
+        if one.messages not in known
+    ]
+    if len(new) < N_TEST:
+        return [None] * len(versions)
+    file, found = run / "test.jsonl", run / "test.json"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in new[:N_TEST]))
+    asked = Asked(data=str(file), base=False)
+    evaluate(run / "bench.json", versions, asked, (), report=found, out=None, trust_remote_code=False)
+    return [model["reward"]["mean"] for model in json.loads(found.read_text())["models"]]
+
+
+def run_of(task: str, run: Path, jobs: Sequence[JobConfig]) -> RunConfig:
+    """The jobs as a run, whose file is left in its directory."""
+    tree = {"base": base_of(task), "run": str(run), "engine": ENGINE}
+    listed = [job.model_dump(mode="json", exclude_unset=True) for job in jobs]
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "bench.json").write_text(json.dumps({**tree, "jobs": listed}))
+    return validate({**tree, "jobs": jobs}, "the bench")
 
 
 def read(path: Path) -> list[Curve]:
@@ -139,7 +177,7 @@ def read(path: Path) -> list[Curve]:
         return {int(version): value for version, value in table.items()}
 
     return [
-        Curve(name, one["rate"], by_version(one["rows"]), by_version(one["tokens"]))
+        Curve(name, one["rate"], by_version(one["rows"]), by_version(one["tokens"]), one.get("test"))
         for name, one in json.loads(path.read_text()).items()
     ]
 
@@ -156,9 +194,9 @@ def best(curves: Iterable[Curve], version: int) -> Curve:
 
 
 def value(ended: Sequence[Curve]) -> float:
-    """What a person gets: the best version of all, by rows that decide, on the rows that no rule has seen."""
+    """What a person gets: the best version of all, by rows that decide, on problems that no rule has seen."""
     one = max(sorted(ended, key=lambda one: one.name), key=lambda one: one.score(one.best_version))
-    return fmean(confirming(one.rows[one.best_version]))
+    return fmean(confirming(one.rows[one.best_version])) if one.test is None else one.test
 
 
 def grid(curves: Sequence[Curve]) -> Chosen:
@@ -324,7 +362,8 @@ def compare(directory: Path) -> None:
         for path in directory.glob(f"race-*-{name}.json"):
             one = json.loads(path.read_text())
             label = path.stem.removeprefix("race-").removesuffix(f"-{name}")
-            real.setdefault(label, {})[name] = (one["value"], one["tokens"])
+            reward = one["value"] if one.get("test") is None else one["test"]
+            real.setdefault(label, {})[name] = (reward, one["tokens"])
     for label, found in sorted(real.items()):
         row(f"race: {label}", found)
     for title in (f"race: {label}" for label in sorted(real)):
@@ -363,11 +402,13 @@ def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label:
     out, run = directory / f"race-{label}-{job.name}.json", directory / "runs" / f"{label}-{job.name}"
     if out.exists():
         return
-    done = run_config(validate({"base": base_of(task), "run": str(run), "engine": ENGINE, "jobs": [job]}, "the bench"))
+    done = run_config(run_of(task, run, [job]))
     outcome = done.races[job.name].outcome
     assert outcome is not None
     assert outcome.finalist is not None
+    (test,) = tested(run, [job], [f"{outcome.finalist}@{outcome.version}"])
     found = {"finalist": outcome.finalist, "version": outcome.version, "value": outcome.end, "tokens": outcome.tokens}
+    found["test"] = test
     out.write_text(json.dumps(found))
 
 
