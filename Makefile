@@ -34,7 +34,7 @@ $(BIN)/python:
 
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 # Python compiles what it imports. Compiled here is what processes import that may not write; all would take twice as long.
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(matplotlib|networkx|pandas|plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
