@@ -316,6 +316,17 @@ def test_rows_that_confirm_do_not_choose_the_version(tmp_path: Path) -> None:
     assert [(one.finalist, one.version) for one in ends] == [("say-c=00", 2)] * 3
 
 
+def test_the_last_version_is_taken_unless_the_best_one_is_shown_better(tmp_path: Path) -> None:
+    """Version 2 is the best; only in one race do the rows that decide agree on that."""
+
+    def rate(candidate: str, place: int, evaluation: int, *, agree: bool) -> float:
+        last = 0.4 if agree or place % 2 else 1.0
+        return {1: 0.8, 4: last}.get(evaluation, 0.1)
+
+    ends = [rated(tmp_path / str(agree), functools.partial(rate, agree=agree)) for agree in (False, True)]
+    assert [(one.finalist, one.version) for one in ends] == [("say-c=00", 8), ("say-c=00", 2)]
+
+
 def test_the_best_version_is_the_same_one_wherever_it_is_shown(tmp_path: Path) -> None:
     """The rows that confirm rate version 6 much higher, so it has the best mean of all rows."""
 

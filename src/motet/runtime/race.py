@@ -234,13 +234,11 @@ class Race(Generic[AnyCandidate]):
         ended = [job for job in self._live() if job.state is JobState.SUCCEEDED]
         if not ended:
             return RaceOutcome(None, tokens=tokens)
-        known = {
-            (job.name, version): rows_in(job.directory, version) for job in ended for version in self._versions(job)
-        }
-        order = sorted(known, key=lambda one: (-mean_of(deciding(known[one])), one))
-        name, version = order[0]
-        job = self._jobs[name]
-        start, end = confirming(rows_in(job.directory, 0)), confirming(known[name, version])
+        found = {job.name: self._version(job) for job in ended}
+        rows = {name: rows_in(self._jobs[name].directory, version) for name, version in found.items()}
+        name = ranked({name: deciding(some) for name, some in rows.items()})[0]
+        job, version = self._jobs[name], found[name]
+        start, end = confirming(rows_in(job.directory, 0)), confirming(rows[name])
         gain = paired(end, start, self.plan.settings.level)
         low, high = (None, None) if gain is None or gain.n < 2 else (gain.mean - gain.half, gain.mean + gain.half)
         last = self.record.rungs[-1].standings if self.record.rungs else ()
@@ -250,11 +248,15 @@ class Race(Generic[AnyCandidate]):
         figures = (_finite(mean_of(start)), _finite(mean_of(end)), None if gain is None else gain.mean, low, high)
         return RaceOutcome(job.name, version, *figures, as_good, tokens, tokens_of(job))
 
-    @staticmethod
-    def _versions(job: Candidate) -> list[int]:
-        """The best version and the last one, which are kept whatever else is."""
+    def _version(self, job: Candidate) -> int:
+        """The last version, unless the best one is shown better: the highest of several means is high by chance."""
         done = job.directory.newest() or Committed()
-        return [one for one in job.directory.sampled(evals=True) if one > 0 and one in (done.best_version, done.step)]
+        best, last = done.best_version or done.step, done.step
+        if best == last or best not in job.directory.sampled(evals=True):
+            return last
+        ours, theirs = (deciding(rows_in(job.directory, one)) for one in (best, last))
+        gain = paired(ours, theirs, self.plan.settings.level)
+        return best if gain is not None and gain.mean - gain.half > 0 else last
 
     def _write(self, **fields: Any) -> None:
         record = replace(self.record, **fields)
