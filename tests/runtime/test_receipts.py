@@ -361,6 +361,11 @@ def test_a_replay_takes_the_automatic_rate_of_the_run_after_the_formula_has_chan
         assert (code, "the same bytes" in output) == (0, True), output
 
 
+def test_a_rule_that_ends_a_job_early_does_not_end_its_replay(project: Path) -> None:
+    code, output = motet("replay", project / "jobs.yaml", "words@4", "--set", "stop_when.held_out_above=-1")
+    assert (code, "version 4: the same bytes" in output) == (0, True), output
+
+
 def test_a_fork_without_a_change_has_the_bytes_of_its_parent(project: Path) -> None:
     code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--name", "same")
     assert code == 0, output
@@ -503,6 +508,7 @@ def test_a_fork_of_a_job_of_a_sweep_takes_overrides(project: Path) -> None:
         (("replay", "words@4.."), "has no step: words has done 4"),
         (("replay", "words@3..2"), "names no step: the second number must be the larger one"),
         (("replay", "words@1..3"), "keeps no commit of step 1 to begin at"),
+        (("replay", "words@4", "--set", "steps=3"), "version 4 of words cannot be trained again: the job file has 3 steps"),
         (("replay", "word"), "there is no job 'word'; did you mean 'words'?"),
         (("fork", "words", "new"), "must name one step, such as words@8"),
         (("fork", "words@1", "new"), "keeps no commit of step 1"),

@@ -17,7 +17,7 @@ import yaml
 from motet.algorithms.rows import RowAlgorithm
 from motet.cluster.starts import engine_of_host
 from motet.commands.answers import say
-from motet.config import JobConfig, RunConfig
+from motet.config import JobConfig, RunConfig, StopConfig
 from motet.config.chain import chains
 from motet.config.jobfile import jobs_of, load_jobs
 from motet.core.checksums import hash_of, replace_file
@@ -91,6 +91,11 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
     job = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / job.name)
     first, last = _bounds(wanted, original)
+    if last > job.steps:
+        raise ConfigError(
+            f"version {last} of {job.name} cannot be trained again: the job file has {job.steps} steps; give the same --set "
+            "options as in the first run"
+        )
     served = config.rollout.engine != "embedded" and not isinstance(job.algorithm, RowAlgorithm)
     if served and (edit := _edit(original, first, last)) is not None:
         say(edit)
@@ -109,13 +114,9 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         say(f"deriving {versions} of {job.name} again{FROM_RECORD if served else ''} …")
         # commits change no bit, and with one a step every receipt of the original has its version here
         each = job.checkpoint.model_copy(update={"every": 1})
+        whole = job.model_copy(update={"checkpoint": each, "stop_when": StopConfig(), "budget": None})
         engine = engine_of_host(config.engine, 0)  # the job was on one of them
-        alone = {
-            "run": str(run),
-            "engine": engine,
-            "jobs": [job.model_copy(update={"checkpoint": each})],
-            "observers": [],
-        }
+        alone = {"run": str(run), "engine": engine, "jobs": [whole], "observers": []}
         seconds = _train(config.model_copy(update=alone), last, original)
         parted = list(partings(original, again, first, last))
         for line in _other_facts(original, again, last):
