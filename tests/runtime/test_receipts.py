@@ -366,6 +366,13 @@ def test_a_rule_that_ends_a_job_early_does_not_end_its_replay(project: Path) -> 
     assert (code, "version 4: the same bytes" in output) == (0, True), output
 
 
+def test_a_replay_tells_of_the_settings_before_a_fork(project: Path) -> None:
+    motet("fork", project / "jobs.yaml", "words@2", project / "new", "--set", "optimizer.lr=0.03")
+    assert run_config(load_jobs(project / "new/jobs.yaml")).ok
+    code, output = motet("replay", project / "new/jobs.yaml", "words")
+    assert (code, "optimizer.lr: was 0.01, is 0.03" in output) == (1, True), output
+
+
 def test_a_fork_without_a_change_has_the_bytes_of_its_parent(project: Path) -> None:
     code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--name", "same")
     assert code == 0, output

@@ -119,7 +119,8 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         alone = {"run": str(run), "engine": engine, "jobs": [whole], "observers": []}
         seconds = _train(config.model_copy(update=alone), last, original)
         parted = list(partings(original, again, first, last))
-        for line in _other_facts(original, again, last):
+        facts = (list(_other_facts(original, again, version)) for version in range(first + 1, last + 1))
+        for line in next(filter(None, facts), []):  # before a fork or an accepted change, there may be others
             say(f"  {line}")
         if parted:
             say("\n".join(parted))
@@ -217,9 +218,9 @@ def _train(config: RunConfig, last: int, original: JobDirectory) -> float:
     return time.monotonic() - began
 
 
-def _other_facts(original: JobDirectory, again: JobDirectory, last: int) -> Iterator[str]:
-    """What the version is made of that is not the same here."""
-    paths = [job.receipts / f"v{last}.json" for job in (original, again)]
+def _other_facts(original: JobDirectory, again: JobDirectory, version: int) -> Iterator[str]:
+    """What a version is made of that is not the same here."""
+    paths = [job.receipts / f"v{version}.json" for job in (original, again)]
     if not all(path.is_file() for path in paths):
         return
     old, new = map(read_receipt, paths)
