@@ -376,7 +376,8 @@ def test_a_replay_tells_of_the_settings_before_a_fork(project: Path) -> None:
 def test_a_fork_without_a_change_has_the_bytes_of_its_parent(project: Path) -> None:
     code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--name", "same")
     assert code == 0, output
-    run_config(load_jobs(project / "new/jobs.yaml"))
+    result = run_config(load_jobs(project / "new/jobs.yaml"))
+    assert result.jobs["same"].inexact == ()
     for name in (
         "state/4/adapter_model.safetensors",
         "state/4/optimizer.safetensors",

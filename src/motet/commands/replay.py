@@ -291,7 +291,8 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     original = JobDirectory(Path(config.run) / own.name)
     tree = _tree(config.model_copy(update={"run": str(run), "jobs": [own]}))
     (fields,) = tree["jobs"]
-    fields |= {"name": name or own.name, "seed": own.effective_seed}
+    same = {"name": name or own.name, "seed": own.effective_seed}  # a name counts only by its seed
+    fields |= same
     new = jobs_of(tree, str(path), overrides)
     (job,) = new.jobs
     file = run / "jobs.yaml"
@@ -299,7 +300,7 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     with (run / ".lock.forks").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # another fork would replace the file that this one reads
         content = _job_file(_with_others(new, file))
-        fork(original, wanted.last, run / job.name, job.algorithm.lag)
+        fork(original, wanted.last, run / job.name, job.algorithm.lag, same)
         replace_file(file, content)
         file.chmod(0o600)  # a reward's arguments may be secret
     say(f"{job.name} begins at step {wanted.last} of {original.path}; train it: motet run {file}")
