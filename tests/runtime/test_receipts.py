@@ -417,6 +417,14 @@ def test_a_fork_with_a_change_says_from_which_step_on(project: Path) -> None:
     assert version_before(chain) == (2, sha256(project / "run/words/receipts/v2.json"))
 
 
+def test_a_fork_begins_at_a_job_of_the_run_that_is_set(project: Path) -> None:
+    (project / "run").rename(project / "moved")
+    code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new", "--set", f"run={project / 'moved'}")
+    assert code == 0, output
+    assert load_jobs(project / "new/jobs.yaml").run == str(project / "new")
+    assert (project / "new/words/state/2").is_dir()
+
+
 def test_forks_into_one_run_share_its_job_file(project: Path) -> None:
     forked = {"first": 0.03, "second": 0.02, "first again": 0.04}
     for name, lr in forked.items():

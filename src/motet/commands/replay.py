@@ -284,7 +284,8 @@ def _first_difference(old: Any, new: Any, field: str = "") -> str | None:
 
 def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequence[str]) -> None:
     """Begin a new job at a commit of another, with its job file beside it."""
-    wanted, config = Range.of(text), load_jobs(path)
+    there = [one for one in overrides if one.startswith("run=")]  # of the old job: the new one's is given
+    wanted, config = Range.of(text), load_jobs(path, there)
     if wanted.last is None or wanted.first is not None:
         raise ConfigError(f"{text!r} must name one step, such as {wanted.job}@8")
     own = _job_of(config, wanted.job)
@@ -293,7 +294,7 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     (fields,) = tree["jobs"]
     same = {"name": name or own.name, "seed": own.effective_seed}  # a name counts only by its seed
     fields |= same
-    new = jobs_of(tree, str(path), overrides)
+    new = jobs_of(tree, str(path), [one for one in overrides if one not in there])
     (job,) = new.jobs
     file = run / "jobs.yaml"
     run.mkdir(parents=True, exist_ok=True)
