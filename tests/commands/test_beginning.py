@@ -42,6 +42,16 @@ def test_each_kind_of_task_becomes_a_job_file_that_is_right(here: Path, task: st
     check_before_loading(load_jobs(here / "jobs.yaml"))
 
 
+def test_init_looks_at_the_rows_that_the_job_will_have(here: Path) -> None:
+    (here / "below").mkdir()
+    longer = ({"question": row["question"] + str(n), "answer": "a" * 100} for n, row in enumerate(ROWS))
+    (here / "below/rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in longer))
+    write_job_file(here / "below/jobs.yaml", "exact", "rows.jsonl", "small", ask=False)
+    (job,) = load_jobs(here / "below/jobs.yaml").jobs
+    assert Path(job.data.source) == here / "below/rows.jsonl"
+    assert job.sampling.max_tokens >= 100
+
+
 @pytest.mark.parametrize(("file", "name"), [("données.jsonl", "donn-es"), ("数据.jsonl", "job")])
 def test_a_file_of_any_name_becomes_a_job(here: Path, file: str, name: str) -> None:
     (here / "rows.jsonl").rename(here / file)

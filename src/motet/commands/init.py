@@ -83,9 +83,9 @@ def _answer(given: str | None, question: str, default: str, ask: bool) -> str:
 
 
 def _from_file(data: str, file: Path) -> str:
-    """The data's path as a job file finds it: in the working directory, then beside the file."""
+    """The data's path as a job file finds it: beside the file, then in the working directory."""
     beside = file.parent / data
-    return str(beside) if not Path(data).exists() and beside.exists() else data
+    return str(beside) if beside.exists() else data
 
 
 def _job(task: str, data: str, longest: int) -> dict[str, Any]:
