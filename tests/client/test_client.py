@@ -16,8 +16,11 @@ import pytest
 import motet
 from motet.client import connection
 from motet.commands.answers import command_for, same_command
+from motet.commands.served_jobs import base_meant
+from motet.config import RunConfig
 from motet.core.errors import DataError, ServiceError
 from motet.core.types import ADAPTER_FILES
+from motet.service.schemas import Health
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
 from tests.support.service_run import PATIENCE, Service, tiny
@@ -332,6 +335,17 @@ def test_what_cannot_be_submitted(service: Service, tmp_path: Path, says: Motet)
     assert (code, "job never: data.source 'gone.jsonl' is not a file" in err) == (2, True)
     assert says("submit", tmp_path / "nowhere.yaml")[0] == 2
     assert "never" not in says("ls", "--json")[1]
+
+
+def test_the_sections_that_a_service_does_not_read_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {"base": "small", "jobs": [tiny("a")], "observers": ["tensorboard"], "cluster": "ray", "run": "there"}
+    health = Health(status="ok", base="small")
+    assert base_meant(RunConfig.model_validate(tree), health, Path("jobs.yaml")) is None
+    assert capsys.readouterr().err == (
+        "note: `cluster`, `observers` of jobs.yaml: ignored, because the service has its own\n"
+    )
+    base_meant(RunConfig.model_validate({"base": "small", "jobs": [tiny("a")]}), health, Path("jobs.yaml"))
+    assert capsys.readouterr().err == ""
 
 
 def test_steering_by_command(service: Service, tmp_path: Path, says: Motet) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.commands.control import found
-from motet.config import EngineConfig, JobConfig, RolloutConfig, RunConfig
+from motet.config import JobConfig, RunConfig
 from motet.config.candidates import raced
 from motet.config.chain import chains
 from motet.core.errors import ConfigError, MotetError, ServiceError
@@ -29,6 +29,8 @@ from motet.tasks.row_files import READERS
 from motet.view import LogView, bracket_table, glyphs_of
 from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, plain_console, reward_text
 
+_OF_A_RUN = ("engine", "rollout", "cluster", "observers")
+"""Sections of a job file that a service does not read."""
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
 """Work of this machine for jobs while they are followed, until all have ended; its lines go to the console."""
 
@@ -50,8 +52,8 @@ def base_meant(config: RunConfig, service: Health, file: Path) -> str | None:
             f"the file's base is {config.base!r}, but this service trains {several}; change the file, give "
             f"--set base={served}, or speak to another service"
         )
-    if config.engine != EngineConfig() or config.rollout != RolloutConfig():
-        say(f"note: `engine` and `rollout` of {file} are ignored; the service has its own", aside=True)
+    if ignored := [f"`{name}`" for name in _OF_A_RUN if getattr(config, name) != RunConfig.model_fields[name].default]:
+        say(f"note: {', '.join(ignored)} of {file}: ignored, because the service has its own", aside=True)
     return names[0] if service.bases else None
 
 
