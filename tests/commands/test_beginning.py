@@ -188,3 +188,14 @@ def test_a_curriculum_goes_through_the_rows_by_a_column(here: Path) -> None:
         load_dataset(config.model_copy(update={"order": "none"}))
     with pytest.raises(ValueError, match="do not go together"):
         DataConfig.model_validate({"source": "rows.jsonl", "order": "level", "shuffle": True})
+
+
+@pytest.mark.parametrize("to", ["rows.jsonl", "below/../rows.jsonl"])
+def test_data_never_replaces_its_source(here: Path, says: Motet, to: str) -> None:
+    (here / "below").mkdir()
+    before = (here / "rows.jsonl").read_bytes()
+    code, _, err = says("data", "rows.jsonl", "--filter", "level >= 3", "--to", to)
+    assert (code, "is the source, and its other rows would be lost; give another file" in err) == (2, True)
+    (here / "rows.jsonl").rename(here / "some-held-out.jsonl")
+    assert says("data", "some-held-out.jsonl", "--split", 5, "--to", "some.jsonl")[0] == 2
+    assert (here / "some-held-out.jsonl").read_bytes() == before

@@ -113,6 +113,9 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
     if to is not None and to.suffix != ".jsonl":
         raise ConfigError(f"--to {to}: rows are written as JSON lines, to a file whose name ends with .jsonl")
     check_place("--to", to)
+    for path in () if to is None else (to, _held_out(to)) if wanted.held_out else (to,):
+        if path.exists() and Path(source).exists() and path.samefile(source):
+            raise ConfigError(f"--to {to}: {path} is the source, and its other rows would be lost; give another file")
     rows, _ = read_rows(DataConfig(source=source))
     kept = selected(list(rows), wanted)
     problems = read_source(DataConfig.model_validate({"source": kept, "prompt": prompt, "answer": answer})).problems
@@ -226,6 +229,11 @@ def _quantiles(counts: Sequence[int]) -> tuple[str, str, str, str]:
     return smallest, median, high, largest
 
 
+def _held_out(to: Path) -> Path:
+    """The file for the rows that are split off."""
+    return to.with_stem(f"{to.stem}-held-out")
+
+
 def _write(rows: Sequence[Row], wanted: Selection, to: Path) -> None:
     """Write rows in order; the choice of the rows to split off depends only on the seed and the number of rows."""
     if wanted.held_out >= len(rows):
@@ -234,7 +242,7 @@ def _write(rows: Sequence[Row], wanted: Selection, to: Path) -> None:
     apart = set(order[: wanted.held_out])
     parts = {to: [row for place, row in enumerate(rows) if place not in apart]}
     if apart:
-        parts[to.with_stem(f"{to.stem}-held-out")] = [rows[place] for place in sorted(apart)]
+        parts[_held_out(to)] = [rows[place] for place in sorted(apart)]
     for path, some in parts.items():
         try:
             lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in some)
