@@ -111,6 +111,21 @@ def test_a_receipt_holds_no_argument_of_code_and_no_query_of_an_address() -> Non
     assert text == other.receipt(0, dict.fromkeys(ADAPTER_FILES, "0" * 64), None, (), ()).decode()
 
 
+def test_no_receipt_tells_an_argument_that_was_changed(project: Path) -> None:
+    (project / "rewards.py").write_text(REWARD.replace("completion)", 'completion, key="")', 1))
+    given = [{"reward": {"name": "rewards.py:vowels", "args": {"key": f"secret-{n}"}}, "steps": n} for n in (1, 2)]
+    for one in given:
+        write_jobs(project, job() | one)
+        config = load_jobs(project / "jobs.yaml", [f"run={project / 'changed'}"])
+        result = run_config(config, accept_changes=True)
+    (changed,) = result.jobs["words"].inexact
+    assert re.fullmatch(r"job\.rewards: was .*'key': 'sha256:.*, is .*'key': 'sha256:.* \(from step 1 on\)", changed)
+    words = project / "changed/words"
+    assert "inexact" in (words / "receipts/v2.json").read_text()
+    for path in [*words.rglob("*.json"), *words.rglob("*.jsonl")]:
+        assert "secret" not in path.read_text(), path
+
+
 def test_receipts_are_a_chain_from_the_first_version(trained: Path) -> None:
     number, links = STEPS, 0
     while (before := version_before(receipt(trained, number))) is not None:

@@ -14,7 +14,7 @@ from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory, cut_back
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
-from motet.runtime.receipts import differences
+from motet.runtime.receipts import differences, without_arguments
 from motet.runtime.rollout_logs import in_order, must_be_there
 from motet.runtime.source_sums import code_changes
 
@@ -87,7 +87,9 @@ def _accept_changes(directory: JobDirectory, described: bytes) -> None:
 def _computed_otherwise(before: Mapping[str, Any] | None, now: Mapping[str, Any], step: int) -> list[str]:
     if before is None:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    changes = _changes(before, {**_known(before, now), **({"code": now["code"]} if "code" in now else {})})
+    now = {**_known(before, now), **({"code": now["code"]} if "code" in now else {})}
+    then, now = ({**one, "job": without_arguments(one.get("job") or {})} for one in (before, now))  # receipts tell it
+    changes = _changes(then, now)
     known = [str(line) for line in before.get(_BEFORE, ())]
     # unlike hosts may take turns with a run: each difference is listed once
     new = (change for change in changes if not any(line.startswith(f"{change} (") for line in known))

@@ -125,18 +125,26 @@ class Materials:
 
 
 def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that bytes depend on; code arguments and URL queries, which may be secret or long, become short sums."""
-    hidden = dict(job)
+    """The settings that bytes depend on, without arguments."""
+    hidden = without_arguments(job)
     if job["optimizer"]["schedule"] == "constant":
         del hidden["steps"]  # no step depends on the number of steps after it
-    hidden["environment"] = _hidden(job["environment"])
-    hidden["rewards"] = [_hidden(reward) for reward in job["rewards"]]
     return hidden
 
 
-def _hidden(section: Mapping[str, Any]) -> dict[str, Any]:
-    name, query, secret = str(section["name"]).partition("?")
-    args = {key: _short_sum(value) for key, value in section["args"].items()}
+def without_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's settings; code arguments and URL queries, which may be secret or long, become short sums."""
+    sections = {name: job[name] for name in ("environment", "rewards") if name in job}
+    return {**job, **{name: _hidden(value) for name, value in sections.items()}}
+
+
+def _hidden(section: Any) -> Any:
+    if isinstance(section, list):
+        return [_hidden(one) for one in section]
+    if not isinstance(section, Mapping):
+        return section
+    name, query, secret = str(section.get("name")).partition("?")
+    args = {key: _short_sum(value) for key, value in (section.get("args") or {}).items()}
     return {**section, "name": f"{name}?{_short_sum(secret)}" if query else name, "args": args}
 
 
