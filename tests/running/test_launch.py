@@ -207,6 +207,21 @@ def test_the_record_of_a_job_that_has_ended_never_changes(base: Any, tmp_path: P
     assert run(base, tmp_path / "run", one).jobs["a"].message == "done before"
 
 
+def test_a_job_that_has_done_no_step_starts_over_when_it_changes(base: Any, tmp_path: Path) -> None:
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def score(problem, completion):\n    return problem.solution\n")
+    scored = {"reward": f"{rewards}:score"}
+    assert "has no attribute 'solution'" in run(base, tmp_path / "run", job("a", **scored)).jobs["a"].message
+    rewards.write_text("def score(problem, completion):\n    return len(completion)\n")
+    one = job("a", adapter={"rank": 4}, **scored)
+    for directory in ("run", "fresh"):
+        result = run(base, tmp_path / directory, one)
+        assert result.ok
+        assert not result.jobs["a"].inexact
+    for name in ("job.yaml", "metrics.jsonl", "receipts/v0.json", "versions/v1/adapter_model.safetensors"):
+        assert (tmp_path / "run" / "a" / name).read_bytes() == (tmp_path / "fresh" / "a" / name).read_bytes(), name
+
+
 def test_why_rewards_failed_is_told_by_the_next_process_too(base: Any, tmp_path: Path) -> None:
     def reward(problem: Problem, completion: str) -> float:
         raise KeyError("level")

@@ -257,7 +257,7 @@ def test_a_second_commit_of_a_step_keeps_its_newer_record(tmp_path: Path, save: 
 
 def test_a_changed_job_is_refused_with_the_difference(tmp_path: Path, save: Save) -> None:
     directory = opened(tmp_path)
-    directory.commit(Committed(), save)
+    directory.commit(Committed(1), save)
     changed = {"base": "small", "job": {"steps": 9, "optimizer": {"lr": 0.1, "eps": 1e-6}}, "seed": 4}
     with pytest.raises(RunError) as caught:
         open_job(directory, changed)

@@ -31,6 +31,8 @@ def open_job(
 ) -> tuple[str, ...]:
     """Create the directory, or check that it belongs to this job and is undamaged.
 
+    A changed job that has done no step starts over, unless its changes are accepted.
+
     Args:
         directory: the job's directory.
         identity: everything the job's bytes depend on; stored in job.yaml.
@@ -46,6 +48,9 @@ def open_job(
     accept_changes = accept_changes or (directory.path / FORKED).exists()
     text, before, steps = _as_yaml(identity), _read_identity(directory.path / "job.yaml"), directory.steps()
     now = _values(text)
+    if steps == [0] and not accept_changes and before is not None and _changes(before, now):
+        directory.delete()
+        steps = []
     if steps:
         _check_same(directory, before, now, steps[-1], accept_changes=accept_changes)
     for name in ("state", "versions", "rollouts"):
@@ -127,7 +132,7 @@ def _check_same(
         return []
     if before is None:
         raise RunError(f"{path} is damaged: put it back, or use --accept-changes to continue with the job as it is")
-    changes = _changes(before, now)
+    changes = _changes(before, now) if step else []
     if changes and not accept_changes:
         listed = "\n  ".join(changes)
         raise RunError(
