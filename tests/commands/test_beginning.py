@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +63,35 @@ def test_a_file_of_any_name_becomes_a_job(here: Path, file: str, name: str) -> N
     assert [job.name for job in load_jobs(here / "jobs.yaml").jobs] == [name]
 
 
+def test_init_asks_again_after_a_wrong_answer(here: Path) -> None:
+    person, terminal = pty.openpty()
+    os.write(person, b"numbr\nnumber\nnone.jsonl\n\nsmal\n\n")
+    command = [sys.executable, "-m", "motet", "init"]
+    done = subprocess.run(command, stdin=terminal, capture_output=True, text=True, check=False, timeout=60)
+    for end in (person, terminal):
+        os.close(end)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    for wrong in ("did you mean number?", "none.jsonl' is not a file", "did you mean 'small'?"):
+        assert wrong in said
+    assert "--task" not in said
+    (job,) = load_jobs(here / "jobs.yaml").jobs
+    assert (job.data.source, [one.name for one in job.rewards]) == ("toy:count_letters", ["numeric"])
+
+
 def test_what_init_wrote_passes_check(here: Path, says: Motet) -> None:
     assert says("init", "--yes", "--task", "own")[0] == 0
     code, out, err = says("check", "jobs.yaml", "--rollouts", "2", "--set", "sampling.max_tokens=8")
     assert (code, err) == (0, ""), out
     assert "nothing was trained" in out
-    assert "job add: forecast: " in out
+    assert "job sort-letters: forecast: " in out
     assert "its first" not in out
     sizes = ("algorithm.group_size=2", "algorithm.groups_per_step=2", "data.holdout=2")
     few = [word for one in ("steps=2", "sampling.max_tokens=8", *sizes) for word in ("--set", one)]
     assert says("run", "jobs.yaml", *few)[0] == 0
     code, out, err = says("check", "jobs.yaml", "--rollouts", "2", *few)
     assert code == 0, err
-    assert "job add: its first 2 steps sampled " in out
+    assert "job sort-letters: its first 2 steps sampled " in out
 
 
 @pytest.mark.parametrize(

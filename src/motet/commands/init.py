@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 import yaml
@@ -17,7 +17,10 @@ from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, MotetError
 from motet.core.near import close_matches
 from motet.hosting.before_loading import check_before_loading
+from motet.model.find import find_base
 from motet.tasks.dataset import load_dataset
+
+_T = TypeVar("_T")
 
 TASKS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "exact": ("the answer equals the reference answer", {"reward": "exact"}),
@@ -28,6 +31,8 @@ TASKS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "imitate": ("the model learns to give the reference answers (no reward)", {"algorithm": "sft"}),
 }
 """The kinds of task: their meaning and the fields of their jobs."""
+_LEARNABLE = {"number": "toy:count_letters", "math": "toy:count_letters"}
+"""Data that the small base learns in a minute, where `toy:sort_letters` does not fit."""
 _SHORT = ("exact", "contains")
 _FEWEST, _USUAL = 16, 256
 _OWN_REWARD = '''"""The reward of the job: a number for each answer, larger is better."""
@@ -51,13 +56,15 @@ def write_job_file(file: Path, task: str | None, data: str | None, base: str | N
         raise ConfigError("there is no terminal to ask on: give --task, --data and --base, or --yes for the defaults")
     if ask and task is None:
         say("\n".join(f"  {name:<9} {meaning}" for name, (meaning, _) in TASKS.items()))
-    task = _answer(task, "What is a good answer?", "exact", ask)
-    if task not in TASKS:
-        near = close_matches(task, list(TASKS), 1)
-        raise ConfigError(f"--task {task!r}: {f'did you mean {near[0]}? ' if near else ''}There are {', '.join(TASKS)}")
-    data = _answer(data, "Which data (a file, toy:NAME or a hub name)?", "toy:add", ask)
-    base = _answer(base, "Which base?", "small", ask)
-    rows = load_dataset(DataConfig(source=_from_file(data, file)))
+    task, _ = _answer(task, "What is a good answer?", "exact", _known_task, ask=ask)
+    data, rows = _answer(
+        data,
+        "Which data (a file, toy:NAME or a hub name)?",
+        _LEARNABLE.get(task, "toy:sort_letters"),
+        lambda source: load_dataset(DataConfig(source=_from_file(source, file))),
+        ask=ask,
+    )
+    base, _ = _answer(base, "Which base?", "small", find_base, ask=ask)
     tree = _job(task, data, max((len(problem.answer) for problem in rows.train), default=0))
     made = [file]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -76,10 +83,27 @@ def write_job_file(file: Path, task: str | None, data: str | None, base: str | N
     say(f"try it: motet check {file}\ntrain:  motet run {file}")
 
 
-def _answer(given: str | None, question: str, default: str, ask: bool) -> str:
+def _answer(given: str | None, question: str, default: str, read: Callable[[str], _T], *, ask: bool) -> tuple[str, _T]:
+    """An answer and what `read` makes of it. A person is asked again if `read` raises a MotetError."""
+
+    def accepted(text: str) -> tuple[str, _T]:
+        try:
+            return text, read(text)
+        except MotetError as error:
+            raise typer.BadParameter(str(error)) from error
+
     if given is not None or not ask:
-        return given or default
-    return str(typer.prompt(question, default=default))
+        return (text := given or default), read(text)
+    answer: tuple[str, _T] = typer.prompt(question, default=default, value_proc=accepted)
+    return answer
+
+
+def _known_task(task: str) -> None:
+    if task not in TASKS:
+        near = close_matches(task, list(TASKS), 1)
+        raise ConfigError(
+            f"no task {task!r}: {f'did you mean {near[0]}? ' if near else ''}There are {', '.join(TASKS)}"
+        )
 
 
 def _from_file(data: str, file: Path) -> str:
