@@ -199,7 +199,7 @@ def test_what_cannot_be_evaluated_is_refused(trained: Path, tmp_path: Path, says
         (["digit"], "'digit' is no job of the file and no directory; did you mean digits?"),
         (["digits@9"], "kept versions: 0, 1, 2, 3"),
         (["digits@new"], "write digits@best, digits@latest or digits@12"),
-        (["echo"], "none: train it first"),
+        (["echo"], "run has no version of echo: train it, or name the directory of its run with --set run=DIRECTORY"),
         ([trained.parent / "run/digits/versions/v1"], "--task must name the job"),
         (["digits", "--task", "nobody"], "--task 'nobody' is no job of the file; name the job whose problems"),
         (["digits", "--task", "rows"], "job rows learns rows and has no reward: give one with --reward"),

@@ -194,9 +194,11 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
                 raise ConfigError(f"{name!r} names no version: write {job}@best, {job}@latest or {job}@12")
             directory = JobDirectory(Path(config.run) / job)
             found = directory.version_named(version or "best")
+            if not (kept := directory.versions()):
+                other = "train it, or name the directory of its run with --set run=DIRECTORY"
+                raise RunError(f"{config.run} has no version of {job}: {other}")
             if not found.is_dir():
-                kept = ", ".join(map(str, directory.versions())) or "none: train it first"
-                raise RunError(f"{name}: {found} is not there; kept versions: {kept}")
+                raise RunError(f"{name}: {found} is not there; kept versions: {', '.join(map(str, kept))}")
             models.append(Model(name if version.isdecimal() else f"{name} ({found.name})", found))
         elif Path(name).exists():
             find_adapter(Path(name))
