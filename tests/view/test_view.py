@@ -396,6 +396,24 @@ def test_clock_stops_with_a_job_and_measures_the_present_rate() -> None:
     assert clock.seconds["add"] == pytest.approx(40)
 
 
+def test_a_job_that_waits_and_runs_again_keeps_its_seconds_and_has_the_rate_of_now() -> None:
+    now = 1000.0
+    clock = RunClock(lambda: now)
+    raced = job("add", tokens=4000, started=990.0)
+    clock.see([raced])
+    raced.state = JobState.QUEUED
+    now = 1050.0
+    clock.see([raced])
+    assert clock.seconds["add"] == pytest.approx(10)
+    raced.state = JobState.RUNNING
+    raced.begin(12)
+    raced.started = 1055.0
+    now = 1060.0
+    clock.see([raced])
+    assert clock.seconds["add"] == pytest.approx(15)
+    assert raced.tokens_per_second == 0
+
+
 # --- the table ---------------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,9 @@ class JobProgress:
     started: float = 0.0
     """Monotonic start time; 0 before."""
     first_step: int = 0
-    """Step at which this process started."""
+    """Step at which the job began to run, or to run again."""
+    first_tokens: int = 0
+    """`tokens` at that step."""
     message: str = ""
     """Reason of a failure, or a notice."""
     spent: bool = False
@@ -93,6 +95,11 @@ class JobProgress:
         self.rewards.append(value)
         self.signs.see(line)
 
+    def begin(self, step: int) -> None:
+        """Count rates from now on: the job runs, or runs again, from `step`."""
+        self.step = self.first_step = step
+        self.first_tokens, self.started = self.tokens, time.monotonic()
+
     @property
     def stopped_early(self) -> bool:
         """Whether a rule of `stop_when` ended the job."""
@@ -102,7 +109,7 @@ class JobProgress:
     def tokens_per_second(self) -> float:
         """Mean since the job began to run."""
         seconds = time.monotonic() - self.started if self.started else 0.0
-        return self.tokens / seconds if seconds > 0 else 0.0
+        return (self.tokens - self.first_tokens) / seconds if seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:

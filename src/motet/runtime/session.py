@@ -183,8 +183,7 @@ class Session:
                 await self._load(job.init_directory(), optimizer=False)
             self.done = replace(self.done, threads=services.threads)
             await self.commit()
-        job.progress.step = job.progress.first_step = start
-        job.progress.started = time.monotonic()
+        job.progress.begin(start)
 
     async def close(self) -> None:
         """Unload all versions and release the slots, also after an error."""

@@ -24,7 +24,9 @@ class RunClock:
         self._began = now()
         self._counts: deque[tuple[float, int]] = deque()
         self.seconds: dict[str, float] = {}
-        """Seconds that each job ran; fixed when it ends."""
+        """Seconds that each job ran; fixed while it waits and when it ends."""
+        self._earlier: dict[str, tuple[float, float]] = {}
+        """When each job began to run, and its seconds before."""
 
     def begin(self) -> None:
         """Count the elapsed time from now."""
@@ -51,7 +53,11 @@ class RunClock:
             self._counts.popleft()
         for job in jobs:
             if job.started and (job.state is JobState.RUNNING or job.name not in self.seconds):
-                self.seconds[job.name] = max(now - job.started, 0.0)
+                started, earlier = self._earlier.get(job.name, (job.started, 0.0))
+                if job.started != started:
+                    earlier = self.seconds[job.name]
+                self._earlier[job.name] = job.started, earlier
+                self.seconds[job.name] = earlier + max(now - job.started, 0.0)
 
 
 class View(ABC):
