@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -74,17 +74,20 @@ def run_file(
     finally:
         view.stop()
     _print_notes(console, result.notes, printed)
-    _print_tables(console, last, Path(config.run), view.seconds)
-    for raced in result.races.values():
-        said = verdict(raced) + ("; run the same command to resume" if raced.outcome is None else "")
-        print_table(console, bracket_table(raced.name, *bracket_rows(raced), said, glyphs_of(console)))
+    raced = {name for one in result.races.values() for name in (*one.values, *(copy.name for copy in one.copies))}
+    _print_tables(console, last, Path(config.run), view.seconds, raced)
+    for one in result.races.values():
+        said = verdict(one) + ("; run the same command to resume" if one.outcome is None else "")
+        print_table(console, bracket_table(one.name, *bracket_rows(one), said, glyphs_of(console)))
     return _farewell(console, result)
 
 
-def _print_tables(console: Console, jobs: Sequence[JobProgress], run: Path, seconds: Mapping[str, float]) -> None:
+def _print_tables(
+    console: Console, jobs: Sequence[JobProgress], run: Path, seconds: Mapping[str, float], raced: Collection[str]
+) -> None:
     """Print the results of jobs, and of settings if some were trained with several seeds."""
     glyphs, width = glyphs_of(console), width_of(console)
-    print_table(console, summary_table(jobs, run, seconds, glyphs, width))
+    print_table(console, summary_table(jobs, run, seconds, glyphs, width, raced))
     if (seeds := settings_table(jobs, glyphs, width)) is not None:
         print_table(console, seeds)
         if seeds.row_count > 1:

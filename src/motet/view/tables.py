@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -144,8 +144,11 @@ def summary_table(
     seconds: Mapping[str, float] | None = None,
     glyphs: Glyphs = UNICODE,
     width: int = 120,
+    raced: Collection[str] = (),
 ) -> Table:
     """The result of each job; variants of a sweep are ranked by their last evaluation, unless they are seeds.
+
+    The candidates `raced` have no places: their race chooses the best on rows that no decision used.
 
     With the `run` directory, the table has each adapter's path. `seconds` is how long each job ran (`View.seconds`);
     otherwise until now. A narrow `width` leaves out some columns.
@@ -154,7 +157,8 @@ def summary_table(
     name_width = 20 if width >= 100 else 12
     shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
     seeds = any(len(one.jobs) > 1 for one in _settings(jobs))
-    last = ((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in jobs)
+    sweeps = (job for job in jobs if job.name not in raced)
+    last = ((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in sweeps)
     places = {} if seeds else ranks(last)  # settings have ranks, seeds have none
     stems = list(dict.fromkeys(names.stems.values()))
     ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
