@@ -212,7 +212,7 @@ def test_what_cannot_observe_is_refused_first(observer: dict[str, Any], says: st
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'motet\[wandb\]'"):
         load(ObserverConfig(name="wandb"))
 
 

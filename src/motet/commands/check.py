@@ -114,7 +114,7 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
             directory.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     share = config.engine.host_kv_memory_fraction
-    beside = f" and {share:.0%} of free host memory for what gives way" if share else ""
+    beside = f" and {share:.0%} of free host memory for preempted sequences" if share else ""
     kv_tokens = host.workshop.kv_tokens
     held = f"KV cache: {kv_tokens:,} tokens{beside} · " if kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
@@ -169,8 +169,8 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
         if fits[now] < longer and fits[now] < most
     )
     return (
-        f"longest sequence that can be trained: about {fits[now]:,} tokens{others}, of the {most:,} that the base "
-        f"has positions for, in {free / 2**30:.1f} GiB that are free"
+        f"longest sequence that can be trained: about {fits[now]:,} tokens{others} (the base allows "
+        f"{most:,}; {free / 2**30:.1f} GiB of memory are free)"
     )
 
 

@@ -73,7 +73,7 @@ def make_entries(spec: ScorerSpec, bounds: RowLimits | None = None) -> list[dict
 def _made_apart(spec: str, bounds: RowLimits | None) -> str:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(
-            "reasoning-gym is not installed: `make smollm2` brings it, or pip install '.[reasoning]' in Motet's directory "
+            "reasoning-gym is not installed: `make smollm2` brings it, or pip install 'motet[reasoning]' "
             "(it needs a C compiler)"
         )
     memory, seconds = ([], None) if bounds is None else ([str(bounds.memory_mb)], bounds.seconds)

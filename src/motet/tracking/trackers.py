@@ -239,8 +239,7 @@ def load(config: ObserverConfig) -> ObserverFactory:
             importlib.import_module(package)
         except ImportError as error:
             raise ConfigError(
-                f"observer {config.name}: {package} is not installed; run pip install '.[{config.name}]' in Motet's "
-                f"directory ({error})"
+                f"observer {config.name}: {package} is not installed; run pip install 'motet[{config.name}]' ({error})"
             ) from error
         target: object = tracker
     else:
