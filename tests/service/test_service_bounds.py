@@ -167,6 +167,22 @@ def test_rows_that_are_nested_too_deep_are_an_error_of_the_data(tmp_path: Path) 
         load_dataset(DataConfig(source=str(path), holdout=0))
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/adapters"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"files": [("file", ("a.jsonl", ROWS)), ("more", ("b.jsonl", ROWS))]},
+        {"files": {"file": ("a.jsonl", ROWS)}, "data": {f"field{number}": "x" for number in range(20)}},
+        {"files": {"file": ("a.jsonl", ROWS)}, "data": {"purpose": "x" * 10_000}},
+        {"data": {"purpose": "x" * 10_000}},
+    ],
+)
+def test_the_form_of_an_upload_has_one_file_and_little_else(house: House, path: str, form: Json) -> None:
+    # each file takes a megabyte of memory, and only one is counted
+    words = house.refused(400, "POST", path, **form)["message"]
+    assert any(told in words for told in ("Too many", "exceeded maximum size")), words
+
+
 # --- bodies -----------------------------------------------------------------------------------------------------------------
 
 

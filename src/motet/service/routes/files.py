@@ -15,10 +15,11 @@ from motet.core.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.depends import Asker, ServiceDep, while_there, worked
 from motet.service.errors import Refusal, bad_field, existing
+from motet.service.http.forms import FormRoute
 from motet.service.schemas import File, FileDeleted, Files
 from motet.tasks.row_files import UPLOADED, count_apart
 
-router = APIRouter(prefix="/v1/files", tags=["files"])
+router = APIRouter(prefix="/v1/files", tags=["files"], route_class=FormRoute)
 _PIECE = 2**20
 PURPOSE = "fine-tune"
 """The purpose of all files, in the terms of the `openai` package."""
