@@ -22,11 +22,11 @@ from tests.support.tinker_run import job_of
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
-def made(house: House) -> str:
+def made(house: House, key: str = "ours") -> str:
     """A new model of a tenant's."""
-    session = house.ask("POST", f"{PREFIX}/create_session", json={"tags": []}).json()["session_id"]
+    session = house.ask("POST", f"{PREFIX}/create_session", key, json={"tags": []}).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
-    promise = house.ask("POST", f"{PREFIX}/create_model", json=body).json()
+    promise = house.ask("POST", f"{PREFIX}/create_model", key, json=body).json()
     assert promise == {"request_id": f"{session}:train:0/0", "model_id": f"{session}:train:0"}
     return str(promise["model_id"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,34 @@ def test_writes_that_wait_for_another_of_their_tenant_hold_up_nobody_else(house:
         for _ in range(10):
             assert house.ask("GET", f"{PREFIX}/checkpoints", "theirs").is_success
             assert house.ask("POST", f"{PREFIX}/asample", "theirs", json=SAMPLE).is_success
+
+
+class Many(dict[Any, Any]):
+    """Promises that are so many that a look at them takes until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looking, self.may = threading.Event(), threading.Event()
+
+    def items(self) -> Any:
+        self.looking.set()
+        self.may.wait(60)
+        return super().items()
+
+
+def test_gradients_that_a_tenant_waits_for_hold_up_no_other(house: House) -> None:
+    ours, theirs, many = made(house), made(house, "theirs"), Many()
+    house.part(Models)._promised[tenant(house)] = many  # type: ignore[assignment]
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            first = threads.submit(gradient, house, ours, 1)
+            assert many.looking.wait(20)
+            other = threads.submit(sent, house, request(theirs, 1).SerializeToString(), "theirs")
+            assert other.result(10).is_success
+            assert not first.done()
+        finally:
+            many.may.set()
+        assert first.result().is_success
 
 
 def test_a_copy_holds_up_no_other_write_of_its_tenant_and_its_bytes_are_reserved(house: House) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +68,6 @@ class Models:
         self._secrets = secrets
         self._store, self._storage, self._submissions = store, storage, submissions
         self._quotas, self._hosts, self.stored = quotas, hosts, quotas.stored
-        self._admitting = threading.Lock()
         self._promised: dict[str, dict[tuple[str, int], _Promise]] = {}
         """Admitted requests that are not counted yet, by tenant, and by job and number."""
         self._counted: dict[str, tuple[int, int]] = {}
@@ -196,23 +194,25 @@ class Models:
         return f"{job.idempotency_key}/{number}"
 
     def admit(self, job: StoredJob, number: int, command: ForwardBackward) -> None:
-        """Raise `LimitError` if a command exceeds the tenant's tokens; with status 429, its number stays free."""
+        """Raise `LimitError` if a command exceeds the tenant's tokens; with status 429, its number stays free.
+
+        Call it in the turn of the tenant, because it looks at all that the tenant waits for.
+        """
         if self._quotas.of(job.tenant_id).tokens_per_day is None:
             return
         journal, work = self.journal(job), sum(datum.work for datum in command.data)
-        with self._admitting:
-            waiting = self._promised[job.tenant_id] = self._still_waiting(job.tenant_id)
-            if not journal.known(number):
-                waiting.pop((job.id, number), None)  # requested again
-                try:
-                    self._quotas.check_work(job.tenant_id, work, sum(one.work for one in waiting.values()))
-                except LimitError as error:
-                    if error.status == 403:
-                        self.refuse(job, number)
-                    raise
-                waiting[job.id, number] = _Promise(work)
-                if job.id not in self._counted:
-                    self._counted[job.id] = self._quotas.counted(job.id), 0
+        waiting = self._promised[job.tenant_id] = self._still_waiting(job.tenant_id)
+        if not journal.known(number):
+            waiting.pop((job.id, number), None)  # requested again
+            try:
+                self._quotas.check_work(job.tenant_id, work, sum(one.work for one in waiting.values()))
+            except LimitError as error:
+                if error.status == 403:
+                    self.refuse(job, number)
+                raise
+            waiting[job.id, number] = _Promise(work)
+            if job.id not in self._counted:
+                self._counted[job.id] = self._quotas.counted(job.id), 0
 
     def _still_waiting(self, tenant_id: str) -> dict[tuple[str, int], _Promise]:
         promised = self._promised.get(tenant_id, {})
