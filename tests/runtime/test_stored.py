@@ -110,7 +110,7 @@ def test_commands_of_a_client_count_are_refused_beyond_the_limit_and_go_with_the
     assert [answer.status_code for answer in answers[taken:]] == [403] * (8 - taken)
     message = answers[-1].json()["error"]["message"]
     assert all(word in message for word in ("storage_mb", "do not fit", "delete", "--storage-mb"))
-    written = journal(house, model).waiting_bytes()
+    written = journal(house, model).waiting()[1]
     assert written > 150_000
     assert before + written < stored(house) <= before + MB + 3 * 4096 * (8 - taken)
     commands = journal(house, model)
@@ -119,7 +119,7 @@ def test_commands_of_a_client_count_are_refused_beyond_the_limit_and_go_with_the
     assert step.status_code == 200, step.text  # it makes room
     assert stored(house) > before + written // 2  # measured, not forgotten
     assert house.ask("POST", f"/v1/jobs/{job_of(model)}/cancel").json()["state"] == "cancelled"
-    assert commands.waiting_bytes() == 0
+    assert commands.waiting()[1] == 0
     assert stored(house) <= before + 4096
     told = house.ask("POST", f"{PREFIX}/retrieve_future", json={"request_id": f"{model}/1"}).json()
     assert "cancelled" in told["error"]

@@ -37,7 +37,7 @@ from motet.service.http.bodies import MOST_GRADIENT
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
-from motet.service.tinker.models import MOST_WAITING, Models
+from motet.service.tinker.models import MOST_COMMANDS, MOST_WAITING, Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.wire import CONTENT_TYPE, KINDS, SMALL, SampleBytes, write_samples
 from tests.support.house import House, open_house
@@ -310,11 +310,29 @@ def test_gradients_that_wait_are_bounded_and_their_step_is_taken(house: House) -
     assert journal(house, model).command(4) is None
 
 
+def test_commands_that_wait_are_bounded_in_number(house: House) -> None:
+    model = made(house)
+    kept = journal(house, model)
+    for number in range(2, MOST_COMMANDS + 1):  # number 1, for which all wait, does not come
+        (kept.path / f"{number:08d}.cmd").touch()
+    more = sent(house, request(model, MOST_COMMANDS + 2).SerializeToString())
+    assert (more.status_code, f"{MOST_COMMANDS} commands" in more.text) == (400, True), more.text
+    assert kept.command(MOST_COMMANDS + 2) == Nothing()
+    first = {"model_id": model, "seq_id": 1, "adam_params": {}}
+    assert house.ask("POST", f"{PREFIX}/optim_step", json=first).is_success
+    for number in range(MOST_COMMANDS + 2, 2 * MOST_COMMANDS + 2):
+        (kept.path / f"{number:08d}.cmd").touch()
+    step = {**first, "seq_id": 2 * MOST_COMMANDS + 2}
+    told = house.refused(400, "POST", f"{PREFIX}/optim_step", json=step)["message"]
+    assert "wait for those before this one" in told
+    assert kept.command(2 * MOST_COMMANDS + 2) is None
+
+
 def test_what_goes_while_it_is_counted_is_not_counted(tmp_path: Path, house: House) -> None:
     kept = Journal(tmp_path)
     kept.put(2, encode(Nothing()))
     (kept.path / "00000001.cmd").symlink_to("gone")  # it was there when the directory was read
-    assert kept.waiting_bytes() == (kept.path / "00000002.cmd").stat().st_size
+    assert kept.waiting()[1] == (kept.path / "00000002.cmd").stat().st_size
     asked = house.storage.samples("tenant")
     asked.mkdir(parents=True)
     (asked / "sample-gone").symlink_to("gone")

@@ -261,13 +261,13 @@ class Journal:
         except FileNotFoundError:
             return {}
 
-    def waiting_bytes(self) -> int:
-        """Bytes of waiting commands and of gradients that wait for their step."""
-        n_bytes = 0
+    def waiting(self) -> tuple[int, int]:
+        """The number of waiting commands and of gradients that wait for their step, and their bytes."""
+        sizes = list[int]()
         for path in self.path.glob("*.cmd"):
             with contextlib.suppress(FileNotFoundError):  # the session deletes finished commands meanwhile
-                n_bytes += path.stat().st_size
-        return n_bytes
+                sizes.append(path.stat().st_size)
+        return len(sizes), sum(sizes)
 
     def work_again(self) -> int:
         """Work (`Sample.work`) charged again on resume: finished gradients that wait for their step."""

@@ -36,6 +36,8 @@ STEPS = 1_000_000
 ALPHA = 32.0
 MOST_WAITING = 2**31
 """Bytes of waiting commands per model above which gradients are refused; above twice as many, all commands."""
+MOST_COMMANDS = 2**13
+"""As `MOST_WAITING`, but their number, because each command costs a look at those that wait."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 _COUNTED_SECONDS = 5.0
@@ -172,12 +174,13 @@ class Models:
             raise Refusal(
                 400, f"this model has {job.state}{reason}; create another, from a checkpoint where there is one"
             )
-        most = MOST_WAITING if gradient else 2 * MOST_WAITING  # the step that they wait for remains possible
-        if not known and journal.waiting_bytes() > most:
+        times = 1 if gradient else 2  # the step that they wait for remains possible
+        count, n_bytes = (0, 0) if known else journal.waiting()
+        if count >= times * MOST_COMMANDS or n_bytes > times * MOST_WAITING:
             if gradient:
                 self.refuse(job, number)
             wanted = "call optim_step" if gradient else "wait for those before this one"
-            raise Refusal(400, f"{most >> 30} GB of commands of this model wait to be done: {wanted}")
+            raise Refusal(400, f"{count} commands of this model wait to be done, {n_bytes >> 20} MB: {wanted}")
         data, known = msgspec.msgpack.encode(command), journal.known(number)  # another request may have put it there
         size = sum(map(blocks, (len(data), 32, _outcome_bytes(command))))
         small = not isinstance(command, ForwardBackward | Save)
