@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -224,6 +225,21 @@ def test_what_a_key_opened_ends_with_it_and_with_no_other(house: House, someone:
     assert theirs.is_alive()
     other.revoke()
     theirs.join(20.0)
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/jobs"])
+def test_a_body_that_is_being_sent_ends_with_its_key(house: House, someone: Someone, path: str) -> None:
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {someone.text}\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n--b\r\n\r\n"
+    )
+    address, room = (house.http.base_url.host, house.http.base_url.port or 80), house.service.open_bytes
+    with socket.create_connection(address, timeout=SOON) as line:
+        line.sendall(head.encode())
+        wait_until(lambda: room._total > 0)
+        someone.revoke()
+        assert b"revoked or has expired" in line.recv(4096)
+    wait_until(lambda: room._total == 0)
 
 
 def test_a_key_that_expires_ends_what_it_opened_too(house: House) -> None:

@@ -88,14 +88,20 @@ class Access:
         self._tenants, self._rate, self.open_to_all = tenants, rate, open_to_all
 
     def tenant(self, request: Request) -> str:
-        """The tenant of the request's key; empty if the key is not valid. A request that needs no key has one too."""
+        """The tenant of the request's key; empty if the key is not valid. A request that needs no key has one too.
+
+        The request ends with its key from now on, while its body arrives.
+        """
         if self.open_to_all:
             return "local"
         try:
             who = self._tenants.who(bearer(request))
         except AWAY:  # the handler finds that out too, and reports it
             return "unknown"
-        return "" if who is None else who.tenant_id
+        if who is None:
+            return ""
+        opened_by(request, who.key_id)
+        return who.tenant_id
 
     def principal(self, request: Request) -> Principal:
         """The principal of the request's key. Raises Refusal if the key is not valid, or sends too many requests."""
