@@ -8,6 +8,8 @@ import json
 import math
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,13 @@ from motet.service.bases import Bases
 from motet.service.database.tables import Event
 from motet.service.events import EventBus, EventLog, within
 from motet.service.jobs.validation import read_jobs
+from motet.service.routes.events import READS_PER_SECOND
 from motet.tasks.chat import Chat
 from tests.support.house import House
-from tests.support.service_run import Json, tiny
+from tests.support.service_run import ROWS, Json, tiny
+
+MANY = 50
+"""More streams than threads of the event loop."""
 
 # --- steps ------------------------------------------------------------------------------------------------------------------
 
@@ -318,3 +324,47 @@ def test_only_the_files_of_the_page_are_served_and_only_when_they_changed(house:
     assert len(packed) < 2e6
     assert b"plotly.js v" in gzip.decompress(packed)[:200]
     assert b'createElement("style")' not in gzip.decompress(packed)
+
+
+def test_streams_of_a_tenant_hold_up_nobody_else_however_many_read(house: House) -> None:
+    headers, opened = {"Authorization": f"Bearer {house.keys['ours']}"}, threading.Semaphore(0)
+
+    def watch() -> None:
+        with house.http.stream("GET", "/v1/events/stream", headers=headers, timeout=60.0) as answer:
+            next(answer.iter_lines())
+            opened.release()
+
+    with ThreadPoolExecutor(MANY) as threads:
+        with house.service.log._lock:  # as long as all of them read
+            watching = [threads.submit(watch) for _ in range(MANY)]
+            for _ in watching:
+                assert opened.acquire(timeout=20)
+            answer = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)}, timeout=10.0)
+        assert answer.is_success, answer.text
+
+
+def test_many_streams_of_a_tenant_read_seldom_and_miss_nothing(house: House) -> None:
+    job, headers = told_job(house, "paced", 1), {"Authorization": f"Bearer {house.keys['ours']}"}
+    opened, pieces = threading.Semaphore(0), Counter[int]()
+
+    def watch(number: int) -> set[int]:
+        found = ""
+        with house.http.stream("GET", "/v1/events/stream", headers=headers, timeout=60.0) as answer:
+            for text in answer.iter_text():
+                opened.release()
+                found, pieces[number] = found + text, pieces[number] + 1
+                if '"step":99' in found:
+                    break
+        return {json.loads(line[6:])["data"]["step"] for line in found.splitlines() if line.startswith("data: ")}
+
+    with ThreadPoolExecutor(MANY) as threads:
+        watching = [threads.submit(watch, number) for number in range(MANY)]
+        for _ in watching:
+            assert opened.acquire(timeout=20)
+        started = time.monotonic()
+        for step in range(2, 100):
+            house.recorder.record_step(job, {"step": step, "loss": 0.0})
+            time.sleep(0.02)
+        assert all(one.result(20) == set(range(2, 100)) for one in watching)
+        seconds = time.monotonic() - started
+    assert pieces.total() < 2 * MANY + 1.3 * READS_PER_SECOND * seconds

@@ -98,7 +98,13 @@ class Lifecycle:
         await asyncio.to_thread(service.ledger.flush)
         await asyncio.to_thread(service.followers.close, _OBSERVERS_SECONDS)
         service.queue.close()
-        for threads in (service.check_threads, service.read_threads, service.write_threads, service.apart):
+        for threads in (
+            service.check_threads,
+            service.read_threads,
+            service.write_threads,
+            service.stream_threads,
+            service.apart,
+        ):
             threads.close()
         service.request_files.close()
         service.store.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict
 
 from motet.cluster.host_link import HostHandlers
@@ -18,7 +18,7 @@ from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads, WriteThreads
+from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads, StreamThreads, WriteThreads
 from motet.service.http.bodies import OpenBytes
 from motet.service.http.downloads import Packing
 from motet.service.http.sign_in import SignIns
@@ -46,8 +46,10 @@ from motet.tracking.follow import Followers
 
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; others wait in the database."""
-_CHECKING, _READING, _WRITING = 4, 8, 32
-"""Threads that check jobs, that read files, and that write; each tenant uses at most one of each."""
+_CHECKING, _READING, _WRITING, _STREAMING = 4, 8, 32, 4
+"""Threads that check jobs, that read files, that write, and that read events; each tenant uses at most one of each."""
+_MOST_STREAMS = 10**6
+"""Of a tenant that wait for their turn; connections are limited elsewhere."""
 
 
 class Service:
@@ -95,6 +97,9 @@ class Service:
         self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
         self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
         self.write_threads = WriteThreads(_WRITING, http.requests_per_key)
+        self.stream_threads = StreamThreads(_STREAMING, _MOST_STREAMS)
+        self.streams = Counter[str]()
+        """Open event streams, by tenant."""
         self.packing = Packing(self.storage.directory, self.read_threads)
         limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb)
         self.apart, self.open_bytes, self.open_answers = Apart(limits), OpenBytes(http), OpenBytes(http)

@@ -150,3 +150,7 @@ class ReadThreads(ThreadTurns):
 
 class WriteThreads(ThreadTurns):
     """For writes, which wait for others of their tenant."""
+
+
+class StreamThreads(ThreadTurns):
+    """For reads of event streams: all those of a tenant read whenever there is an event."""

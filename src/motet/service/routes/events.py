@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,9 +16,10 @@ from fastapi.responses import Response, StreamingResponse
 
 from motet.chat.completer import EVENTS
 from motet.core.types import JobState
+from motet.service.composition import Service
 from motet.service.database.tables import Event
 from motet.service.depends import Asker, NamedJob, ServiceDep
-from motet.service.events import ANY_JOB, EventBus, as_sent, within
+from motet.service.events import ANY_JOB, as_sent, within
 from motet.service.http.pages import page
 from motet.service.schemas import Events, JobEvent, Steps
 
@@ -26,6 +29,10 @@ _PAGE = 500
 _QUIET_SECONDS = 15.0
 """Interval of keep-alive comments; clients treat a silent stream as dead."""
 _ALIVE = ": still here\n\n"
+READS_PER_SECOND = 100.0
+"""Of all streams of a tenant together: hundreds of streams would take all of the event loop."""
+_STOP = "the service stops"
+"""A topic that nothing else is published under."""
 LastEventId = Annotated[str | None, Header(pattern=r"^\d{1,15}$")]
 
 
@@ -42,29 +49,39 @@ class Read:
 
 
 async def _lines(
-    request: Request, bus: EventBus, topic: str, read: Callable[[int], Read], after: int, head: str = ""
+    request: Request,
+    service: Service,
+    tenant_id: str,
+    topic: str,
+    read: Callable[[int], Read],
+    after: int,
+    head: str = "",
 ) -> AsyncIterator[str]:
     """What `read` returns after an event, again whenever the topic is published.
 
     Ends when the service stops or the client disconnects.
     """
-    sent = time.monotonic() if head else -math.inf
-    if head:
-        yield head
-    while not (bus.closed or await request.is_disconnected()):
-        published = bus.next(topic)  # taken before reading, to miss nothing
-        found = await asyncio.to_thread(read, after)
-        after = found.last
-        if found.text:
-            yield found.text
-        elif not found.ended and time.monotonic() - sent >= _QUIET_SECONDS:
-            yield _ALIVE
-        elif not found.ended:
-            await within(published, _QUIET_SECONDS)
-            continue
-        sent = time.monotonic()
-        if found.ended:
-            return
+    bus, sent = service.bus, time.monotonic() if head else -math.inf
+    service.streams[tenant_id] += 1
+    try:
+        if head:
+            yield head
+        while not (bus.closed or await request.is_disconnected()):
+            published = bus.next(topic)  # taken before reading, to miss nothing
+            found = await service.stream_threads.run(tenant_id, functools.partial(read, after))
+            after, told = found.last, found.text
+            if not told and not found.ended and time.monotonic() - sent >= _QUIET_SECONDS:
+                told = _ALIVE
+            if told:
+                yield told
+                sent = time.monotonic()
+            if found.ended:
+                return
+            await within(bus.next(_STOP), service.streams[tenant_id] / READS_PER_SECOND)
+            if not told:
+                await within(published, _QUIET_SECONDS)
+    finally:
+        service.streams -= Counter((tenant_id,))
 
 
 @router.get("/jobs/{job}/events", response_model=Events)
@@ -76,6 +93,7 @@ def events(service: ServiceDep, job: NamedJob, after: Annotated[int, Query(ge=0,
 @router.get("/jobs/{job}/events/stream", response_class=StreamingResponse)
 async def stream_job(
     request: Request,
+    who: Asker,
     service: ServiceDep,
     job: NamedJob,
     after: Annotated[int, Query(ge=0, le=2**53)] = 0,
@@ -93,7 +111,7 @@ async def stream_job(
         return Read("", after, last is None or (last.id <= after and _ends(last)))
 
     start = int(last_event_id) if last_event_id is not None else after
-    return StreamingResponse(_lines(request, service.bus, job.id, read, start), media_type=EVENTS)
+    return StreamingResponse(_lines(request, service, who.tenant_id, job.id, read, start), media_type=EVENTS)
 
 
 @router.get("/jobs/{job}/steps", response_model=Steps)
@@ -129,7 +147,8 @@ async def stream(
 
     # a client that loses the connection at once knows where to continue
     head = f"id: {start}\n: from here on\n\n"
-    return StreamingResponse(_lines(request, service.bus, ANY_JOB, read, start, head), media_type=EVENTS)
+    lines = _lines(request, service, who.tenant_id, ANY_JOB, read, start, head)
+    return StreamingResponse(lines, media_type=EVENTS)
 
 
 def _ends(entry: Event) -> bool:
