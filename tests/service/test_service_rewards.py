@@ -20,6 +20,7 @@ from motet.core.errors import ConfigError, RewardError
 from motet.core.types import JobState
 from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
+from motet.service.workers.attached import TAKES_PER_SECOND, AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers, key_of
 from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, WorkerArgs
 from motet.tasks.reward_installed import install
@@ -311,6 +312,39 @@ def test_a_worker_that_hangs_up_while_it_waits_is_handed_nothing(house: House, w
     wait_until(lambda: "dead" not in house.part(RewardWorkers)._seen[job])
     house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
     assert [unit["id"] for unit in lease(house, job, "alive")["units"]] == keys
+
+
+class Counting(AttachedWorkers):
+    """Workers for whom there is never work."""
+
+    looks = 0
+
+    async def state(self, job_id: str) -> JobState:
+        return JobState.RUNNING
+
+    async def lease(self, worker: str, seconds: float) -> list[str]:
+        async def nobody() -> bool:
+            return False
+
+        async def take() -> list[str]:
+            self.looks += 1
+            return []
+
+        return await self._taken("job", worker, seconds, nobody, take)
+
+
+def test_many_workers_that_wait_for_work_of_a_job_look_seldom(house: House) -> None:
+    async def waited(many: int, seconds: float) -> int:
+        bus = EventBus()
+        workers = Counting(house.store, bus, 60.0)
+        waiting = asyncio.gather(*(workers.lease(f"w{number}", seconds) for number in range(many)))
+        while not waiting.done():
+            workers._publish("job")
+            await asyncio.sleep(0.01)
+        return workers.looks
+
+    assert asyncio.run(waited(1, 1.0)) > 10, "one that is alone looks whenever there is something new"
+    assert asyncio.run(waited(100, 2.0)) < 2 * 100 + 2 * 2.0 * TAKES_PER_SECOND
 
 
 def test_a_job_rests_when_it_is_to_and_nobody_scores(house: House) -> None:

@@ -110,7 +110,7 @@ class Many(dict[Any, Any]):
 
 def test_gradients_that_a_tenant_waits_for_hold_up_no_other(house: House) -> None:
     ours, theirs, many = made(house), made(house, "theirs"), Many()
-    house.part(Models)._promised[tenant(house)] = many  # type: ignore[assignment]
+    house.part(Models)._promised[tenant(house)] = many
     with ThreadPoolExecutor(2) as threads:
         try:
             first = threads.submit(gradient, house, ours, 1)

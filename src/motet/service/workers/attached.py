@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import TypeVar
 
@@ -24,6 +25,10 @@ Gone = Callable[[], Awaitable[bool]]
 """Returns whether the client has disconnected."""
 _LOOK_SECONDS = 1.0
 _LEASES_END_SECONDS = 5.0  # longest delay until an expired lease is noticed
+TAKES_PER_SECOND = 100.0
+"""Of all requests that wait for work of a job: each costs transactions, and hundreds would take all threads."""
+_STOP = "the service stops"
+"""A topic that nothing else is published under."""
 
 
 class AttachedWorkers:
@@ -41,6 +46,8 @@ class AttachedWorkers:
         self._waiting: Mapping[str, Collection[object]]
         """Waiting work, by job."""
         self._seen: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        self._polling = Counter[str]()
+        """Requests that wait for work, by job."""
         self._resting: set[str] = set()
         self._closing = False
         self._checking: asyncio.Task[None] | None = None
@@ -93,16 +100,22 @@ class AttachedWorkers:
     ) -> list[Work]:
         """Wait up to `seconds` for work that a worker can take."""
         deadline = time.monotonic() + seconds
-        while True:
-            self._seen[job_id][worker] = time.monotonic()
-            more = self._bus.next(self._topic(job_id))
-            if await gone():  # work leased to a disconnected client would stay until its lease ends
-                self._seen[job_id].pop(worker, None)
-                return []
-            taken, left = await take(), deadline - time.monotonic()
-            if taken or left <= 0 or self._bus.closed or (await self.state(job_id)).final:
-                return taken
-            await within(more, min(left, _LEASES_END_SECONDS, self.lease_seconds / 2))
+        self._polling[job_id] += 1
+        try:
+            while True:
+                self._seen[job_id][worker] = time.monotonic()
+                more = self._bus.next(self._topic(job_id))
+                if await gone():  # work leased to a disconnected client would stay until its lease ends
+                    self._seen[job_id].pop(worker, None)
+                    return []
+                taken, left = await take(), deadline - time.monotonic()
+                if taken or left <= 0 or self._bus.closed or (await self.state(job_id)).final:
+                    return taken
+                await within(more, min(left, _LEASES_END_SECONDS, self.lease_seconds / 2))
+                spread = random.uniform(0.0, 2 * self._polling[job_id] / TAKES_PER_SECOND)
+                await within(self._bus.next(_STOP), min(spread, max(0.0, deadline - time.monotonic())))
+        finally:
+            self._polling -= Counter((job_id,))
 
     def _publish(self, job_id: str) -> None:
         """Wake workers that wait for work of a job. Thread-safe."""
