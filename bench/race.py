@@ -6,6 +6,7 @@
     python bench/race.py record curves/ --tasks sort_letters --seeds 1 --schedule linear  # each with a rate that falls to 0
     python bench/race.py race curves/ --tasks sort_letters --seeds 1 --race '{"exploit": true}' --label copies  # a real race
     python bench/race.py race curves/ --steps 36 --race '{"finalists": 1}' --label longer  # of a longer job
+    python bench/race.py race curves/ --steps 48 --race null --label alone           # a longer job without a race
     python bench/race.py compare curves/                                             # what each rule finds, and its tokens
     python bench/race.py errors                                                      # error rates on made-up rows, no training
 
@@ -82,8 +83,10 @@ class Curve:
         return max((version for version in self.rows if version), key=self.score)
 
 
-def raced_job(task: str, seed: int, race: dict[str, Any], schedule: str = "constant", steps: int = STEPS) -> JobConfig:
-    """A job that races."""
+def raced_job(
+    task: str, seed: int, race: dict[str, Any] | None, schedule: str = "constant", steps: int = STEPS
+) -> JobConfig:
+    """A job that races, unless `race` is None."""
     work = {"data": f"toy:{task}", "reward": "exact", "sampling": {"max_tokens": 12}}
     if base_of(task) == "smollm2":
         work = {**{name: EXAMPLE["defaults"][name] for name in ("reward", "sampling")}, "data": SMOLLM2[task]}
@@ -390,11 +393,11 @@ def compare(directory: Path) -> None:
         )
 
 
-# --- races that curves cannot tell, as those with copies -------------------------------------------------------------
+# --- races that curves cannot tell, such as those with copies, and longer jobs ---------------------------------------
 
 
-def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label: str, steps: int) -> None:
-    """Race, and write what was found on the rows that confirm; what is there already stays."""
+def race(directory: Path, task: str, seed: int, settings: dict[str, Any] | None, label: str, steps: int) -> None:
+    """Race, or train the job as it is, and write what was found; what is there already stays."""
     from motet.hosting.running import run_config
 
     job = raced_job(task, seed, settings, steps=steps)
@@ -403,12 +406,20 @@ def race(directory: Path, task: str, seed: int, settings: dict[str, Any], label:
     if out.exists():
         return
     done = run_config(run_of(task, run, [job]))
-    outcome = done.races[job.name].outcome
-    assert outcome is not None
-    assert outcome.finalist is not None
-    (test,) = tested(run, [job], [f"{outcome.finalist}@{outcome.version}"])
-    found = {"finalist": outcome.finalist, "version": outcome.version, "value": outcome.end, "tokens": outcome.tokens}
-    found["test"] = test
+    found: dict[str, Any] = {"finalist": job.name, "version": steps}
+    if settings is None:
+        at = JobDirectory(run / job.name)
+        found |= {"value": fmean(confirming(rows_in(at, steps))), "tokens": (at.newest() or Committed()).tokens}
+    else:
+        outcome = done.races[job.name].outcome
+        assert outcome is not None
+        found = {
+            "finalist": outcome.finalist,
+            "version": outcome.version,
+            "value": outcome.end,
+            "tokens": outcome.tokens,
+        }
+    (found["test"],) = tested(run, [job], [f"{found['finalist']}@{found['version']}"])
     out.write_text(json.dumps(found))
 
 
@@ -459,7 +470,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="sort_letters")
     parser.add_argument("--seeds", default="1")
     parser.add_argument("--control", action="store_true")
-    parser.add_argument("--race", type=json.loads, default={}, help="settings of the race, as JSON")
+    parser.add_argument("--race", type=json.loads, default={}, help="settings of the race, as JSON; null: no race")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a job that races")
     parser.add_argument("--label", default="default", help="what to call it")
     parser.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="constant")
