@@ -41,6 +41,10 @@ class EventBus:
             event.set()
         return event
 
+    async def pause(self, seconds: float) -> None:
+        """Wait, but not for longer than the service runs."""
+        await within(self.next("the service stops"), seconds)
+
     def publish(self, *topics: str) -> None:
         """Wake all who wait for one of these topics."""
         self.published += ANY_JOB in topics

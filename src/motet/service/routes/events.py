@@ -31,8 +31,6 @@ _QUIET_SECONDS = 15.0
 _ALIVE = ": still here\n\n"
 READS_PER_SECOND = 100.0
 """Of all streams of a tenant together: hundreds of streams would take all of the event loop."""
-_STOP = "the service stops"
-"""A topic that nothing else is published under."""
 LastEventId = Annotated[str | None, Header(pattern=r"^\d{1,15}$")]
 
 
@@ -77,7 +75,7 @@ async def _lines(
                 sent = time.monotonic()
             if found.ended:
                 return
-            await within(bus.next(_STOP), service.streams[tenant_id] / READS_PER_SECOND)
+            await bus.pause(service.streams[tenant_id] / READS_PER_SECOND)
             if not told:
                 await within(published, _QUIET_SECONDS)
     finally:

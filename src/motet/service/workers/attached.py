@@ -27,8 +27,6 @@ _LOOK_SECONDS = 1.0
 _LEASES_END_SECONDS = 5.0  # longest delay until an expired lease is noticed
 TAKES_PER_SECOND = 100.0
 """Of all requests that wait for work of a job: each costs transactions, and hundreds would take all threads."""
-_STOP = "the service stops"
-"""A topic that nothing else is published under."""
 
 
 class AttachedWorkers:
@@ -113,7 +111,7 @@ class AttachedWorkers:
                     return taken
                 await within(more, min(left, _LEASES_END_SECONDS, self.lease_seconds / 2))
                 spread = random.uniform(0.0, 2 * self._polling[job_id] / TAKES_PER_SECOND)
-                await within(self._bus.next(_STOP), min(spread, max(0.0, deadline - time.monotonic())))
+                await self._bus.pause(min(spread, max(0.0, deadline - time.monotonic())))
         finally:
             self._polling -= Counter((job_id,))
 
