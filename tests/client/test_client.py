@@ -271,7 +271,7 @@ def test_a_job_file_is_submitted_whole(
     assert re.findall(r"^(\S+)  job-\w{16}$", out, re.M) == ["plain", "swept-lr=0.0001", "swept-lr=0.0003"]
     assert len(re.findall(r"step 2/2  reward \d\.\d\d  eval ", out)) == 3
     assert len(re.findall(r"succeeded after 2/2 steps  eval \S+→\S+\n", out)) == 3
-    assert "`engine` and `rollout`" in err
+    assert f"`engine` of {path}: ignored" in err
     with motet.Client() as client:
         assert len(client.files()) == 1, "a file that is named four times is uploaded once"
         spec = client.job("swept-lr=0.0003").spec
