@@ -93,7 +93,7 @@ def _computed_otherwise(before: Mapping[str, Any] | None, now: Mapping[str, Any]
     if before is None:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
     now = {**_known(before, now), **({"code": now["code"]} if "code" in now else {})}
-    then, now = ({**one, "job": without_arguments(one.get("job") or {})} for one in (before, now))  # receipts tell it
+    then, now = ({**one, "job": without_arguments(one.get("job") or {})} for one in (before, now))  # receipts list it
     changes = _changes(then, now)
     known = [str(line) for line in before.get(_BEFORE, ())]
     # unlike hosts may take turns with a run: each difference is listed once

@@ -235,10 +235,9 @@ class Race(Generic[AnyCandidate]):
         if not ended:
             return RaceOutcome(None, tokens=tokens)
         found = {job.name: self._version(job) for job in ended}
-        rows = {name: rows_in(self._jobs[name].directory, version) for name, version in found.items()}
-        name = ranked({name: deciding(some) for name, some in rows.items()})[0]
-        job, version = self._jobs[name], found[name]
-        start, end = confirming(rows_in(job.directory, 0)), confirming(rows[name])
+        name = ranked({name: deciding(rows) for name, (_, rows) in found.items()})[0]
+        job, (version, rows) = self._jobs[name], found[name]
+        start, end = confirming(rows_in(job.directory, 0)), confirming(rows)
         gain = paired(end, start, self.plan.settings.level)
         low, high = (None, None) if gain is None or gain.n < 2 else (gain.mean - gain.half, gain.mean + gain.half)
         last = self.record.rungs[-1].standings if self.record.rungs else ()
@@ -248,15 +247,16 @@ class Race(Generic[AnyCandidate]):
         figures = (_finite(mean_of(start)), _finite(mean_of(end)), None if gain is None else gain.mean, low, high)
         return RaceOutcome(job.name, version, *figures, as_good, tokens, tokens_of(job))
 
-    def _version(self, job: Candidate) -> int:
+    def _version(self, job: Candidate) -> tuple[int, list[float]]:
         """The last version, unless the best one is shown better: the highest of several means is high by chance."""
         done = job.directory.newest() or Committed()
-        best, last = done.best_version or done.step, done.step
-        if best == last or best not in job.directory.sampled(evals=True):
-            return last
-        ours, theirs = (deciding(rows_in(job.directory, one)) for one in (best, last))
-        gain = paired(ours, theirs, self.plan.settings.level)
-        return best if gain is not None and gain.mean - gain.half > 0 else last
+        last = rows_in(job.directory, done.step)
+        if done.best_version and done.best_version in job.directory.sampled(evals=True):
+            best = rows_in(job.directory, done.best_version)
+            gain = paired(deciding(best), deciding(last), self.plan.settings.level)
+            if gain is not None and gain.mean - gain.half > 0:
+                return done.best_version, best
+        return done.step, last
 
     def _write(self, **fields: Any) -> None:
         record = replace(self.record, **fields)
