@@ -68,9 +68,12 @@ def compose(run: Run, picture: str, kept: str, processors: Mapping[str, Mapping[
 
 
 def remember(run: Run, kind: str, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The ratios of the last run on each kind of processor, with this run's."""
-    compared = [item for item in run.results if item.row.compare != "value"]
-    told = {f"{item.row.work}, against {item.row.against}": cells(item)[4] for item in compared}
+    """The ratios and shares of the limit of the last run on each kind of processor, with this run's."""
+    told = {}
+    for item in run.results:
+        if item.row.compare != "value":
+            *_, ratio, _, share = cells(item)
+            told[f"{item.row.work}, against {item.row.against}"] = ratio if share == "–" else f"{ratio}, {share}"
     return {**known, kind: {"date": run.environment.get("date", ""), "rows": told}}
 
 
@@ -79,7 +82,7 @@ def _by_processor(processors: Mapping[str, Mapping[str, Any]]) -> str:
         return ""
     works = dict.fromkeys(work for item in processors.values() for work in item["rows"])
     lines = [(work, *(str(item["rows"].get(work, "–")) for item in processors.values())) for work in works]
-    head = ("ratio", *(f"{kind}, {item['date']}" for kind, item in processors.items()))
+    head = ("ratio, share of limit", *(f"{kind}, {item['date']}" for kind, item in processors.items()))
     return "## On each kind of processor\n\n" + markdown(head, lines)
 
 

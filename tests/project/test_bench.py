@@ -401,8 +401,10 @@ def test_the_page_has_a_column_for_each_kind_of_processor() -> None:
     assert "On each kind" not in page.compose(a_run(), "benchmarks.svg", "", zen)
     both = page.remember(a_run(), "Intel with AMX", json.loads(json.dumps(zen)))
     written = page.compose(a_run(), "benchmarks.svg", "", both)
-    assert "| ratio | AMD family 26 with AVX512_BF16, 2026-11-24 | Intel with AMX, 2026-11-24 |" in written
-    assert "| work of one, against the other | **2.50×** (2.00–3.00) | **2.50×** (2.00–3.00) |" in written
+    assert (
+        "| ratio, share of limit | AMD family 26 with AVX512_BF16, 2026-11-24 | Intel with AMX, 2026-11-24 |" in written
+    )
+    assert "| work of one, against the other | **2.50×** (2.00–3.00), 44 % | **2.50×** (2.00–3.00), 44 % |" in written
     assert "work of four" not in written, "a figure that stands alone has no ratio"
 
 
