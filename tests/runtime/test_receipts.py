@@ -141,6 +141,11 @@ def test_a_version_alone_is_checked_as_far_as_its_receipt_goes(project: Path, ca
     write_jobs(project, {**job(), "optimizer": {"lr": 0.02}})
     assert verify(version, project / "jobs.yaml") == 1
     assert "optimizer.lr: was 0.01, is 0.02" in capsys.readouterr().out
+    for directory in (version, project / "run"):
+        assert verify(directory, project / "jobs.yaml", ["jobs.words.optimizer.lr=0.01"]) == 0
+    with pytest.raises(ConfigError, match="give it with --jobs"):
+        verify(version, None, ["steps=3"])
+    capsys.readouterr()
     write_jobs(project, {**job(), "name": "other"})
     assert verify(version, project / "jobs.yaml") == 0  # a service gives names of its own
     capsys.readouterr()

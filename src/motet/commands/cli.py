@@ -199,7 +199,7 @@ def report(directory: RunDir) -> None:
     typer.echo(write_report(directory))
 
 
-@app.command(epilog="Example: motet verify runs/jobs; motet verify runs/jobs --jobs jobs.yaml")
+@app.command(epilog="Example: motet verify runs/jobs; motet verify runs/jobs --jobs jobs.yaml --set steps=10")
 def verify(
     directory: Annotated[
         Path, typer.Argument(help="A run directory, a job in it, or a pulled version.", show_default=False)
@@ -208,11 +208,12 @@ def verify(
         Path | None,
         typer.Option(help="Also compare base, data, code and settings of this job file with the receipts."),
     ] = None,
+    overrides: Override = None,
 ) -> None:
     """Check that every saved file is unchanged, and say how to repair damage."""
     from motet.commands.verify import verify as check_files
 
-    raise typer.Exit(check_files(directory, jobs))
+    raise typer.Exit(check_files(directory, jobs, overrides or ()))
 
 
 def _steer(argv: list[str], word: str, url: str | None, key: str | None) -> None:

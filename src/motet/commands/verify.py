@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from motet.commands.answers import say
-from motet.config import JobConfig
+from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
-from motet.core.errors import MotetError, RunError
+from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
 from motet.hosting.preparing import Sources
 from motet.runtime.checkpoint import JobDirectory
@@ -35,7 +35,7 @@ _OF_A_JOB = ("state", "job.yaml", MANIFEST)
 _NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files cannot be noticed"
 
 
-def verify(directory: Path, jobs_file: Path | None = None) -> int:
+def verify(directory: Path, jobs_file: Path | None = None, overrides: Sequence[str] = ()) -> int:
     """Check every commit, version, receipt, log and rollout of a run or job; returns 1 if any is damaged or missing.
 
     For a single version, such as a pulled one, check it against its receipts. With a job file, also compare base, data,
@@ -43,10 +43,14 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
 
     Raises:
         RunError: there is no run in the directory.
+        ConfigError: the job file, or an override of a field in it, is invalid.
     """
+    if overrides and jobs_file is None:
+        raise ConfigError("--set changes fields of a job file: give it with --jobs")
+    config = None if jobs_file is None else load_jobs(jobs_file, overrides)
     directory = directory.absolute()  # `.` has no name
     if (directory / ADAPTER_CONFIG).is_file():
-        return _verify_version(directory, jobs_file)
+        return _verify_version(directory, config)
     jobs = [directory] if _is_job(directory) else sorted(path for path in directory.glob("[!.]*") if _is_job(path))
     removed = removed_jobs(directory)
     if not jobs and not removed:
@@ -70,14 +74,14 @@ def verify(directory: Path, jobs_file: Path | None = None) -> int:
         for number in job.versions():
             if not (job.version(number) / SUMS).is_file():
                 say(f"{path.name}: version {number} was not compared, because its {SUMS} was removed")
-    if jobs_file is not None:
-        lines += _not_the_same(jobs_file, jobs)
+    if config is not None:
+        lines += _not_the_same(config, jobs)
     for line in lines:
         say(line)
     return 1 if lines else 0
 
 
-def _verify_version(directory: Path, jobs_file: Path | None) -> int:
+def _verify_version(directory: Path, config: RunConfig | None) -> int:
     if not (directory / RECEIPT).is_file():
         raise RunError(
             f"{directory} has no {RECEIPT}, so nothing can be checked: pull a version of your own job again, or give the "
@@ -101,10 +105,9 @@ def _verify_version(directory: Path, jobs_file: Path | None) -> int:
             unknown.append(f"the receipts before version {first} (they are not here)")
     else:
         unknown.append("the receipts before this one (they are not here)")
-    if jobs_file is None:
+    if config is None:
         unknown.append("base, data, code and settings (give --jobs)")
     elif not lines:
-        config = load_jobs(jobs_file)
         known = known_jobs(config.jobs, Path(config.run))
         sources, found = Sources(), {}
         for job in [known[name]] if name in known else known.values():
@@ -113,7 +116,7 @@ def _verify_version(directory: Path, jobs_file: Path | None) -> int:
         nearest = min(found, key=lambda job: (not found[job][0], len(found[job][1])))
         changes = found[nearest][1]
         if name not in known and changes:
-            lines.append(f"{jobs_file} has no job named {name!r}; the nearest of its jobs is {nearest!r}:")
+            lines.append(f"the job file has no job named {name!r}; the nearest of its jobs is {nearest!r}:")
         lines += changes
         if name not in known and _init_of(settings) is not None:
             unknown.append("the adapter that it began with (the service has it)")
@@ -171,16 +174,16 @@ def _of_receipts(job: JobDirectory) -> Iterator[Damage]:
         yield from receipt_damages(job.receipts, newest.step, newest.sums[RECEIPT])
 
 
-def _not_the_same(jobs_file: Path, directories: Sequence[Path]) -> Iterator[str]:
+def _not_the_same(config: RunConfig, directories: Sequence[Path]) -> Iterator[str]:
     """Differences between the newest receipts and this machine."""
-    config, sources = load_jobs(jobs_file), Sources()
+    sources = Sources()
     known = known_jobs(config.jobs, directories[0].parent if directories else Path(config.run))
     for path in directories:
         newest = max(receipt_numbers(path / RECEIPTS), default=None)
         if newest is None:
             yield f"{path}: it has no receipt"
         elif path.name not in known:
-            yield f"{path}: {jobs_file} has no job of this name"
+            yield f"{path}: the job file has no job of this name"
         else:
             receipt = read_receipt(path / RECEIPTS / f"v{newest}.json")
             yield from _compared(path.name, receipt, known[path.name], config.base, sources)[1]
