@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,9 +18,9 @@ from typer.testing import CliRunner
 from motet.commands.cli import app
 from motet.commands.evaluate import Asked, find_models, task_of
 from motet.config.jobfile import load_jobs
-from motet.core.errors import ConfigError
+from motet.core.errors import ConfigError, RunError
 from motet.hosting.running import run_config
-from motet.runtime.race_record import known_jobs
+from motet.runtime.race_record import RaceOutcome, RaceRecord, known_jobs
 from tests.support.commands import Motet, job_file
 from tests.support.small_runs import REWARDS, job
 
@@ -223,6 +224,10 @@ def test_candidates_of_a_race_are_models(tmp_path: Path) -> None:
     assert task_of(config, [f"{name}@0"], Asked()).name == name
     with pytest.raises(ConfigError, match="did you mean sort-c=03"):
         find_models(config, [name[:-1]])
+    for outcome, told in ((None, "a candidate, such as sort-c=00"), (RaceOutcome(name), f"its finalist {name}")):
+        RaceRecord("sort", {}, (), (), outcome).write(tmp_path / "run" / "sort.race.json")
+        with pytest.raises(RunError, match=re.escape(f"it is a race; name {told}")):
+            find_models(config, ["sort"])
 
 
 def test_other_rows_are_of_the_same_subset_and_split(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import errors_of, group_metrics, rollout_records
-from motet.runtime.race_record import known_jobs
+from motet.runtime.race_record import known_jobs, records
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.settings import Mean
@@ -195,8 +195,7 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
             directory = JobDirectory(Path(config.run) / job)
             found = directory.version_named(version or "best")
             if not (kept := directory.versions()):
-                other = "train it, or name the directory of its run with --set run=DIRECTORY"
-                raise RunError(f"{config.run} has no version of {job}: {other}")
+                raise RunError(f"{config.run} has no version of {job}: {_instead(Path(config.run), job)}")
             if not found.is_dir():
                 raise RunError(f"{name}: {found} is not there; kept versions: {', '.join(map(str, kept))}")
             models.append(Model(name if version.isdecimal() else f"{name} ({found.name})", found))
@@ -208,6 +207,15 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
             meant = f"; did you mean {near[0]}?" if near else f" ({', '.join(written[:8])})"
             raise ConfigError(f"{name!r} is no job of the file and no directory{meant}")
     return models
+
+
+def _instead(run: Path, job: str) -> str:
+    """What to do where a job has no version: a race has none of its own."""
+    race = next((one for one in records(run) if one.name == job), None)
+    if race is None:
+        return "train it, or name the directory of its run with --set run=DIRECTORY"
+    finalist = race.outcome and race.outcome.finalist
+    return f"it is a race; name {f'its finalist {finalist}' if finalist else f'a candidate, such as {job}-c=00'}"
 
 
 def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
