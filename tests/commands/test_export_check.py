@@ -234,8 +234,18 @@ def test_a_card_says_how_an_adapter_was_made_and_how_good_it_is(version: Path, t
     export.write(version, None, tmp_path / "without", "card", checked=False)
     (version.parent.parent / "away.yaml").rename(version.parent.parent / "job.yaml")
     assert "`length` (target sha256:" in (tmp_path / "without" / "README.md").read_text()
+    assert "may give other bytes" not in body
     for part in ("![Curves](curves.svg)", "| v0 | 0.", "| v1 | 0.", "| base/model.safetensors | `", "| data/train | `"):
         assert part in body, part
+
+
+def test_a_card_says_why_bytes_may_not_come_out_again(tmp_path: Path) -> None:
+    algorithm = {"type": "grpo", "group_size": 4, "groups_per_step": 2, "over_provision": 2}
+    job = {"name": "sort", "data": {"source": "toy:sort_letters", "size": 64}, "reward": "exact", "steps": 1}
+    motet.run([{**job, "algorithm": algorithm}], base="small", directory=tmp_path / "run")
+    export.write(tmp_path / "run/sort/versions/v1", None, tmp_path / "card", "card", checked=False)
+    text = (tmp_path / "card" / "README.md").read_text()
+    assert "Training it again may give other bytes: steps take the groups that are done first" in text
 
 
 def test_an_adapter_in_the_present_directory_is_not_taken_for_its_base(

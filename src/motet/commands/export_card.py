@@ -103,13 +103,16 @@ def _origin(source: ExportSource) -> list[str]:
     rows = "\n".join(
         f"| {name} | `{digest}` |" for name, digest in listed.items() if not name.startswith(("rollouts/", "version "))
     )
+    again = (
+        f"Training it again may give other bytes: {'; '.join(inner['inexact'])}.\n\n" if inner.get("inexact") else ""
+    )
     facts = "\n".join(f"| {name} | {value} |" for name, value in _facts(settings, inner))
     return [
         f"## How it was made\n\n| setting | value |\n|---|---|\n| steps | {version} |\n{facts}\n\n"
         "All settings, for `motet run jobs.yaml`. Texts given to own code and addresses may be secret, so only their sums "
         "are here.\n\n"
         f"<details><summary>jobs.yaml</summary>\n\n```yaml\n{yaml.safe_dump(jobs, sort_keys=False)}```\n\n</details>\n\n"
-        f"`{same_command()}` wrote this card.",
+        f"{again}`{same_command()}` wrote this card.",
         f"## Receipt\n\n`{RECEIPT}` says what the version was made of. Its sums (sha256):\n\n| file | sum |\n|---|---|\n{rows}",
     ]
 
