@@ -100,6 +100,23 @@ def test_a_job_with_many_files_is_measured_once_in_many_steps(house: House) -> N
     )  # measured at once where it would not fit
 
 
+def test_configurations_of_cancelled_jobs_count_until_they_are_deleted(house: House) -> None:
+    before = stored(house)
+    for number in range(4):
+        long = tiny(f"long-{number}")
+        long["data"] |= {"template": "{prompt}" + "x" * 50_000}
+        answer = house.ask("POST", "/v1/jobs", json=long)
+        assert answer.status_code in (200, 201), answer.text
+        house.ask("POST", f"/v1/jobs/long-{number}/cancel")
+    assert before + 4 * 50_000 < stored(house)
+    limit(house, storage_mb=(before + 4 * 50_000) / MB)
+    refused = house.ask("POST", "/v1/jobs", json=tiny("more"))
+    assert (refused.status_code, "storage_mb" in refused.text) == (403, True)
+    for number in range(4):
+        assert house.ask("DELETE", f"/v1/jobs/long-{number}").status_code in (200, 204)
+    assert stored(house) < before + 50_000
+
+
 def test_commands_of_a_client_count_are_refused_beyond_the_limit_and_go_with_the_model(house: House) -> None:
     model = made(house)
     before = stored(house)

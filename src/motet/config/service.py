@@ -40,8 +40,8 @@ class LimitsConfig(Config):
     tokens_per_day: int | None = Field(10**9, ge=1, le=10**15)
     """Tokens sampled, trained and read as prompts, per day (UTC). Jobs pause when they are spent."""
     storage_mb: float | None = Field(50_000.0, ge=0, le=1e12, allow_inf_nan=False)
-    """Everything stored for the tenant: uploads, open samples, and the commits, versions, checkpoints, rollouts, logs and
-    client commands of its jobs. A write that does not fit is refused, and jobs pause."""
+    """Everything stored for the tenant: uploads, open samples, and the configurations, commits, versions, checkpoints,
+    rollouts, logs and client commands of its jobs. A write that does not fit is refused, and jobs pause."""
     cpu_seconds: float | None = Field(60.0, gt=0, le=1e9)
     """The largest `cpu_seconds` of a reward."""
     wall_seconds: float | None = Field(600.0, gt=0, le=1e9)

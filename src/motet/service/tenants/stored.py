@@ -9,10 +9,10 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, Text, cast, func, select
 
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredFile, StoredJob, UploadedAdapter
@@ -56,7 +56,7 @@ def blocks(size: int) -> int:
 
 
 class StoredBytes:
-    """Bytes of uploads, jobs and samples by tenant. Thread-safe."""
+    """Bytes of uploads, jobs with their configurations, and samples by tenant. Thread-safe."""
 
     def __init__(self, store: Store, storage: Storage) -> None:
         self._store, self._storage = store, storage
@@ -140,10 +140,20 @@ class StoredBytes:
         with self._lock:
             if tenant_id in self._bytes:
                 return
-        jobs = self._store.scalars(select(StoredJob.id).where(StoredJob.tenant_id == tenant_id))
-        sizes = {part: self._measured(tenant_id, part).bytes for part in (*jobs, SAMPLES)}
+        specs = self._specs(StoredJob.tenant_id == tenant_id)
+        sizes = {job: size + measured(self._storage.job(job).path).bytes for job, size in specs.items()}
+        sizes[SAMPLES] = measured(self._storage.samples(tenant_id)).bytes
         with self._lock:
             self._bytes.setdefault(tenant_id, sizes)
 
     def _measured(self, tenant_id: str, part: str) -> Measured:
-        return measured(self._storage.samples(tenant_id) if part == SAMPLES else self._storage.job(part).path)
+        if part == SAMPLES:
+            return measured(self._storage.samples(tenant_id))
+        files = measured(self._storage.job(part).path)
+        return replace(files, bytes=files.bytes + self._specs(StoredJob.id == part).get(part, 0))
+
+    def _specs(self, which: ColumnElement[bool]) -> dict[str, int]:
+        """Characters of jobs' configurations in the database."""
+        sizes = select(StoredJob.id, func.length(cast(StoredJob.spec, Text))).where(which)
+        with self._store.transaction() as session:
+            return {str(job): int(size) for job, size in session.execute(sizes)}
