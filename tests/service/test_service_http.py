@@ -15,7 +15,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -366,28 +366,50 @@ def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(
     gone.rename(kept)
 
 
-def test_few_uploads_of_a_tenant_are_received_at_a_time(tmp_path: Path) -> None:
-    may = threading.Event()
+def slow_uploads(
+    house: House, threads: ThreadPoolExecutor, n: int, may: threading.Event
+) -> list[Future[httpx2.Response]]:
+    """Send some, without their lengths, that end when they may."""
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
 
-    def slowly() -> Iterator[bytes]:
+    def body() -> Iterator[bytes]:
         yield head
         may.wait(60)
         yield ROWS + b"\r\n--x--\r\n"
 
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    asked = [
+        threads.submit(house.ask, "POST", "/v1/files", content=body(), headers=kind, timeout=60.0) for _ in range(n)
+    ]
+    wait_until(lambda: house.bodies._uploads.total() == n)
+    return asked
+
+
+def test_few_uploads_of_a_tenant_are_received_at_a_time(tmp_path: Path) -> None:
+    may = threading.Event()
     with open_house(tmp_path, http=HttpConfig(waiting_per_tenant=2)) as house, ThreadPoolExecutor(2) as threads:
-        kind = {"Content-Type": "multipart/form-data; boundary=x"}
-        slow = [
-            threads.submit(house.ask, "POST", "/v1/files", content=slowly(), headers=kind, timeout=60.0) for _ in "ab"
-        ]
         try:
-            wait_until(lambda: house.bodies._uploads.total() == 2)
+            slow = slow_uploads(house, threads, 2, may)
             told = house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)})
             theirs = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)})
         finally:
             may.set()
         assert (told.status_code, "2 uploads" in told.text, theirs.status_code) == (429, True, 201)
         assert [one.result().status_code for one in slow] == [201, 201]
+        assert house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)}).is_success
+
+
+def test_open_uploads_of_a_tenant_take_little_of_the_disk(tmp_path: Path) -> None:
+    may = threading.Event()
+    with open_house(tmp_path) as house, ThreadPoolExecutor(4) as threads:
+        try:
+            slow = slow_uploads(house, threads, 4, may)
+            told = house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)})
+            theirs = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)})
+        finally:
+            may.set()
+        assert (told.status_code, "uploads of this tenant take" in told.text, theirs.status_code) == (429, True, 201)
+        assert [one.result().status_code for one in slow] == [201] * 4
         assert house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)}).is_success
 
 

@@ -51,6 +51,8 @@ _SPREAD = 8
 """Approximate bytes of memory per byte of JSON."""
 _SPOOLED = 2**20
 """Most bytes of an uploaded file in memory."""
+_LARGEST_AT_ONCE = 4
+"""Largest uploads that a tenant's open uploads may take on the disk."""
 _NOBODY, _NOBODYS_PART = "", 8
 _BODY = "motet.body"
 """Key of the `_Body` in a request's scope."""
@@ -129,6 +131,8 @@ class Bodies:
         """Open requests by asker."""
         self._uploads = Counter[str]()
         """Open uploads by tenant."""
+        self._arriving = Counter[str]()
+        """Bytes of open uploads by tenant; of one that does not say its length, the most that it may have."""
         self._limits = {path: int(limit * 2**20) + _AROUND for path, limit in uploads.items()}
         self._words = {
             path: f"this is larger than {limit:g} MB, the limit of this service" for path, limit in uploads.items()
@@ -181,11 +185,16 @@ class Bodies:
         if uploads and self._uploads[payer] >= (most := self._config.waiting_per_tenant):
             words = f"{most} uploads of this tenant are open, the most here; wait for some to end"
             return await refuse(429, words, MOST, headers=_SOON)
+        size = 0 if not uploads else int(length) if length.isdigit() else limit
+        if self._arriving[payer] + size > _LARGEST_AT_ONCE * limit:
+            words = f"open uploads of this tenant take {self._arriving[payer] >> 20} MB; wait for some to end"
+            return await refuse(429, words, MOST, headers=_SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
         body = _Body(receive, limit, words, self._room, payer, weight, JsonSize() if reads_json else None)
         scope[_BODY] = body
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
+        self._arriving[payer] += size
         try:
             await self._app(scope, body.receive, send)
             if too_long:
@@ -196,6 +205,7 @@ class Bodies:
         finally:
             body.close()
             self._uploads[payer] -= uploads
+            self._arriving[payer] -= size
 
 
 def _limit(path: str, positions: int) -> int:
