@@ -79,6 +79,17 @@ def test_a_student_learns_the_same_in_company(teacher: Path, tmp_path: Path) -> 
         assert found(tmp_path / "alone", "a") == found(tmp_path / "both", "a")
 
 
+def test_without_a_reward_the_best_version_is_the_newest(tmp_path: Path) -> None:
+    """Nothing rewards answers, so no version is better than another, and the untrained one is not kept as the best."""
+    pupil = {**job("a", algorithm={"type": "distill", "teacher": "base", "group_size": 2}).model_dump(), "rewards": []}
+    done = run_jobs(tmp_path, [JobConfig.model_validate(pupil)])
+    assert done.state("a") is JobState.SUCCEEDED, done.jobs["a"].progress.message
+    assert done.jobs["a"].directory.version_named("best").name == "v4"
+    lines = records(tmp_path, "a")
+    assert {line["eval"]["reward"] for line in lines if "eval" in line} == {None}
+    assert {line["reward"] for line in lines if "loss" in line} == {None}
+
+
 def test_advantages_are_what_the_teacher_thinks_more() -> None:
     algorithm = Distillation(teacher="base")
     batch = algorithm.batch([group(rollout(1.0, 3), rollout(None)), group(rollout(0.0, 2))], 8)

@@ -23,7 +23,7 @@ STEP_FIELDS: Mapping[str, str] = {
     "step": "the step, from 0; the last line has the number of steps and only the final evaluation",
     "version": "the adapter version that was sampled",
     "staleness": "the step minus the oldest version that sampled any of its tokens",
-    "reward": "mean over scored rollouts",
+    "reward": "mean over scored rollouts; `null` if the job has no reward",
     "reward_std": "standard deviation over scored rollouts",
     "reward_parts": "mean of each reward",
     "length": "mean number of sampled tokens",
@@ -100,7 +100,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     """Metrics computed from rollouts alone, for a step or an evaluation."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout for rollout in rollouts if not rollout.error]
-    rewards = np.array([rollout.reward for rollout in scored], np.float64)
+    rewards = np.array(_rewards(scored), np.float64)
     parts: dict[str, list[float]] = {}
     for rollout in scored:
         for name, value in rollout.reward_parts.items():
@@ -117,6 +117,11 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         "rollouts": len(rollouts),
         "failed": len(rollouts) - len(scored),
     }
+
+
+def _rewards(scored: Sequence[Rollout]) -> list[float]:
+    """The rewards of scored rollouts; empty if nothing rewards them, as in distillation."""
+    return [rollout.reward for rollout in scored if rollout.reward_parts]
 
 
 def _roles(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -185,7 +190,7 @@ def _trained(stats: LossStats, optim: OptimStats | None) -> dict[str, float | No
 
 def evaluation_record(evaluation: SampledStep) -> dict[str, Any]:
     """The `eval` part of a line."""
-    means = [np.mean([rollout.reward for rollout in group.scored]) for group in evaluation.groups if group.scored]
+    means = [np.mean(rewards) for group in evaluation.groups if (rewards := _rewards(group.scored))]
     error = float(np.std(means, ddof=1)) / len(means) ** 0.5 if len(means) > 1 else float("nan")
     return {**group_metrics(evaluation.groups), "reward_stderr": error}
 

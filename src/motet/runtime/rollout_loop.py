@@ -6,6 +6,7 @@ Sampling runs up to `max_off_policy_steps` ahead; steps are learned in order.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 
@@ -95,7 +96,7 @@ class RolloutLoop(Driver):
         record = evaluation_record(sampled)
         self.job.progress.evaluated(sampled.version, record)
         score = float(record["reward"])
-        if self.job.config.eval.confirm:
+        if self.job.config.eval.confirm and math.isfinite(score):
             rows = [mean_of([rollout.reward for rollout in group.scored]) for group in sampled.groups]
             score = mean_of(deciding(rows))
         return Evaluated(sampled.version, record, score, sampled.tokens)
