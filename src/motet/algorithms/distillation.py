@@ -40,8 +40,12 @@ class Distillation(PolicyGradient):
 
     @model_validator(mode="after")
     def _the_teacher_gives_credit(self) -> Distillation:
-        if self.credit != "episode":
-            raise ValueError("credit: the teacher judges each token; leave it out")
+        replaced = {"credit": "episode", "advantage": "grpo", "oversampling": 1}
+        for field, default in replaced.items():
+            if getattr(self, field) != default:
+                raise ValueError(f"{field}: the teacher judges each token; leave it out")
+        if self.kl.coef > 0 and self.teacher != "base":
+            raise ValueError("kl: the penalty would be to the teacher, not to the base; leave it out")
         return self
 
     @property

@@ -340,10 +340,12 @@ class JobConfig(Config):
             raise ValueError("stop_when: a client ends its job itself; leave it out")
         mistake = self.stop_when.mistake(
             rows=rows,
+            rewarded=bool(self.rewards) or self.environment.own,
             held_out=self.data.holdout != 0,
             every=self.eval.every,
             steps=self.steps,
             measures_kl=isinstance(algorithm, PolicyGradient) and algorithm.needs_reference,
+            to_base=algorithm.reference_server is None and algorithm.compared_with == "base",
         )
         if mistake is None and self.team:
             mistake = team_mistake(self.team, algorithm, self.environment.name, self.adapter.init)

@@ -38,20 +38,30 @@ class StopConfig(Config):
         """Names of the rules that are set."""
         return [name for name in type(self).model_fields if getattr(self, name) is not None]
 
-    def mistake(self, *, rows: bool, held_out: bool, every: int, steps: int, measures_kl: bool) -> str | None:
+    def mistake(
+        self, *, rows: bool, rewarded: bool, held_out: bool, every: int, steps: int, measures_kl: bool, to_base: bool
+    ) -> str | None:
         """Why a rule could never hold; None if each can.
 
         Args:
             rows: whether the job learns from rows.
+            rewarded: whether something rewards its answers.
             held_out: whether there are held-out problems.
             every: steps between evaluations, or 0.
             steps: of the job.
             measures_kl: whether every step measures the KL.
+            to_base: whether that KL is to the base.
         """
         evaluates = held_out and every > 0
         for name in self.rules:
             if rows and name in ("kl_above", "reward_above"):
                 return f"stop_when.{name}: this algorithm learns from rows and samples nothing; leave it out"
+            if not (rows or rewarded or name == "kl_above"):
+                return f"stop_when.{name}: nothing rewards the answers of this job; leave it out, or give it a reward"
+            if name == "kl_above" and not to_base:
+                return (
+                    "stop_when.kl_above: this algorithm measures the KL to its teacher, not to the base; leave it out"
+                )
             if name in ("held_out_above", "no_gain") and not evaluates:
                 return f"stop_when.{name}: needs evaluations; set eval.every and data.holdout to 1 or more"
             if name == "kl_above" and not (evaluates or measures_kl):
