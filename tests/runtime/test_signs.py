@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from motet.runtime.progress import figure_of
+from motet.config import JobConfig
+from motet.report.read import signs_of
+from motet.runtime.progress import JobProgress, figure_of
 from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, no_signal
 from tests.support.counting import calls
 
@@ -52,6 +54,35 @@ def test_groups_without_signal(reward: float) -> None:
     assert warnings(no_signal=NO_SIGNAL - 0.01) == ()
     assert warnings(LEAST - 1, no_signal=1.0) == (), "a few steps say little"
     assert warnings(no_signal=[1.0] * RECENT + [0.1] * RECENT) == (), "what is past does not count"
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["reinforce", {"type": "ppo", "critic": {}}, {"type": "distill", "teacher": "teachers/v3"}]
+)
+def test_groups_whose_rewards_are_equal_are_no_trouble_where_they_teach(algorithm: Any) -> None:
+    """A baseline of the whole step, a critic and a teacher teach from them too; a teacher's KL is not to the base."""
+    config = JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": "exact", "algorithm": algorithm})
+    for signs in (JobProgress.of(config).signs, signs_of(config.model_dump(mode="json"))):
+        for step in range(LEAST):
+            signs.see(
+                {"step": step, "reward": 0.4, "reward_std": 0.4, "no_signal": 0.9, "distinct": 0.8, "samples": 32}
+            )
+        assert signs.diagnoses == []
+    none = signs_of(config.model_dump(mode="json"))
+    for step in range(LEAST):
+        none.see({"step": step, "reward": 0.0, "reward_std": 0.0, "no_signal": 1.0, "distinct": 0.8})
+    assert [one.kind for one in none.diagnoses] == ([] if config.algorithm.type == "distill" else ["no-signal"])
+    far = signs_of(config.model_dump(mode="json"))
+    for step in range(LEAST):
+        far.see({"step": step, "reward": 0.4, "reward_std": 0.4, "no_signal": 0.1, "distinct": 0.8, "kl_base": 2.0})
+    assert [one.kind for one in far.diagnoses] == ([] if config.algorithm.type == "distill" else ["far"])
+
+
+def test_answers_that_nothing_rewards_are_not_judged() -> None:
+    assert (
+        warnings(reward=None, reward_std=None, no_signal=1.0, kl_base=2.0, distinct=[0.8] * RECENT + [0.1] * RECENT)
+        == ()
+    )
 
 
 def test_what_has_been_learned_has_no_signal_left() -> None:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +207,7 @@ async def _check_all(
             reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
             failed = Counter(reason for reason in reasons if reason)
             failing += [job.name] * (failed.total() == len(reasons))
-            if warning := _no_signal(sampled.groups):
+            if warning := _no_signal(job, sampled.groups):
                 failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
             if failed:
                 (commonest, _), *_ = failed.most_common(1)
@@ -224,11 +224,12 @@ async def _check_all(
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
 
 
-def _no_signal(groups: Sequence[Group]) -> str:
+def _no_signal(job: Job, groups: Sequence[Group]) -> str:
     """The warnings of `motet run` that a few groups can show; none if no answer has a reward."""
     rewards = [rollout.reward for group in groups for rollout in group.scored]
     share = sum(not group.has_signal for group in groups) / len(groups)
-    return no_signal(share, fmean(rewards)) if rewards else ""
+    own = job.config.algorithm.model_dump(mode="json")
+    return no_signal(share, fmean(rewards), pstdev(rewards), own) if rewards else ""
 
 
 def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
@@ -239,9 +240,10 @@ def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]
 
 def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
     figures, signal = group_metrics(groups), f"{sum(group.has_signal for group in groups)} of {len(groups)}"
-    if not isinstance(figures["reward"], float) or math.isnan(figures["reward"]):
+    if math.isnan(figures["length"]):
         return "none", signal, "", ""
-    return f"{figures['reward']:.3g}", signal, f"{figures['length']:.0f} tokens", f"{figures['truncated']:.0%}"
+    reward = "none" if math.isnan(figures["reward"]) else f"{figures['reward']:.3g}"
+    return reward, signal, f"{figures['length']:.0f} tokens", f"{figures['truncated']:.0%}"
 
 
 async def _check_job(console: Console, job: Job, shared: Services, rollouts: int) -> tuple[SampledStep, Seconds]:

@@ -106,7 +106,7 @@ class JobRecord:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Warnings from the metrics."""
-        signs, timings = Signs(_weights(self.job)), {number(line.get("step")): line for line in self.timings}
+        signs, timings = signs_of(self.job), {number(line.get("step")): line for line in self.timings}
         for line in self.steps:
             step = number(line.get("step"))
             timed = timings.get(step, {})
@@ -327,6 +327,12 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def signs_of(job: Mapping[str, Any]) -> Signs:
+    """For the lines of a job with these settings."""
+    algorithm = job.get("algorithm")
+    return Signs(_weights(job), algorithm if isinstance(algorithm, dict) else {})
 
 
 def _weights(job: Mapping[str, Any]) -> Mapping[str, float]:

@@ -72,7 +72,8 @@ class JobProgress:
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
         """Progress of a job that has not begun."""
-        return cls(config.name, config.steps, signs=Signs(weights_of(config.rewards)), setting=setting)
+        signs = Signs(weights_of(config.rewards), config.algorithm.model_dump(mode="json"))
+        return cls(config.name, config.steps, signs=signs, setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add what an earlier process recorded."""

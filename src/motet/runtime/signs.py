@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, variance
+from types import MappingProxyType
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -72,6 +73,8 @@ class Signs:
 
     weights: Mapping[str, float] = field(default_factory=dict)
     """Of rewards, by the names of their parts; those of weight 0 are measured and not trained on."""
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
+    """The job's, as job.yaml has it."""
     first: list[Line] = field(default_factory=list)
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
@@ -132,9 +135,10 @@ class Signs:
         found = {"failed": self._failed(), "worse": worse}
         if risen and len(self.recent) == RECENT:
             found |= {"gamed": self._gamed(), "one-part": self._one_part()}
-        if len(self.recent) >= LEAST and not risen:
+        rewarded = math.isfinite(_mean(self.recent, "reward"))
+        if rewarded and len(self.recent) >= LEAST and not risen:
             found |= self._not_learning()
-        if len(self.recent) >= LEAST and (not risen or worse):
+        if rewarded and len(self.recent) >= LEAST and (not risen or worse):
             found |= {"far": self._far(), "length": self._length()}
         if len(self.recent) >= LEAST:
             found["norm"] = self._norm()
@@ -148,8 +152,9 @@ class Signs:
             return {"lost": lost}
         if identical := self._identical():
             return {"identical": identical}
+        share, reward, spread = (_mean(self.recent, name) for name in ("no_signal", "reward", "reward_std"))
         return {
-            "no-signal": no_signal(_mean(self.recent, "no_signal"), _mean(self.recent, "reward")),
+            "no-signal": no_signal(share, reward, spread, self.algorithm),
             "alike": _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct")),
             "entropy": _no_entropy(_mean(self.first, "entropy"), _mean(self._newest, "entropy")),
         }
@@ -159,7 +164,7 @@ class Signs:
         return list(self.recent)[-LEAST:]
 
     def _far(self) -> str:
-        if self.kl is None or not self.kl >= FAR:
+        if self.kl is None or not self.kl >= FAR or self.algorithm.get("teacher", "base") != "base":
             return ""
         return f"far from the base: KL {self.kl:.2g} nats per token; lower optimizer.lr, or set algorithm.kl.coef"
 
@@ -265,8 +270,20 @@ class Signs:
         )
 
 
-def no_signal(share: float, reward: float) -> str:
-    """A warning if most groups teach nothing. `share` is that of the groups whose rewards are all equal, `reward` the mean."""
+def no_signal(
+    share: float, reward: float, spread: float = 0.0, algorithm: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """A warning if most groups teach nothing.
+
+    Args:
+        share: of the groups whose rewards are all equal.
+        reward: the mean over all groups.
+        spread: the standard deviation over all groups.
+        algorithm: the job's; a baseline of the whole step, a critic and a teacher learn from such groups too.
+    """
+    over_groups = algorithm.get("advantage") in ("batch_baseline", "none") or algorithm.get("critic")
+    if algorithm.get("teacher") or (over_groups and spread > 0):
+        return ""
     if not share >= NO_SIGNAL or math.isnan(reward):  # where no answer has a reward, that is the trouble
         return ""
     return (
