@@ -21,6 +21,8 @@ from tests.support.fake_run import job, metrics, run_jobs, weights
 from tests.support.protocol_server import ProtocolServer
 
 OWN = '''
+from dataclasses import replace
+
 from motet.algorithms import Grpo
 
 
@@ -39,6 +41,14 @@ class Mild(Grpo):
     def token_losses(self, inputs):
         loss_N, clipped_N = super().token_losses(inputs)
         return 0.5 * loss_N, clipped_N
+
+
+class Halved(Grpo):
+    """Changes samples after they are made, and needs no reference."""
+
+    def weighed(self, batch):
+        samples = tuple(replace(sample, advantages=0.5 * sample.advantages) for sample in batch.samples)
+        return replace(batch, samples=samples)
 
 
 def function(groups): ...
@@ -103,6 +113,14 @@ def test_its_advantages_are_those_that_are_trained(file: Path, tmp_path: Path) -
     grad_norm = {name: json.loads(metrics(tmp_path / name, "a").splitlines()[0])["grad_norm"] for name in configs}
     assert weights(tmp_path / "plain", "a", 4) == weights(tmp_path / "same", "a", 4)
     assert grad_norm["doubled"] == pytest.approx(2 * grad_norm["plain"])
+
+
+def test_its_samples_are_the_same_in_steps_that_evaluate(file: Path, tmp_path: Path) -> None:
+    """A step that evaluates measures the KL to the base; it trains as others do."""
+    own = {"group_size": 4, "groups_per_step": 3, "type": f"{file}:Halved"}
+    for name, every in (("often", 1), ("never", 0)):
+        run_jobs(tmp_path / name, [job("a", algorithm=own, eval={"every": every})])
+    assert weights(tmp_path / "often", "a", 4) == weights(tmp_path / "never", "a", 4)
 
 
 def test_a_job_file_names_it_beside_itself_and_its_loss_runs_where_torch_is(file: Path, tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ async def _share(
     batch = algorithm.batch(groups_of(sampled.groups, role), session.job.config.sampling.max_tokens)
     if batch.samples and (algorithm.needs_reference or with_reference):
         logprobs = await reference.logprobs(_segments(session, batch, role))
-        batch = algorithm.weighed(batch.with_logprobs("reference_logprobs", logprobs))
+        batch = batch.with_logprobs("reference_logprobs", logprobs)
+    batch = algorithm.weighed(batch)
     if batch.samples and algorithm.needs_proximal:
         batch = batch.with_logprobs("proximal_logprobs", await session.forward(_segments(session, batch, role)))
     return Share(batch, _segments(session, batch, role), role)
