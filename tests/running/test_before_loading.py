@@ -214,6 +214,30 @@ def test_python_refuses_before_it_loads(
     assert "loading" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("call", [motet.run, motet.check])
+@pytest.mark.parametrize(
+    ("jobs", "said"),
+    [
+        ({**TINY, "name": "a"}, r"jobs must be a list of jobs \(got dict\)"),
+        ("jobs.yaml", r"jobs must be a list of jobs \(got str\); those of a file are motet.load_jobs\(file\).jobs"),
+        (None, r"jobs must be a list of jobs \(got NoneType\)"),
+        (
+            validate({"base": "small", "jobs": [{**TINY, "name": "a"}]}, ""),
+            r"jobs must be a list of jobs \(got RunConfig\)",
+        ),
+        ([None], "job number 1: must be a mapping of fields"),
+        ([{**TINY, "name": "a", "sweep": {"steps": [1, 2]}}], "job a: sweep: only a job file has sweeps"),
+        (
+            [{**TINY, "name": "a", "adapter": {"target_modules": []}}],
+            "job a: adapter.target_modules: .*at least 1 item",
+        ),
+    ],
+)
+def test_python_says_what_jobs_are(call: Callable[..., Any], jobs: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call(jobs)
+
+
 @pytest.mark.usefixtures("here")
 def test_a_service_and_a_chat_refuse_before_they_load(here: Path, says: Motet) -> None:
     (here / "served.yaml").write_text("bases: {a: smal, b: {base: ./nowhere, resident: 1, parking: gone}}\n")

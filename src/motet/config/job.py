@@ -35,7 +35,7 @@ class AdapterConfig(Config):
     """Rank of the update B·A."""
     alpha: float = Field(32.0, gt=0, le=1e6)
     """The update is scaled by alpha / rank."""
-    target_modules: str | Annotated[list[str], Field(fail_fast=True)] = "all-linear"
+    target_modules: str | Annotated[list[str], Field(min_length=1, fail_fast=True)] = "all-linear"
     """`all-linear`, or names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings. Add
     `experts` to adapt routed experts too ([Bases](bases.md#adapters-on-experts))."""
     init: str | None = None

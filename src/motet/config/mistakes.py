@@ -97,6 +97,8 @@ def no_such_field(name: str, model: type[Config]) -> str:
     message = "there is no such field; "
     if name in OTHERS_WORDS:
         return f"{message}it is {OTHERS_WORDS[name]}"
+    if model is JobConfig and name == "sweep":
+        return "only a job file has sweeps; give one job for each value, each with its own name"
     fields = sorted((*model.model_fields, *_ALSO_WRITTEN.get(model, ())))
     places = [path for path in FIELDS if path.rpartition(".")[2] == name]
     section, dot, field = name.partition(".")
@@ -124,7 +126,7 @@ def _line(
     job, number, path = "", "without a name", list(location)
     written: Any = tree if root is JobConfig else None
     if root is RunConfig and len(path) >= 2 and path[0] == "jobs":
-        written = _at(tree.get("jobs"), path[1])
+        written = _at(tree.get("jobs"), path[1]) or {}
         number, path = f"number {path[1] + 1}", path[2:]
     if written is not None:
         job = f"job {_at(written, 'name') or number}: "

@@ -7,11 +7,11 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.config import EngineConfig, JobConfig, RunConfig, StopConfig
+from motet.config import Config, EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.config.candidates import RacePlan, raced
 from motet.config.team import NOT_ON_HOSTS
 from motet.core.errors import ConfigError, RunError
@@ -360,12 +360,16 @@ def config_of(
     """
     from motet.config.jobfile import validate
 
+    if isinstance(jobs, Mapping | str | Config) or not isinstance(jobs, Iterable):
+        raise ConfigError(
+            f"{where}: jobs must be a list of jobs (got {type(jobs).__name__}); those of a file are motet.load_jobs(file).jobs"
+        )
     tree = {
         "base": base,
         "run": str(directory or f"runs/{_script_name()}"),
         "engine": engine or {},
         "observers": list(observers),
-        "jobs": [job if isinstance(job, JobConfig) else dict(job) for job in jobs],
+        "jobs": [dict(job) if isinstance(job, Mapping) else job for job in jobs],
     }
     return validate(tree, where)
 
