@@ -231,6 +231,10 @@ MEANT: dict[str, tuple[dict[str, Any], str]] = {
     "beta of the penalty": ({"algorithm": {"kl": {"beta": 1}}}, "it is algorithm.kl.coef"),
     "length": ({"max_completion_length": 8}, "it is sampling.max_tokens"),
     "rewards": ({"reward_funcs": "x"}, "it is reward"),
+    "another algorithm": (
+        {"algorithm": {"type": "sft", "group_size": 8}, "reward": []},
+        "algorithm.group_size: algorithm sft has no such field, others have it; there are reduction, rows_per_step",
+    ),
     "another section": ({"group_size": 8}, "group_size: there is no such field; it belongs in algorithm.group_size"),
     "two sections": (
         {"temperature": 1},

@@ -106,6 +106,8 @@ def no_such_field(name: str, model: type[Config]) -> str:
         message += f"write it as {section}: {{{_nested(field)}}}, or by --set {name}=…. There are "
     elif model is RunConfig and name in JobConfig.model_fields:
         message += "it belongs in a job, or in `defaults` for all jobs. There are "
+    elif issubclass(model, Algorithm) and f"algorithm.{name}" in places:
+        message = f"algorithm {model.model_fields['type'].default} has no such field, others have it; there are "
     elif places:
         message += f"it belongs in {' or '.join(places[:_MOST_PLACES])}. There are "
     elif near := close_matches(name, fields, n=1, cutoff=0.7):
