@@ -477,6 +477,20 @@ def test_what_is_left_out_is_never_drawn(fast, options):
     assert torch.allclose(logprobs[same_tokens], expected[same_tokens], atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}])
+@pytest.mark.parametrize("temperature", [1e-50, 1e-40])
+def test_a_temperature_that_is_zero_in_fp32_takes_the_most_likely_token(fast, temperature, options):
+    """And a row beside it keeps its own token."""
+    logits, uniforms = normal(2, 300), torch.tensor([0.99, 0.5], dtype=torch.double)
+    other = SamplingParams(top_p=0.9)
+    tokens, logprobs, usable = fast.math.draw(logits, [SamplingParams(temperature, **options), other], uniforms)
+    alone = fast.math.draw(logits[1:], [other], uniforms[1:])
+    greedy = fast.math.draw(logits[:1], [SamplingParams(0.0)], uniforms[:1])
+    assert [tokens[0], logprobs[0]] == [greedy[0][0], greedy[1][0]]
+    assert [tokens[1], logprobs[1]] == [alone[0][0], alone[1][0]]
+    assert usable.all()
+
+
 def test_a_token_outside_the_vocabulary_is_refused(fast):
     with pytest.raises(IndexError, match="vocabulary of 300"):
         fast.math.logprobs(normal(1, 300), torch.tensor([300]), 1.0)

@@ -24,6 +24,9 @@ from motet.model.lora import AdapterWeights
 from motet.native.library import Product
 from motet.native.plan import TYPES
 
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+"""Kernels count smaller numbers as zero, and take the most likely token."""
+
 
 class AdamWStep(ctypes.Structure):
     """The struct `AdamW` of csrc/kernels.hpp."""
@@ -68,7 +71,7 @@ class OwnMath:
         outputs = (each.data_ptr() for each in (temperatures_N, uniforms_N, tokens_N, logprobs_N, usable_N))
         self._calls.motet_draw(logits_NV.data_ptr(), n_rows, n_tokens, *outputs, self._threads())
         for row, param in enumerate(params):
-            if param.truncates and param.temperature and usable_N[row]:
+            if param.truncates and temperatures_N[row] >= _LEAST_TEMPERATURE and usable_N[row]:
                 tokens_N[row] = self._truncated(logits_NV[row], param, float(uniforms_N[row]))
                 own = slice(row, row + 1)
                 logprobs_N[own], _ = self.logprobs(logits_NV[own], tokens_N[own], param.temperature)
