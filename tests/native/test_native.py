@@ -379,3 +379,29 @@ def test_the_kernels_check_their_bounds(token: int, position: int, block: int, s
     attention = base.attention.cached([Span(0, 1, [block])], KVCache(2, tiny.BLOCK, base.device))
     with base.routed(NoAdapters()), pytest.raises(RuntimeError, match=said):
         base.hidden(torch.tensor([token]), torch.tensor([position]), attention)
+
+
+_BEYOND_MEMORY = """
+import resource, torch
+from motet.model.attention import Span
+from motet.model.kv_cache import KVCache
+from motet.model.lora import NoAdapters
+from tests.support import tiny_models as tiny
+
+base, one = tiny.base("llama/native"), torch.zeros(1, dtype=torch.long)
+cache = KVCache(1, 1 << 16, base.device, clean=False)
+block, keys = cache.take(1), 1 << 32
+with base.routed(NoAdapters()):
+    before = base.hidden(one, one, base.attention.cached([Span(0, 1, block)], cache))
+    resource.setrlimit(resource.RLIMIT_AS, (keys * 4, -1))  # scores of two heads take twice as much
+    try:
+        base.hidden(one, one, base.attention.cached([Span(keys - 1, 1, block * (keys >> 16))], cache))
+    except RuntimeError as error:
+        print(error)
+    assert torch.equal(base.hidden(one, one, base.attention.cached([Span(0, 1, block)], cache)), before)
+"""
+
+
+def test_a_pass_beyond_the_memory_is_refused_and_the_next_one_runs() -> None:
+    done = subprocess.run([sys.executable, "-c", _BEYOND_MEMORY], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "native kernels: there is not enough memory for a pass\n"), done.stderr

@@ -1,12 +1,14 @@
 // Kernels of Motet for CPUs: every function computes rows by themselves, in one order that no number of rows, threads or
 // neighbours changes.
 //
-// One library is built for each form of the code (portable, avx2, avx512) from the same sources; all give the same bits.
+// One library is built for each form of the code (portable, avx2, avx512, amx) from the same sources; all give the same bits.
 // A function here runs on the calling thread. Threads share work by rows or by columns (see pool.hpp), never by k.
 // Every caller holds a `FlushDenormals` while it computes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <new>
 
 namespace motet {
 
@@ -40,8 +42,26 @@ bool form_runs(const char* form);  // whether this processor has the instruction
 bool amx_runs();               // whether there are matrix units, and the system lets this process use them
 bool has_dpbf16();             // whether the processor multiplies in pairs itself; else `dpbf16` is computed in its order, slowly
 int64_t round_up(int64_t n, int64_t multiple);
-// Whether memory that was kept for the next call is given back: it is large, and the call needs less than a quarter.
-inline bool too_much(int64_t held, int64_t needed) { return held > (int64_t{16} << 20) && needed < held / 4; }
+
+// Memory of a thread that stays with it for the next call; much that a long pass needed goes back when a short one comes.
+class Scratch {
+ public:
+    ~Scratch() { std::free(memory_); }
+    void* at_least(int64_t bytes) {
+        if (bytes > size_ || (size_ > (int64_t{16} << 20) && bytes < size_ / 4)) {
+            std::free(memory_);
+            size_ = 0;
+            memory_ = std::aligned_alloc(64, static_cast<size_t>(round_up(bytes, 4096)));
+            if (!memory_) throw std::bad_alloc();
+            size_ = round_up(bytes, 4096);
+        }
+        return memory_;
+    }
+
+ private:
+    void* memory_ = nullptr;
+    int64_t size_ = 0;
+};
 
 // ---- products ---------------------------------------------------------------------------------------------------------
 

@@ -45,25 +45,6 @@ class Carver {
     int64_t used_ = 0;
 };
 
-// Memory of a thread that stays with it for the next call; much that a long pass needed goes back when a short one comes.
-class Scratch {
- public:
-    ~Scratch() { std::free(memory_); }
-    void* at_least(int64_t bytes) {
-        if (bytes > size_ || too_much(size_, bytes)) {
-            std::free(memory_);
-            size_ = 0;
-            memory_ = std::aligned_alloc(64, size_t(round_up(bytes, 64)));
-            if (!memory_) throw std::bad_alloc();
-            size_ = bytes;
-        }
-        return memory_;
-    }
-
- private:
-    void* memory_ = nullptr;
-    int64_t size_ = 0;
-};
 thread_local Scratch scratch;    // of a pass
 thread_local Scratch head_room;  // of a product of the head
 thread_local Scratch part_room;  // of a part of one

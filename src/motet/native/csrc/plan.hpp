@@ -1,7 +1,7 @@
 // A decoder's passes in one call each: forward over packed rows, backward to the gradients of adapters.
 //
 // The structures are plain C and are filled by motet/native/plan.py, field for field. Every function returns null, or a
-// sentence that says what is wrong; nothing was computed then.
+// sentence that says what is wrong; nothing was computed then, or a part where memory was short.
 #pragma once
 #include "kernels.hpp"
 

@@ -32,23 +32,10 @@ namespace {
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Memory of this thread that stays for the next call (see `too_much`); `place` tells users of one thread apart.
+// Memory of this thread; `place` tells users of one thread apart.
 inline void* scratch(int place, int64_t bytes) {
-    struct Held {
-        void* memory[12] = {};
-        int64_t size[12] = {};
-        ~Held() {
-            for (void* each : memory) std::free(each);
-        }
-    };
-    static thread_local Held held;
-    if (held.size[place] < bytes || too_much(held.size[place], bytes)) {
-        std::free(held.memory[place]);
-        held.size[place] = (bytes + 4095) / 4096 * 4096;
-        held.memory[place] = std::aligned_alloc(64, static_cast<size_t>(held.size[place]));
-        if (!held.memory[place]) std::abort();
-    }
-    return held.memory[place];
+    static thread_local Scratch held[10];
+    return held[place].at_least(bytes);
 }
 
 // The row of a pool, of `width` numbers, at which a unit of a span's keys begins.
