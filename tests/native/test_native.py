@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -327,6 +329,16 @@ def test_a_base_that_is_not_covered_is_refused_before_its_weights_are_read(
     (tmp_path / "config.json").write_text((tiny.directory(name) / "config.json").read_text())
     with pytest.raises(BaseModelError, match=f"{said}.*set engine.kernels to torch"):
         load(str(tmp_path), EngineConfig(threads=1, kernels="native", block_size=tiny.BLOCK))
+
+
+def test_a_setting_that_the_model_does_not_read_changes_nothing(tmp_path: Path) -> None:
+    """Sizes are those of the weights: kernels would read and write beyond them."""
+    shutil.copytree(tiny.directory("llama"), tmp_path / "base")
+    config = tmp_path / "base/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"moe_intermediate_size": 112}))
+    other = load(str(tmp_path / "base"), EngineConfig(threads=1, kernels="native", dtype="float32"))
+    ids: tiny.Packed = [(None, tiny.tokens(37))]
+    assert same(*tiny.packed_logits(other, ids), *tiny.packed_logits(tiny.base(*OWN[0]), ids))
 
 
 def test_adapters_on_experts_are_refused() -> None:

@@ -123,7 +123,7 @@ class NativeBase:
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_width=width,
-            inner=getattr(config, "moe_intermediate_size", config.intermediate_size),
+            inner=layers[0].linears[LINEARS - 1].k or experts_of(decoder.layers[0])[1][1].shape[1],
             vocabulary=base.head.shape[0],
             positions=base.info.max_positions,
             rotated=2 * angles_of(0)[0].shape[1],
