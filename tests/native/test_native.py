@@ -341,6 +341,16 @@ def test_a_setting_that_the_model_does_not_read_changes_nothing(tmp_path: Path) 
     assert same(*tiny.packed_logits(other, ids), *tiny.packed_logits(tiny.base(*OWN[0]), ids))
 
 
+def test_a_base_of_fewer_tokens_than_its_proof_stays_with_torch(tmp_path: Path) -> None:
+    shutil.copytree(tiny.directory("llama"), tmp_path / "base")
+    config = tmp_path / "base/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 21}))
+    base = load(str(tmp_path / "base"), EngineConfig(threads=1))
+    assert any("are proved on 22 tokens, and this base takes 21" in note for note in base.info.notes)
+    with pytest.raises(BaseModelError, match=r"this base takes 21; set engine\.kernels to torch"):
+        compute_with(base, "native")
+
+
 def test_adapters_on_experts_are_refused() -> None:
     base = tiny.base("qwen3_moe/native")
     with pytest.raises(AdapterError, match="own kernels have no adapters on experts"):

@@ -36,6 +36,8 @@ def refusal(base: LoraModel) -> str:
         return "own kernels do not compute a base in shards"
     if reason := refusal_of(base.model.config, base.block_size):
         return reason
+    if base.info.max_positions < max(LENGTHS):
+        return f"own kernels are proved on {max(LENGTHS)} tokens, and this base takes {base.info.max_positions}"
     families = [family for layer in base.decoder.layers for family in linears_of(layer)]  # type: ignore[union-attr]
     if any({layer.fused.paths for layer in family} != {tuple(layer.path for layer in family)} for family in families):
         return "own kernels need queries, keys and values in one product, and gate and up in another"
