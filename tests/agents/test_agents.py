@@ -109,6 +109,22 @@ def test_what_the_model_sampled_is_never_made_again_from_text():
     assert text in TOKENIZER.decode(branch.token_ids.tolist())
 
 
+def test_a_call_that_the_model_did_not_make_is_read_in_a_conversation_that_goes_on():
+    """An agent may keep the first of several calls, or put in an example."""
+
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"), tools=[ADD])
+        history = (user("a"), said("one"), user("b"), said("So:", ToolCall("add", {"a": 5})), Message("tool", "5"))
+        await ask(*history, tools=[ADD])
+
+    answers = iter(["one", "two"])
+    rollout, script = played(lambda *_: next(answers), agent)
+    (branch,) = rollout.branches
+    check_captured(rollout, script)
+    written = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call><|im_end|>'
+    assert written in TOKENIZER.decode(branch.token_ids.tolist())
+
+
 def test_a_rewritten_history_begins_a_branch_and_each_stretch_is_trained_once():
     async def agent(ask: Ask) -> None:
         await ask(user("a"))

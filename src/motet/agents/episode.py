@@ -23,7 +23,7 @@ from motet.chat.completer import CallLimits
 from motet.core import seeds
 from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFault, ServerGone
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, ToolCall
-from motet.tasks.chat import Chat, Tools
+from motet.tasks.chat import Chat, Tools, calls_as_text
 from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
 from motet.tasks.plain_json import as_json
 from motet.tasks.tool_calls import tool_calls, without_calls
@@ -152,7 +152,7 @@ class AgentEpisode:
         for n in range(len(messages) - 1, 0, -1):
             call = self._known.get((*keys[:n], offered))
             if call is not None:
-                new = tuple(messages[n:])
+                new = calls_as_text(messages[n:])
                 return call, (*call.messages, Message("assistant", call.chunk.text, call.calls), *new), new
         seen = self.context.chat.opening(messages, tools)
         return None, seen, seen

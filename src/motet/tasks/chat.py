@@ -197,7 +197,7 @@ class Chat:
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
         """A conversation with tool calls as text and an introduction of the tools."""
-        return self.with_tools(tuple(map(_written, self.with_roles(messages))), tools)
+        return self.with_tools(calls_as_text(self.with_roles(messages)), tools)
 
     def with_tools(self, messages: tuple[Message, ...], tools: Tools) -> tuple[Message, ...]:
         """A conversation with its tools, passed to the template if it supports them, otherwise in a system message."""
@@ -281,11 +281,12 @@ class Chat:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
 
 
-def _written(message: Message) -> Message:
-    """A turn with its tool calls in its text, as a model writes them."""
-    if not message.tool_calls:
-        return message
-    return replace(message, content=f"{message.content}\n{written(message.tool_calls)}".strip())
+def calls_as_text(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Messages with tool calls in their text, as a model writes them."""
+    return tuple(
+        replace(one, content=f"{one.content}\n{written(one.tool_calls)}".strip()) if one.tool_calls else one
+        for one in messages
+    )
 
 
 def _most_tokens(text: str) -> int:
