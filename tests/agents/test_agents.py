@@ -207,6 +207,36 @@ def test_calls_at_once_of_one_conversation_are_told_apart_by_their_limits():
     assert all(other == first for other in others)
 
 
+@pytest.mark.parametrize("texts", [("A", "A"), ("A ", "A"), ("A", "B")])
+def test_equal_conversations_at_once_have_the_same_branches_whichever_is_answered_first(texts):
+    """Their next turns come while the other one has no answer yet."""
+
+    def branches(slow: int) -> list[list[int]]:
+        first: list[int] = []
+
+        async def generate(prompt: Any, indices: Any, turn: int, _: Any = None) -> Any:
+            if "sure" in TOKENIZER.decode(prompt.tolist()):
+                return await Script(lambda *_: f"{turn % 97}")(prompt, indices, turn)
+            first.append(turn)
+            number = len(first) - 1
+            await asyncio.sleep(0.2 * (number == slow))
+            return await Script(lambda *_: texts[number])(prompt, indices, turn)
+
+        one = AgentEpisode(GroupContext(PROBLEM, CHAT, 1, generate, none_scored, judged=False), 0, "job", 9, 60.0)
+
+        async def conversation() -> None:
+            call = await one.complete([user("a")], (), CallLimits())
+            await one.complete([user("a"), said(call.text), user("sure?")], (), CallLimits())
+
+        async def both() -> None:
+            await asyncio.gather(conversation(), conversation())
+
+        asyncio.run(both())
+        return [branch.token_ids.tolist() for branch in one.rollout({}).branches]
+
+    assert branches(0) == branches(1)
+
+
 def test_an_episode_ends_its_calls_by_number_by_time_and_when_its_agent_has_returned():
     one, _ = episode(lambda *_: "x", calls=1)
     asyncio.run(one.complete([user("a")], (), CallLimits()))

@@ -77,6 +77,8 @@ class AgentEpisode:
         self._most_calls, self._begun = most_calls, 0
         self._asked: Counter[bytes] = Counter()
         self._known: dict[Key, AgentCall] = {}
+        self._running: dict[Key, set[asyncio.Future[None]]] = {}
+        """Calls without an answer yet, by their conversations."""
         self._roots: list[AgentCall] = []
         self._fault = ""
         self.closed = False
@@ -95,9 +97,20 @@ class AgentEpisode:
         if self._begun >= self._most_calls:
             raise ChatRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
         self._begun += 1
+        messages = self.context.chat.with_roles(messages)
+        conversation, done = (*_keys(messages), _tools_key(tools)), asyncio.get_running_loop().create_future()
+        self._running.setdefault(conversation, set()).add(done)
+        try:
+            return await self._complete(messages, tools, limits)
+        finally:
+            done.set_result(None)
+            self._running[conversation].discard(done)
+            if not self._running[conversation]:
+                del self._running[conversation]
+
+    async def _complete(self, messages: Sequence[Message], tools: Tools, limits: CallLimits) -> AgentCall:
         chat = self.context.chat
-        messages = chat.with_roles(messages)
-        parent, seen, new = self._continued(messages, tools)
+        parent, seen, new = await self._continued(messages, tools)
         try:
             prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
         except BaseModelError as error:  # the template refuses it, and would refuse it again
@@ -144,14 +157,20 @@ class AgentEpisode:
             raise EngineError(self._fault)
         return chunk
 
-    def _continued(
+    async def _continued(
         self, messages: Sequence[Message], tools: Tools
     ) -> tuple[AgentCall | None, tuple[Message, ...], tuple[Message, ...]]:
-        """The call that a conversation continues; the conversation as it was sampled; and the messages since."""
+        """The call that a conversation continues; the conversation as it was sampled; and the messages since.
+
+        Of several calls with this conversation and answer it is the first by `key`, so those without an answer yet are
+        waited for. Each of them waits for shorter conversations only.
+        """
         keys, offered = _keys(messages), _tools_key(tools)
         for n in range(len(messages) - 1, 0, -1):
-            call = self._known.get((*keys[:n], offered))
-            if call is not None:
+            if (*keys[:n], offered) in self._known:
+                if (running := self._running.get((*keys[: n - 1], offered))) is not None:
+                    await asyncio.wait(running)
+                call = self._known[*keys[:n], offered]
                 new = calls_as_text(messages[n:])
                 return call, (*call.messages, Message("assistant", call.chunk.text, call.calls), *new), new
         seen = self.context.chat.opening(messages, tools)
