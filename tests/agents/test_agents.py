@@ -435,6 +435,32 @@ def test_messages_tell_the_stop_sequence_that_ended_them():
     assert (went_on.stop_reason, went_on.stop_sequence) == ("end_turn", None)
 
 
+def test_answers_of_all_formats_are_rewarded_by_the_ids_that_the_stock_clients_have():
+    import anthropic
+
+    async def main() -> Rollout:
+        gateway = Gateway()
+        gateway.open()
+        one, _ = episode(lambda *_: "x")
+        try:
+            with gateway.serving(one) as (url, key):
+                async with (
+                    openai.AsyncOpenAI(base_url=url, api_key=key) as stock,
+                    anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key) as claude,
+                ):
+                    chat = await stock.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+                    response = await stock.responses.create(model="m", input="bb")
+                    asked: Any = [{"role": "user", "content": "ccc"}]
+                    message = await claude.messages.create(model="m", max_tokens=9, messages=asked)
+            return rewarded(one, None, {chat.id: 1.0, response.id: 2.0, message.id: 4.0}, "")
+        finally:
+            await gateway.close()
+
+    rollout = asyncio.run(main())
+    assert (rollout.error, rollout.reward_parts) == ("", {"turns": 7.0})
+    assert [turn.reward for turn in rollout.turns] == [1.0, 2.0, 4.0]
+
+
 def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     async def client(stock: openai.AsyncOpenAI) -> Any:
         async def ask(retry: int) -> Any:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from motet.chat.completer import CallLimits
+from motet.chat.completer import CallLimits, id_of_call
 from motet.core import seeds
 from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFault, ServerGone
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, ToolCall
@@ -223,8 +223,8 @@ class AgentEpisode:
 
 
 def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, float], error: str) -> Rollout:
-    """The rollout of an episode whose agent returned a number, returned rewards by call ids, or failed."""
-    parts = {}
+    """The rollout of an episode whose agent returned a number, returned rewards by the ids of answers, or failed."""
+    parts, rewards = {}, {id_of_call(name): worth for name, worth in rewards.items()}
     if reward is not None:
         parts["agent"] = reward
     if rewards:

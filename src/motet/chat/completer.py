@@ -18,6 +18,8 @@ from motet.tasks.plain_json import as_json, check_plain
 
 EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096
+MESSAGE_ID, RESPONSE_ID = "msg_", "resp_"
+"""What ids of answers begin with in Messages and Responses."""
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},), "audio": (), "functions": (), "conversation": (), "prompt": (),
 }  # fmt: skip
@@ -115,6 +117,11 @@ class Reply:
     prompt_ids: Sequence[int] = ()
     """Set if requested."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+
+def id_of_call(name: str) -> str:
+    """The id of a reply, from that of an answer in any format."""
+    return name.removeprefix(MESSAGE_ID).removeprefix(RESPONSE_ID)
 
 
 async def whole(pieces: AsyncIterable[AnswerPiece]) -> list[AnswerPiece]:

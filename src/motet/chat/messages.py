@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from motet.chat.completer import (
+    MESSAGE_ID,
     MOST_MESSAGES,
     AnswerPiece,
     CallLimits,
@@ -112,7 +113,7 @@ class MessagesRequest(ChatFormat):
 
 
 def _head(reply: Reply) -> dict[str, Any]:
-    return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
+    return {"id": f"{MESSAGE_ID}{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
 
 
 def _field(block: dict[str, Any], name: str, kind: type) -> Any:

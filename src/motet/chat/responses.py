@@ -10,6 +10,7 @@ from pydantic import Field
 
 from motet.chat.completer import (
     MOST_MESSAGES,
+    RESPONSE_ID,
     AnswerPiece,
     CallLimits,
     ChatFormat,
@@ -84,7 +85,7 @@ class ResponsesRequest(ChatFormat):
 
     def _head(self, reply: Reply) -> dict[str, Any]:
         return {
-            "id": f"resp_{reply.id}",
+            "id": f"{RESPONSE_ID}{reply.id}",
             "object": "response",
             "created_at": reply.created,
             "model": reply.model,
