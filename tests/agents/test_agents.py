@@ -818,6 +818,30 @@ def test_what_an_agent_started_ends_with_its_process(tmp_path: Path, killed: boo
             one.kill()
 
 
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_child_that_an_agent_forked_holds_up_nothing(tmp_path: Path, returns: bool) -> None:
+    """It has the pipes of the process, whose end is noticed all the same."""
+    end = "return 1.0" if returns else "os._exit(3)"
+    (tmp_path / "forks.py").write_text(
+        f"import os, time\n\ndef run():\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(12)\n"
+        f"        os._exit(0)\n    time.sleep(0.3)\n    {end}\n"
+    )
+
+    async def main() -> tuple[str, float]:
+        processes = AgentProcesses(f"{tmp_path}/forks.py:run", {}, tmp_path / "log")
+        try:
+            process = await processes.usable()
+            begun = time.monotonic()
+            returned = await processes.run(process, PROBLEM, "", "", time.time() + 60, 0)
+        finally:
+            await processes.close()
+        return returned.error, time.monotonic() - begun
+
+    error, seconds = asyncio.run(main())
+    assert error.partition(" (")[0] == ("" if returns else "its process ended")
+    assert seconds < 10
+
+
 def test_an_agent_that_does_not_load_says_why(tmp_path):
     with pytest.raises(EnvironmentFault, match="has no 'nobody'"):
         group(tmp_path, "nobody")

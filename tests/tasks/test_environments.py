@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -351,6 +352,21 @@ def test_text_that_no_tokenizer_reads_costs_its_own_rollout(file: Path) -> None:
     assert [rollout.reward for rollout in (rollouts[0], rollouts[2])] == [2.0, 2.0]
     for index in (1, 3):
         assert "half of a character" in rollouts[index].error
+
+
+@pytest.mark.parametrize("text", ["own session", "same session"])
+def test_a_child_that_an_environment_forked_holds_up_nothing(tmp_path: Path, text: str) -> None:
+    """It has the pipes of the process, whose end is noticed all the same."""
+    (tmp_path / "forks.py").write_text(
+        "import os, time\n\nclass Forks:\n    def step(self, text):\n        if os.fork() == 0:\n"
+        "            text.startswith('own') and os.setsid()\n            time.sleep(12)\n            os._exit(0)\n"
+        "        time.sleep(0.3)\n        os._exit(3)\n"
+    )
+    begun = time.monotonic()
+    (rollout,), _, workers = played(tmp_path / "forks.py", "Forks", lambda *_: text, 1)
+    assert "ended its process with exit status 3" in rollout.error
+    assert not workers.clock_limited
+    assert time.monotonic() - begun < 10
 
 
 def test_the_clock_is_told(file: Path) -> None:

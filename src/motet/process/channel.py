@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import numpy as np
 
 from motet.core.errors import EngineError
 from motet.process import wall
+from motet.process.piped import Piped
 
 _log = logging.getLogger(__name__)
 
@@ -95,23 +95,15 @@ class Child(Generic[Received]):
 
         The child gets this process's environment, except the variables in `without`.
         """
-        with contextlib.ExitStack() as stack:
-            out = None if log is None else stack.enter_context(log.open("ab"))
-            process = await asyncio.create_subprocess_exec(
-                *wall.command(module),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=out,
-                start_new_session=True, limit=LONGEST_LINE,
-                env={name: value for name, value in os.environ.items() if name not in without},
-            )  # fmt: skip
-        assert process.stdin is not None
-        assert process.stdout is not None
+        environment = {name: value for name, value in os.environ.items() if name not in without}
+        piped = await Piped.start(wall.command(module), log, environment, LONGEST_LINE)
+        hanging_up = asyncio.create_task(piped.hang_up())
 
         async def end() -> None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its own session, so its pid names its group
-            await process.wait()
+            await piped.kill()
+            hanging_up.cancel()
 
-        return cls(kinds, process.stdout, process.stdin, end)
+        return cls(kinds, piped.output, piped.input, end)
 
     def send(self, message: ChannelMessage) -> None:
         """Send one message; does nothing if the process is gone."""

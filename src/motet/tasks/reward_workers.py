@@ -12,6 +12,7 @@ from pathlib import Path
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
+from motet.process.piped import Piped
 from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, WorkerLink, import_path
@@ -48,8 +49,8 @@ class RewardLink(WorkerLink):
     module = "motet.tasks.reward_process"
     kind = "reward"
 
-    def __init__(self, process: asyncio.subprocess.Process, remains: subprocess.Popen[bytes]) -> None:
-        super().__init__(process, remains)
+    def __init__(self, piped: Piped, remains: subprocess.Popen[bytes]) -> None:
+        super().__init__(piped, remains)
         self.calls = 0
         """Number of answered calls."""
         self.loaded = m.RewardsLoaded((), ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, ChannelMessage, decode, encode
+from motet.process.piped import Piped
 from motet.tasks.reasoning import HASH_SEED
 from motet.tasks.sandbox import PLACE
 
@@ -39,9 +39,9 @@ class WorkerLink:
     kind: str
     """`reward` or `environment`: the section of a job whose fields limit it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, remains: subprocess.Popen[bytes]) -> None:
+    def __init__(self, piped: Piped, remains: subprocess.Popen[bytes]) -> None:
         """`remains` ends and removes what the process leaves (`worker_remains`)."""
-        self._process, self._remains = process, remains
+        self._piped, self._remains = piped, remains
 
     @classmethod
     async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
@@ -54,28 +54,19 @@ class WorkerLink:
         sandboxes = tempfile.mkdtemp(prefix="motet-worker-")
         remains = _keep(sandboxes)
         try:
-            with contextlib.ExitStack() as stack:
-                stderr = None if log is None else stack.enter_context(log.open("ab"))
-                process = await asyncio.create_subprocess_exec(
-                    *wall.command(cls.module, str(os.getpid())),
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                    env={**environment, PLACE: sandboxes}, limit=LONGEST_LINE, start_new_session=True,
-                )  # fmt: skip
+            command = wall.command(cls.module, str(os.getpid()))
+            piped = await Piped.start(command, log, {**environment, PLACE: sandboxes}, LONGEST_LINE)
             assert remains.stdin is not None
-            remains.stdin.write(b"%d" % process.pid)
+            remains.stdin.write(b"%d" % piped.process.pid)
             remains.stdin.flush()
         except BaseException:
             remains.communicate()
             raise
-        return cls(process, remains)
+        return cls(piped, remains)
 
     async def kill(self) -> None:
         """Kill the process and all that it started, wait for the end, and remove its sandboxes."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its own session, so its pid names its group
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        await self._process.wait()
+        await self._piped.kill()
         await asyncio.to_thread(self._remains.communicate)
 
     async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
@@ -96,7 +87,7 @@ class WorkerLink:
 
     async def _exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
         answering = asyncio.ensure_future(self._answer(line))
-        ending = asyncio.ensure_future(self._process.wait())
+        ending = asyncio.ensure_future(self._piped.hang_up())
         try:
             # Also wait for the end of the process: a forked child may hold its output open.
             done, _ = await asyncio.wait({answering, ending}, timeout=wall_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -114,17 +105,15 @@ class WorkerLink:
         raise ProcessDiedError(self._how_it_ended(cpu_seconds))
 
     async def _answer(self, line: bytes) -> bytes:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         try:
-            self._process.stdin.write(line)
-            await self._process.stdin.drain()
-            return await self._process.stdout.readline()
+            self._piped.input.write(line)
+            await self._piped.input.drain()
+            return await self._piped.output.readline()
         except (ConnectionError, asyncio.IncompleteReadError, ValueError):
             return b""
 
     def _how_it_ended(self, cpu_seconds: float) -> str:
-        status, kind = self._process.returncode, self.kind
+        status, kind = self._piped.process.returncode, self.kind
         if status is None or status >= 0:
             return f"ended its process with exit status {status} (a{'n' * (kind[0] in 'aeiou')} {kind} must return, not exit)"
         name = signal.Signals(-status).name

@@ -1,0 +1,66 @@
+"""A child process with pipes, for one event loop. Its end is its own, whatever else holds the pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_READ_SECONDS = 1.0
+"""Time to read what a process wrote before its end."""
+
+
+class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
+    def __init__(self, longest: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(longest, loop)
+        self.ended = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.ended.set()
+
+
+@dataclass(frozen=True)
+class Piped:
+    """A process in its own session."""
+
+    process: asyncio.subprocess.Process
+    input: asyncio.StreamWriter
+    output: asyncio.StreamReader
+    transport: asyncio.SubprocessTransport
+    ended: asyncio.Event
+    """`Process.wait` also waits for forked children that hold the pipes."""
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], log: Path | None, environment: Mapping[str, str], longest: int
+    ) -> Piped:
+        """Start it. Its standard error is appended to `log`, or inherited if None; lines may have `longest` bytes."""
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as stack:
+            stderr = None if log is None else stack.enter_context(log.open("ab"))
+            transport, streams = await loop.subprocess_exec(
+                lambda: _Streams(longest, loop), *command, stderr=stderr, start_new_session=True, env=environment
+            )
+        process = asyncio.subprocess.Process(transport, streams, loop)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return cls(process, process.stdin, process.stdout, transport, streams.ended)
+
+    async def hang_up(self) -> None:
+        """Wait for its end, and then end its output, which a forked child may hold open."""
+        await self.ended.wait()
+        await asyncio.sleep(_READ_SECONDS)
+        self.transport.close()
+
+    async def kill(self) -> None:
+        """Kill it with its group, wait for its end, and close the pipes."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # its own session, so its pid names its group
+        self.input.close()
+        await self.ended.wait()
+        self.transport.close()  # earlier, it might take the exit status, which the loop waits for
