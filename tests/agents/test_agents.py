@@ -654,6 +654,15 @@ async def cancels(base_url, api_key):
 def raises(base_url, api_key):
     raise KeyError("no such luck")
 
+class Stop(BaseException):
+    pass
+
+def stops(base_url, api_key):
+    raise Stop("enough")
+
+async def interrupts(base_url, api_key):
+    raise KeyboardInterrupt
+
 def text(base_url, api_key):
     return "well done"
 
@@ -706,13 +715,16 @@ def test_rewards_that_are_too_large_fail_their_rollout(tmp_path, name, worth):
         ("unknown", "rewards the call 'nothing', which it never made"),
         ("raises", "KeyError: 'no such luck'"),
         ("cancels", "CancelledError"),
+        ("stops", "Stop: enough"),
+        ("interrupts", "KeyboardInterrupt"),
         ("text", "returned 'well done': an agent returns a finite number"),
         ("silent", "the agent never called the model"),
         ("idle", "did not return in time"),
     ],
 )
 def test_a_fault_of_an_agent_is_its_rollouts_reason(tmp_path, name, error):
-    rollouts, _, limited = group(tmp_path, name, n=1, wall_seconds={"idle": 0.5, "cancels": 10.0}.get(name, 60.0))
+    seconds = {"idle": 0.5, "cancels": 10.0, "stops": 10.0}.get(name, 60.0)
+    rollouts, _, limited = group(tmp_path, name, n=1, wall_seconds=seconds)
     assert error in rollouts[0].error
     assert limited is (name == "idle")
 

@@ -85,7 +85,7 @@ async def _run(
             raise TimeoutError
         reward, rewards = _reward(returned)
         parent.send(m.AgentReturned(request.episode, reward, rewards))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # an agent's exception, or the end of its time
+    except BaseException as error:  # whatever an agent raises, or the end of its time
         me = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
             raise  # nobody waits for it
