@@ -16,7 +16,7 @@ import pytest
 import motet
 from motet.algorithms import Grpo
 from motet.config import EnvironmentConfig
-from motet.core.errors import ConfigError, EnvironmentFault
+from motet.core.errors import ConfigError, EngineError, EnvironmentFault
 from motet.core.types import Chunk, IntArray, Message, Problem, Rollout
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
@@ -126,6 +126,14 @@ class Counter:
         self.count += by
         self.reward = self.count / 4 if by < 9 else "much"
         return self.count
+
+
+class Chatty:
+    def reset(self, **row):
+        return "x" * random.choice([10, 100])
+
+    def step(self, text):
+        return None, 1.0
 
 
 class Nothing:
@@ -352,6 +360,17 @@ def test_text_that_no_tokenizer_reads_costs_its_own_rollout(file: Path) -> None:
     assert [rollout.reward for rollout in (rollouts[0], rollouts[2])] == [2.0, 2.0]
     for index in (1, 3):
         assert "half of a character" in rollouts[index].error
+
+
+def test_an_opening_that_is_too_long_costs_its_own_rollout(file: Path) -> None:
+    def says(index: int, turn: int, read: str) -> str:
+        if "x" * 100 in read:
+            raise EngineError("900 tokens, and the base has positions for 512")
+        return "7"
+
+    rollouts, _, _ = played(file, "Chatty", says, 4)
+    assert sorted(rollout.error[:10] for rollout in rollouts) == ["", "", "900 tokens", "900 tokens"]
+    assert all(rollout.error or rollout.reward == 1.0 for rollout in rollouts)
 
 
 @pytest.mark.parametrize("text", ["own session", "same session"])

@@ -199,7 +199,7 @@ async def _open(
 async def _first_turns(
     workers: EnvironmentWorkers, context: GroupContext, opened: list[Rollout]
 ) -> dict[int, tuple[IntArray, Chunk]]:
-    """The prompt and the first turn of each rollout; those in `opened` whose opening cannot be read fail.
+    """The prompt and the first turn of each rollout; those in `opened` whose opening is not answered fail.
 
     Rollouts with the same prompt are one request, with one prefill.
     """
@@ -208,26 +208,21 @@ async def _first_turns(
         if not rollout.error:
             role = next(iter(rollout.roles), "")
             together.setdefault((role, rollout.opening), []).append(rollout.index)
-    prompts = []
-    for (role, messages), indices in list(together.items()):
+    first: dict[int, tuple[IntArray, Chunk]] = {}
+
+    async def begin(role: str, messages: tuple[Message, ...], indices: list[int]) -> None:
+        speak = context.team[role] if role else context.generate
         try:
-            prompts.append(await asyncio.to_thread(context.chat.prompt_of, messages, workers.info.tools))
-        except BaseModelError as error:
-            del together[role, messages]
+            prompt = await asyncio.to_thread(context.chat.prompt_of, messages, workers.info.tools)
+            chunks = await whole(speak(prompt, tuple(indices), 0), len(indices))
+        except (EngineError, BaseModelError) as error:  # too long for the context, or it cannot be read
             for index in indices:
                 opened[index] = replace(opened[index], error=str(error))
-    speakers = [context.team[role] if role else context.generate for role, _ in together]
-    chunks_of_groups = await asyncio.gather(
-        *(
-            whole(speak(prompt, tuple(indices), 0), len(indices))
-            for speak, prompt, indices in zip(speakers, prompts, together.values(), strict=True)
-        )
-    )
-    return {
-        index: (prompt, chunk)
-        for prompt, indices, chunks in zip(prompts, together.values(), chunks_of_groups, strict=True)
-        for index, chunk in zip(indices, chunks, strict=True)
-    }
+            return
+        first.update((index, (prompt, chunk)) for index, chunk in zip(indices, chunks, strict=True))
+
+    await _all(begin(*opening, indices) for opening, indices in together.items())
+    return first
 
 
 async def _run_episode(
