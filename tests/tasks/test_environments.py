@@ -136,6 +136,28 @@ class Chatty:
         return None, 1.0
 
 
+class Opens:
+    """Has something that must be closed."""
+
+    def __init__(self, file):
+        self.file = file
+        self.tell("opened")
+
+    def reset(self, **row):
+        self.begun = True
+
+    def tell(self, what) -> str:
+        with open(self.file, "a") as out:
+            out.write(f"{what} ")
+
+    def step(self, text):
+        return None, 1.0
+
+    def close(self):
+        self.tell("closed")
+        assert self.begun
+
+
 class Nothing:
     pass
 '''
@@ -360,6 +382,13 @@ def test_text_that_no_tokenizer_reads_costs_its_own_rollout(file: Path) -> None:
     assert [rollout.reward for rollout in (rollouts[0], rollouts[2])] == [2.0, 2.0]
     for index in (1, 3):
         assert "half of a character" in rollouts[index].error
+
+
+def test_each_instance_is_closed_and_so_is_the_one_that_shows_whether_it_can_be_made(file: Path) -> None:
+    said = file.parent / "said"
+    rollouts, _, _ = played(file, "Opens", lambda *_: "x", 3, args={"file": str(said)})
+    assert [rollout.error for rollout in rollouts] == [""] * 3
+    assert said.read_text().count("opened") == said.read_text().count("closed") == 5, "two processes"
 
 
 def test_an_opening_that_is_too_long_costs_its_own_rollout(file: Path) -> None:

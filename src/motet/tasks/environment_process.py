@@ -16,6 +16,7 @@ implements one or both of two forms:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -74,10 +75,10 @@ class Environments:
             return m.EnvironmentLoaded(agent=True)
         tools = tuple(_schema(name, function) for name, function in self._tools.items())
         first = self._class(**self._args)  # report invalid arguments before the first episode
-        if self._lists:
-            try:
-                tools += tuple(first.list_tools())
-            finally:
+        try:
+            tools += tuple(first.list_tools()) if self._lists else ()
+        finally:
+            with contextlib.suppress(Exception):  # it may close what `reset` opens
                 _close(first)
         steps, judges = (hasattr(self._class, name) for name in ("step", "get_reward"))
         return m.EnvironmentLoaded(tools, steps, judges)
