@@ -138,6 +138,27 @@ def test_a_rewritten_history_begins_a_branch_and_each_stretch_is_trained_once():
     assert rollout.sampled == len("onetwothree") + 3
 
 
+def test_the_last_turn_of_an_agent_that_asks_once_at_a_time_is_the_one_that_it_asked_last():
+    """Rewards judge it; a conversation that was made shorter is not an earlier one."""
+
+    async def agent(ask: Ask) -> None:
+        await ask(user("a long text"))
+        await ask(user("a long text"), said("one"), user("b"))
+        await ask(user("short"))
+        await ask(user("a long text"), said("one"), user("c"))
+
+    async def shortens(ask: Ask) -> None:
+        await agent(ask)
+        await ask(user("short"), said("three"), user("d"))
+
+    for program, texts in ((agent, "three one two four"), (shortens, "one two four three five")):
+        answers = iter(["one", "two", "three", "four", "five"])
+        rollout, script = played(lambda *_, answers=answers: next(answers), program)
+        check_captured(rollout, script)
+        assert [turn.text for turn in rollout.turns] == texts.split()
+        assert rollout.completion == texts.split()[-1]
+
+
 def test_a_template_that_takes_thoughts_out_begins_a_branch():
     async def agent(ask: Ask) -> None:
         await ask(user("a"))

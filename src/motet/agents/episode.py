@@ -80,6 +80,9 @@ class AgentEpisode:
         self._running: dict[Key, set[asyncio.Future[None]]] = {}
         """Calls without an answer yet, by their conversations."""
         self._roots: list[AgentCall] = []
+        self._last: AgentCall | None = None
+        self._at_once = False
+        """Whether a call began before another one was answered."""
         self._fault = ""
         self.closed = False
 
@@ -96,7 +99,7 @@ class AgentEpisode:
             raise ChatRefusal(_OVER)
         if self._begun >= self._most_calls:
             raise ChatRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
-        self._begun += 1
+        self._begun, self._at_once = self._begun + 1, self._at_once or bool(self._running)
         messages = self.context.chat.with_roles(messages)
         conversation, done = (*_keys(messages), _tools_key(tools)), asyncio.get_running_loop().create_future()
         self._running.setdefault(conversation, set()).add(done)
@@ -134,6 +137,7 @@ class AgentEpisode:
         )
         if not self.closed:
             (self._roots if parent is None else parent.children).append(call)
+            self._last = call
             key = (*_keys(messages), _key(Message("assistant", call.text, calls)), _tools_key(tools))
             if (other := self._known.get(key)) is None or call.key < other.key:
                 self._known[key] = call
@@ -195,12 +199,13 @@ class AgentEpisode:
 
     def rollout(self, reward_of: Mapping[str, float], error: str = "") -> Rollout:
         """The rollout, with rewards of single turns by the ids of their calls. Raises KeyError for an unknown one."""
-        if unknown := [name for name in reward_of if name not in {call.id for call in _walk(self._roots)}]:
+        calls = _walk(self._roots, None if self._at_once else self._last)
+        if unknown := [name for name in reward_of if name not in {call.id for call in calls}]:
             raise KeyError(unknown[0])
         rollout = Rollout(self.context.problem, self.index, (), (), error=error or self._fault)
         last: AgentCall | None = None
         place: dict[AgentCall, int] = {}
-        for call in _walk(self._roots):
+        for call in calls:
             place[call] = len(place)
             if last is None:
                 rollout = replace(rollout, opening=call.messages)
@@ -241,13 +246,21 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
     return replace(rollout, reward_parts=parts)
 
 
-def _walk(calls: Sequence[AgentCall]) -> list[AgentCall]:
-    """A tree of calls, each before the calls that continue it."""
-    waiting, walked = sorted(calls, key=lambda call: call.key, reverse=True), []
+def _walk(calls: Sequence[AgentCall], end: AgentCall | None) -> list[AgentCall]:
+    """A tree of calls, each before the calls that continue it; `end`, which none continues, is the last, if it is known."""
+    to_end = set[AgentCall]()
+    while end is not None:
+        to_end.add(end)
+        end = end.parent
+
+    def ordered(some: Sequence[AgentCall]) -> list[AgentCall]:
+        return sorted(some, key=lambda call: (call in to_end, call.key), reverse=True)
+
+    waiting, walked = ordered(calls), []
     while waiting:
         call = waiting.pop()
         walked.append(call)
-        waiting += sorted(call.children, key=lambda child: child.key, reverse=True)
+        waiting += ordered(call.children)
     return walked
 
 
