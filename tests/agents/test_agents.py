@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+import tracemalloc
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,24 @@ def test_equal_conversations_at_once_have_the_same_branches_whichever_is_answere
         return [branch.token_ids.tolist() for branch in one.rollout({}).branches]
 
     assert branches(0) == branches(1)
+
+
+def test_calls_do_not_each_keep_the_text_of_their_conversation():
+    """An episode may have a thousand of them, and a step has hundreds of episodes."""
+    one, _ = episode(lambda *_: "x", Chat(byte_tokenizer(FORGETFUL)))
+    long = Message("system", "(" + "x" * 2**20)
+
+    async def main() -> None:
+        await one.complete([long, user("first")], (), CallLimits())
+        tracemalloc.start()
+        for number in range(16):
+            await one.complete([long, user(str(number))], (), CallLimits())
+
+    try:
+        asyncio.run(main())
+        assert tracemalloc.get_traced_memory()[0] < 2**22
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_episode_ends_its_calls_by_number_by_time_and_when_its_agent_has_returned():

@@ -28,7 +28,6 @@ from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, who
 from motet.tasks.plain_json import as_json
 from motet.tasks.tool_calls import tool_calls, without_calls
 
-Key = tuple[str, ...]
 _OVER = "this episode is over: its time is up, or its agent has returned"
 
 
@@ -76,8 +75,9 @@ class AgentEpisode:
         self.seed = seeds.key(context.seed, "agent", index)
         self._most_calls, self._begun = most_calls, 0
         self._asked: Counter[bytes] = Counter()
-        self._known: dict[Key, AgentCall] = {}
-        self._running: dict[Key, set[asyncio.Future[None]]] = {}
+        self._known: dict[bytes, AgentCall] = {}
+        """By the conversation that ends with the answer."""
+        self._running: dict[bytes, set[asyncio.Future[None]]] = {}
         """Calls without an answer yet, by their conversations."""
         self._roots: list[AgentCall] = []
         self._last: AgentCall | None = None
@@ -101,19 +101,22 @@ class AgentEpisode:
             raise ChatRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
         self._begun, self._at_once = self._begun + 1, self._at_once or bool(self._running)
         messages = self.context.chat.with_roles(messages)
-        conversation, done = (*_keys(messages), _tools_key(tools)), asyncio.get_running_loop().create_future()
+        keys, done = _keys(messages, tools), asyncio.get_running_loop().create_future()
+        conversation = keys[-1]
         self._running.setdefault(conversation, set()).add(done)
         try:
-            return await self._complete(messages, tools, limits)
+            return await self._complete(keys, messages, tools, limits)
         finally:
             done.set_result(None)
             self._running[conversation].discard(done)
             if not self._running[conversation]:
                 del self._running[conversation]
 
-    async def _complete(self, messages: Sequence[Message], tools: Tools, limits: CallLimits) -> AgentCall:
+    async def _complete(
+        self, keys: Sequence[bytes], messages: Sequence[Message], tools: Tools, limits: CallLimits
+    ) -> AgentCall:
         chat = self.context.chat
-        parent, seen, new = await self._continued(messages, tools)
+        parent, seen, new = await self._continued(keys, messages, tools)
         try:
             prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
         except BaseModelError as error:  # the template refuses it, and would refuse it again
@@ -138,7 +141,7 @@ class AgentEpisode:
         if not self.closed:
             (self._roots if parent is None else parent.children).append(call)
             self._last = call
-            key = (*_keys(messages), _key(Message("assistant", call.text, calls)), _tools_key(tools))
+            key = _longer(keys[-1], Message("assistant", call.text, calls))
             if (other := self._known.get(key)) is None or call.key < other.key:
                 self._known[key] = call
         return call
@@ -162,19 +165,18 @@ class AgentEpisode:
         return chunk
 
     async def _continued(
-        self, messages: Sequence[Message], tools: Tools
+        self, keys: Sequence[bytes], messages: Sequence[Message], tools: Tools
     ) -> tuple[AgentCall | None, tuple[Message, ...], tuple[Message, ...]]:
         """The call that a conversation continues; the conversation as it was sampled; and the messages since.
 
         Of several calls with this conversation and answer it is the first by `key`, so those without an answer yet are
         waited for. Each of them waits for shorter conversations only.
         """
-        keys, offered = _keys(messages), _tools_key(tools)
         for n in range(len(messages) - 1, 0, -1):
-            if (*keys[:n], offered) in self._known:
-                if (running := self._running.get((*keys[: n - 1], offered))) is not None:
+            if keys[n] in self._known:
+                if (running := self._running.get(keys[n - 1])) is not None:
                     await asyncio.wait(running)
-                call = self._known[*keys[:n], offered]
+                call = self._known[keys[n]]
                 new = calls_as_text(messages[n:])
                 return call, (*call.messages, Message("assistant", call.chunk.text, call.calls), *new), new
         seen = self.context.chat.opening(messages, tools)
@@ -264,15 +266,20 @@ def _walk(calls: Sequence[AgentCall], end: AgentCall | None) -> list[AgentCall]:
     return walked
 
 
-def _keys(messages: Sequence[Message]) -> Key:
-    return tuple(map(_key, messages))
+def _keys(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """A digest of the tools and the first n messages, for each n from 0 on."""
+    offered = json.dumps(list(tools), sort_keys=True) if tools else ""
+    keys = [hashlib.blake2b(offered.encode(), digest_size=16).digest()]
+    for message in messages:
+        keys.append(_longer(keys[-1], message))
+    return keys
+
+
+def _longer(key: bytes, message: Message) -> bytes:
+    return hashlib.blake2b(key + _key(message).encode(), digest_size=16).digest()
 
 
 def _key(message: Message) -> str:
     """Equal for equivalent messages: clients reformat arguments, get null for NaN, and strip spaces."""
     calls = [[call.name, as_json(call.arguments)] for call in message.tool_calls]
     return json.dumps([message.role, message.content.strip(), calls], sort_keys=True)
-
-
-def _tools_key(tools: Tools) -> str:
-    return json.dumps(list(tools), sort_keys=True) if tools else ""
