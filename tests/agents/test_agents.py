@@ -475,6 +475,19 @@ def test_messages_tell_the_stop_sequence_that_ended_them():
     assert (went_on.stop_reason, went_on.stop_sequence) == ("end_turn", None)
 
 
+def test_a_request_that_is_too_long_is_refused():
+    async def client(stock: openai.AsyncOpenAI) -> str:
+        messages: list[Any] = [{"role": "user", "content": "x" * 2**22}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await stock.chat.completions.create(model="m", messages=messages)
+        await stock.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return str(refused.value)
+
+    told, rollout = served(lambda *_: "x", client)
+    assert "a request may have 4 MB; send less" in told
+    assert [turn.text for turn in rollout.turns] == ["x"]
+
+
 def test_answers_of_all_formats_are_rewarded_by_the_ids_that_the_stock_clients_have():
     import anthropic
 

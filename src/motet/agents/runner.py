@@ -27,6 +27,10 @@ from motet.core.errors import EnvironmentFault
 from motet.core.types import Rollout
 from motet.tasks.episode import GroupContext, OwnEnvironment, judged
 
+MOST_BYTES = 4 * 2**20
+"""Longest request, as on a service: reading it takes memory and time of all jobs."""
+TOO_LONG = f"a request may have {MOST_BYTES >> 20} MB; send less"
+
 
 class Gateway:
     """Episodes over HTTP, on a free port of this machine. Lives in one event loop."""
@@ -81,8 +85,19 @@ class Gateway:
             answer = refusal(401, "the key is not that of this episode")
         else:
             again = request.headers.get(RETRY, "0") != "0"
-            answer = await served.answer(route, await request.body(), again=again)
+            body = await _body(request)
+            answer = refusal(400, TOO_LONG) if body is None else await served.answer(route, body, again=again)
         return Response(answer.body, answer.status, media_type=answer.media_type)
+
+
+async def _body(request: Request) -> bytes | None:
+    """The body; None if it is longer than `MOST_BYTES`. It is read to the end, so that the client reads the refusal."""
+    body, n_bytes = bytearray(), 0
+    async for part in request.stream():
+        n_bytes += len(part)
+        if n_bytes <= MOST_BYTES:
+            body += part
+    return bytes(body) if n_bytes <= MOST_BYTES else None
 
 
 class _Server(uvicorn.Server):
