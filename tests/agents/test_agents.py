@@ -55,18 +55,22 @@ def said(text: str, *calls: ToolCall) -> Message:
     return Message("assistant", text, calls)
 
 
-def episode(says: Says, chat: Chat = CHAT, calls: int = 99, seconds: float = 60.0) -> tuple[AgentEpisode, Script]:
+def episode(
+    says: Says, chat: Chat = CHAT, calls: int = 99, seconds: float = 60.0, *, judged: bool = False
+) -> tuple[AgentEpisode, Script]:
     script = Script(says)
-    context = GroupContext(PROBLEM, chat, 1, script, none_scored, judged=False)
+    context = GroupContext(PROBLEM, chat, 1, script, none_scored, judged=judged)
     return AgentEpisode(context, 0, "job", calls, seconds), script
 
 
 Ask = Callable[..., Awaitable[AgentCall]]
 
 
-def played(says: Says, agent: Callable[[Ask], Coroutine[Any, Any, Any]], chat: Chat = CHAT) -> tuple[Rollout, Script]:
+def played(
+    says: Says, agent: Callable[[Ask], Coroutine[Any, Any, Any]], chat: Chat = CHAT, *, judged: bool = False
+) -> tuple[Rollout, Script]:
     """The rollout of an agent that calls the episode itself."""
-    one, script = episode(says, chat)
+    one, script = episode(says, chat, judged=judged)
 
     async def ask(*messages: Message, tools: Any = (), **limits: Any) -> AgentCall:
         return await one.complete(messages, tools, CallLimits(**limits))
@@ -154,10 +158,22 @@ def test_the_last_turn_of_an_agent_that_asks_once_at_a_time_is_the_one_that_it_a
 
     for program, texts in ((agent, "three one two four"), (shortens, "one two four three five")):
         answers = iter(["one", "two", "three", "four", "five"])
-        rollout, script = played(lambda *_, answers=answers: next(answers), program)
+        rollout, script = played(lambda *_, answers=answers: next(answers), program, judged=True)
         check_captured(rollout, script)
         assert [turn.text for turn in rollout.turns] == texts.split()
         assert rollout.completion == texts.split()[-1]
+
+
+def test_where_no_turn_is_rewarded_its_time_does_not_matter():
+    """Calls at once may happen not to overlap."""
+
+    async def agent(ask: Ask) -> None:
+        await ask(user("a long text"))
+        await ask(user("short"))
+
+    answers = iter(["one", "two"])
+    rollout, _ = played(lambda *_: next(answers), agent)
+    assert [turn.text for turn in rollout.turns] == ["two", "one"]
 
 
 def test_a_template_that_takes_thoughts_out_begins_a_branch():

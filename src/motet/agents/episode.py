@@ -201,7 +201,8 @@ class AgentEpisode:
 
     def rollout(self, reward_of: Mapping[str, float], error: str = "") -> Rollout:
         """The rollout, with rewards of single turns by the ids of their calls. Raises KeyError for an unknown one."""
-        calls = _walk(self._roots, None if self._at_once else self._last)
+        order_counts = bool(reward_of) or self.context.judged
+        calls = _walk(self._roots, self._last if order_counts and not self._at_once else None)
         if unknown := [name for name in reward_of if name not in {call.id for call in calls}]:
             raise KeyError(unknown[0])
         rollout = Rollout(self.context.problem, self.index, (), (), error=error or self._fault)
