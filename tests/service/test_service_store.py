@@ -403,6 +403,25 @@ def test_many_at_once_take_a_tenant_to_its_bounds_and_no_further(store: Store, t
 # --- jobs and files ---------------------------------------------------------------------------------------------------------
 
 
+def test_an_admin_is_not_given_one_of_two_jobs_of_a_name(store: Store) -> None:
+    us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
+    ours = queued(store, us, "sort", {}, 3, None)
+    found = store.job(admin, "sort")
+    assert found is not None
+    assert found.id == ours.id
+    theirs = queued(store, them, "sort", {}, 3, None)
+    with pytest.raises(StoreError, match=f"{ours.id} of us, {theirs.id} of them"):
+        store.job(admin, "sort")
+    for one in (ours, theirs):
+        found = store.job(admin, one.id)
+        assert found is not None
+        assert found.id == one.id
+    own = queued(store, admin, "sort", {}, 3, None)
+    found = store.job(admin, "sort")
+    assert found is not None
+    assert found.id == own.id
+
+
 def test_jobs_are_their_tenants(store: Store) -> None:
     us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
     ours = queued(store, us, "sort", {"a": [1, None]}, 3, None)

@@ -41,10 +41,16 @@ class RaceRows:
         return self._store.scalars(query if before is None else query.where(StoredRace.number < before))
 
     def find(self, who: Principal, name: str) -> StoredRace | None:
-        """A race by its id, or by its name among the tenant's races (an admin's: among all, the tenant's own first)."""
-        named = select(StoredRace).where((StoredRace.id == name) | (StoredRace.name == name))
+        """A race by its id, or by its name among the tenant's races; an admin's also by a name that only one tenant has.
+
+        Raises:
+            StoreError: several tenants have a race of this name, and the admin's own has none.
+        """
+        named = (
+            select(StoredRace).where((StoredRace.id == name) | (StoredRace.name == name)).order_by(StoredRace.number)
+        )
         found = self._store.scalars(named if who.admin else named.where(StoredRace.tenant_id == who.tenant_id))
-        return min(found, key=lambda one: (one.id != name, one.tenant_id != who.tenant_id), default=None)
+        return self._store.only_one(who, name, sorted(found, key=lambda one: one.id != name))
 
     def get(self, race_id: str) -> StoredRace | None:
         """A race of any tenant by its id."""

@@ -33,6 +33,7 @@ from motet.service.database.tables import (
 from motet.service.database.tenants import Principal, Tenants, audit_entry
 
 Value = TypeVar("Value")
+Named = TypeVar("Named", StoredJob, StoredRace)
 AWAY = (OperationalError, InterfaceError, NoConnection)
 """Errors of a database that is unreachable, full, read-only (in a failover) or out of connections; a retry may succeed."""
 _READ_ONLY = "25006"
@@ -180,14 +181,32 @@ class Store:
         return self.scalars(query)
 
     def job(self, who: Principal, name: str) -> StoredJob | None:
-        """A job by its id, or by its name among the tenant's jobs."""
+        """A job by its id, or by its name among the tenant's jobs; an admin's also by a name that only one tenant has.
+
+        Raises:
+            StoreError: several tenants have a job of this name, and the admin's own has none.
+        """
         own = (StoredJob.tenant_id == who.tenant_id) & (StoredJob.name == name)  # an index has both
         with self.transaction() as session:
             candidates = list(session.scalars(select(StoredJob).where(own | (StoredJob.id == name))))
             if not candidates and who.admin:
-                candidates = list(session.scalars(select(StoredJob).where(StoredJob.name == name)))
-        mine = [job for job in candidates if job.tenant_id == who.tenant_id]
-        return next(iter(mine or (candidates if who.admin else [])), None)
+                named = select(StoredJob).where(StoredJob.name == name).order_by(StoredJob.number)
+                candidates = list(session.scalars(named))
+        return self.only_one(
+            who, name, candidates if who.admin else [one for one in candidates if one.tenant_id == who.tenant_id]
+        )
+
+    def only_one(self, who: Principal, name: str, found: Sequence[Named]) -> Named | None:
+        """The job or race that an admin means: the tenant's own, that of the id, or the only one.
+
+        Raises:
+            StoreError: it could be any of several.
+        """
+        mine = [one for one in found if name == one.id or one.tenant_id == who.tenant_id]
+        if not mine and len(found) > 1:
+            each = ", ".join(f"{one.id} of {self.tenants.name_of(one.tenant_id)}" for one in found[:10])
+            raise StoreError(f"{len(found)} tenants have a {name!r}; give its id: {each}")
+        return next(iter(mine or found), None)
 
     def job_by_id(self, job_id: str) -> StoredJob | None:
         """A job of any tenant by its id."""
