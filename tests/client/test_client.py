@@ -213,6 +213,7 @@ def test_keys_of_two_tenants(house: House, says: Motet, monkeypatch: pytest.Monk
         assert {(one.tenant, one.role, one.revoked is None) for one in listed if one.id not in known} == {
             ("team-a", "member", True), ("team-a", "member", False), ("team-b", "member", False),
         }  # fmt: skip
+    assert re.search(r"^ theirs +queued .* team-a$", says("ls")[1], re.M)
     code, out, _ = says("keys", "ls")
     assert code == 0
     assert re.search(r"team-a +laptop +member +\S+ +until", out)

@@ -88,9 +88,9 @@ def ls(
         newest = client.jobs(state)
         listed = list(itertools.islice(newest, limit or None))
         more = bool(limit) and next(newest, None) is not None
-    based = any(job.base for job in listed)
-    rows = [job_cells(job, based=based) for job in listed]
-    headings = "job, state, >steps, >reward, >age" + (", base" if based else "")
+    based, owned = any(job.base for job in listed), any(job.tenant for job in listed)
+    rows = [job_cells(job, based=based, owned=owned) for job in listed]
+    headings = "job, state, >steps, >reward, >age" + ", base" * based + ", tenant" * owned
     print_answer(listed, as_json, table(rows, headings, empty="no jobs", folds=("job",)))
     if more and not as_json:
         say(f"the newest {limit}; --limit 0 shows all")

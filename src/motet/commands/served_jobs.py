@@ -250,8 +250,8 @@ class JobLines:
         self._view.update([one for key, one in self._progress.items() if one.step >= self._done[key]])
 
 
-def job_cells(job: Job, *, based: bool) -> list[str | Text]:
-    """A job's row: name, state, steps, reward, age, and its base."""
+def job_cells(job: Job, *, based: bool, owned: bool) -> list[str | Text]:
+    """A job's row: name, state, steps, reward, age, its base, and its tenant."""
     return [
         Text(glyphs_of(plain_console()).plain(job.name), style="bold"),
         Text(_state(job), style=STATE_STYLES[JobState(job.state)]),
@@ -259,6 +259,7 @@ def job_cells(job: Job, *, based: bool) -> list[str | Text]:
         "" if job.reward is None else reward_text(job.reward),
         duration_text(time.time() - job.created),
         *([job.base or ""] if based else []),
+        *([job.tenant or ""] if owned else []),
     ]
 
 
@@ -275,6 +276,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
         "state": state,
         "steps": f"{job.step}/{job.steps}",
         "base": job.base or "",
+        "tenant": job.tenant or "",
         "now": _now(job),
         "reward": glyphs.to.join(map(reward_text, rewards)),
         "held-out": evaluation_text(progress.evaluations, glyphs, gap=""),
