@@ -445,6 +445,26 @@ def test_an_answer_that_breaks_off_says_why(service: Keyed, page: Page) -> None:
         expect(talk.locator(".assistant")).to_have_text("the engine is away")
 
 
+def test_a_job_that_runs_is_shown_however_many_are_newer(service: Keyed, page: Page) -> None:
+    def newest(route: Route) -> None:
+        found = route.fetch()
+        newer = [job for job in found.json()["data"] if job["name"] == "newer"]
+        route.fulfill(response=found, json={"data": newer, "next": "1"})
+
+    for name in ("early", "newer"):
+        service.submit(service.long(name))
+        service.becomes(name, "running")
+    page.route("**/v1/jobs?limit=100", newest)
+    page.reload()
+    state = page.get_by_role("row", name="early").locator(".state")
+    expect(state).to_have_text("running")
+    expect(page.locator(".stats dd").first).not_to_have_text("0")
+    expect(page.get_by_role("button", name=re.compile("^all"))).to_have_text(re.compile(r"^all\d+\+$"))
+    service.steer("early", "cancel")
+    expect(state).to_have_text("cancelled")
+    service.steer("newer", "cancel")
+
+
 def test_older_jobs_come_once_however_often_they_are_asked_for(service: Keyed, page: Page) -> None:
     def list_first(route: Route) -> None:
         found = route.fetch()

@@ -2,7 +2,7 @@
 import {ask, jobPath} from "./api.js";
 import {Chart, curves, dot, look} from "./charts.js";
 import {add, arrange, choice, el, fill, say} from "./dom.js";
-import {age, count, measured, notes, span} from "./words.js";
+import {age, count, FINAL, measured, notes, span} from "./words.js";
 
 const STATES = ["running", "queued", "paused", "succeeded", "failed", "cancelled"];
 const AT_MOST = 24; // curves
@@ -199,8 +199,9 @@ export function overview({board, base, may}) {
     const jobs = board.jobs;
     arrange(node, [jobs.length ? full : nothing]);
     if (!jobs.length) return;
-    const states_ = STATES.map(state => [state, state, jobs.filter(job => job.state === state).length]).filter(([, , number]) => number);
-    states.offer([["all", "all", jobs.length], ...states_]);
+    const more = board.older === null ? "" : "+", number = state => jobs.filter(job => job.state === state).length;
+    const states_ = STATES.filter(number).map(state => [state, state, `${number(state)}${FINAL.includes(state) ? more : ""}`]);
+    states.offer([["all", "all", `${jobs.length}${more}`], ...states_]);
     const listed = jobs.filter(job => filter === "all" || job.state === filter);
     for (const job of listed.filter(job => job.step > 0 || job.state === "running").slice(0, AT_MOST)) rewards.want(job.id);
     stats.update(jobs);
