@@ -317,9 +317,10 @@ def _numbers(directory: Path, pattern: str) -> list[int]:
     return [int(match[1]) for name in names if (match := re.fullmatch(pattern, name))]
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts job2 before job10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+def _natural(path: Path) -> tuple[list[tuple[float, str]], str]:
+    """Sorts job2 before job10, and lr=1e-05 before lr=0.0001."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", path.name)
+    return [(float(part), "") if place % 2 else (-1.0, part) for place, part in enumerate(parts)], path.name
 
 
 def _text(path: Path) -> str:
