@@ -213,6 +213,13 @@ def test_preferences_are_measured_by_their_accuracy(tmp_path: Path, says: Motet)
     assert "0.625" in out
 
 
+def test_jobs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = ["a2", "a10", "b-lr=1e-05", "b-lr=0.0001-c=0", "b-lr=0.0001-c=0.02", "b-lr=0.0001-c=0.1", "b-lr=0.001"]
+    for name in reversed(names):
+        write_job(tmp_path, name, done=1, steps=1, top=0.5, state="succeeded")
+    assert [job.name for job in read_run(tmp_path).jobs] == names
+
+
 def test_page_is_deterministic(run: Path) -> None:
     assert write_report(run).read_bytes() == write_report(run).read_bytes()
 
@@ -235,6 +242,20 @@ def test_a_browser_shows_it_without_a_network(run: Path, browser: Any, scheme: s
     assert (text.count("before · v0"), text.count("after · v40")) == (3 * 8, 8)
     for title in ("Training reward", "Held-out reward", "Entropy", "Device time", "Occupancy", "Tokens"):
         assert re.search(rf"{title}=[1-9]", text), title
+
+
+@pytest.mark.slow
+def test_figures_of_any_size_are_read_on_a_narrow_phone(tmp_path: Path, browser: Any) -> None:
+    for name, factor in (("huge", -3e6), ("tiny", 2e-6)):
+        metrics = write_job(tmp_path, name, done=11, steps=11, top=0.5, state="succeeded").metrics
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        for line in lines:
+            if "eval" in line:
+                line["eval"]["reward"] = factor * (line["step"] + 1)
+        metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = shown(browser, write_report(tmp_path), viewport={"width": 320, "height": 700})
+    assert "−3.0e6 → −3.6e7 −3.3e7" in text
+    assert "2.0e−6 → 2.4e−5 +2.2e−5" in text
 
 
 @pytest.mark.slow

@@ -51,10 +51,16 @@ function change(job, low, high) {
   return made;
 }
 
+/** A held-out figure: with three decimals, unless these would not show it. */
+function figure(value) {
+  const size = Math.abs(value);
+  return value && (size < 0.001 || size >= 1000) ? measured(value) : value.toFixed(3).replace("-", "−");
+}
+
 function gain(values, half = null) {
-  if (values.length < 2) return values.length ? values[0].toFixed(3) : "–";
-  const first = values[0], last = values.at(-1), text = `${last > first ? "+" : ""}${(last - first).toFixed(3)}`.replace("-", "−");
-  return [`${first.toFixed(3)} → `, el("b", {}, last.toFixed(3)), half === null ? " " : ` ± ${half.toFixed(3)} `, el("span", {class: last > first ? "good" : last < first ? "bad" : "soft"}, text)];
+  if (values.length < 2) return values.length ? figure(values[0]) : "–";
+  const first = values[0], last = values.at(-1), text = `${last > first ? "+" : ""}${figure(last - first)}`;
+  return [`${figure(first)} → `, el("b", {}, figure(last)), half === null ? " " : ` ± ${figure(half)} `, el("span", {class: last > first ? "good" : last < first ? "bad" : "soft"}, text)];
 }
 
 function summary() {
@@ -66,7 +72,7 @@ function summary() {
     return [el("tr", {}, el("td", {class: "name"}, el("span", {class: "who"}, mark(job), el("b", {}, job.name))),
       el("td", {class: "is"}, el("span", {class: `state ${job.state}`}, job.state)), cell("steps", job.planned === null ? `${job.done}` : `${job.done}/${job.planned}`),
       cell("held-out", gain(job.evaluations)), el("td", {class: "wide"}, job.evaluations.length ? change(job, low, high) : null),
-      cell("best", job.best === null ? "–" : `v${job.best} · ${job.best_figure.toFixed(3)}`), el("td", {class: "mono small soft path"}, job.adapter)),
+      cell("best", job.best === null ? "–" : `v${job.best} · ${figure(job.best_figure)}`), el("td", {class: "mono small soft path"}, job.adapter)),
     notes.some(Boolean) ? el("tr", {class: "why"}, el("td", {colspan: 7}, notes)) : null];
   });
   const headings = ["job", "state", "steps", "held-out before → after", "", "best version", "its adapter"];
