@@ -101,7 +101,7 @@ function login(message) {
     el("img", {src: "dashboard/favicon.svg", alt: ""}), el("h1", {}, "Motet"),
     provider && el("p", {class: "way"}, provider, el("span", {class: "small soft"}, "with your organisation’s account")),
     el("p", {class: "soft"}, signIn ? "Or use an API key. It" : "Your key", " stays in this tab and is forgotten when you close it. An admin makes keys: ",
-      el("code", {}, "motet keys create NAME")), form));
+      el("code", {}, "motet keys create TENANT")), form));
   (provider || key).focus();
 }
 
