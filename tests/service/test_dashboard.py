@@ -167,6 +167,32 @@ def test_a_wrong_key_is_told_and_a_good_one_stays_in_the_tab(service: Keyed, bro
         expect(page.get_by_label("API key")).to_be_visible()
 
 
+def test_idle_time_keeps_its_name_among_many_jobs(service: Keyed, browser: Browser) -> None:
+    lines = [
+        {"kind": "job", "job": f"job-{n}", "name": "sort", "tenant": f"t{n}", "device_seconds": 20 - n}
+        for n in range(12)
+    ]
+    idle = {"kind": "idle", "device_seconds": 100}
+    with watched(browser, service.url) as page:
+        page.route("**/v1/usage?*", lambda route: route.fulfill(json={"data": [*lines, idle]}))
+        log_in(page, service, "admin")
+        keys = page.locator("section", has_text="Device time").locator(".keys span")
+        expect(keys.first).to_have_text("t0/sort 20 s, 7 %")
+        expect(keys.filter(has_text="others")).to_have_text("others 19 s, 7 %")
+        expect(keys.last).to_have_text("idle 1 min, 36 %")
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_a_narrow_phone_shows_the_whole_bar_and_the_chosen_tab(service: Keyed, browser: Browser, width: int) -> None:
+    with watched(browser, service.url, viewport={"width": width, "height": 700}) as page:
+        log_in(page, service)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        open_job(page, "ended")
+        page.evaluate("location.hash += '/events'")
+        page.reload()
+        expect(page.get_by_role("tab", name="Events")).to_be_in_viewport(ratio=0.9)
+
+
 def test_tenants_see_their_own_jobs_and_an_admin_all(service: Keyed, browser: Browser) -> None:
     with watched(browser, service.url) as page:
         log_in(page, service, "them")

@@ -93,5 +93,8 @@ export class Board {
     for (const heard of [...this.listeners]) heard(jobs);
   }
 
+  /** The name of a job, or of its usage, in lists without a column for its tenant. */
+  named({name, tenant}) { return this.admin && tenant ? `${tenant}/${name}` : name; }
+
   get admin() { return this.jobs.some(job => job.tenant !== null && job.tenant !== undefined); }
 }

@@ -162,6 +162,7 @@ function makeTabs(context, job, chosen, opened) {
     offered.forEach(([name], place) => {
       tabs[place].setAttribute("aria-selected", String(name === key));
       tabs[place].tabIndex = name === key ? 0 : -1;
+      if (name === key) tabs[place].scrollIntoView({block: "nearest", inline: "nearest"});
     });
     panel.setAttribute("aria-labelledby", `tab-${key}`);
     history.replaceState(null, "", `#/job/${encodeURIComponent(job.id)}${key === "curves" ? "" : `/${key}`}`);

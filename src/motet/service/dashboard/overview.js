@@ -89,7 +89,7 @@ function makeRow(board, hidden, changed) {
     const place = look(board.places.get(job.id) ?? 0);
     row.swatch.style.color = place.colour;
     row.swatch.setAttribute("aria-pressed", String(!hidden.has(job.id)));
-    row.swatch.setAttribute("aria-label", `Show ${job.name} in the chart`);
+    row.swatch.setAttribute("aria-label", `Show ${board.named(job)} in the chart`);
     say(row.name, job.name);
     row.name.href = `#/job/${encodeURIComponent(job.id)}`;
     row.state.className = `state ${job.state}`;
@@ -153,11 +153,13 @@ function makeDevice(board) {
   }
 
   function draw(lines) {
-    const used = lines.filter(line => line.device_seconds >= 0.5).sort((a, b) => (a.kind === "idle") - (b.kind === "idle") || b.device_seconds - a.device_seconds);
+    const used = lines.filter(line => line.device_seconds >= 0.5).sort((a, b) => b.device_seconds - a.device_seconds);
     const total = used.reduce((sum, line) => sum + line.device_seconds, 0);
-    const shown = used.slice(0, PARTS), rest = used.slice(PARTS).reduce((sum, line) => sum + line.device_seconds, 0);
-    const parts = shown.map(line => [colour(line), [line.name || line.kind, line.base].filter(Boolean).join(" · "), line.device_seconds]);
+    const idle = used.filter(line => line.kind === "idle"), busy = used.filter(line => line.kind !== "idle"), shown = busy.slice(0, PARTS);
+    const part = line => [colour(line), [line.name ? board.named(line) : line.kind, line.base].filter(Boolean).join(" · "), line.device_seconds];
+    const parts = shown.map(part), rest = busy.slice(PARTS).reduce((sum, line) => sum + line.device_seconds, 0);
     if (rest) parts.push(["var(--faint)", "others", rest]);
+    parts.push(...idle.map(part));
     node.hidden = !parts.length;
     fill(bar, parts.map(([background, , seconds]) => {
       const part = el("i");
@@ -225,8 +227,8 @@ export function overview({board, base, may}) {
     const place = job => look(board.places.get(job.id) ?? 0);
     chart.draw(drawn.flatMap(job => {
       const {x, y} = rewards.series.get(job.id);
-      return curves({name: job.name, x: [...x], y: [...y], crowd: drawn.length, ...place(job)});
-    }), drawn.map(job => [place(job).colour, job.name, place(job).dash]).reverse());
+      return curves({name: board.named(job), x: [...x], y: [...y], crowd: drawn.length, ...place(job)});
+    }), drawn.map(job => [place(job).colour, board.named(job), place(job).dash]).reverse());
   }
 
   const deaf = board.listen(update);
