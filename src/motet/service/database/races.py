@@ -9,7 +9,7 @@ from sqlalchemy.exc import IntegrityError
 
 from motet.core.errors import StoreError
 from motet.core.types import JobState
-from motet.service.database.store import Store
+from motet.service.database.store import Store, only_one
 from motet.service.database.tables import Event, StoredJob, StoredRace, now
 from motet.service.database.tenants import Principal
 
@@ -50,7 +50,7 @@ class RaceRows:
             select(StoredRace).where((StoredRace.id == name) | (StoredRace.name == name)).order_by(StoredRace.number)
         )
         found = self._store.scalars(named if who.admin else named.where(StoredRace.tenant_id == who.tenant_id))
-        return self._store.only_one(who, name, sorted(found, key=lambda one: one.id != name))
+        return only_one(self._store.tenants, who, name, sorted(found, key=lambda one: one.id != name))
 
     def get(self, race_id: str) -> StoredRace | None:
         """A race of any tenant by its id."""

@@ -41,6 +41,19 @@ _READ_ONLY = "25006"
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
+def only_one(tenants: Tenants, who: Principal, name: str, found: Sequence[Named]) -> Named | None:
+    """The job or race that an admin means: the tenant's own, that of the id, or the only one.
+
+    Raises:
+        StoreError: it could be any of several.
+    """
+    mine = [one for one in found if name == one.id or one.tenant_id == who.tenant_id]
+    if not mine and len(found) > 1:
+        each = ", ".join(f"{one.id} of {tenants.name_of(one.tenant_id)}" for one in found[:10])
+        raise StoreError(f"{len(found)} tenants have a {name!r}; give its id: {each}")
+    return next(iter(mine or found), None)
+
+
 def find_job(session: Session, job_id: str) -> StoredJob | None:
     """A job of any tenant by its id, within a transaction."""
     return session.scalar(select(StoredJob).where(StoredJob.id == job_id))
@@ -192,21 +205,8 @@ class Store:
             if not candidates and who.admin:
                 named = select(StoredJob).where(StoredJob.name == name).order_by(StoredJob.number)
                 candidates = list(session.scalars(named))
-        return self.only_one(
-            who, name, candidates if who.admin else [one for one in candidates if one.tenant_id == who.tenant_id]
-        )
-
-    def only_one(self, who: Principal, name: str, found: Sequence[Named]) -> Named | None:
-        """The job or race that an admin means: the tenant's own, that of the id, or the only one.
-
-        Raises:
-            StoreError: it could be any of several.
-        """
-        mine = [one for one in found if name == one.id or one.tenant_id == who.tenant_id]
-        if not mine and len(found) > 1:
-            each = ", ".join(f"{one.id} of {self.tenants.name_of(one.tenant_id)}" for one in found[:10])
-            raise StoreError(f"{len(found)} tenants have a {name!r}; give its id: {each}")
-        return next(iter(mine or found), None)
+        seen = [job for job in candidates if who.admin or job.tenant_id == who.tenant_id]
+        return only_one(self.tenants, who, name, seen)
 
     def job_by_id(self, job_id: str) -> StoredJob | None:
         """A job of any tenant by its id."""
