@@ -93,6 +93,17 @@ def test_it_says_when_it_cannot_tell(tmp_path: Path, says: Motet) -> None:
     assert "cannot tell" in says("compare", first, second)[1]
 
 
+def test_a_job_that_failed_before_its_first_evaluation_is_left_out(tmp_path: Path, says: Motet) -> None:
+    write(tmp_path / "low", good(0.2))
+    write(tmp_path / "high", good(0.8), optimizer={"lr": "0.2"})
+    open_job(failed := JobDirectory(tmp_path / "early"), {"job": {"name": "early", "optimizer": {"lr": "0.3"}}})
+    failed.write_status({"state": "failed", "message": "its reward", "inexact": []})
+    code, out, _ = says("compare", tmp_path)
+    assert code == 0
+    assert "early (failed) is left out: it has no held-out evaluation" in out
+    assert "against high:" in out
+
+
 def test_the_settings_of_a_run_are_compared_over_tasks_and_seeds(tmp_path: Path, says: Motet) -> None:
     for lr, share in (("0.1", 0.2), ("0.2", 0.8), ("0.3", 0.75)):
         for task, first in (("add", 0), ("sort", 500)):

@@ -25,7 +25,7 @@ from motet.report.comparison import (
     side_of_run,
     sides_of_run,
 )
-from motet.report.read import JobRecord, read_run
+from motet.report.read import JobRecord, RunRecord, read_run
 from motet.report.svg import draw_curves
 from motet.runtime.progress import REWARD
 from motet.runtime.settings import Mean
@@ -46,7 +46,7 @@ def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key
     alone = len(places) == 1
     if alone and not Path(places[0]).is_dir():
         raise ConfigError(f"{places[0]} is one job: name a second one, or the directory of a run")
-    sides = sides_of_run(read_run(Path(places[0]))) if alone else _sides(places, url, key)
+    sides = sides_of_run(_evaluated(read_run(Path(places[0])))) if alone else _sides(places, url, key)
     if len(sides) < 2:
         raise RunError(f"{places[0]} has one setting only; name another run or job to compare it with")
     differences = compare(sides, best_first=alone)
@@ -55,6 +55,17 @@ def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key
     if svg is not None:
         replace_file(svg, draw_curves([mean_curves(side) for side in sides], "settings").encode("utf-8", "replace"))
         say(f"curves: {svg}")
+
+
+def _evaluated(run: RunRecord) -> RunRecord:
+    """A run without the jobs that ended before their first evaluation, if others have one."""
+    jobs = tuple(job for job in run.jobs if job.evaluations.xs)
+    if not jobs:
+        return run
+    for job in run.jobs:
+        if job not in jobs:
+            say(f"{job.name} ({job.state}) is left out: it has no held-out evaluation")
+    return replace(run, jobs=jobs)
 
 
 def _sides(places: Sequence[str], url: str | None, key: str | None) -> list[Side]:
