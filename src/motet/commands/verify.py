@@ -68,8 +68,8 @@ def verify(directory: Path, jobs_file: Path | None = None, overrides: Sequence[s
             continue
         early = "" if job.manifest.path.exists() or not steps else _NO_MANIFEST
         n_receipts = len(receipt_numbers(job.receipts))
-        counted = f"{len(steps)} commits, {len(job.versions())} versions"
-        counted += f", {n_receipts} receipts" if n_receipts else ""
+        numbers = {"commit": len(steps), "version": len(job.versions()), "receipt": n_receipts}
+        counted = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in numbers.items() if n or what != "receipt")
         say(f"{path.name}: {counted}, all as they were saved{early}")
         for number in job.versions():
             if not (job.version(number) / SUMS).is_file():
