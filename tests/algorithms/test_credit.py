@@ -132,6 +132,8 @@ def test_what_cannot_be_credited_by_turns_is_refused():
         Grpo(discount=0.9)
     with pytest.raises(ValueError, match=r"set critic\.gamma"):
         Ppo(critic={}, credit="return_to_go", discount=0.9)
+    with pytest.raises(ValueError, match="advantage: the critic gives"):
+        Ppo(critic=CriticConfig(), advantage="grpo")
     with pytest.raises(ConfigError, match="the teacher judges each token"):
         parse_jobs(
             "base: small\njobs:\n- {name: j, data: toy:add, algorithm: {type: distill, teacher: base, credit: return_to_go}}"

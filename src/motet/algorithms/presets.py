@@ -79,9 +79,11 @@ class Ppo(PolicyGradient):
     """A critic that estimates the advantage of each token; `{}` uses its defaults."""
 
     @model_validator(mode="after")
-    def _one_discounts(self) -> Ppo:
+    def _the_critic_gives_advantages(self) -> Ppo:
         if self.critic is not None and self.discount != 1:
             raise ValueError("discount: with a critic every token discounts; set critic.gamma instead")
+        if self.critic is not None and self.advantage != "batch_baseline":
+            raise ValueError("advantage: the critic gives the advantages; leave one of the two out")
         return self
 
     @property
