@@ -367,7 +367,7 @@ def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(
 
 
 def slow_uploads(
-    house: House, threads: ThreadPoolExecutor, n: int, may: threading.Event
+    house: House, threads: ThreadPoolExecutor, n: int, may: threading.Event, path: str = "/v1/files"
 ) -> list[Future[httpx2.Response]]:
     """Send some, without their lengths, that end when they may."""
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
@@ -378,9 +378,7 @@ def slow_uploads(
         yield ROWS + b"\r\n--x--\r\n"
 
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    asked = [
-        threads.submit(house.ask, "POST", "/v1/files", content=body(), headers=kind, timeout=60.0) for _ in range(n)
-    ]
+    asked = [threads.submit(house.ask, "POST", path, content=body(), headers=kind, timeout=60.0) for _ in range(n)]
     wait_until(lambda: house.bodies._uploads.total() == n)
     return asked
 
@@ -401,7 +399,7 @@ def test_few_uploads_of_a_tenant_are_received_at_a_time(tmp_path: Path) -> None:
 
 def test_open_uploads_of_a_tenant_take_little_of_the_disk(tmp_path: Path) -> None:
     may = threading.Event()
-    with open_house(tmp_path) as house, ThreadPoolExecutor(4) as threads:
+    with open_house(tmp_path, max_adapter_mb=0.01) as house, ThreadPoolExecutor(4) as threads:
         try:
             slow = slow_uploads(house, threads, 4, may)
             told = house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)})
@@ -411,6 +409,20 @@ def test_open_uploads_of_a_tenant_take_little_of_the_disk(tmp_path: Path) -> Non
         assert (told.status_code, "uploads of this tenant take" in told.text, theirs.status_code) == (429, True, 201)
         assert [one.result().status_code for one in slow] == [201] * 4
         assert house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)}).is_success
+
+
+def test_an_open_upload_holds_up_no_smaller_files_and_no_requests(tmp_path: Path) -> None:
+    may = threading.Event()
+    long = {**tiny("long"), "data": {**tiny("long")["data"], "template": "{prompt}" + "x" * 90_000}}
+    with open_house(tmp_path) as house, ThreadPoolExecutor(1) as threads:
+        try:
+            slow = slow_uploads(house, threads, 1, may, "/v1/adapters")
+            file = house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)})
+            job = house.ask("POST", "/v1/jobs", json=long)
+        finally:
+            may.set()
+        assert (file.status_code, job.status_code) == (201, 201), file.text + job.text
+        assert slow[0].result().status_code == 400, "no adapter"
 
 
 def test_few_downloads_of_a_tenant_are_packed_and_not_sent_yet(house: House) -> None:

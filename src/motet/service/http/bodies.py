@@ -186,7 +186,7 @@ class Bodies:
             words = f"{most} uploads of this tenant are open, the most here; wait for some to end"
             return await refuse(429, words, MOST, headers=_SOON)
         size = 0 if not uploads else int(length) if length.isdigit() else limit
-        if self._arriving[payer] + size > _LARGEST_AT_ONCE * limit:
+        if uploads and self._arriving[payer] + size > _LARGEST_AT_ONCE * max(self._limits.values()):
             words = f"open uploads of this tenant take {self._arriving[payer] >> 20} MB; wait for some to end"
             return await refuse(429, words, MOST, headers=_SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
