@@ -729,6 +729,9 @@ class Stop(BaseException):
 def stops(base_url, api_key):
     raise Stop("enough")
 
+def iterates(base_url, api_key):
+    return next(iter([]))
+
 async def interrupts(base_url, api_key):
     raise KeyboardInterrupt
 
@@ -785,6 +788,7 @@ def test_rewards_that_are_too_large_fail_their_rollout(tmp_path, name, worth):
         ("raises", "KeyError: 'no such luck'"),
         ("cancels", "CancelledError"),
         ("stops", "Stop: enough"),
+        ("iterates", "StopIteration"),
         ("interrupts", "KeyboardInterrupt"),
         ("text", "returned 'well done': an agent returns a finite number"),
         ("silent", "the agent never called the model"),
@@ -792,7 +796,7 @@ def test_rewards_that_are_too_large_fail_their_rollout(tmp_path, name, worth):
     ],
 )
 def test_a_fault_of_an_agent_is_its_rollouts_reason(tmp_path, name, error):
-    seconds = {"idle": 0.5, "cancels": 10.0, "stops": 10.0}.get(name, 60.0)
+    seconds = {"idle": 0.5, "cancels": 10.0, "stops": 10.0, "iterates": 10.0}.get(name, 60.0)
     rollouts, _, limited = group(tmp_path, name, n=1, wall_seconds=seconds)
     assert error in rollouts[0].error
     assert limited is (name == "idle")

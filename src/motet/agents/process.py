@@ -80,7 +80,7 @@ async def _run(
             if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
                 returned = await call()
             else:
-                returned = await asyncio.wrap_future(thread := threads.submit(call))
+                returned = await asyncio.wrap_future(thread := threads.submit(_called, call))
         if time_left.expired():  # it was interrupted, but continued
             raise TimeoutError
         reward, rewards = _reward(returned)
@@ -94,6 +94,13 @@ async def _run(
             parent.send(m.AgentReturned(request.episode, error=m.LATE, late=True, hangs=hangs))
         else:
             parent.send(m.AgentReturned(request.episode, error=describe(error)))
+
+
+def _called(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except StopIteration as error:  # no future takes it: its rollout would wait until the end of its time
+        raise RuntimeError("agent raised StopIteration").with_traceback(error.__traceback__) from error
 
 
 def _taken(agent: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
