@@ -13,7 +13,7 @@ from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import JobConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, RunError
-from motet.core.types import JobState
+from motet.core.types import JobState, Problem
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
@@ -47,6 +47,7 @@ class Halved(Grpo):
     """Changes samples after they are made, and needs no reference."""
 
     def weighed(self, batch):
+        assert batch.samples
         samples = tuple(replace(sample, advantages=0.5 * sample.advantages) for sample in batch.samples)
         return replace(batch, samples=samples)
 
@@ -95,6 +96,10 @@ class Followed(PolicyGradient):
 '''
 
 
+def same(problem: Problem, completion: str) -> float:
+    return 1.0
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "own.py"
@@ -121,6 +126,11 @@ def test_its_samples_are_the_same_in_steps_that_evaluate(file: Path, tmp_path: P
     for name, every in (("often", 1), ("never", 0)):
         run_jobs(tmp_path / name, [job("a", algorithm=own, eval={"every": every})])
     assert weights(tmp_path / "often", "a", 4) == weights(tmp_path / "never", "a", 4)
+
+
+def test_it_weighs_nothing_in_steps_without_samples(file: Path, tmp_path: Path) -> None:
+    done = run_jobs(tmp_path, [job("a", algorithm={"type": f"{file}:Halved"}, reward=same)])
+    assert done.state("a") is JobState.SUCCEEDED, done.jobs["a"].progress.message
 
 
 def test_a_job_file_names_it_beside_itself_and_its_loss_runs_where_torch_is(file: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ async def _share(
     if batch.samples and (algorithm.needs_reference or with_reference):
         logprobs = await reference.logprobs(_segments(session, batch, role))
         batch = batch.with_logprobs("reference_logprobs", logprobs)
-    batch = algorithm.weighed(batch)
+    batch = algorithm.weighed(batch) if batch.samples else batch
     if batch.samples and algorithm.needs_proximal:
         batch = batch.with_logprobs("proximal_logprobs", await session.forward(_segments(session, batch, role)))
     return Share(batch, _segments(session, batch, role), role)
