@@ -224,8 +224,8 @@ def test_candidates_of_a_race_are_models(tmp_path: Path) -> None:
     assert task_of(config, [f"{name}@0"], Asked()).name == name
     with pytest.raises(ConfigError, match="did you mean sort-c=03"):
         find_models(config, [name[:-1]])
-    for outcome, told in ((None, "a candidate, such as sort-c=00"), (RaceOutcome(name), f"its finalist {name}")):
-        RaceRecord("sort", {}, (), (), outcome).write(tmp_path / "run" / "sort.race.json")
+    for outcome, told in ((None, f"a candidate, such as {name}"), (RaceOutcome(name), f"its finalist {name}")):
+        RaceRecord("sort", {name: {}}, (), (), outcome).write(tmp_path / "run" / "sort.race.json")
         with pytest.raises(RunError, match=re.escape(f"it is a race; name {told}")):
             find_models(config, ["sort"])
 

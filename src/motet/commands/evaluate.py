@@ -215,7 +215,8 @@ def _instead(run: Path, job: str) -> str:
     if race is None:
         return "train it, or name the directory of its run with --set run=DIRECTORY"
     finalist = race.outcome and race.outcome.finalist
-    return f"it is a race; name {f'its finalist {finalist}' if finalist else f'a candidate, such as {job}-c=00'}"
+    named = f"its finalist {finalist}" if finalist else f"a candidate, such as {next(iter(race.values))}"
+    return f"it is a race; name {named}"
 
 
 def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
