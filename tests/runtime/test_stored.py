@@ -117,6 +117,18 @@ def test_configurations_of_cancelled_jobs_count_until_they_are_deleted(house: Ho
     assert stored(house) < before + 50_000
 
 
+def test_configurations_of_many_jobs_are_one_query(house: House) -> None:
+    jobs = [house.ask("POST", "/v1/jobs", json=tiny(f"job-{number}")).json()["id"] for number in range(4)]
+    sizes = house.part(StoredBytes)
+    stored(house)
+    for job_id in jobs:
+        sizes.changed(job_id)
+    with calls(own_thread=True) as counted:
+        sizes.measure()
+    assert counted["measured"] >= 4
+    assert counted["StoredBytes._specs"] == 1
+
+
 def test_commands_of_a_client_count_are_refused_beyond_the_limit_and_go_with_the_model(house: House) -> None:
     model = made(house)
     before = stored(house)

@@ -9,7 +9,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import ColumnElement, Text, cast, func, select
@@ -127,30 +127,28 @@ class StoredBytes:
         owners = select(StoredJob.tenant_id, StoredJob.id).where(StoredJob.id.in_(jobs))
         with self._store.transaction() as session:
             owned = [(str(row[0]), str(row[1])) for row in session.execute(owners)] if jobs else []
-        for tenant_id, part in {*owned, *(one for one in due if one[0]), *([further] if further else [])}:
+        parts = {*owned, *(one for one in due if one[0]), *([further] if further else [])}
+        specs = self._specs(StoredJob.id.in_([part for _, part in parts])) if parts else {}
+        for tenant_id, part in parts:
             now = self._measured(tenant_id, part)
             with self._lock:
                 if (tenant_id, part) == further:
                     self._rest = now.files // _FILES
                 self._files[("", part) if part != SAMPLES else (tenant_id, part)] = now.files
                 if tenant_id in self._bytes and (part in self._bytes[tenant_id] or (tenant_id, part) in owned):
-                    self._bytes[tenant_id][part] = now.bytes
+                    self._bytes[tenant_id][part] = now.bytes + specs.get(part, 0)
 
     def _load(self, tenant_id: str) -> None:
         with self._lock:
             if tenant_id in self._bytes:
                 return
         specs = self._specs(StoredJob.tenant_id == tenant_id)
-        sizes = {job: size + measured(self._storage.job(job).path).bytes for job, size in specs.items()}
-        sizes[SAMPLES] = measured(self._storage.samples(tenant_id)).bytes
+        sizes = {part: self._measured(tenant_id, part).bytes + specs.get(part, 0) for part in (*specs, SAMPLES)}
         with self._lock:
             self._bytes.setdefault(tenant_id, sizes)
 
     def _measured(self, tenant_id: str, part: str) -> Measured:
-        if part == SAMPLES:
-            return measured(self._storage.samples(tenant_id))
-        files = measured(self._storage.job(part).path)
-        return replace(files, bytes=files.bytes + self._specs(StoredJob.id == part).get(part, 0))
+        return measured(self._storage.samples(tenant_id) if part == SAMPLES else self._storage.job(part).path)
 
     def _specs(self, which: ColumnElement[bool]) -> dict[str, int]:
         """Characters of jobs' configurations in the database."""
