@@ -22,6 +22,7 @@ from tests.support.browser import CHROMIUM, PATIENCE, browsing, watched
 from tests.support.cases import few
 from tests.support.misbehaving_rewards import Scorer, misbehaving
 from tests.support.service_run import Json, Service, tiny
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -511,6 +512,38 @@ def test_older_jobs_come_once_however_often_they_are_asked_for(service: Keyed, p
     expect(page.get_by_role("link", name="older", exact=True)).to_be_visible()
     page.wait_for_timeout(1500)
     expect(page.get_by_role("button", name=re.compile("^all"))).to_have_text(f"all{before + 1}")
+
+
+def test_older_jobs_stay_although_a_request_for_all_jobs_was_under_way(service: Keyed, page: Page) -> None:
+    held: list[Route] = []
+    ended = service.ask("GET", "/v1/jobs/ended")
+
+    def job(name: str, state: str, created: float) -> Json:
+        return {**ended, "id": f"job-{name}", "name": name, "state": state, "step": 0, "created": created}
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    def lists(after: str, one: Json, following: str | None) -> None:
+        page.route(f"**/v1/jobs?limit=100{after}", lambda route: route.fulfill(json={"data": [one], "next": following}))
+
+    lists("", job("newest", "succeeded", 3.0), "1")
+    lists("&after=1", job("waits", "paused", 2.0), "2")
+    lists("&after=2", job("oldest", "succeeded", 1.0), None)
+    page.route("**/v1/jobs/job-waits", hold)
+    page.reload()
+    older = page.get_by_role("button", name="Show older jobs")
+    older.click()
+    expect(page.get_by_role("link", name="waits", exact=True)).to_be_visible()
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    wait_until(lambda: bool(page.wait_for_timeout(20) or held))
+    older.click()
+    oldest = page.get_by_role("link", name="oldest", exact=True)
+    expect(oldest).to_be_visible()
+    for route in held:
+        route.fulfill(json=job("waits", "cancelled", 2.0))
+    page.wait_for_timeout(500)
+    expect(oldest).to_be_visible()
 
 
 def test_rollouts_stand_side_by_side_with_the_logprob_of_each_token(service: Keyed, page: Page) -> None:

@@ -74,6 +74,7 @@ export class Board {
   /** Load the next page of jobs. */
   async more() {
     const page = await ask("GET", `v1/jobs?limit=${PAGE}&after=${this.older}`);
+    this.asked += 1; // an answer to an earlier request does not have these jobs
     this.paged = true;
     this.older = page.next;
     const known = new Set(page.data.map(job => job.id));
