@@ -33,6 +33,8 @@ from motet.config.service import HttpConfig, ServiceConfig
 from motet.core.errors import ConfigError
 from motet.core.section import Described, described
 from motet.core.types import JobState
+from motet.service.adapters.adapters import Adapters
+from motet.service.database.tables import UploadedAdapter
 from motet.service.http.auth import ReadThreads
 from motet.service.http.downloads import MOST_OPEN, Packing
 from motet.service.routes.adapters import upload as upload_adapter
@@ -104,6 +106,18 @@ def test_what_is_another_tenants_is_not_there(house: House) -> None:
     assert house.refused(404, "POST", "/v1/chat/completions", "theirs", json=asked)["param"] == "model"
     for who, tenant in (("ours", None), ("admin", "us")):
         assert house.ask("GET", f"/v1/jobs/{house.job['id']}", who).json()["tenant"] == tenant
+
+
+def test_an_admin_removes_none_of_two_adapters_of_a_name(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        them, adapters = house.store.tenants.who(house.keys["theirs"]), house.part(Adapters)
+        assert them is not None
+        given = {"name": "brought", "bytes": 4, "rank": 32, "alpha": 32.0, "target_modules": ["q_proj"]}
+        adapters.add(them, UploadedAdapter(id="adapter-2", tenant_id=them.tenant_id, **given))
+        told = house.ask("DELETE", "/v1/adapters/brought", "admin")
+        assert (told.status_code, "adapter-brought of us, adapter-2 of them" in told.text) == (409, True), told.text
+        assert house.ask("DELETE", "/v1/adapters/adapter-2", "admin").status_code == 204
+        assert house.ask("GET", "/v1/adapters/brought", "admin").json()["id"] == "adapter-brought"
 
 
 def test_an_admin_makes_and_ends_keys(house: House) -> None:

@@ -16,7 +16,7 @@ from sqlalchemy.orm import aliased
 
 from motet.core.errors import StoreError
 from motet.service.bases import Bases
-from motet.service.database.store import Store, find_job
+from motet.service.database.store import Store, find_job, only_one
 from motet.service.database.tables import Share, StoredJob, Tenant, UploadedAdapter
 from motet.service.database.tenants import Principal, hold_tenant
 from motet.service.storage import Storage
@@ -113,11 +113,15 @@ class Adapters:
         return self._store.scalars(query.order_by(UploadedAdapter.created.desc(), UploadedAdapter.id))
 
     def uploaded(self, who: Principal, name: str) -> UploadedAdapter | None:
-        """An uploaded adapter by its id, or by its name among the tenant's own."""
+        """An uploaded adapter by its id, or by its name among the tenant's; an admin's also by one that only one tenant has.
+
+        Raises:
+            StoreError: several tenants have an adapter of this name, and the admin's own has none.
+        """
         query = select(UploadedAdapter).where((UploadedAdapter.id == name) | (UploadedAdapter.name == name))
-        candidates = self._store.scalars(query)
-        own = [one for one in candidates if one.tenant_id == who.tenant_id]
-        return next(iter(own or (candidates if who.admin else [])), None)
+        found = self._store.scalars(query.order_by(UploadedAdapter.created, UploadedAdapter.id))
+        seen = [one for one in found if who.admin or one.tenant_id == who.tenant_id]
+        return only_one(self._store.tenants, who, name, seen)
 
     def remove(self, adapter: UploadedAdapter) -> None:
         """Remove an uploaded adapter and its shares; jobs that started from it have their own copy."""

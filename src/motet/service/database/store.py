@@ -28,12 +28,13 @@ from motet.service.database.tables import (
     StoredJob,
     StoredRace,
     Tenant,
+    UploadedAdapter,
     new_id,
 )
 from motet.service.database.tenants import Principal, Tenants, audit_entry
 
 Value = TypeVar("Value")
-Named = TypeVar("Named", StoredJob, StoredRace)
+Named = TypeVar("Named", StoredJob, StoredRace, UploadedAdapter)
 AWAY = (OperationalError, InterfaceError, NoConnection)
 """Errors of a database that is unreachable, full, read-only (in a failover) or out of connections; a retry may succeed."""
 _READ_ONLY = "25006"
@@ -42,7 +43,7 @@ OPEN = tuple(state.value for state in JobState if not state.final)
 
 
 def only_one(tenants: Tenants, who: Principal, name: str, found: Sequence[Named]) -> Named | None:
-    """The job or race that an admin means: the tenant's own, that of the id, or the only one.
+    """The job, race or adapter that an admin means: the tenant's own, that of the id, or the only one.
 
     Raises:
         StoreError: it could be any of several.
