@@ -61,6 +61,8 @@ class Piped:
         """Kill it with its group, wait for its end, and close the pipes."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its own session, so its pid names its group
+        if self.input.transport.get_write_buffer_size():  # a forked child that holds the pipe may never read it
+            self.input.transport.abort()
         self.input.close()
         await self.ended.wait()
         self.transport.close()  # earlier, it might take the exit status, which the loop waits for
