@@ -514,7 +514,8 @@ def test_older_jobs_come_once_however_often_they_are_asked_for(service: Keyed, p
     expect(page.get_by_role("button", name=re.compile("^all"))).to_have_text(f"all{before + 1}")
 
 
-def test_older_jobs_stay_although_a_request_for_all_jobs_was_under_way(service: Keyed, page: Page) -> None:
+@pytest.mark.parametrize("page", ["503"], indirect=True)
+def test_older_jobs_stay_while_requests_are_under_way_or_fail(service: Keyed, page: Page) -> None:
     held: list[Route] = []
     ended = service.ask("GET", "/v1/jobs/ended")
 
@@ -523,6 +524,11 @@ def test_older_jobs_stay_although_a_request_for_all_jobs_was_under_way(service: 
 
     def hold(route: Route) -> None:
         held.append(route)
+
+    def refresh() -> None:
+        held.clear()
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        wait_until(lambda: bool(page.wait_for_timeout(20) or held))
 
     def lists(after: str, one: Json, following: str | None) -> None:
         page.route(f"**/v1/jobs?limit=100{after}", lambda route: route.fulfill(json={"data": [one], "next": following}))
@@ -534,9 +540,9 @@ def test_older_jobs_stay_although_a_request_for_all_jobs_was_under_way(service: 
     page.reload()
     older = page.get_by_role("button", name="Show older jobs")
     older.click()
-    expect(page.get_by_role("link", name="waits", exact=True)).to_be_visible()
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-    wait_until(lambda: bool(page.wait_for_timeout(20) or held))
+    waits = page.get_by_role("link", name="waits", exact=True)
+    expect(waits).to_be_visible()
+    refresh()
     older.click()
     oldest = page.get_by_role("link", name="oldest", exact=True)
     expect(oldest).to_be_visible()
@@ -544,6 +550,11 @@ def test_older_jobs_stay_although_a_request_for_all_jobs_was_under_way(service: 
         route.fulfill(json=job("waits", "cancelled", 2.0))
     page.wait_for_timeout(500)
     expect(oldest).to_be_visible()
+    refresh()
+    for route in held:
+        route.fulfill(status=503, json={"error": {"message": "the database is away"}})
+    page.wait_for_timeout(500)
+    expect(waits).to_be_visible()
 
 
 def test_rollouts_stand_side_by_side_with_the_logprob_of_each_token(service: Keyed, page: Page) -> None:

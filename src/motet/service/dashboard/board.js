@@ -55,7 +55,7 @@ export class Board {
     const open = new Map(lists.flatMap(list => list.data).filter(job => !seen.has(job.id)).map(job => [job.id, job]));
     const oldest = page.data.at(-1)?.created ?? Infinity;
     const beyond = page.next === null ? [] : this.jobs.filter(job => !seen.has(job.id) && !open.has(job.id) && job.created < oldest);
-    const now = await Promise.all(beyond.map(job => FINAL.includes(job.state) ? job : ask("GET", jobPath(job.id)).catch(() => null)));
+    const now = await Promise.all(beyond.map(job => FINAL.includes(job.state) ? job : ask("GET", jobPath(job.id)).catch(error => error.status === 404 ? null : job)));
     if (asked !== this.asked) return; // a later request replaces this answer
     if (!this.paged) this.older = page.next;
     this.take([...page.data, ...open.values(), ...now.filter(Boolean)]);
