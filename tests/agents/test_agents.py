@@ -275,6 +275,29 @@ def test_equal_conversations_at_once_have_the_same_branches_whichever_is_answere
     assert branches(0) == branches(1)
 
 
+def test_a_history_that_an_agent_wrote_itself_continues_an_answer_that_comes_later():
+    """It may equal what the model is still saying."""
+
+    def branches(seconds: float) -> int:
+        async def generate(prompt: Any, indices: Any, turn: int, _: Any = None) -> Any:
+            if "sure" not in TOKENIZER.decode(prompt.tolist()):
+                await asyncio.sleep(seconds)
+            return await Script(lambda *_: "yes")(prompt, indices, turn)
+
+        one = AgentEpisode(GroupContext(PROBLEM, CHAT, 1, generate, none_scored, judged=False), 0, "job", 9, 60.0)
+
+        async def main() -> None:
+            asked = asyncio.create_task(one.complete([user("a")], (), CallLimits()))
+            await asyncio.sleep(0.1)
+            await one.complete([user("a"), said("yes"), user("sure?")], (), CallLimits())
+            await asked
+
+        asyncio.run(main())
+        return len(one.rollout({}).branches)
+
+    assert branches(0.0) == branches(0.3) == 1
+
+
 def test_calls_do_not_each_keep_the_text_of_their_conversation():
     """An episode may have a thousand of them, and a step has hundreds of episodes."""
     one, _ = episode(lambda *_: "x", Chat(byte_tokenizer(FORGETFUL)))

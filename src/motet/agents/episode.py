@@ -169,14 +169,14 @@ class AgentEpisode:
     ) -> tuple[AgentCall | None, tuple[Message, ...], tuple[Message, ...]]:
         """The call that a conversation continues; the conversation as it was sampled; and the messages since.
 
-        Of several calls with this conversation and answer it is the first by `key`, so those without an answer yet are
-        waited for. Each of them waits for shorter conversations only.
+        Calls with a part of this conversation and no answer yet are waited for: what follows may be their answer, and of
+        several such calls it is the first by `key`. Each of them waits for shorter conversations only.
         """
         for n in range(len(messages) - 1, 0, -1):
-            if keys[n] in self._known:
-                if (running := self._running.get(keys[n - 1])) is not None:
-                    await asyncio.wait(running)
-                call = self._known[keys[n]]
+            running = self._running.get(keys[n - 1])
+            if running is not None and messages[n - 1].role == "assistant":
+                await asyncio.wait(running)
+            if (call := self._known.get(keys[n])) is not None:
                 new = calls_as_text(messages[n:])
                 return call, (*call.messages, Message("assistant", call.chunk.text, call.calls), *new), new
         seen = self.context.chat.opening(messages, tools)
