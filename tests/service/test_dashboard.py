@@ -22,7 +22,6 @@ from tests.support.browser import CHROMIUM, PATIENCE, browsing, watched
 from tests.support.cases import few
 from tests.support.misbehaving_rewards import Scorer, misbehaving
 from tests.support.service_run import Json, Service, tiny
-from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -528,7 +527,8 @@ def test_older_jobs_stay_while_requests_are_under_way_or_fail(service: Keyed, pa
     def refresh() -> None:
         held.clear()
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-        wait_until(lambda: bool(page.wait_for_timeout(20) or held))
+        while not held:
+            page.wait_for_timeout(20)  # in which the page's requests are handled
 
     def lists(after: str, one: Json, following: str | None) -> None:
         page.route(f"**/v1/jobs?limit=100{after}", lambda route: route.fulfill(json={"data": [one], "next": following}))
