@@ -527,8 +527,11 @@ def test_older_jobs_stay_while_requests_are_under_way_or_fail(service: Keyed, pa
     def refresh() -> None:
         held.clear()
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-        while not held:
-            page.wait_for_timeout(20)  # in which the page's requests are handled
+        for _ in range(1500):  # half a minute, in which the page's requests are handled
+            if held:
+                return
+            page.wait_for_timeout(20)
+        raise AssertionError("the page asked for nothing")
 
     def lists(after: str, one: Json, following: str | None) -> None:
         page.route(f"**/v1/jobs?limit=100{after}", lambda route: route.fulfill(json={"data": [one], "next": following}))
