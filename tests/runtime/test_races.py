@@ -288,7 +288,8 @@ class Rated(InlineRewards):
             return scored
         evaluation = self._evaluated[job, problem.id]
         self._evaluated[job, problem.id] += 1
-        return [ScoreOutcome(self._rate(job, problem.id - 100, evaluation), {}) for _ in scored]
+        rate = self._rate(job, problem.id - 100, evaluation)
+        return [ScoreOutcome(rate, {"rate": rate}) for _ in scored]
 
 
 def rated(path: Path, rate: Callable[[str, int, int], float], **fields: Any) -> RaceOutcome:
