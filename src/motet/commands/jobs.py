@@ -79,7 +79,7 @@ def ls(
     key: Key = None,
 ) -> None:
     """List the jobs of a service, newest first."""
-    from motet.commands.served_jobs import job_cells
+    from motet.commands.served_jobs import job_cells, owner_of
     from motet.core.types import JobState
 
     if state is not None and state not in list(JobState):
@@ -88,7 +88,7 @@ def ls(
         newest = client.jobs(state)
         listed = list(itertools.islice(newest, limit or None))
         more = bool(limit) and next(newest, None) is not None
-    based, owned = any(job.base for job in listed), any(job.tenant for job in listed)
+    based, owned = any(job.base for job in listed), any(map(owner_of, listed))
     rows = [job_cells(job, based=based, owned=owned) for job in listed]
     headings = "job, state, >steps, >reward, >age" + ", base" * based + ", tenant" * owned
     print_answer(listed, as_json, table(rows, headings, empty="no jobs", folds=("job",)))

@@ -250,6 +250,11 @@ class JobLines:
         self._view.update([one for key, one in self._progress.items() if one.step >= self._done[key]])
 
 
+def owner_of(job: Job) -> str:
+    """The tenant, where an admin sees jobs of several; a service without keys has only `local`."""
+    return "" if job.tenant in (None, "local") else str(job.tenant)
+
+
 def job_cells(job: Job, *, based: bool, owned: bool) -> list[str | Text]:
     """A job's row: name, state, steps, reward, age, its base, and its tenant."""
     return [
@@ -259,7 +264,7 @@ def job_cells(job: Job, *, based: bool, owned: bool) -> list[str | Text]:
         "" if job.reward is None else reward_text(job.reward),
         duration_text(time.time() - job.created),
         *([job.base or ""] if based else []),
-        *([job.tenant or ""] if owned else []),
+        *([owner_of(job)] if owned else []),
     ]
 
 
@@ -276,7 +281,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
         "state": state,
         "steps": f"{job.step}/{job.steps}",
         "base": job.base or "",
-        "tenant": job.tenant or "",
+        "tenant": owner_of(job),
         "now": _now(job),
         "reward": glyphs.to.join(map(reward_text, rewards)),
         "held-out": evaluation_text(progress.evaluations, glyphs, gap=""),
