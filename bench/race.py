@@ -353,6 +353,12 @@ def compare(directory: Path) -> None:
 
     for title, rule in rules.items():
         row(title, {name: of(rule(curves)) for name, curves in known.items()})
+    truly = {name: max(curves, key=lambda one: value([one])) for name, curves in known.items()}
+    row("the truly best", {name: (value([one]), grid(known[name])[1]) for name, one in truly.items()})
+    later = [(2 * EVERY, 8), (4 * EVERY, 4)]
+    kept = {name: [one.name for one in halving(curves, later, proof=True)[0]] for name, curves in known.items()}
+    n_dropped = sum(one.name not in kept[name] for name, one in truly.items())
+    print(f"decisions after a quarter and a half drop the truly best in {n_dropped} of {len(truly)} grids")
     for n in (1, 4, 8):
         rng = random.Random(0)
         draws = {name: [of(draw(curves, n, rng)) for _ in range(200)] for name, curves in known.items()}
@@ -369,8 +375,11 @@ def compare(directory: Path) -> None:
             real.setdefault(label, {})[name] = (reward, one["tokens"])
     for label, found in sorted(real.items()):
         row(f"race: {label}", found)
-    for title in (f"race: {label}" for label in sorted(real)):
-        for other in ("the job as written, no race", "TPE + Hyperband (Optuna)", "race: default"):
+    of_races = [f"race: {label}" for label in sorted(real)]
+    for place, title in enumerate(of_races):
+        short = [value([truly[name]]) - reward for name, reward in values[title].items()]
+        print(f"{title}: more than 0.1 below the truly best in {sum(gap > 0.1 for gap in short)} of {len(short)}")
+        for other in ("the job as written, no race", "TPE + Hyperband (Optuna)", *of_races[:place]):
             both = sorted(values[title].keys() & values.get(other, {}).keys())
             if both and title != other:
                 gap = Mean.of([values[title][name] - values[other][name] for name in both])
@@ -406,21 +415,18 @@ def race(directory: Path, task: str, seed: int, settings: dict[str, Any] | None,
     if out.exists():
         return
     done = run_config(run_of(task, run, [job]))
-    found: dict[str, Any] = {"finalist": job.name, "version": steps}
+    found: tuple[str | None, int | None, float | None, int]
     if settings is None:
         at = JobDirectory(run / job.name)
-        found |= {"value": fmean(confirming(rows_in(at, steps))), "tokens": (at.newest() or Committed()).tokens}
+        tokens = (at.newest() or Committed()).tokens
+        found = (job.name, steps, fmean(confirming(rows_in(at, steps))), tokens)
     else:
         outcome = done.races[job.name].outcome
         assert outcome is not None
-        found = {
-            "finalist": outcome.finalist,
-            "version": outcome.version,
-            "value": outcome.end,
-            "tokens": outcome.tokens,
-        }
-    (found["test"],) = tested(run, [job], [f"{found['finalist']}@{found['version']}"])
-    out.write_text(json.dumps(found))
+        found = (outcome.finalist, outcome.version, outcome.end, outcome.tokens)
+    name, version, reward, tokens = found
+    (test,) = tested(run, [job], [f"{name}@{version}"])
+    out.write_text(json.dumps({"finalist": name, "version": version, "value": reward, "tokens": tokens, "test": test}))
 
 
 # --- error rates of the rule, where the truth is known ---------------------------------------------------------------

@@ -71,7 +71,9 @@ def test_what_is_taken_up_is_what_was_told(tmp_path: Path) -> None:
         assert (again.rewards, again.evaluations, again.errors) == (told.rewards, told.evaluations, told.errors)
         assert [version for version, _ in again.evaluations] == steps
         assert again.signs.warnings == told.signs.warnings
-    assert told.signs.warnings == {"no-signal": f"hint: {no_signal(1.0, 1.0)} (docs/not-learning.md#no-signal)"}
+    assert told.signs.warnings == {
+        "no-signal": f"hint: {no_signal(1.0, 1.0, 0.0, {})} (docs/not-learning.md#no-signal)"
+    }
 
 
 def completions(path: Path, name: str, log: str) -> list[str]:

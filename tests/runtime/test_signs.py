@@ -214,7 +214,7 @@ def test_where_no_answer_has_a_reward_the_problems_are_not_blamed() -> None:
 
 def test_numbers_that_are_missing_warn_of_nothing() -> None:
     assert warnings(reward=None, reward_std=None, no_signal=None, distinct=None) == ()
-    assert no_signal(float("nan"), float("nan")) == ""
+    assert no_signal(float("nan"), float("nan"), 0.0, {}) == ""
 
 
 def test_an_unknown_accuracy_is_no_figure() -> None:

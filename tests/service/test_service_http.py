@@ -397,31 +397,27 @@ def slow_uploads(
     return asked
 
 
-def test_few_uploads_of_a_tenant_are_received_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "n", "told_of"),
+    [
+        ({"http": HttpConfig(waiting_per_tenant=2)}, 2, "2 uploads"),
+        ({"max_adapter_mb": 0.01}, 4, "uploads of this tenant take"),
+    ],
+    ids=["number", "bytes"],
+)
+def test_few_uploads_of_a_tenant_are_received_at_a_time(
+    settings: dict[str, Any], n: int, told_of: str, tmp_path: Path
+) -> None:
     may = threading.Event()
-    with open_house(tmp_path, http=HttpConfig(waiting_per_tenant=2)) as house, ThreadPoolExecutor(2) as threads:
+    with open_house(tmp_path, **settings) as house, ThreadPoolExecutor(n) as threads:
         try:
-            slow = slow_uploads(house, threads, 2, may)
+            slow = slow_uploads(house, threads, n, may)
             told = house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)})
             theirs = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)})
         finally:
             may.set()
-        assert (told.status_code, "2 uploads" in told.text, theirs.status_code) == (429, True, 201)
-        assert [one.result().status_code for one in slow] == [201, 201]
-        assert house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)}).is_success
-
-
-def test_open_uploads_of_a_tenant_take_little_of_the_disk(tmp_path: Path) -> None:
-    may = threading.Event()
-    with open_house(tmp_path, max_adapter_mb=0.01) as house, ThreadPoolExecutor(4) as threads:
-        try:
-            slow = slow_uploads(house, threads, 4, may)
-            told = house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)})
-            theirs = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)})
-        finally:
-            may.set()
-        assert (told.status_code, "uploads of this tenant take" in told.text, theirs.status_code) == (429, True, 201)
-        assert [one.result().status_code for one in slow] == [201] * 4
+        assert (told.status_code, told_of in told.text, theirs.status_code) == (429, True, 201)
+        assert [one.result().status_code for one in slow] == [201] * n
         assert house.ask("POST", "/v1/files", files={"file": ("a.jsonl", ROWS)}).is_success
 
 

@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, variance
-from types import MappingProxyType
 from typing import Any
 
 Line = Mapping[str, Any]
@@ -270,9 +269,7 @@ class Signs:
         )
 
 
-def no_signal(
-    share: float, reward: float, spread: float = 0.0, algorithm: Mapping[str, Any] = MappingProxyType({})
-) -> str:
+def no_signal(share: float, reward: float, spread: float, algorithm: Mapping[str, Any]) -> str:
     """A warning if most groups teach nothing.
 
     Args:
