@@ -15,10 +15,14 @@ from bench.speed.workers.serve import options
 
 if TYPE_CHECKING:
     from motet.hosting.host import Host
+    from motet.hosting.workshop import Workshop
+    from motet.model.lora_model import LoraModel
+    from motet.protocols import RolloutEngine, Trainer
 
 OPTIONS = options()
 MICRO_BATCH_TOKENS = 1024
 START_SECONDS = 120.0
+SLOTS = 256
 _parts: dict[Any, Any] = {}
 
 
@@ -34,17 +38,18 @@ def engine_fields(**budgets: int) -> dict[str, Any]:
     }
 
 
-def base() -> Any:
+def base() -> LoraModel:
     """The base, loaded once."""
     from motet.config import EngineConfig
     from motet.hosting.launch import load
 
     if "base" not in _parts:
         _parts["base"] = load(OPTIONS["model"], EngineConfig(**engine_fields()))
-    return _parts["base"]
+    loaded: LoraModel = _parts["base"]
+    return loaded
 
 
-def workshop(samplers: Any = "auto", *, wait: bool = True) -> Any:
+def workshop(samplers: Any = "auto", *, wait: bool = True) -> Workshop:
     """Engine, trainer and device on the base.
 
     There is one at a time, as in a run, because the device's thread should be the only one with a team of OpenMP threads:
@@ -56,11 +61,12 @@ def workshop(samplers: Any = "auto", *, wait: bool = True) -> Any:
 
     if _parts.get("samplers") != samplers:
         close_workshop()
-        config = EngineConfig(**engine_fields(slots=256, max_rows=64), samplers=samplers)
+        config = EngineConfig(**engine_fields(slots=SLOTS, max_rows=64), samplers=samplers)
         _parts.update(samplers=samplers, workshop=build(base(), config, [Need(128, 128)]))
         if wait:
             wait_for_samplers(_parts["workshop"])
-    return _parts["workshop"]
+    made: Workshop = _parts["workshop"]
+    return made
 
 
 def close_workshop() -> None:
@@ -70,32 +76,31 @@ def close_workshop() -> None:
         _parts.pop("samplers")
 
 
-def wait_for_samplers(made: Any) -> None:
+def wait_for_samplers(made: Workshop) -> None:
     """Wait until sampling processes take part."""
     end = time.monotonic() + START_SECONDS
     while not all(link.ready or link.note for link in links(made)) and time.monotonic() < end:
         time.sleep(0.05)
 
 
-def links(made: Any) -> Sequence[Any]:
+def links(made: Workshop) -> Sequence[Any]:
     """The sampling processes of a workshop; none where everything is sampled in this one."""
-    found: Sequence[Any] = getattr(made.engine, "links", ())
-    return found
+    return () if made.spread is None else made.spread.links
 
 
-def trainer(args: dict[str, Any]) -> Any:
+def trainer(args: dict[str, Any]) -> Trainer:
     """The workshop's trainer; with `share: false` one that computes a shared prompt with each of its samples."""
     from motet.training.torch_trainer import TorchTrainer
 
     if args.get("share", True):
         return workshop().trainer
     if "unshared" not in _parts:
-        config = workshop().config
-        _parts["unshared"] = TorchTrainer(base(), slots=config.slots, share_prompts=False)
-    return _parts["unshared"]
+        _parts["unshared"] = TorchTrainer(base(), slots=SLOTS, share_prompts=False)
+    unshared: Trainer = _parts["unshared"]
+    return unshared
 
 
-def on_device(made: Any, call: Callable[[], Any]) -> Any:
+def on_device(made: Workshop, call: Callable[[], Any]) -> Any:
     """Run a call where a run does, in a workshop's own thread, and wait until it is through, on a GPU too."""
 
     def through() -> Any:
@@ -116,7 +121,7 @@ def new_number() -> int:
 
 
 @contextmanager
-def resident(trainer: Any, count: int, rank: int) -> Iterator[list[str]]:
+def resident(trainer: Trainer, count: int, rank: int) -> Iterator[list[str]]:
     """Fresh adapters in a trainer."""
     from motet.config import AdapterConfig
 
@@ -131,7 +136,7 @@ def resident(trainer: Any, count: int, rank: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def published(made: Any, count: int, rank: int) -> Iterator[list[Any]]:
+def published(made: Workshop, count: int, rank: int) -> Iterator[list[Any]]:
     """Fresh adapters that the engine samples from; for none, the base."""
     from motet.core.types import AdapterRef
 
@@ -166,7 +171,7 @@ def requests_of(args: dict[str, Any], references: Sequence[Any]) -> list[Any]:
     ]
 
 
-async def tokens(engine: Any, requests: Sequence[Any]) -> int:
+async def tokens(engine: RolloutEngine, requests: Sequence[Any]) -> int:
     """Run requests at once and count what they sample."""
 
     async def one(request: Any) -> int:
