@@ -8,6 +8,7 @@ of Motet do this: afterwards, transformers there knows no FSDP and no parallelis
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 _DYNAMO = "torch._dynamo"
 _VMAP = f"{_DYNAMO}._trace_wrapped_higher_order_op"
 _SLOW = {_DYNAMO, "torch.distributed.tensor", "transformers.modeling_utils"}
+_STRUCTURE = "transformers.utils.import_utils"
 _DECORATORS = ("disable", "allow_in_graph", "assume_constant_result")
 """They only matter to code that is compiled."""
 
@@ -50,7 +52,8 @@ def import_transformers() -> None:
 def _import() -> None:
     import torch
 
-    utils = [importlib.import_module(name) for name in ("transformers.utils", "transformers.utils.import_utils")]
+    with _replaced(functools, lru_cache=_lru_cache):
+        utils = [importlib.import_module(name) for name in ("transformers.utils", _STRUCTURE)]
     with contextlib.ExitStack() as stack:
         for place in utils:
             stack.enter_context(_replaced(place, is_torch_distributed_available=lambda: False))
@@ -109,6 +112,12 @@ def _decorator(own: Any) -> Any:
         return (_same if asks.startswith("transformers.") else own)(*args, **more)
 
     return choose
+
+
+def _lru_cache(maxsize: Any = 128, typed: bool = False, own: Any = functools.lru_cache) -> Any:
+    """Without a limit where transformers reads its files, twice in this order: there are more than 128 directories."""
+    asks = sys._getframe(1).f_globals.get("__name__")
+    return functools.cache(maxsize) if asks == _STRUCTURE and callable(maxsize) else own(maxsize, typed)
 
 
 class _Dynamo(ModuleType):
