@@ -40,6 +40,19 @@ def test_optimizer_state_of_another_length_is_refused(name: str, tmp_path: Path)
             arena.read_optimizer(tmp_path)
 
 
+def test_adapters_that_train_in_turn_share_memory_for_their_gradients() -> None:
+    layout = make_layout({"q": (16, 16)}, 4)
+    shape, masters = AdapterConfig(rank=4, alpha=4), initial_weights(layout, 0)
+    places = []
+    for _ in range(3):
+        arena = AdapterArena(layout, shape, masters, torch.bfloat16)
+        assert not arena.gradient.any()
+        arena.gradient.fill_(1.0)
+        places.append(arena.gradient.data_ptr())
+        arena.step(AdamW(1e-3))
+    assert len({*places}) == 1
+
+
 def test_a_sample_without_a_ratio_mask_counts_whole_beside_one_with_a_mask() -> None:
     ids, mask = np.arange(1, 5), np.array([1, 0, 0, 1])
     plain, masked = datum(ids, ids), datum(ids, ids, sequence_ratio_mask=mask)

@@ -264,7 +264,7 @@ class AdapterWeights:
 def new_vector(size: int, dtype: torch.dtype, device: torch.device, *, zeros: bool = True) -> Tensor:
     """A vector, on a CPU outside the heap, which freeing it does not fragment; without `zeros` its content is undefined."""
     if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
+        return (torch.zeros if zeros else torch.empty)(size, dtype=dtype, device=device)
     allocate = memory_apart if zeros else memory_again
     return torch.frombuffer(allocate(size * dtype.itemsize), dtype=dtype, count=size)
 

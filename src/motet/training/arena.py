@@ -62,9 +62,7 @@ class AdapterArena:
         """Whether it has a value head."""
         self.dtype = dtype
         self.masters = torch.nn.Parameter(flat)
-        self.gradient = new_vector(len(flat), flat.dtype, flat.device)
-        self.masters.grad = self.gradient
-        self.gradient_matrices = layout.matrices(self.gradient)
+        self._gradient: Tensor | None = None
         self.pending = False
         """Whether a gradient was added since the last step."""
         self._adamw = self._new_adamw()
@@ -80,19 +78,35 @@ class AdapterArena:
         return AdapterWeights.from_masters(self.layout, self.scaling, self.masters, self.dtype)
 
     @property
+    def gradient(self) -> Tensor:
+        """The gradient since the last step, initially zero. Has memory only between its first use and the step."""
+        if self._gradient is None:
+            size, dtype = len(self.masters), self.masters.dtype
+            self._gradient = new_vector(size, dtype, self.masters.device, zeros=False).zero_()
+        return self._gradient
+
+    @property
+    def gradient_matrices(self) -> dict[str, LoraMatrices]:
+        """Views of the gradient."""
+        return self.layout.matrices(self.gradient)
+
+    def _clear(self) -> None:
+        self._gradient, self.masters.grad, self.pending = None, None, False
+
+    @property
     def head(self) -> ValueHead | None:
         """The value head; None if the adapter has none."""
-        size = self.layout.size
-        if not self.valuing:
-            return None
-        return ValueHead(self.masters.detach()[size:], self.gradient[size:])
+        return ValueHead(self._head, self.gradient[self.layout.size :]) if self.valuing else None
+
+    @property
+    def _head(self) -> Tensor:
+        return self.masters.detach()[self.layout.size :]
 
     def set_masters(self, flat: Tensor) -> None:
         """Replace the weights and reset the moments."""
         with torch.no_grad():
             self.masters[: self.layout.size].copy_(flat)
-        self.gradient.zero_()
-        self.pending = False
+        self._clear()
         self._adamw = self._new_adamw()
         self.weights = self._compute_copy()
 
@@ -117,12 +131,12 @@ class AdapterArena:
         if norm > adamw.clip_norm:
             factor = adamw.clip_norm / (norm + 1e-6)
         if skipped:
-            self.gradient.zero_()
+            pass
         elif self._own is None:
             self._torchs_step(adamw, factor)
         else:
             self._own_step(self._own, adamw, factor)
-        self.pending = False
+        self._clear()
         weights = float(torch.linalg.vector_norm(self.masters.detach()[: self.layout.size]))
         return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped, adapter_norm=weights)
 
@@ -131,9 +145,9 @@ class AdapterArena:
             self.gradient.mul_(factor)
         options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
         self._adamw.param_groups[0].update(options)
+        self.masters.grad = self.gradient
         self._adamw.step()
         self.weights = self._compute_copy()
-        self.gradient.zero_()
 
     def _own_step(self, own: MathKernels, adamw: AdamW, factor: float) -> None:
         masters, state = self.masters.detach(), self._adamw.state[self.masters]
@@ -160,24 +174,21 @@ class AdapterArena:
         self.parked = len(moved)
         for place, tensor in zip(self._outside, moved, strict=False):
             place.copy_(tensor)
-        nothing = self.gradient.new_empty(0)
-        self.masters.grad, self.masters.data = None, nothing
+        nothing = self.masters.new_empty(0)
+        self._gradient, self.masters.grad, self.masters.data = None, None, nothing
         state.update({name: nothing for name in MOMENTS if name in state})
-        self.gradient, self.gradient_matrices = nothing, {}
 
     def bring_in(self) -> None:
         """Restore what `park` moved, with the same bits."""
         if not self.parked:
             return
         assert self._outside is not None
-        device, moved = self.gradient.device, self._outside[: self.parked]
+        device, moved = self.masters.device, self._outside[: self.parked]
         back = [new_vector(len(place), place.dtype, device).copy_(place) for place in moved]
         self.masters.data = back.pop(0)
-        self.gradient = back.pop() if self.pending else new_vector(len(self.masters), self.masters.dtype, device)
+        self._gradient = back.pop() if self.pending else None
         if back:
             self._adamw.state[self.masters].update(dict(zip(MOMENTS, back, strict=True)))
-        self.masters.grad = self.gradient
-        self.gradient_matrices = self.layout.matrices(self.gradient)
         self.parked = 0
 
     def save_optimizer(self, directory: Path) -> None:
@@ -191,8 +202,8 @@ class AdapterArena:
 
     def save_head(self, directory: Path) -> None:
         """Write the value head, if there is one, beside the adapter."""
-        if (head := self.head) is not None:
-            save_tensors({"head": head.flat.cpu()}, directory / HEAD, {})
+        if self.valuing:
+            save_tensors({"head": self._head.cpu()}, directory / HEAD, {})
 
     def load_head(self, directory: Path) -> None:
         """Read what `save_head` wrote.
@@ -200,11 +211,11 @@ class AdapterArena:
         Raises:
             AdapterError: missing, damaged, or of another base.
         """
-        if (head := self.head) is None:
+        if not self.valuing:
             return
         path = directory / HEAD
         try:
-            head.flat.copy_(load_file(str(path))["head"])
+            self._head.copy_(load_file(str(path))["head"])
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
 
