@@ -185,17 +185,17 @@ class NativeBase:
         self._backward = True
 
     def packed(self, weights: AdapterWeights, *, backward: bool) -> PackedAdapter:
-        """An adapter's matrices, packed for the kernels once per version."""
-        known = self._adapters.get(id(weights))
-        if known is not None and (known[1].backward or not backward):
-            return known[1]
+        """An adapter's matrices, packed for the kernels: once per version, and anew for each backward pass."""
+        key = id(weights)
+        if not backward and key in self._adapters:
+            return self._adapters[key][1]
         layout = self._layouts.get((id(weights.layout), backward))
         if layout is None:
             layout = PackedLayout(self._library, weights.layout, self._places, self.base.dtype, backward=backward)
             self._layouts[id(weights.layout), backward] = layout
         packed = PackedAdapter(self._library, self._plan, weights, layout, self.n_threads)
-        key = id(weights)
-        self._adapters[key] = weakref.ref(weights, lambda _: self._adapters.pop(key, None)), packed
+        if not backward:
+            self._adapters[key] = weakref.ref(weights, lambda _: self._adapters.pop(key, None)), packed
         return packed
 
     # --- passes -------------------------------------------------------------------------------------------------------
@@ -296,12 +296,13 @@ class _OnePass:
                 (weights, start, start + n, 1.0, None) for weights, start, n in routing.runs if weights is not None
             ]
         backward = any(gradient is not None for *_, gradient in members)
-        packed = [self._own.packed(weights, backward=backward) for weights, *_ in members]
+        versions = {id(weights): weights for weights, *_ in members}
+        packed = {key: self._own.packed(weights, backward=backward) for key, weights in versions.items()}
         self._adapters = packed  # keeps their matrices alive
         runs = (AdaptedRows * len(members))()
-        for run, own, (_, first, last, scaling, gradient) in zip(runs, packed, members, strict=True):
+        for run, (weights, first, last, scaling, gradient) in zip(runs, members, strict=True):
             run.first, run.last, run.scaling, run.gradient = first, last, scaling, gradient
-            run.adapter = ctypes.pointer(own.adapter)
+            run.adapter = ctypes.pointer(packed[id(weights)].adapter)
         return runs
 
     def room(self) -> Tensor:

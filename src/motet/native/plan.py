@@ -204,7 +204,7 @@ class PackedAdapter:
     def __init__(
         self, library: ctypes.CDLL, plan: Plan, weights: AdapterWeights, packed: PackedLayout, threads: int
     ) -> None:
-        self.backward, self._layout = packed.backward, packed
+        self._layout = packed
         self._memory = torch.frombuffer(memory_again(packed.n_bytes), dtype=torch.uint8)  # begins at a page
         self.adapter = Adapter(packed.linears, self._memory.data_ptr())
         to = ctypes.byref(plan), ctypes.byref(self.adapter), weights.flat.data_ptr()
