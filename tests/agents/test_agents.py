@@ -38,7 +38,7 @@ from motet.tasks.episode import GroupContext
 from motet.tasks.tool_calls import tool_calls
 from tests.support.captured import check_captured, none_scored
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = Problem(4, (Message("user", "Play."),), "7")
@@ -565,6 +565,32 @@ def test_a_request_that_is_sent_again_gets_the_same_answer_and_counts_once():
     (first, again, another), rollout = served(lambda *_: "x", client)
     assert first == again != another
     assert len(rollout.turns) == 2
+
+
+def test_equal_requests_at_once_end_with_their_episode():
+    """An agent may ask for several answers and return with the first."""
+    sampling: list[int] = []
+
+    async def generate(prompt: Any, indices: Any, turn: int, _: Any = None) -> Any:
+        sampling.append(turn)
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            sampling.remove(turn)
+
+    async def main() -> list[int]:
+        one = AgentEpisode(GroupContext(PROBLEM, CHAT, 1, generate, none_scored, judged=False), 0, "job", 9, 60.0)
+        served = ServedEpisode(one)
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+        asked = [asyncio.create_task(served.answer("chat/completions", body, again=False)) for _ in range(3)]
+        await until(lambda: len(sampling) == 3)
+        served.close()
+        async with asyncio.timeout(10.0):
+            answers = await asyncio.gather(*asked)
+        return [answer.status for answer in answers]
+
+    assert asyncio.run(main()) == [404, 404, 404]
+    assert not sampling
 
 
 def test_a_refused_request_leaves_nothing_in_memory():

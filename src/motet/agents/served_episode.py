@@ -65,11 +65,12 @@ class ServedEpisode:
         self.episode, self._payer = episode, payer
         self._replies: dict[bytes, asyncio.Task[Reply]] = {}
         """The answer to the last request with each body, for repeated requests; those that failed leave."""
+        self._running = set[asyncio.Task[Reply]]()
 
     def close(self) -> None:
         """Refuse further and running requests."""
         self.episode.close()
-        for reply in self._replies.values():
+        for reply in self._running:
             reply.cancel()
 
     async def answer(self, route: str, body: bytes, *, again: bool) -> EpisodeAnswer:
@@ -102,6 +103,8 @@ class ServedEpisode:
         if asked is None:
             refuse_unsupported(wanted)
             asked = self._replies[digest] = asyncio.create_task(self._sampled(wanted.conversation()))
+            self._running.add(asked)
+            asked.add_done_callback(self._running.discard)
             asked.add_done_callback(lambda done: self._drop_failed(digest, done))
         return await asyncio.shield(asked)
 
