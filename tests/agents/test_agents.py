@@ -298,6 +298,58 @@ def test_a_history_that_an_agent_wrote_itself_continues_an_answer_that_comes_lat
     assert branches(0.0) == branches(0.3) == 1
 
 
+def histories(*order: int, **limits: Any) -> tuple[list[list[int]], list[list[bool]]]:
+    """The branches of an agent that makes its calls in this order: the second has an answer to the first in its history."""
+    calls: list[tuple[tuple[Message, ...], dict[str, Any]]] = [
+        ((user("a"),), {}),
+        ((user("a"), said("yes"), user("sure?")), {}),
+        ((user("a"),), limits),
+    ]
+
+    async def agent(ask: Ask) -> None:
+        for number in order:
+            messages, own = calls[number]
+            await ask(*messages, **own)
+
+    branches = played(lambda *_: "yes", agent)[0].branches
+    return [one.token_ids.tolist() for one in branches], [one.loss_mask.tolist() for one in branches]
+
+
+def test_a_history_continues_the_answer_that_it_has_also_where_that_comes_later():
+    """Calls at once arrive in any order."""
+    assert histories(0, 1) == histories(1, 0)
+    assert len(histories(1, 0)[0]) == 1
+
+
+@pytest.mark.parametrize("limits", [{"train": False}, {"max_tokens": 9}])
+def test_a_history_continues_the_same_of_two_equal_answers_whichever_came_first(limits):
+    first, *others = (histories(*order, **limits) for order in itertools.permutations(range(3)))
+    assert all(other == first for other in others)
+
+
+def test_an_episode_takes_as_much_memory_as_its_text():
+    """Its calls share what they read: each of a thousand turns has all those before it in its prompt."""
+
+    async def generate(prompt: Any, indices: Any, turn: int, _: Any = None) -> Any:
+        return await Script(lambda *_: "x" * 1000)(prompt, indices, turn)
+
+    one = AgentEpisode(GroupContext(PROBLEM, CHAT, 1, generate, none_scored, judged=False), 0, "job", 200, 60.0)
+
+    async def main() -> None:
+        messages = [user("a")]
+        await one.complete(messages, (), CallLimits())
+        tracemalloc.start()
+        for _ in range(100):
+            messages += [said("x" * 1000), user("b")]
+            await one.complete(messages, (), CallLimits())
+
+    try:
+        asyncio.run(main())
+        assert tracemalloc.get_traced_memory()[0] < 2**21
+    finally:
+        tracemalloc.stop()
+
+
 def test_calls_do_not_each_keep_the_text_of_their_conversation():
     """An episode may have a thousand of them, and a step has hundreds of episodes."""
     one, _ = episode(lambda *_: "x", Chat(byte_tokenizer(FORGETFUL)))

@@ -2,8 +2,8 @@
 
 A call continues an earlier call if its conversation begins with that call's conversation and answer. Its tokens are
 then the earlier tokens plus those of the new messages. Otherwise, or if the template rewrites earlier tokens, the call
-begins a branch. The calls form a tree, and the rollout is built from it: neither random numbers nor branches depend on
-the order of concurrent calls.
+begins a branch. The calls form a tree, and the rollout is built from it at the end: neither random numbers nor branches
+depend on the order of concurrent calls.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import hashlib
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,11 +39,10 @@ class AgentCall:
     """The id for the agent; a function of the prompt, of other limits than the job's, and of how often both were asked."""
     parent: AgentCall | None
     """The call that it continues."""
-    messages: tuple[Message, ...]
-    """The conversation before the turn, with sampled messages as they were sampled."""
+    keys: Sequence[bytes]
+    """Of the beginnings of its conversation that its parent did not have, from its parent's answer on."""
     new: tuple[Message, ...]
     """Messages that its parent did not have."""
-    prompt: IntArray
     read: IntArray
     """The tokens of the prompt that its parent did not read."""
     chunk: Chunk
@@ -52,7 +51,6 @@ class AgentCall:
     """How often its prompt had been asked before with the same limits."""
     trained: bool = True
     """Whether its sampled tokens are trained."""
-    children: list[AgentCall] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -60,9 +58,61 @@ class AgentCall:
         return without_calls(self.chunk.text) if self.calls else self.chunk.text
 
     @property
+    def answered(self) -> bytes:
+        """The key of its conversation with the answer."""
+        return _longer(self.keys[-1], Message("assistant", self.text, self.calls))
+
+    @property
+    def path(self) -> list[AgentCall]:
+        """The calls that it continues, the first one first, and itself."""
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    @property
+    def prompt(self) -> IntArray:
+        """The tokens before the turn."""
+        if self.parent is None:
+            return self.read
+        *before, last = self.path
+        return np.concatenate([*(part for one in before for part in (one.read, one.chunk.token_ids)), last.read])
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation before the turn, with sampled messages as they were sampled."""
+        *before, last = self.path
+        return (*(message for one in before for message in (*one.new, one.said)), *last.new)
+
+    @property
+    def said(self) -> Message:
+        """The turn as it was sampled."""
+        return Message("assistant", self.chunk.text, self.calls)
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Its order among calls with equal prompts."""
+        return self.number, self.id
+
+    @property
     def key(self) -> tuple[int, bytes, int, str]:
         """Its order among the calls of one parent: those with a longer history come later."""
-        return len(self.prompt), self.prompt.tobytes(), self.number, self.id
+        return len(self.read), self.read.tobytes(), *self.rank
+
+    def follows(self, other: AgentCall) -> bool:
+        """Whether its prompt begins with all tokens of another call."""
+        if other is self.parent:
+            return True
+        prompt, before, said = self.prompt, other.prompt, other.chunk.token_ids
+        n_before = len(before)
+        return np.array_equal(prompt[n_before : n_before + len(said)], said) and np.array_equal(
+            prompt[:n_before], before
+        )
+
+    def go_on_from(self, parent: AgentCall) -> None:
+        """Continue a call that it `follows`."""
+        n_tokens, n_messages = len(parent.prompt) + len(parent.chunk.token_ids), len(parent.messages) + 1
+        self.read, self.new, self.parent = self.prompt[n_tokens:], self.messages[n_messages:], parent
 
 
 class AgentEpisode:
@@ -74,13 +124,12 @@ class AgentEpisode:
         self.deadline = time.time() + seconds
         self.seed = seeds.key(context.seed, "agent", index)
         self._most_calls, self._begun = most_calls, 0
-        self._asked: Counter[bytes] = Counter()
+        self._asked: Counter[int] = Counter()
         self._known: dict[bytes, AgentCall] = {}
         """By the conversation that ends with the answer."""
         self._running: dict[bytes, set[asyncio.Future[None]]] = {}
         """Calls without an answer yet, by their conversations."""
-        self._roots: list[AgentCall] = []
-        self._last: AgentCall | None = None
+        self._calls: list[AgentCall] = []
         self._at_once = False
         """Whether a call began before another one was answered."""
         self._fault = ""
@@ -116,7 +165,12 @@ class AgentEpisode:
         self, keys: Sequence[bytes], messages: Sequence[Message], tools: Tools, limits: CallLimits
     ) -> AgentCall:
         chat = self.context.chat
-        parent, seen, new = await self._continued(keys, messages, tools)
+        parent, n_known = await self._continued(keys, messages)
+        if parent is None:
+            new = seen = chat.opening(messages, tools)
+        else:
+            new = calls_as_text(messages[n_known:])
+            seen = (*parent.messages, parent.said, *new)
         try:
             prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
         except BaseModelError as error:  # the template refuses it, and would refuse it again
@@ -124,26 +178,23 @@ class AgentEpisode:
         if self.closed:
             raise ChatRefusal(_OVER)
         if parent is not None and len(prompt) == len(read):  # the template rewrites earlier tokens
-            parent, new = None, seen
+            parent, n_known, new = None, 0, seen
         sampling = self._limited(limits)
         asked = prompt.tobytes()
         if (sampling, limits.train) != (self.context.sampling, True):  # no copy of a call with the job's limits
             asked += json.dumps([sampling.max_tokens, sampling.stop, sampling.grammar, limits.train]).encode()
-        number = self._asked[asked]
-        self._asked[asked] += 1
         digest = int.from_bytes(hashlib.blake2b(asked, digest_size=8).digest(), "little")
+        number = self._asked[digest]
+        self._asked[digest] += 1
         turn = seeds.key(digest, "call", number)
         chunk = await self._sampled(prompt, turn, sampling)
         calls = tool_calls(chunk.text) if tools and chunk.finish_reason is not FinishReason.LENGTH else ()
-        call = AgentCall(
-            f"{turn:016x}", parent, seen, new, prompt, read, chunk, calls, number, limits.train and not limits.grammar
-        )
+        trained = limits.train and not limits.grammar
+        call = AgentCall(f"{turn:016x}", parent, keys[n_known:], new, read, chunk, calls, number, trained)
         if not self.closed:
-            (self._roots if parent is None else parent.children).append(call)
-            self._last = call
-            key = _longer(keys[-1], Message("assistant", call.text, calls))
-            if (other := self._known.get(key)) is None or call.key < other.key:
-                self._known[key] = call
+            self._calls.append(call)
+            key = call.answered
+            self._known[key] = min(self._known.get(key, call), call, key=lambda one: one.rank)
         return call
 
     def _limited(self, limits: CallLimits) -> SamplingParams:
@@ -164,23 +215,19 @@ class AgentEpisode:
             raise EngineError(self._fault)
         return chunk
 
-    async def _continued(
-        self, keys: Sequence[bytes], messages: Sequence[Message], tools: Tools
-    ) -> tuple[AgentCall | None, tuple[Message, ...], tuple[Message, ...]]:
-        """The call that a conversation continues; the conversation as it was sampled; and the messages since.
+    async def _continued(self, keys: Sequence[bytes], messages: Sequence[Message]) -> tuple[AgentCall | None, int]:
+        """The call that a conversation continues, and the number of messages with its answer.
 
         Calls with a part of this conversation and no answer yet are waited for: what follows may be their answer, and of
-        several such calls it is the first by `key`. Each of them waits for shorter conversations only.
+        several such calls it is the first by `rank`. Each of them waits for shorter conversations only.
         """
         for n in range(len(messages) - 1, 0, -1):
             running = self._running.get(keys[n - 1])
             if running is not None and messages[n - 1].role == "assistant":
                 await asyncio.wait(running)
             if (call := self._known.get(keys[n])) is not None:
-                new = calls_as_text(messages[n:])
-                return call, (*call.messages, Message("assistant", call.chunk.text, call.calls), *new), new
-        seen = self.context.chat.opening(messages, tools)
-        return None, seen, seen
+                return call, n
+        return None, 0
 
     @staticmethod
     def _prompt(
@@ -201,8 +248,10 @@ class AgentEpisode:
 
     def rollout(self, reward_of: Mapping[str, float], error: str = "") -> Rollout:
         """The rollout, with rewards of single turns by the ids of their calls. Raises KeyError for an unknown one."""
-        order_counts = bool(reward_of) or self.context.judged
-        calls = _walk(self._roots, self._last if order_counts and not self._at_once else None)
+        in_order = (bool(reward_of) or self.context.judged) and not self._at_once
+        if not in_order:
+            _join(self._calls)
+        calls = _walk(self._calls, self._calls[-1] if self._calls and in_order else None)
         if unknown := [name for name in reward_of if name not in {call.id for call in calls}]:
             raise KeyError(unknown[0])
         rollout = Rollout(self.context.problem, self.index, (), (), error=error or self._fault)
@@ -211,7 +260,7 @@ class AgentEpisode:
         for call in calls:
             place[call] = len(place)
             if last is None:
-                rollout = replace(rollout, opening=call.messages)
+                rollout = replace(rollout, opening=call.new)
             else:
                 rollout = answered(rollout, call.new, reward_of.get(last.id))
             goes_on = last is not None and call.parent is last
@@ -249,21 +298,33 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
     return replace(rollout, reward_parts=parts)
 
 
+def _join(calls: Sequence[AgentCall]) -> None:
+    """Let each call continue the longest answer that it has in its history, also one that came after it."""
+    answers = defaultdict[bytes, list[AgentCall]](list)
+    for call in calls:
+        answers[call.answered].append(call)
+    for call in calls:
+        for key in reversed(call.keys[:-1]):
+            if followed := [other for other in answers.get(key, ()) if call.follows(other)]:
+                if (first := min(followed, key=lambda one: one.rank)) is not call.parent:
+                    call.go_on_from(first)
+                break
+
+
 def _walk(calls: Sequence[AgentCall], end: AgentCall | None) -> list[AgentCall]:
-    """A tree of calls, each before the calls that continue it; `end`, which none continues, is the last, if it is known."""
-    to_end = set[AgentCall]()
-    while end is not None:
-        to_end.add(end)
-        end = end.parent
+    """Calls, each before those that continue it; `end`, which none continues, is the last, if it is known."""
+    to_end = set[AgentCall]() if end is None else set(end.path)
+    after = defaultdict[AgentCall | None, list[AgentCall]](list)
+    for call in calls:
+        after[call.parent].append(call)
 
-    def ordered(some: Sequence[AgentCall]) -> list[AgentCall]:
-        return sorted(some, key=lambda call: (call in to_end, call.key), reverse=True)
+    def ordered(parent: AgentCall | None) -> list[AgentCall]:
+        return sorted(after.get(parent, ()), key=lambda call: (call in to_end, call.key), reverse=True)
 
-    waiting, walked = ordered(calls), []
+    waiting, walked = ordered(None), list[AgentCall]()
     while waiting:
-        call = waiting.pop()
-        walked.append(call)
-        waiting += ordered(call.children)
+        walked.append(call := waiting.pop())
+        waiting += ordered(call)
     return walked
 
 
