@@ -208,6 +208,16 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(len(tokens) for each in drafts._answers.values() for _, tokens in each) < drafts._tokens <= 100
 
 
+def test_what_is_learned_from_a_long_answer_is_bounded() -> None:
+    drafts = Drafts()
+    for rows in (1, 16):
+        drafts._ticks.add(rows, 1.0)
+    request = GenerateRequest("r", "job", np.array([1]), None, SamplingParams(max_tokens=10**6), (0,))
+    prompt = Prompt(request, None, lambda _: None)
+    drafts.of([SampledSequence(prompt, 0, 0, tokens=np.arange(60_000).tolist())], 8)
+    assert len(drafts._continuations[prompt]._predictions) <= 100_000
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("qwen3_5", "bfloat16")])
 def test_a_base_whose_rows_see_what_lies_beyond_them_has_no_drafts(name: str, dtype: str) -> None:
     base = tiny.base(name, dtype)

@@ -32,6 +32,8 @@ _KEPT_TOKENS = 2_000_000
 _LEAST_TOKENS = 32
 _ANSWER_TOKENS = 512
 """Kept tokens at the start of an answer."""
+_CONTEXTS = 100_000
+"""Most contexts whose continuations are known around one prompt, about 20 MB."""
 _PROMPT_TOKENS = 1024
 """Tokens read at the end of a prompt."""
 _GAIN = 1.03
@@ -167,11 +169,10 @@ class _Continuations:
         return position.after(token)
 
     def _take(self, key: int, token: int) -> None:
-        known = self._predictions.get(key)
-        if known is None:
-            self._predictions[key] = _Prediction(token)
-        else:
+        if (known := self._predictions.get(key)) is not None:
             known.take(token)
+        elif len(self._predictions) < _CONTEXTS:
+            self._predictions[key] = _Prediction(token)
 
 
 class _Ticks:
