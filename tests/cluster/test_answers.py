@@ -28,7 +28,7 @@ from motet.config import EngineConfig
 from motet.core.device import Device
 from motet.core.errors import AdapterError
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, Message, SamplingParams
-from motet.hosting.answers import Answers
+from motet.hosting.answers import CACHED_VERSIONS, Answers
 from motet.hosting.launch import load
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
@@ -295,6 +295,36 @@ def test_weights_that_are_saved_again_under_a_name_are_those_that_answer(base: A
     asyncio.run(scenario())
     said = [message.chunk.text for message in sent if isinstance(message, Tokens)]
     assert (said, len(loaded)) == (["first", "first", "second", "second"], 2)
+
+
+def test_as_many_versions_stay_loaded_as_there_is_room_for(base: Any, tmp_path: Path) -> None:
+    loaded = set[AdapterRef]()
+
+    class Engine:
+        """Takes every version."""
+
+        async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+            """Take it."""
+            loaded.add(ref)
+
+        async def unload_adapter(self, ref: AdapterRef) -> None:
+            """Let it go."""
+            loaded.remove(ref)
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One token."""
+            yield Chunk(0, np.array([5]), np.array([-1.0]), np.array([-1]), "x", FinishReason.STOP)
+
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=FairScheduler(1), engine_suffix="x")
+    asked = Answers(base, shared, 64, lambda _: None)
+    question = Complete("us", "", 1, 0, False, False, SamplingParams(max_tokens=1), prompt=[1])
+
+    async def scenario() -> None:
+        for number in range(CACHED_VERSIONS):
+            await asked.answer(replace(question, adapter=str(tmp_path / str(number))))
+        assert len(loaded) == CACHED_VERSIONS
+
+    asyncio.run(scenario())
 
 
 @pytest.fixture(scope="module")

@@ -187,7 +187,7 @@ class Answers:
                 await self._engine.load_adapter(ref, directory)
                 self._adapter_cache[contents] = ref
                 free = [name for name in self._adapter_cache if not self._held[name]]
-                for name in free[: len(self._adapter_cache) - CACHED_VERSIONS]:
+                for name in free[: max(0, len(self._adapter_cache) - CACHED_VERSIONS)]:
                     await self._engine.unload_adapter(self._adapter_cache.pop(name))
             self._adapter_cache.move_to_end(contents)
             return self._adapter_cache[contents]
