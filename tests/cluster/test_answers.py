@@ -298,10 +298,11 @@ def test_weights_that_are_saved_again_under_a_name_are_those_that_answer(base: A
 
 
 def test_as_many_versions_stay_loaded_as_there_is_room_for(base: Any, tmp_path: Path) -> None:
-    loaded = set[AdapterRef]()
+    """Also if an answer is abandoned while an older version goes."""
+    loaded, unloading = set[AdapterRef](), asyncio.Event()
 
     class Engine:
-        """Takes every version."""
+        """Takes a while to unload: the device trains, or other processes have to be told."""
 
         async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
             """Take it."""
@@ -309,6 +310,8 @@ def test_as_many_versions_stay_loaded_as_there_is_room_for(base: Any, tmp_path: 
 
         async def unload_adapter(self, ref: AdapterRef) -> None:
             """Let it go."""
+            unloading.set()
+            await asyncio.sleep(0.1)
             loaded.remove(ref)
 
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -323,8 +326,14 @@ def test_as_many_versions_stay_loaded_as_there_is_room_for(base: Any, tmp_path: 
         for number in range(CACHED_VERSIONS):
             await asked.answer(replace(question, adapter=str(tmp_path / str(number))))
         assert len(loaded) == CACHED_VERSIONS
+        one_more = replace(question, key=99, adapter=str(tmp_path / "more"))
+        asked.hold(99, answering := asyncio.create_task(asked.answer(one_more)))
+        await unloading.wait()
+        await asked.abandon(99)
+        await asyncio.gather(answering, return_exceptions=True)
 
     asyncio.run(scenario())
+    assert len(loaded) == CACHED_VERSIONS
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from motet.core.stops import met
 from motet.core.types import ADAPTER_WEIGHTS, AdapterRef, FinishReason, GenerateRequest, IntArray, Message, Problem
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
+from motet.runtime.uninterrupted import uninterrupted
 from motet.tasks.chat import Chat, stop_token_ids, token_bytes
 from motet.tasks.tool_calls import written
 
@@ -188,7 +189,7 @@ class Answers:
                 self._adapter_cache[contents] = ref
                 free = [name for name in self._adapter_cache if not self._held[name]]
                 for name in free[: max(0, len(self._adapter_cache) - CACHED_VERSIONS)]:
-                    await self._engine.unload_adapter(self._adapter_cache.pop(name))
+                    await uninterrupted(self._engine.unload_adapter(self._adapter_cache.pop(name)))
             self._adapter_cache.move_to_end(contents)
             return self._adapter_cache[contents]
 
