@@ -279,6 +279,18 @@ def test_a_version_that_is_gone_from_the_server_is_unloaded(dialect: Any, tmp_pa
     assert not stays(caplog)
 
 
+def test_a_server_that_hangs_at_the_end_leaves_no_files(tmp_path: Path) -> None:
+    async def test(engine: ServerEngine) -> None:
+        await publish(engine, trainer, 0)
+        server.faults.late = {"unload": 15.0}
+        await engine.unload_adapter(ref(0))
+
+    trainer = trainer_of("job")
+    with ProtocolServer("vllm") as server:
+        drive(engine_on([server], tmp_path), test)
+        assert not (tmp_path / "served").exists()
+
+
 @both
 def test_files_go_later_than_their_version(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:

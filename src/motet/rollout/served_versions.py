@@ -241,15 +241,17 @@ class ServedVersions:
         self._files.retire(ref.served_name)
 
     async def _unload(self, ref: AdapterRef, fleet: Fleet) -> None:
-        for replica in fleet.up:
-            if self._loading.pop((replica.url, ref.served_name), None) is None:
-                continue  # never loaded there
-            try:
-                async with fleet.awake():
-                    await self.tidy(replica, ref.served_name)
-            except EngineError as error:
-                _log.warning("%s stays loaded for now: %s", ref.served_name, error)
-        self._files.retire(ref.served_name)
+        try:
+            for replica in fleet.up:
+                if self._loading.pop((replica.url, ref.served_name), None) is None:
+                    continue  # never loaded there
+                try:
+                    async with fleet.awake():
+                        await self.tidy(replica, ref.served_name)
+                except EngineError as error:
+                    _log.warning("%s stays loaded for now: %s", ref.served_name, error)
+        finally:  # also if a server hangs while this process ends
+            self._files.retire(ref.served_name)
 
 
 def copy_adapter(source: Path, target: Path) -> None:
