@@ -37,23 +37,24 @@ def mxfp4_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_nf4_numbers_have_the_scale_of_their_run_whatever_the_slice(nested: bool) -> None:
-    """Rows of 40: runs of 64 go across them."""
-    weight = torch.randn(900, 40, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("rows", "width"), [(900, 40), (901, 41)])
+def test_nf4_numbers_have_the_scale_of_their_run_whatever_the_slice(nested: bool, rows: int, width: int) -> None:
+    """Runs of 64 go across rows, and so do bytes where a row has an odd number of numbers."""
+    weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(0))
     stored = {name.removeprefix("weight."): tensor for name, tensor in files.nf4(weight, nested).items()}
     state = json.loads(bytes(stored.pop("quant_state.bitsandbytes__nf4").tolist()))
     tensors = {**stored, **({"nested_offset": torch.tensor([state["nested_offset"]])} if nested else {})}
-    form = Nf4Blocks(40, nested)
-    assert {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()} == form.tensors(900, 40)
+    form = Nf4Blocks(width, nested)
+    assert {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()} == form.tensors(rows, width)
     scales = tensors["absmax"].float()
     if nested:
         scales = tensors["nested_quant_map"][tensors["absmax"].long()]
         for run in range(len(scales)):
             scales[run] = scales[run] * tensors["nested_absmax"][run // 256] + tensors["nested_offset"][0]
     numbers = [files.NF4[half] for byte in tensors["weight"][:, 0].tolist() for half in (byte >> 4, byte & 15)]
-    expected = torch.tensor(numbers) * scales.repeat_interleave(64)[: len(numbers)]
-    assert_in_slices(form, tensors, expected.view(900, 40))
-    assert float((expected.view(900, 40) - weight).abs().max()) < 0.6
+    expected = (torch.tensor(numbers[: weight.numel()]) * scales.repeat_interleave(64)[: weight.numel()]).view(rows, -1)
+    assert_in_slices(form, tensors, expected)
+    assert float((expected - weight).abs().max()) < 0.6
 
 
 def test_mxfp4_numbers_are_those_of_transformers_whatever_the_slice() -> None:

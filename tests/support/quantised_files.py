@@ -28,7 +28,7 @@ def nf4(weight: Tensor, nested: bool) -> dict[str, Tensor]:
     nearest = torch.cat(
         [(run / scale)[:, None].sub(table).abs().argmin(-1) for run, scale in zip(runs, absmax, strict=True)]
     )
-    pairs = nearest.view(-1, 2)
+    pairs = torch.nn.functional.pad(nearest, (0, nearest.numel() % 2)).view(-1, 2)
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
     tensors = {"weight": (pairs[:, :1] << 4 | pairs[:, 1:]).to(torch.uint8), "weight.quant_map": table}
     if nested:

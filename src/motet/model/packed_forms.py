@@ -95,18 +95,18 @@ class Mxfp4Blocks:
 class Nf4Blocks:
     """Four-bit numbers of bitsandbytes, the upper half of a byte first, with a scale for each run of 64.
 
-    Runs continue across rows. `nested` scales are eight-bit numbers with one scale per 256 of them.
+    Bytes and runs continue across rows. `nested` scales are eight-bit numbers with one scale per 256 of them.
     """
 
     n_in: int
-    """Inputs of the layer; must be even."""
+    """Inputs of the layer."""
     nested: bool
 
     def tensors(self, n_out: int, n_in: int) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Two numbers in a byte, the table of the sixteen values, and the scales."""
         n_runs = -(-n_out * n_in // _NF4_RUN)
         tensors = {
-            "weight": ((n_out * n_in // 2, 1), torch.uint8),
+            "weight": ((-(-n_out * n_in // 2), 1), torch.uint8),
             "quant_map": ((16,), torch.float32),
             "absmax": ((n_runs,), torch.uint8 if self.nested else torch.float32),
         }
@@ -121,8 +121,8 @@ class Nf4Blocks:
     def numbers(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
         """Each number times the scale of its run."""
         start, stop = rows.start * self.n_in, rows.stop * self.n_in
-        pairs = tensors["weight"][start // 2 : stop // 2, 0]
-        numbers = _looked_up(tensors["quant_map"], pairs >> 4, pairs & 15)
+        pairs = tensors["weight"][start // 2 : -(-stop // 2), 0]
+        numbers = _looked_up(tensors["quant_map"], pairs >> 4, pairs & 15)[start % 2 :][: stop - start]
         first = start // _NF4_RUN
         scales = self._scales(tensors, slice(first, -(-stop // _NF4_RUN)))
         return (numbers * _spread(scales, _NF4_RUN, start - first * _NF4_RUN, len(numbers))).view(-1, self.n_in)
