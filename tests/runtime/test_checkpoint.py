@@ -118,6 +118,35 @@ def test_a_fork_asks_judges_nothing_that_its_parent_has_asked(tmp_path: Path, sa
     assert forked.spend() == Spend(1, 20, 1, 0.25)
 
 
+def test_a_fork_beside_a_running_job_is_whole_or_says_that_the_commit_is_gone(tmp_path: Path, save: Save) -> None:
+    directory, ended = opened(tmp_path), threading.Event()
+    directory.restore()
+    directory.commit(Committed(), save)
+
+    def run() -> None:
+        for number in itertools.takewhile(lambda _: not ended.is_set(), itertools.count()):
+            step(directory, number, save, best_version=number)
+            directory.prune(2, 200)
+
+    job, oldest, refused = JobDirectory(tmp_path / "a"), 0, list[tuple[str, str]]()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            for number in range(30):
+                try:
+                    oldest = job.steps()[0]
+                    new = fork(job, oldest, tmp_path / "forks" / str(number), 0)
+                except RunError as error:
+                    refused.append((f"keeps no commit of step {oldest} ", str(error)))
+                else:
+                    open_job(new, IDENTITY)
+                    assert new.restore() is not None
+        finally:
+            ended.set()
+    running.result()
+    assert all(said in error for said, error in refused), refused
+
+
 def test_a_version_that_cannot_be_compared_is_named(
     tmp_path: Path, save: Save, capsys: pytest.CaptureFixture[str]
 ) -> None:

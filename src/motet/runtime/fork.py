@@ -17,6 +17,9 @@ from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 from motet.tasks.judge_answers import FILE, JudgeAnswers
 
+_TRIES = 10
+"""How often a fork begins again because the job deletes files meanwhile."""
+
 
 def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[str, Any] | None = None) -> JobDirectory:
     """Copy a commit, and those that next steps with this lag sample from, to a new directory.
@@ -27,23 +30,44 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[st
     Raises:
         RunError: a commit does not exist, or the directory is not empty.
     """
-    steps = range(max(0, step - lag), step + 1)
-    if missing := [one for one in reversed(steps) if one not in job.steps()]:
-        kept = ", ".join(map(str, job.steps())) or "none"
-        what = f", which algorithm.max_off_policy_steps: {lag} needs" if missing[0] < step else ""
-        raise RunError(
-            f"{job.path} keeps no commit of step {missing[0]}{what} (it has {kept}); raise checkpoint.keep to keep more "
-            "commits"
-        )
     if new.exists() and any(new.iterdir()):
         raise RunError(f"{new} is not empty: choose another directory")
-    done = job.committed(step)
+    steps = range(max(0, step - lag), step + 1)
+    for left in reversed(range(_TRIES)):
+        if missing := [one for one in reversed(steps) if one not in job.steps()]:
+            kept = ", ".join(map(str, job.steps())) or "none"
+            what = f", which algorithm.max_off_policy_steps: {lag} needs" if missing[0] < step else ""
+            raise RunError(
+                f"{job.path} keeps no commit of step {missing[0]}{what} (it has {kept}); raise checkpoint.keep to keep "
+                "more commits"
+            )
+        try:
+            draft = _drafted(job, steps, new, settings)
+            break
+        except (FileNotFoundError, RunError):  # the job runs, and deleted an old file meanwhile
+            if not left:
+                raise
+    if new.exists():
+        new.rmdir()
+    draft.rename(new)
+    sync(new.parent)
+    return JobDirectory(new)
+
+
+def _drafted(job: JobDirectory, steps: range, new: Path, settings: Mapping[str, Any] | None) -> Path:
+    """The new directory under another name, with these commits."""
     draft = new.with_name(f".tmp-{new.name}")
     shutil.rmtree(draft, ignore_errors=True)
     for name in ("state", "versions", "rollouts", "receipts"):
         (draft / name).mkdir(parents=True)
+    step, copied = steps[-1], JobDirectory(draft)
+    for one in steps:  # first: they are what the job deletes first
+        _link_all(job.path / "state" / str(one), draft / "state" / str(one))
+    done = copied.committed(step)
     for number in (one for one in job.versions() if one <= step):
-        _link_all(job.version(number), draft / "versions" / f"v{number}")
+        _link_all(job.version(number), copied.version(number))
+    for number in {*steps, step if done.best_version is None else done.best_version} - {step, *copied.versions()}:
+        raise RunError(f"{job.version(number)} is missing: put it back, or fork from another step")
     for number in range(step + 1):
         if (path := job.receipts / f"v{number}.json").is_file():
             link(path, draft / "receipts" / path.name)
@@ -52,8 +76,7 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[st
         if match and (int(match[2]) <= done.evaluated if match[1] else int(match[2]) < step):
             link(path, draft / "rollouts" / path.name)
     for one in steps:
-        _link_all(job.path / "state" / str(one), draft / "state" / str(one))
-        changed = _copy_logs(job, job.committed(one), draft)
+        changed = _copy_logs(job, copied.committed(one), draft)
         state = draft / "state" / str(one) / "state.json"
         replace_file(state, sealed({**unsealed(state.read_bytes()), **changed, "after": ""}))  # it has no manifest yet
     identity = (job.path / "job.yaml").read_bytes()
@@ -64,11 +87,7 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[st
     replace_file(draft / "job.yaml", identity)
     JudgeAnswers(job.path / FILE).copy(draft / FILE)
     replace_file(draft / FORKED, json.dumps({"from": str(job.path.resolve()), "step": step}).encode())
-    if new.exists():
-        new.rmdir()
-    draft.rename(new)
-    sync(new.parent)
-    return JobDirectory(new)
+    return draft
 
 
 def _copy_logs(job: JobDirectory, done: Committed, draft: Path) -> dict[str, Any]:
