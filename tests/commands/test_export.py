@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from motet.commands.export import drafted, write
 from motet.core.errors import AdapterError, BaseModelError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.find import SMALL_BASE
+from motet.model.load import load_base
 from tests.support import tiny_models as tiny
 from tests.support.peft_files import close, peft_logits
 from tests.support.peft_files import export as save
+from tests.support.quantised_files import write_float8, write_mxfp4, write_nf4
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.25)])
@@ -98,6 +102,25 @@ def test_products_of_experts_are_merged(name: str, tmp_path: Path) -> None:
     write(tmp_path / "adapter", str(tiny.directory(name)), tmp_path / "merged", "merged", checked=False)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
     assert close(peft_logits(merged, ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("quantise", "targets"), [(write_nf4, ["q_proj"]), (write_float8, ["q_proj"]), (write_mxfp4, ["q_proj", "experts"])]
+)
+def test_a_quantised_base_is_merged_as_the_numbers_that_it_stands_for(
+    quantise: Callable[[Path], None], targets: list[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "base"
+    source.mkdir()
+    quantise(source)
+    base, ids = load_base(str(source), dtype="float32", base_format="unpacked"), tiny.tokens(12)
+    weights = tiny.adapter(base, rank=3, targets=targets)
+    save(tmp_path / "adapter", base, weights, targets)
+    write(tmp_path / "adapter", str(source), tmp_path / "merged", "merged", "float32", checked=False)
+    options: dict[str, Any] = {"attn_implementation": "eager", "output_loading_info": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **options)
+    assert not any(loaded[1].values())
+    assert close(peft_logits(loaded[0], ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from motet.config import EngineConfig
@@ -29,9 +27,9 @@ from motet.model.packed_forms import Float8Blocks, GgufBlocks
 from tests.support import tiny_models as tiny
 from tests.support.gguf_files import write_tiny
 from tests.support.live_memory import LiveMemory
+from tests.support.quantised_files import write_float8
 
 QUANTS = gguf.GGMLQuantizationType
-BLOCK = (32, 32)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +42,8 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory, small_base_dir: Path) ->
 
 @pytest.fixture(scope="module")
 def float8_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny Llama with each linear layer as eight-bit numbers, and scales for blocks, some of them cut at an edge."""
-    source, directory = tiny.directory("llama"), tmp_path_factory.mktemp("float8")
-    for file in source.iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor
-            continue
-        blocks = tensor.float().unflatten(0, (-1, BLOCK[0])).unflatten(2, (-1, BLOCK[1]))
-        scales = blocks.abs().amax(dim=(1, 3)) / 448
-        tensors[name] = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
-        tensors[name.replace("weight", "weight_scale_inv")] = scales
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": BLOCK, "activation_scheme": "dynamic"}
-    (directory / "config.json").write_text(json.dumps(config))
+    directory = tmp_path_factory.mktemp("float8")
+    write_float8(directory)
     return str(directory)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in four bits as bitsandbytes and gpt-oss store them, made of tiny models byte by byte."""
+"""Checkpoints in four and eight bits as their publishers store them, made of tiny models byte by byte."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ NF4 = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
+FLOAT8_BLOCK = (32, 32)
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -77,6 +78,21 @@ def write_mxfp4(directory: Path) -> None:
             tensors[key] = tensor
     left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     _write(directory, "gpt_oss", tensors, {"quant_method": "mxfp4", "modules_to_not_convert": left_out})
+
+
+def write_float8(directory: Path) -> None:
+    """The tiny Llama with each linear layer as eight-bit numbers, and scales for blocks, some of them cut at an edge."""
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in load_file(tiny.directory("llama") / "model.safetensors").items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = tensor
+            continue
+        blocks = tensor.float().unflatten(0, (-1, FLOAT8_BLOCK[0])).unflatten(2, (-1, FLOAT8_BLOCK[1]))
+        scales = blocks.abs().amax(dim=(1, 3)) / 448
+        tensors[key] = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+        tensors[key.replace("weight", "weight_scale_inv")] = scales
+    said = {"quant_method": "fp8", "weight_block_size": FLOAT8_BLOCK, "activation_scheme": "dynamic"}
+    _write(directory, "llama", tensors, said)
 
 
 def _write(directory: Path, name: str, tensors: dict[str, Tensor], said: dict[str, Any]) -> None:

@@ -127,22 +127,28 @@ def merge(source: ExportSource, target: Path, dtype: str) -> str:
 
 
 def load_model(name: str, source: str, dtype: str) -> tuple[Any, Any]:
-    """Load a model and its tokenizer with transformers; `name` is for the message.
+    """Load a model and its tokenizer with transformers, its weights unpacked; `name` is for the message.
 
     Raises:
         BaseModelError: it cannot be loaded.
     """
+    import torch
     import transformers
 
+    from motet.model.checkpoint import BaseCheckpoint
+    from motet.model.load import DTYPES
     from motet.model.text_only import without_towers
 
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        sees = without_towers(transformers.AutoConfig.from_pretrained(source)) is not None
+        checkpoint = BaseCheckpoint.of(source, None, trust_remote_code=False)
+        if checkpoint.expands:
+            return checkpoint.expanded(DTYPES.get(dtype, torch.bfloat16)), tokenizer
+        sees = without_towers(checkpoint.config) is not None
         kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
         return kind.from_pretrained(source, dtype=dtype), tokenizer
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise BaseModelError(f"base {name!r} cannot be loaded: {error}; give another as --base") from error
 
 

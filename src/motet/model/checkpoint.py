@@ -163,6 +163,17 @@ class BaseCheckpoint:
                 weight.data = weight.data.to(dtype)  # weights that were not quantised have the dtype of the files
         return model, report
 
+    @property
+    def expands(self) -> bool:
+        """Whether `expanded` can unpack its weights."""
+        return self.method in (*_EXPANDED, _NF4) and without_towers(self.config) is None
+
+    def expanded(self, dtype: torch.dtype) -> Any:
+        """A quantised model with unpacked weights, which is saved as one that was never quantised."""
+        model, _ = self.unpacked(dtype, {"output_loading_info": True})
+        model.is_quantized, model.hf_quantizer, model._weight_conversions = False, None, None
+        return model
+
     def packed(self, dtype: torch.dtype, options: Mapping[str, Any]) -> tuple[Any, Any]:
         """`unpacked`, but linear layers keep their stored form.
 
