@@ -25,8 +25,10 @@ from motet.model.attention import Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import FusedLinears, NoAdapters
 from motet.model.routing import AdapterStacks
+from motet.native import library
 from motet.native.cover import check_room, compute_with
-from motet.native.decoder import FAMILIES
+from motet.native.decoder import FAMILIES, angles
+from motet.native.own_math import OwnMath
 from tests.support import native_calls
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
@@ -222,9 +224,15 @@ def test_the_estimate_of_memory_is_near_what_a_pass_takes(recompute: bool) -> No
     assert 0.7 < estimate / taken < 1.4, found.stdout
 
 
-def test_a_copy_of_the_weights_that_does_not_fit_is_refused_before_it_is_made() -> None:
-    base = tiny.base("llama", "bfloat16")
-    needed = base.info.n_parameters * 2
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3_mixed", 2)])
+def test_a_copy_of_the_weights_that_does_not_fit_is_refused_before_it_is_made(name: str, kinds: int) -> None:
+    """With it come cosines and sines of each position, for each kind of layers."""
+    base = tiny.base(name, "bfloat16")
+    config: Any = base.model.config
+    made = angles(base.decoder, config, base.info.max_positions, OwnMath(library.load().calls, lambda: 1))
+    tables = {id(one): one for layer in range(config.num_hidden_layers) for one in made(layer)}
+    assert len(tables) == 2 * kinds
+    needed = base.info.n_parameters * 2 + sum(one.nbytes for one in tables.values())
     check_room(base, needed)
     with pytest.raises(BaseModelError, match=r"need a copy of the weights, .* are free; set engine\.kernels to torch"):
         check_room(base, needed - 1)

@@ -20,7 +20,7 @@ from motet.model.shards import Shards
 from motet.native import library
 from motet.native.base import NativeBase
 from motet.native.choice import Choice, of_machine
-from motet.native.decoder import linears_of, refusal_of
+from motet.native.decoder import angle_bytes, linears_of, refusal_of
 from motet.native.library import ARITHMETICS
 
 _INSTEAD = "set engine.kernels to torch"
@@ -142,12 +142,14 @@ class NoRoom(BaseModelError):
 
 
 def check_room(base: LoraModel, free: int) -> None:
-    """Check that a packed copy of a base's weights fits into `free` bytes.
+    """Check that a packed copy of a base's weights, and tables for its positions, fit into `free` bytes.
 
     Raises:
         NoRoom: it does not.
     """
+    config = base.model.config.get_text_config()
     needed = base.info.n_parameters * base.dtype.itemsize
+    needed += angle_bytes(base.decoder, config, base.info.max_positions)
     if needed > free:
         raise NoRoom(
             f"{base.info.name}: own kernels need a copy of the weights, {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "

@@ -143,9 +143,20 @@ def rotates(attention: Any, config: Any) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
+def _angles_by_kind(decoder: Any) -> bool:
+    """Whether layers of different kinds have different cosines and sines."""
+    return "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
+
+
+def angle_bytes(decoder: Any, config: Any, positions: int) -> int:
+    """Most bytes of the tables of `angles`; models that rotate a part of a head need less."""
+    kinds = len(set(config.layer_types)) if _angles_by_kind(decoder) else 1
+    return kinds * positions * head_width(config) * torch.float32.itemsize
+
+
 def angles(decoder: Any, config: Any, positions: int, math: OwnMath) -> Callable[[int], tuple[Tensor, Tensor]]:
     """A function from a layer to its cosines and sines [positions, E / 2], made by the model's own rotary module."""
-    by_kind = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
+    by_kind = _angles_by_kind(decoder)
     made: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
 
     def of_layer(index: int) -> tuple[Tensor, Tensor]:
