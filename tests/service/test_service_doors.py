@@ -35,7 +35,7 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.support.house import House, open_house
 from tests.support.openai_requests import hostile
-from tests.support.service_run import serving
+from tests.support.service_run import serving, tiny
 from tests.support.waiting import wait_until
 
 POSITIONS = 1024
@@ -314,6 +314,24 @@ def test_one_key_has_so_many_open_requests(tmp_path: Path) -> None:
         assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
         stack.close()
         wait_until(lambda: house.ask("GET", "/v1/jobs").status_code == 200)
+
+
+def test_an_answer_that_is_not_read_takes_memory_of_its_tenant(tmp_path: Path) -> None:
+    with open_house(tmp_path, http=HttpConfig(open_mb=64, open_mb_per_tenant=20)) as house:
+        spec = house.service.store.job_by_id(house.job["id"]).spec  # type: ignore[union-attr]
+        house.store.change_job(house.job["id"], spec={**spec, "environment": {"args": {"text": "x" * 20 * 2**20}}})
+        path, whole = "/v1/jobs/ended", len(house.ask("GET", "/v1/jobs/ended").content)
+        head = (
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {house.keys['ours']}"
+        )
+        with half_sent(house, f"{head}\r\n\r\n".encode()) as slow:
+            wait_until(lambda: bool(house.service.open_answers._taken))
+            assert "your open requests use all the memory" in house.refused(429, "GET", path)["message"]
+            assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+            large = tiny("large") | {"environment": {"name": "agent", "args": {"text": "x" * 2**17}}}
+            assert len(house.ask("POST", "/v1/jobs", json=large).content) > 2**17, "what is done is told"
+            assert len(b"".join(iter(lambda: slow.recv(2**20), b""))) > whole
+        wait_until(lambda: len(house.ask("GET", path).content) == whole)
 
 
 def test_connections_leave_files_for_the_rest() -> None:

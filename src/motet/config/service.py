@@ -91,7 +91,7 @@ class HttpConfig(Config):
     """Open event streams of one key."""
     open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
     """Memory for bodies of open requests and for open samples: their prompts and longest answers, in total. A second
-    budget of this size is for results of gradients and lists of rollouts while they are sent."""
+    budget of this size is for answers above 64 KB until their client has read them."""
     open_mb_per_tenant: float = Field(256.0, ge=1, le=1e6, allow_inf_nan=False)
     """The same for one tenant."""
     processes: int = Field(2, ge=1, le=256)

@@ -155,8 +155,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
-        Bodies, config=settings.config.http, room=service.open_bytes, uploads=uploads, refusal=error_body, payer=payer,
-        asker=asker, positions=positions, stopping=lambda: service.bus.closed,
+        Bodies, config=settings.config.http, room=service.open_bytes, answers=service.open_answers, uploads=uploads,
+        refusal=error_body, payer=payer, asker=asker, positions=positions, stopping=lambda: service.bus.closed,
     )  # fmt: skip
     app.add_middleware(EndsWithKey, watch=watch, refusal=error_body)
     if settings.open_to_all:

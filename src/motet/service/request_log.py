@@ -39,6 +39,8 @@ class Asked:
     key: str = ""
     """The id of the key; empty without a valid one."""
     tenant: str = ""
+    tenant_id: str = ""
+    """Also in a service without keys."""
     admin: bool = False
     reason: str = ""
     """Reason of a refusal."""

@@ -115,6 +115,7 @@ class Access:
                 opened_by(request, who.key_id)
                 asked = asked_of(request.scope)
                 asked.key, asked.tenant, asked.admin = who.key_id, who.tenant, who.admin
+                asked.tenant_id = who.tenant_id
                 self.count(who.key_id)
                 rights.check(who, request.method, request.url.path)
                 return who
@@ -123,7 +124,8 @@ class Access:
                 raise Refusal(401, "this key is unknown, revoked or expired; sign in again, or make another key")
         if self.open_to_all:
             self.count("none")
-            return Principal(self._tenants.made_id("local"), "local", "none", "admin")
+            asked_of(request.scope).tenant_id = local = self._tenants.made_id("local")
+            return Principal(local, "local", "none", "admin")
         raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
 
     def count_unknown(self, request: Request) -> None:

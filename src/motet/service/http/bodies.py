@@ -1,5 +1,6 @@
 """Limits on request bodies: a body is refused as soon as it is known to be too large, before it is stored.
 
+A large answer takes memory of its tenant until its client has read it, however slowly.
 Without a valid key, only small bodies are read. Parsing JSON blocks all other requests, so each path has its own limit.
 Addresses with a NUL character are refused too, because databases cannot store them.
 """
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from motet.config.service import HttpConfig
+from motet.service.request_log import asked_of
 
 MOST = 2**20
 """Default limit of a body in bytes."""
@@ -57,6 +58,8 @@ _NOBODY, _NOBODYS_PART = "", 8
 _BODY = "motet.body"
 """Key of the `_Body` in a request's scope."""
 _SOON = {"Retry-After": "1"}
+_PIECE = 2**16
+"""Bytes of an answer that are sent at once; smaller answers are not counted."""
 
 
 class OpenBytes:
@@ -112,6 +115,7 @@ class Bodies:
         app: ASGIApp,
         config: HttpConfig,
         room: OpenBytes,
+        answers: OpenBytes,
         uploads: Mapping[str, float],
         refusal: Callable[..., Response],
         payer: Callable[[Request], str],
@@ -119,13 +123,13 @@ class Bodies:
         positions: Callable[[], int],
         stopping: Callable[[], bool],
     ) -> None:
-        """Set up the limits; `uploads` has the limit in MB for each path that takes files.
+        """Set up the limits; `answers` is the room of answers, `uploads` has the limit in MB of each path that takes files.
 
         `payer` returns the tenant of a request's key, empty for a bad key; `asker` the key or the address, without a
         look-up; `positions` the most tokens of a prompt over all bases, 0 while unknown.
         """
         self._app, self._refusal, self._payer, self._asker = app, refusal, payer, asker
-        self._config, self._room = config, room
+        self._config, self._room, self._answers = config, room, answers
         self._positions, self._stopping = positions, stopping
         self._requests = Counter[str]()
         """Open requests by asker."""
@@ -196,7 +200,7 @@ class Bodies:
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
         self._arriving[payer] += size
         try:
-            await self._app(scope, body.receive, send)
+            await self._app(scope, body.receive, self._in_pieces(scope, body, receive, send))
             if too_long:
                 await _drain(receive, limit)
         except asyncio.CancelledError:  # the server cancels stuck requests at shutdown
@@ -206,6 +210,39 @@ class Bodies:
             body.close()
             self._uploads[payer] -= uploads
             self._arriving[payer] -= size
+
+    def _in_pieces(self, scope: Scope, body: _Body, receive: Receive, send: Send) -> Send:
+        """Send whole answers in pieces, because the server keeps what a client does not read, and waits only between two."""
+        start = list[Message]()
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start" and _length(message) > _PIECE:
+                start.append(message)  # until it is known whether there is room
+                return
+            content = message.get("body", b"")
+            if not start or message.get("more_body"):
+                for one in (*start, message):
+                    await send(one)
+                start.clear()
+                return
+            try:
+                if (payer := asked_of(scope).tenant_id) and not body.held:
+                    # what a request has changed is told in any case
+                    body.hold(self._answers, payer, len(content), always=scope["method"] != "GET")
+            except HTTPException as error:
+                await self._refusal(error.status_code, error.detail, headers=error.headers)(scope, receive, send)
+                return
+            await send(start.pop())
+            for place in range(0, len(content), _PIECE):
+                more = place + _PIECE < len(content)
+                await send({**message, "body": content[place : place + _PIECE], "more_body": more})
+
+        return sent
+
+
+def _length(start: Message) -> int:
+    """The length of an answer; 0 if it is not known."""
+    return int(dict(start.get("headers", ())).get(b"content-length", b"0"))
 
 
 def _limit(path: str, positions: int) -> int:
@@ -234,9 +271,8 @@ def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
     Raises:
         HTTPException: no room now (429); one answer at a time always fits.
     """
-    size = min(size, room.most_of_one)
-    room.take(tenant_id, size)
-    when_sent(request, functools.partial(room.give_back, tenant_id, size))
+    body: _Body = request.scope[_BODY]
+    body.hold(room, tenant_id, size)
 
 
 class JsonSize:
@@ -288,6 +324,8 @@ class _Body:
         self._read = self._taken = 0
         self.answer = contextlib.ExitStack()
         """Called when the answer is sent."""
+        self.held = False
+        """Whether memory of the answer is counted."""
 
     async def receive(self) -> Message:
         """The next message."""
@@ -302,6 +340,13 @@ class _Body:
             self._room.take(self._payer, more)
             self._taken += more
         return message
+
+    def hold(self, room: OpenBytes, payer: str, size: int, *, always: bool = False) -> None:
+        """Count memory of the answer until it is sent. Raises HTTPException without room; one answer always fits."""
+        size = min(size, room.most_of_one)
+        room.take(payer, size, always=always)
+        self.held = True
+        self.answer.callback(room.give_back, payer, size)
 
     def close(self) -> None:
         """Release the memory after the response."""
