@@ -24,9 +24,11 @@ from motet.core.errors import StoreError
 from motet.service.adapters.adapters import ALL, MOST_SHARES, Adapters
 from motet.service.bases import Bases
 from motet.service.database.opening import EVENTS, MIGRATING
-from motet.service.database.store import Store
-from motet.service.database.tables import Key, Share, Table, Tenant, new_id, now
+from motet.service.database.races import RaceRows
+from motet.service.database.store import MOST_OF_A_PAGE, Store, jobs_of, size_of
+from motet.service.database.tables import FineTuning, Key, Share, StoredJob, StoredRace, Table, Tenant, new_id, now
 from motet.service.database.tenants import MOST_KEYS
+from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.storage import Storage
 from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
 from tests.support.database import person, queued
@@ -76,6 +78,7 @@ def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
     assert [job.name for job in store.open_jobs()] == ["first", "second"]
     assert store.jobs(who, before=9, limit=5)
     assert store.jobs(who, state="running", limit=5)
+    assert store.page(jobs_of(who, "running", 9), size_of(StoredJob.spec), 5)[0]
     store.delete_job(first.id)
     head = person(store, "us", "tenant-admin")
     for one in (who, head):
@@ -475,6 +478,27 @@ def test_pages_hold_every_job_once_newest_first(store: Store) -> None:
         before = page[-1].number
     assert found == ids[::-1]
     assert [job.id for job in store.jobs(us, state="failed")] == [ids[4]]
+
+
+def test_a_page_of_large_jobs_is_short_and_none_is_left_out(store: Store) -> None:
+    us = person(store, "us")
+    large, small = {"text": "x" * (MOST_OF_A_PAGE // 2 - 100)}, {"text": "x"}
+    ids = [queued(store, us, f"job{n}", small if n < 4 else large, 1, None).id for n in range(9)]
+    pages, before, more = list[list[str]](), None, True
+    while more:
+        page, more = store.page(jobs_of(us, None, before), size_of(StoredJob.spec), 3)
+        assert all(job.spec["text"] for job in page)
+        pages.append([job.id for job in page])
+        before = page[-1].number
+    assert [len(page) for page in pages] == [2, 2, 3, 2], "the last large one has small ones beside it"
+    assert [job for page in pages for job in page] == ids[::-1]
+    races, fine_tunings = RaceRows(store), FineTunings(store, None, None)  # type: ignore[arg-type]
+    with store.transaction() as session:
+        for number, job in enumerate(ids[-3:]):
+            session.add(StoredRace(id=f"race-{number}", tenant_id=us.tenant_id, name=f"race{number}", spec=large))
+            session.add(FineTuning(job_id=job, request={"metadata": {"a": "b"}}))
+    assert [len(page) for page in (races.page(us)[0], fine_tunings.page(us, None, 5, {"a": "b"})[0])] == [2, 2]
+    assert fine_tunings.page(us, ids[-2], 5, None)[1] is False
 
 
 def test_files_are_their_tenants(store: Store) -> None:

@@ -9,7 +9,7 @@ from sqlalchemy.exc import IntegrityError
 
 from motet.core.errors import StoreError
 from motet.core.types import JobState
-from motet.service.database.store import Store, only_one
+from motet.service.database.store import Store, only_one, size_of
 from motet.service.database.tables import Event, StoredJob, StoredRace, now
 from motet.service.database.tenants import Principal
 
@@ -34,11 +34,15 @@ class RaceRows:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def page(self, who: Principal, *, before: int | None = None, limit: int = 50) -> list[StoredRace]:
-        """A tenant's races (an admin's: all), newest first; `before` is the number of the previous page's last race."""
-        query = select(StoredRace).order_by(StoredRace.number.desc()).limit(limit)
+    def page(self, who: Principal, *, before: int | None = None, limit: int = 50) -> tuple[list[StoredRace], bool]:
+        """A tenant's races (an admin's: all), newest first, fewer if they are large, and whether others follow.
+
+        `before` is the number of the previous page's last race.
+        """
+        query = select(StoredRace).order_by(StoredRace.number.desc())
         query = query if who.admin else query.where(StoredRace.tenant_id == who.tenant_id)
-        return self._store.scalars(query if before is None else query.where(StoredRace.number < before))
+        query = query if before is None else query.where(StoredRace.number < before)
+        return self._store.page(query, size_of(StoredRace.spec), limit)
 
     def find(self, who: Principal, name: str) -> StoredRace | None:
         """A race by its id, or by its name among the tenant's races; an admin's also by a name that only one tenant has.

@@ -6,13 +6,13 @@ Every call is one short transaction. Requests of a tenant only search that tenan
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Select, delete, func, select, update
+from sqlalchemy import Select, Text, cast, delete, func, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import InstrumentedAttribute, Session, defer, sessionmaker
 
 from motet.core.errors import StoreError
 from motet.core.types import JobState, Wanted
@@ -39,6 +39,10 @@ AWAY = (OperationalError, InterfaceError, NoConnection)
 """Errors of a database that is unreachable, full, read-only (in a failover) or out of connections; a retry may succeed."""
 _READ_ONLY = "25006"
 """PostgreSQL's error code for a read-only transaction."""
+MOST_OF_A_PAGE = 2**22
+"""Characters of the configurations on a page, which has one of them in any case."""
+IN_PARTS = {"yield_per": 8}
+"""Option of a query whose rows may be large: a page often ends before the last one."""
 OPEN = tuple(state.value for state in JobState if not state.final)
 
 
@@ -53,6 +57,34 @@ def only_one(tenants: Tenants, who: Principal, name: str, found: Sequence[Named]
         each = ", ".join(f"{one.id} of {tenants.name_of(one.tenant_id)}" for one in found[:10])
         raise StoreError(f"{len(found)} tenants have a {name!r}; give its id: {each}")
     return next(iter(mine or found), None)
+
+
+def size_of(*columns: InstrumentedAttribute[Any]) -> Any:
+    """The characters of a row's JSON, for `first_of`."""
+    return sum(func.length(cast(column, Text)) for column in columns)
+
+
+def first_of(rows: Iterable[Any], limit: int) -> tuple[list[Any], bool]:
+    """The rows of a page without their last column, the size: `limit`, or fewer large ones; and whether others follow."""
+    kept, total = list[Any](), 0
+    for *row, size in rows:
+        total += size
+        if kept and (len(kept) == limit or total > MOST_OF_A_PAGE):
+            return kept, True
+        kept.append(row)
+    return kept, False
+
+
+def jobs_of(who: Principal, state: str | None, before: int | None) -> Select[StoredJob]:
+    """A tenant's jobs (an admin's: all), newest first; `before` is the number of the previous page's last job."""
+    query = select(StoredJob).order_by(StoredJob.number.desc())
+    for wanted in (
+        None if who.admin else StoredJob.tenant_id == who.tenant_id,
+        None if state is None else StoredJob.state == state,
+        None if before is None else StoredJob.number < before,
+    ):
+        query = query if wanted is None else query.where(wanted)
+    return query
 
 
 def find_job(session: Session, job_id: str) -> StoredJob | None:
@@ -184,15 +216,15 @@ class Store:
     def jobs(
         self, who: Principal, *, state: str | None = None, before: int | None = None, limit: int = 50
     ) -> list[StoredJob]:
-        """A tenant's jobs (an admin's: all), newest first; `before` is the number of the previous page's last job."""
-        query = select(StoredJob).order_by(StoredJob.number.desc()).limit(limit)
-        if not who.admin:
-            query = query.where(StoredJob.tenant_id == who.tenant_id)
-        if state is not None:
-            query = query.where(StoredJob.state == state)
-        if before is not None:
-            query = query.where(StoredJob.number < before)
-        return self.scalars(query)
+        """Some of `jobs_of`, without `spec`."""
+        return self.scalars(jobs_of(who, state, before).limit(limit).options(defer(StoredJob.spec)))
+
+    def page(self, query: Select[Value], size: Any, limit: int) -> tuple[list[Value], bool]:
+        """A page of a query, shorter if its rows are large, and whether others follow; `size` is from `size_of`."""
+        query = query.limit(limit + 1).add_columns(size)
+        with self.transaction() as session, session.execute(query, execution_options=IN_PARTS) as every:
+            rows, more = first_of(every, limit)
+        return [row[0] for row in rows], more
 
     def job(self, who: Principal, name: str) -> StoredJob | None:
         """A job by its id, or by its name among the tenant's jobs; an admin's also by a name that only one tenant has.

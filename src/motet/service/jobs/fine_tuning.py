@@ -18,7 +18,7 @@ from motet.config.jobfile import merge
 from motet.core.errors import ConfigError, DataError, GraderError
 from motet.core.types import Problem
 from motet.service.adapters.adapters import Adapters, NoModelError
-from motet.service.database.store import Store
+from motet.service.database.store import IN_PARTS, Store, first_of, size_of
 from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob, now
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, bad_field
@@ -145,8 +145,8 @@ class FineTunings:
         """The tenant's job of the same request within the last minutes."""
         own, since = StoredJob.tenant_id == who.tenant_id, now() - _RETRY_SECONDS
         query = select(StoredJob, FineTuning).join(FineTuning).where(own, StoredJob.created > since)
-        with self._store.transaction() as session:
-            newest = session.execute(query.order_by(StoredJob.number.desc()).limit(_CHUNK))
+        query = query.order_by(StoredJob.number.desc()).limit(_CHUNK)
+        with self._store.transaction() as session, session.execute(query, execution_options=IN_PARTS) as newest:
             return next(((job, made) for job, made in newest if made.request == request), None)
 
     def find(self, who: Principal, job_id: str) -> tuple[StoredJob, FineTuning] | None:
@@ -160,31 +160,26 @@ class FineTunings:
 
     def page(
         self, who: Principal, after: str | None, limit: int, metadata: Mapping[str, str] | None
-    ) -> list[tuple[StoredJob, FineTuning]]:
-        """Fine-tuning jobs with these values in their `metadata`, newest first, after the job with an id."""
-        query = select(StoredJob, FineTuning).join(FineTuning, FineTuning.job_id == StoredJob.id)
+    ) -> tuple[list[tuple[StoredJob, FineTuning]], bool]:
+        """Fine-tuning jobs with these values in their `metadata`, newest first, after the job with an id.
+
+        There are fewer than `limit` if they are large; also returns whether others follow.
+        """
+        query = select(StoredJob, FineTuning, size_of(StoredJob.spec, FineTuning.request))
+        query = query.join(FineTuning, FineTuning.job_id == StoredJob.id)
         query = query.order_by(StoredJob.number.desc())
         if not who.admin:
             query = query.where(StoredJob.tenant_id == who.tenant_id)
         last = None if after is None else self._store.job(who, after)
         if after is not None and last is None:
             raise bad_field("after", f"there is no job {after!r}")
-        before = None if last is None else last.number
-        matching: list[tuple[StoredJob, FineTuning]] = []
-        while True:
-            with self._store.transaction() as session:
-                rows = session.execute(
-                    (query if before is None else query.where(StoredJob.number < before)).limit(_CHUNK)
-                )
-                chunk = [(job, made) for job, made in rows]
-            for job, made in chunk:
-                if (metadata or {}).items() <= (made.request.get("metadata") or {}).items():
-                    matching.append((job, made))
-                    if len(matching) == limit:
-                        return matching
-            if len(chunk) < _CHUNK:
-                return matching
-            before = chunk[-1][0].number
+        query = query if last is None else query.where(StoredJob.number < last.number)
+        wanted = (metadata or {}).items()
+        with self._store.transaction() as session, session.execute(query, execution_options=IN_PARTS) as every:
+            rows, more = first_of(
+                (row for row in every if wanted <= (row[1].request.get("metadata") or {}).items()), limit
+            )
+        return [(job, made) for job, made in rows], more
 
     def events(self, job_id: str, before: int | None, limit: int) -> list[Event]:
         """Events of a job before a given one, newest first."""

@@ -112,8 +112,8 @@ def list_jobs(
         for name, value in request.query_params.items()
         if name.startswith("metadata[")
     }
-    page = service.fine_tunings.page(who, after, limit + 1, wanted)
-    return s.FineTuningJobs(data=[_shown(service, one) for one in page[:limit]], has_more=len(page) > limit)
+    page, more = service.fine_tunings.page(who, after, limit, wanted)
+    return s.FineTuningJobs(data=[_shown(service, one) for one in page], has_more=more)
 
 
 @router.get("/jobs/{job}")

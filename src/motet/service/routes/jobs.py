@@ -14,6 +14,7 @@ from pydantic import Field
 
 from motet.core.types import JobState, Wanted, Word
 from motet.service.composition import Service
+from motet.service.database.store import jobs_of, size_of
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
@@ -120,9 +121,10 @@ def list_jobs(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Response:
     """List jobs, newest first."""
-    jobs = service.store.jobs(who, state=state, before=None if after is None else int(after), limit=limit + 1)
-    more = str(jobs[limit - 1].number) if len(jobs) > limit else None
-    return page(Jobs(data=[], next=more), (_shown(who, service, job) for job in jobs[:limit]))
+    query = jobs_of(who, state, None if after is None else int(after))
+    jobs, more = service.store.page(query, size_of(StoredJob.spec), limit)
+    next_page = str(jobs[-1].number) if more else None
+    return page(Jobs(data=[], next=next_page), (_shown(who, service, job) for job in jobs))
 
 
 @router.get("/jobs/{job}")

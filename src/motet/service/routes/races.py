@@ -52,9 +52,8 @@ def list_races(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Races:
     """List races, newest first."""
-    races = service.races.rows.page(who, before=None if after is None else int(after), limit=limit + 1)
-    page = races[:limit]
-    next_page = str(page[-1].number) if len(races) > limit else None
+    page, more = service.races.rows.page(who, before=None if after is None else int(after), limit=limit)
+    next_page = str(page[-1].number) if more else None
     return Races(data=[_shown(who, service, race) for race in page], next=next_page)
 
 
