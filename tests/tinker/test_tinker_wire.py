@@ -119,7 +119,9 @@ def deep(levels: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "odd", ["\ud800", {"\ud800": 1}, deep(40), deep(900), 2**70], ids=["half", "key", "deep", "deeper", "int"]
+    "odd",
+    ["\ud800", {"\ud800": 1}, deep(40), deep(900), 2**70, "x" * 9000],
+    ids=["half", "key", "deep", "deeper", "int", "long"],
 )
 def test_metadata_that_cannot_be_kept_are_refused_and_nothing_is_left_of_them(house: House, odd: Any) -> None:
     about = {"a": odd}

@@ -16,17 +16,21 @@ Name = Annotated[str, Field(pattern=NAME)]
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
 Place = Annotated[int, Field(ge=0, lt=2**31)]
 """Of a model or sampling session among those of its session; part of its id."""
+_MOST_METADATA = 2**13
+"""Bytes: lists of up to a thousand are encoded in the event loop."""
 Ttl = Annotated[int, Field(ge=1, le=10**9)]
 
 
 def _kept(value: dict[str, Any]) -> dict[str, Any]:
     """Check that a journal can store a value."""
     try:
-        msgspec.msgpack.encode(check_plain(value))
+        size = len(msgspec.msgpack.encode(check_plain(value)))
     except (UnicodeEncodeError, OverflowError) as error:
         raise ValueError(
             f"this cannot be stored: {error}; send valid Unicode, and numbers of at most 64 bits"
         ) from error
+    if size > _MOST_METADATA:
+        raise ValueError(f"{size} bytes are more than {_MOST_METADATA}, the most of metadata")
     return value
 
 
