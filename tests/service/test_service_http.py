@@ -352,6 +352,8 @@ def test_rollouts_can_be_filtered(house: House) -> None:
     assert rewards("?max_reward=0.5") == [0.0, 0.5]
     assert rewards("?min_reward=0.1&max_reward=0.9&limit=1") == [0.5]
     assert "step 7" in house.refused(404, "GET", "/v1/jobs/ended/rollouts?step=7")["message"]
+    for field in ("step", "problem"):
+        assert field in house.refused(422, "GET", f"/v1/jobs/ended/rollouts?{field}={'7' * 1000}")["message"]
 
 
 def test_rollouts_take_a_tenants_memory_until_they_are_sent(house: House) -> None:

@@ -142,6 +142,23 @@ def test_a_body_that_cannot_be_read_is_a_400(house: House) -> None:
         house.refused(400, "POST", f"{PREFIX}/save_weights", content=body)
 
 
+@pytest.mark.parametrize(
+    ("route", "odd"),
+    [
+        ("asample", {"seq_id": "1" * 2000}),
+        ("asample", {"type": "\ud800"}),
+        ("asample", {"sampling_params": {"max_tokens": 1, "stop": "\ud800"}}),
+        ("asample", {"sampling_params": {"max_tokens": 1, "stop": ["\ud800"]}}),
+        ("weights_info", {"tinker_path": "tinker://\ud800/weights/x"}),
+    ],
+    ids=["digits", "type", "stop", "stops", "path"],
+)
+def test_what_no_text_and_no_number_holds_is_a_400(house: House, route: str, odd: dict[str, Any]) -> None:
+    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": "base"}
+    body = odd if route == "weights_info" else {**sample, **odd}
+    house.refused(400, "POST", f"{PREFIX}/{route}", **plainly(body))
+
+
 def sparse(found: Any, shape: list[int], rows: list[int]) -> None:
     """Targets without values, of a shape that takes no bytes of the message to be large."""
     targets = found.data[-1].loss_fn_inputs[0].value

@@ -162,14 +162,14 @@ async def rollouts(
     who: Asker,
     service: ServiceDep,
     job: NamedJob,
-    step: Annotated[int | None, Query(ge=0, description="The step; default: the newest.")] = None,
+    step: Annotated[int | None, Query(ge=0, le=2**53, description="The step; default: the newest.")] = None,
     min_reward: float | None = None,
     max_reward: float | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     purpose: Annotated[
         Literal["train", "eval"], Query(description="With `eval`, `step` is the evaluated version.")
     ] = "train",
-    problem: Annotated[int | None, Query(ge=0, description="Only rollouts of this problem.")] = None,
+    problem: Annotated[int | None, Query(ge=0, le=2**53, description="Only rollouts of this problem.")] = None,
     tokens: Annotated[bool, Query(description="Include the text and logprob of each token.")] = False,
 ) -> Response:
     """List the rollouts of a step or an evaluation, with rewards."""

@@ -12,6 +12,7 @@ from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
 Id = Annotated[str, Field(max_length=600)]
+"""A limit on its length also refuses half characters, which cannot be stored or looked up."""
 Name = Annotated[str, Field(pattern=NAME)]
 Seq = Annotated[int, Field(ge=1, lt=2**31)]
 Place = Annotated[int, Field(ge=0, lt=2**31)]
@@ -41,7 +42,7 @@ class Request(BaseModel):
     """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    type: str | None = None
+    type: Id | None = None
 
 
 class Anything(BaseModel):
@@ -200,7 +201,7 @@ class Sampling(Request):
 
     max_tokens: int | None = Field(None, ge=1, le=100_000)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[str | list[str] | list[int] | None, BeforeValidator(few)] = None
+    stop: Annotated[Id | list[Id] | list[int] | None, BeforeValidator(few)] = None
     temperature: float = Field(1.0, ge=0, le=1000)
     top_k: int = Field(-1, ge=-1)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -215,7 +216,7 @@ class Sample(Request):
     base_model: str | None = None
     model_path: Id | None = None
     sampling_session_id: Id | None = None
-    seq_id: int | None = None
+    seq_id: int | None = Field(None, ge=-(2**63), lt=2**63)
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0, le=100)
     topk_sample_logprobs: Literal[0] = 0

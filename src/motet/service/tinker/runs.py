@@ -25,7 +25,7 @@ from motet.service.tenants.stored import measured
 from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, Checkpoints, archive_into, files_of, iso
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import Tinker, TinkerDep, new_router
-from motet.service.tinker.requests import CopyWeights, Lora, Ttl
+from motet.service.tinker.requests import CopyWeights, Id, Lora, Ttl
 
 router = new_router()
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -36,7 +36,7 @@ _LINK, _ARCHIVE, _SECONDS = "link", "archive.tar", 900
 class WeightsInfo(BaseModel):
     """A request for a checkpoint."""
 
-    tinker_path: str
+    tinker_path: Id
 
 
 @dataclass(frozen=True)
