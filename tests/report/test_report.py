@@ -215,6 +215,7 @@ def test_preferences_are_measured_by_their_accuracy(tmp_path: Path, says: Motet)
 
 def test_jobs_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     names = ["a2", "a10", "b-lr=1e-05", "b-lr=0.0001-c=0", "b-lr=0.0001-c=0.02", "b-lr=0.0001-c=0.1", "b-lr=0.001"]
+    names += ["c-v1.9", "c-v1.10"]
     for name in reversed(names):
         write_job(tmp_path, name, done=1, steps=1, top=0.5, state="succeeded")
     assert [job.name for job in read_run(tmp_path).jobs] == names

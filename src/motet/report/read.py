@@ -318,8 +318,8 @@ def _numbers(directory: Path, pattern: str) -> list[int]:
 
 
 def _natural(path: Path) -> tuple[list[tuple[float, str]], str]:
-    """Sorts job2 before job10, and lr=1e-05 before lr=0.0001."""
-    parts = re.split(r"(\d+(?:\.\d+)?(?:e-?\d+)?)", path.name)
+    """Sorts job2 before job10, v1.9 before v1.10, and lr=1e-05 before lr=0.0001."""
+    parts = re.split(r"((?<==)\d+(?:\.\d+)?(?:e-?\d+)?|\d+)", path.name)
     return [(float(part), "") if place % 2 else (-1.0, part) for place, part in enumerate(parts)], path.name
 
 
