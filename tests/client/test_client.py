@@ -175,6 +175,16 @@ def test_numbers_that_are_none_are_refused(
     assert (code, words[-2] in err) == (2, True)
 
 
+def test_a_name_with_a_slash_is_no_other_route(house: House, says: Motet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOTET_URL", str(house.http.base_url))
+    monkeypatch.setenv("MOTET_API_KEY", house.keys["ours"])
+    for command in (("show", "theirs/ended"), ("logs", "ended/events"), ("delete", "ended/versions")):
+        code, out, err = says(*command)
+        assert (code, f"there is no job {command[1]!r}" in out + err) == (2, True), (code, out, err)
+    with motet.Client() as client, pytest.raises(ServiceError, match="there is no file 'a/content'"):
+        client.delete_file("a/content")
+
+
 def test_keys_of_two_tenants(house: House, says: Motet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for an engine; the house has keys of its own, and a job."""
     monkeypatch.setenv("MOTET_URL", str(house.http.base_url))
