@@ -233,7 +233,7 @@ class Bodies:
                 await self._refusal(error.status_code, error.detail, headers=error.headers)(scope, receive, send)
                 return
             await send(start.pop())
-            for place in range(0, len(content), _PIECE):
+            for place in range(0, max(1, len(content)), _PIECE):  # the answer to HEAD is empty
                 more = place + _PIECE < len(content)
                 await send({**message, "body": content[place : place + _PIECE], "more_body": more})
 
