@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -38,6 +39,16 @@ from words import VOWELS
 
 def vowels(problem, completion):
     return sum(letter in VOWELS for letter in completion) / 8
+"""
+
+PRESS = """
+import os, signal
+
+def vowels(problem, completion):
+    if not os.path.exists({pressed!r}):
+        open({pressed!r}, "a").close()
+        os.kill({pid}, signal.SIGINT)
+    return 1.0
 """
 
 
@@ -535,6 +546,14 @@ def test_a_fork_of_a_job_of_a_sweep_takes_overrides(project: Path) -> None:
     with pytest.raises(ConfigError, match="letters, digits"):
         motet("fork", project / "jobs.yaml", f"{name}@1", project / "other", "--name", "../x")
     assert not (project / "other").exists()
+
+
+def test_ctrl_c_ends_a_replay_after_its_step(project: Path) -> None:
+    (project / "rewards.py").write_text(PRESS.format(pressed=str(project / "pressed"), pid=os.getpid()))
+    code, output = motet("replay", project / "jobs.yaml", "words@0..4")
+    assert code == 130
+    assert "finishing step 1 of words" in output
+    assert output.endswith("stopped before version 4, so nothing was compared\n")
 
 
 @pytest.mark.parametrize(

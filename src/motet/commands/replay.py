@@ -16,7 +16,7 @@ import yaml
 
 from motet.algorithms.rows import RowAlgorithm
 from motet.cluster.starts import engine_of_host
-from motet.commands.answers import say
+from motet.commands.answers import INTERRUPTED, say
 from motet.config import JobConfig, RunConfig, StopConfig
 from motet.config.chain import chains
 from motet.config.jobfile import jobs_of, load_jobs
@@ -86,7 +86,7 @@ class _Reached(Exception):
 
 
 def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *, trust_remote_code: bool) -> int:
-    """Derive versions again and compare; returns 0 where all bytes are equal, 1 otherwise."""
+    """Derive versions again and compare; returns 0 where all bytes are equal, 130 after Ctrl-C, 1 otherwise."""
     wanted, config = Range.of(text), load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     job = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / job.name)
@@ -118,6 +118,9 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         engine = engine_of_host(config.engine, 0)  # the job was on one of them
         alone = {"run": str(run), "engine": engine, "jobs": [whole], "observers": []}
         seconds = _train(config.model_copy(update=alone), last, original)
+        if seconds is None:
+            say(f"stopped before version {last}, so nothing was compared")
+            return INTERRUPTED
         parted = list(partings(original, again, first, last))
         facts = (list(_other_facts(original, again, version)) for version in range(first + 1, last + 1))
         for line in next(filter(None, facts), []):  # before a fork or an accepted change, there may be others
@@ -198,8 +201,8 @@ def _job_of(config: RunConfig, name: str) -> JobConfig:
     return jobs[name]
 
 
-def _train(config: RunConfig, last: int, original: JobDirectory) -> float:
-    """Run one job up to a step; gives the seconds."""
+def _train(config: RunConfig, last: int, original: JobDirectory) -> float | None:
+    """Run one job up to a step; gives the seconds, None after Ctrl-C."""
 
     def observe(progress: Sequence[JobProgress]) -> None:
         if progress[0].step >= last:
@@ -207,10 +210,10 @@ def _train(config: RunConfig, last: int, original: JobDirectory) -> float:
 
     began = time.monotonic()
     try:
-        result = run_config(config, observe=observe, original=original)
+        result = run_config(config, observe=observe, notify=say, original=original)
         done = next(iter(result.jobs.values()))
         if done.state is JobState.PAUSED:
-            raise RunError("stopped before the last step, so nothing was compared")
+            return None
         if done.state is not JobState.SUCCEEDED:
             raise RunError(f"the job {done.state.value}: {done.message}")
     except _Reached:
