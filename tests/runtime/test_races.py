@@ -721,6 +721,13 @@ def test_what_cannot_race_is_refused_with_the_reason(fields: dict[str, Any], mes
         raced([racing(**fields).model_copy(update={"name": name})])
 
 
+def test_a_candidate_with_another_loss_has_the_clip_of_that_loss() -> None:
+    over = {"algorithm.loss": ["ppo_clip", "gspo"]}
+    plan = planned(algorithm={"loss": "gspo"}, race={"candidates": 3, "over": over})
+    clips = {one.rl.loss: (one.rl.clip_low, one.rl.clip_high) for one in plan.candidates}
+    assert clips == {"gspo": (3e-4, 4e-4), "ppo_clip": (0.2, 0.28)}
+
+
 def test_candidates_keep_the_shape_of_the_adapter_that_they_start_from() -> None:
     """Otherwise the first that does not would fail after the whole job that it waits for."""
     first = racing(race=None).model_copy(update={"name": "first"})

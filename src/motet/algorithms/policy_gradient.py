@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -95,13 +95,16 @@ class PolicyGradient(Algorithm):
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
     """The job fails if more than this fraction of the rollouts of a step have no reward."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _clip_goes_with_the_loss(cls, given: Any) -> Any:
-        """Set the clip range of sequence ratios, which are geometric means over tokens and stay near 1."""
-        if isinstance(given, dict) and given.get("loss", cls.model_fields["loss"].default) == "gspo":
-            return {**SEQUENCE_CLIP, **given}
-        return given
+    @model_validator(mode="after")
+    def _clip_goes_with_the_loss(self) -> PolicyGradient:
+        """Set the clip range of sequence ratios, which are geometric means over tokens and stay near 1.
+
+        The fields count as left out, so a copy with another loss has the range of that loss.
+        """
+        if self.loss == "gspo":
+            left_out = {name: value for name, value in SEQUENCE_CLIP.items() if name not in self.model_fields_set}
+            self.__dict__.update(left_out)
+        return self
 
     @model_validator(mode="after")
     def _has_newer_versions(self) -> PolicyGradient:
