@@ -323,6 +323,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({"algorithm": {"group_size": 1}}, "algorithm.group_size: Input should be greater than or equal to 2"),
     "rank": ({"adapter": {"rank": 1000}}, "adapter.rank: Input should be less than or equal to 512"),
     "no reward": ({"reward": []}, "reward: is missing; name one, such as `exact`"),
+    "retry without a reward": (
+        {"reward": [], "algorithm": {"type": "distill", "teacher": "base"}, "environment": "retry"},
+        "environment: retry asks again after a reward below 1, and nothing rewards the answers of this job; "
+        "give it a reward, or leave retry out",
+    ),
     "nothing counts": ({"reward": {"exact": 0.0}}, "nothing to learn; give at least one reward another weight"),
     "no number": ({"reward": {"exact": float("inf")}}, "reward.0.weight: Input should be a finite number (got inf)"),
     "no end": ({"steps": 10**21}, "steps: Input should be less than or equal to 10000000 (got 1000000000000000000000)"),

@@ -331,6 +331,11 @@ class JobConfig(Config):
                 )
         elif not self.rewards and not self.environment.own and self.algorithm.needs_rewards:
             raise ValueError("reward: is missing; name one, such as `exact`, or `file.py:function` for your own")
+        elif self.environment.name == "retry" and not self.rewards:
+            raise ValueError(
+                "environment: retry asks again after a reward below 1, and nothing rewards the answers of this job; give it "
+                "a reward, or leave retry out"
+            )
         return self
 
     @model_validator(mode="after")
