@@ -328,6 +328,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "environment: retry asks again after a reward below 1, and nothing rewards the answers of this job; "
         "give it a reward, or leave retry out",
     ),
+    "a buffer longer than answers": (
+        {"algorithm": {"type": "dapo", "overlong_buffer": 32}, "sampling": {"max_tokens": 16}},
+        "algorithm.overlong_buffer: 32 is more than sampling.max_tokens, 16, so every answer would be punished",
+    ),
     "nothing counts": ({"reward": {"exact": 0.0}}, "nothing to learn; give at least one reward another weight"),
     "no number": ({"reward": {"exact": float("inf")}}, "reward.0.weight: Input should be a finite number (got inf)"),
     "no end": ({"steps": 10**21}, "steps: Input should be less than or equal to 10000000 (got 1000000000000000000000)"),

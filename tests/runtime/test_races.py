@@ -712,6 +712,10 @@ def test_the_default_race_costs_about_four_runs(lr: float | str, widest: float) 
         ({"race": {"over": {"algorithm.group_size": ["a"]}}}, "race.over.algorithm.group_size: 'a' cannot be used"),
         ({"race": {"over": {"adapter.rank": [0]}}}, "race.over.adapter.rank: 0 cannot be used"),
         ({"race": {"over": {"optimizer.rate": [1]}}}, "race.over.optimizer.rate: 1 cannot be used"),
+        (
+            {"algorithm": {"type": "dapo", "overlong_buffer": 4}, "race": {"over": {"sampling.max_tokens": [2]}}},
+            "job say-c=.*algorithm.overlong_buffer: 4 is more than sampling.max_tokens, 2",
+        ),
         ({"name": "n" * 100}, "no room for the endings"),
     ],
 )

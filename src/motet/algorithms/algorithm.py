@@ -60,6 +60,10 @@ class Algorithm(Config):
             self.reference_server is None and self.compared_with not in (("base",) if started else ("base", "start"))
         )
 
+    def mistake(self, max_tokens: int) -> str | None:
+        """Why it cannot learn from answers of at most `max_tokens`; None if it can."""
+        return None
+
     def token_losses(self, inputs: LossInputs) -> TokenLosses:
         """Loss of each trainable token of a segment [N], and whether a clip touched it [N]; runs in the trainer."""
         raise NotImplementedError(f"{type(self).__name__} has no token_losses")

@@ -23,6 +23,15 @@ class Dapo(PolicyGradient):
     """Soft overlong punishment (section 3.4): within this many tokens of max_tokens the reward falls by up to 1; 0 turns it
     off."""
 
+    def mistake(self, max_tokens: int) -> str | None:
+        """A buffer longer than answers."""
+        if self.overlong_buffer <= max_tokens:
+            return None
+        return (
+            f"algorithm.overlong_buffer: {self.overlong_buffer} is more than sampling.max_tokens, {max_tokens}, so every "
+            "answer would be punished; lower it"
+        )
+
     def advantages(self, groups: Sequence[Group], max_tokens: int) -> Sequence[Sequence[OfTokens]]:
         """GRPO's advantages of the rewards plus the punishment."""
         judged = [

@@ -170,6 +170,8 @@ def _check(job: JobConfig) -> None:
         raise ConfigError(f"{where}`budget` would stop single candidates; set race.budget for all of them together")
     if job.stop_when.rules:
         raise ConfigError(f"{where}`stop_when` would end single candidates between decisions; leave it out")
+    if mistake := algorithm.mistake(job.sampling.max_tokens):
+        raise ConfigError(f"{where}{mistake}")
 
 
 def _rungs(job: JobConfig, race: RaceConfig) -> tuple[tuple[tuple[int, int], ...], int]:

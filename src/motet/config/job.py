@@ -339,7 +339,7 @@ class JobConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _each_stop_can_come_and_the_team_can_train(self) -> JobConfig:
+    def _stops_algorithm_and_team_fit(self) -> JobConfig:
         algorithm, rows = self.algorithm, isinstance(self.algorithm, RowAlgorithm)
         if self.stop_when.rules and isinstance(algorithm, ClientDriven):
             raise ValueError("stop_when: a client ends its job itself; leave it out")
@@ -352,8 +352,9 @@ class JobConfig(Config):
             measures_kl=isinstance(algorithm, PolicyGradient) and algorithm.needs_reference,
             to_base=algorithm.reference_server is None and algorithm.compared_with == "base",
         )
-        if mistake is None and self.team:
-            mistake = team_mistake(self.team, algorithm, self.environment.name, self.adapter.init)
+        mistake = mistake or algorithm.mistake(self.sampling.max_tokens)
+        if self.team:
+            mistake = mistake or team_mistake(self.team, algorithm, self.environment.name, self.adapter.init)
         if mistake is not None:
             raise ValueError(mistake)
         return self
