@@ -130,8 +130,9 @@ def test_gradients_equal_plain_pytorch(algorithm: Preference, rows: list[Row], p
             [1.5, 0.5, 1.5],
         ),
         (Kto(beta=2), THUMBS, [1, 1, -1, -9, 0, 0], [2, -2, -2], [1, 1, 1]),
+        (Kto(beta=2), THUMBS[:1], [1, 1], [2], [1]),
     ],
-    ids=["pairs", "ratings", "other answers got less likely"],
+    ids=["pairs", "ratings", "other answers got less likely", "no other answer"],
 )
 def test_figures_by_hand(
     algorithm: Preference, rows: list[Row], gains: list[float], over: list[float], factors: list[float]

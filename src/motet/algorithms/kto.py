@@ -58,7 +58,8 @@ class Kto(Preference):
         n = len(batch.samples) // 2
         signs_S = np.array([_sign(sample.weights) for sample in batch.samples[:n]])
         gains = policy - reference
-        return signs_S, self.beta * signs_S * (gains[:n] - max(float(gains[n:].mean()), 0.0))
+        point = max(float(gains[n:].mean()), 0.0) if n > 1 else 0.0  # a single row is paired with its own answer
+        return signs_S, self.beta * signs_S * (gains[:n] - point)
 
     def _factors(self, signs_S: Figures) -> Figures:
         return np.where(signs_S > 0, self.liked_weight, self.disliked_weight)
