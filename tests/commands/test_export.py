@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from tests.support import tiny_models as tiny
 from tests.support.peft_files import close, peft_logits
 from tests.support.peft_files import export as save
 from tests.support.quantised_files import write_float8, write_mxfp4, write_nf4
+from tests.support.small_disk import small_disk
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.25)])
@@ -51,6 +53,14 @@ def test_nothing_stays_of_what_is_interrupted(tmp_path: Path) -> None:
             assert [file.name for file in target.iterdir()] == [draft.name]
             raise KeyboardInterrupt
     assert [(item.name, list(item.iterdir())) for item in tmp_path.iterdir()] == [("empty", [])]
+
+
+def test_a_full_disk_is_said_to_be_full(adapter: Path, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        with pytest.raises(OSError, match="No space left") as full:
+            write(adapter, None, disk / "merged", "merged", checked=False)
+        assert full.value.errno == errno.ENOSPC
+        assert not [*disk.iterdir()]
 
 
 def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:

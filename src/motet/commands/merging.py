@@ -116,11 +116,14 @@ def merge(source: ExportSource, target: Path, dtype: str) -> str:
         AdapterError: the adapter cannot be read or does not fit the base.
         BaseModelError: the base cannot be loaded.
     """
+    from motet.model.peft_io import writing
+
     weights = source.weights
     paths = _paths(weights, source.adapter)
     model, tokenizer = load_model(source.base, source.files, dtype)
     _add(model, weights, paths, source.adapter, source.base)
-    model.save_pretrained(target)
+    with writing(target):
+        model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     _copy_processors(source.files, target)
     return str(model.dtype).removeprefix("torch.")

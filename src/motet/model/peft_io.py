@@ -8,9 +8,11 @@ Legend: E experts, R rank, K inputs, N outputs.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -140,17 +142,24 @@ def _names(base: LoraModel, adapted: list[str]) -> list[str]:
     return sorted({path if last in others else last for path, last in lasts})
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise OSError where safetensors cannot write; a full disk keeps its error number."""
+    try:
+        yield
+    except SafetensorError as error:
+        full = "No space left" in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
+
+
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write and sync a safetensors file.
 
     Raises:
         OSError: it cannot be written; a full disk keeps its error number.
     """
-    try:
+    with writing(path):
         save_file(tensors, str(path), metadata=metadata)
-    except SafetensorError as error:
-        full = "No space left" in str(error)
-        raise OSError(errno.ENOSPC if full else errno.EIO, str(error), str(path)) from error
     # readable by everyone who can read the directory, such as servers of other users
     path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
