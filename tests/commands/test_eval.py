@@ -236,6 +236,8 @@ def test_other_rows_are_of_the_same_subset_and_split(tmp_path: Path) -> None:
     config = load_jobs(job_file(tmp_path, {**job("sums", tmp_path), "data": data, "reward": "exact"}))
     found = task_of(config, ["sums"], Asked(data="hub/others")).data
     assert (found.source, found.subset, found.split, found.prompt) == ("hub/others", "main", "test", "asked")
+    of_file = task_of(config, ["sums"], Asked(data=job_file(tmp_path))).data
+    assert (of_file.subset, of_file.split, of_file.prompt) == (None, "train", "asked")
 
 
 def test_rewards_that_fail_are_told(trained: Path, says: Motet) -> None:

@@ -355,6 +355,18 @@ def test_bad_sources_are_named(tmp_path):
             load_dataset(DataConfig(source=source, holdout=0, size=4))
     with pytest.raises(DataError, match=r"refuses data\.config \{'foo': 1\}.*Its options: .*max_terms"):
         load_dataset(DataConfig(source="reasoning-gym:chain_sum", config={"foo": 1}))
+    rows = str(tmp_path / "train.jsonl")
+    for source, field, value in (
+        (rows, "split", "test"),
+        ("toy:add", "subset", "main"),
+        ([{"prompt": "x"}], "split", "a"),
+    ):
+        with pytest.raises(DataError, match=rf"data\.{field} '{value}': .* has no {field}s; leave it out"):
+            load_dataset(DataConfig(source=source, holdout=0, **{field: value}))
+    with pytest.raises(
+        DataError, match=r"data\.eval_source '.*/trian\.jsonl' is not a file; did you mean 'train\.jsonl'"
+    ):
+        load_dataset(DataConfig(source="toy:add", eval_source=str(tmp_path / "trian.jsonl")))
     with pytest.raises(DataError, match=r"data\.holdout is 0"):
         load_dataset(DataConfig(source="toy:add", eval_source="toy:add", holdout=0))
 

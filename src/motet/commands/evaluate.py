@@ -40,10 +40,11 @@ from motet.runtime.settings import Mean
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.plain_json import as_json
+from motet.tasks.sources import has_splits
 from motet.tracking.trackers import write_parquet
 
 _FORMATS = (".jsonl", ".parquet")
-_OF_ROWS = "subset prompt answer template system chat_template chat_template_kwargs max_prompt_tokens".split()
+_OF_ROWS = "prompt answer template system chat_template chat_template_kwargs max_prompt_tokens".split()
 """The `data` fields that a job keeps when other rows are evaluated."""
 
 
@@ -241,8 +242,9 @@ def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
         tree["eval"]["temperature"] = 0.0
     if asked.data is not None:
         kept = {name: value for name, value in tree["data"].items() if name in _OF_ROWS}
-        split = job.data.eval_split or job.data.split
-        tree["data"] = {**kept, "source": asked.data, "split": split, "holdout": 0, "size": asked.rows}
+        if has_splits(asked.data):
+            kept |= {"split": job.data.eval_split or job.data.split, "subset": job.data.subset}
+        tree["data"] = {**kept, "source": asked.data, "holdout": 0, "size": asked.rows}
     if asked.rewards:
         tree["rewards"] = list(asked.rewards)
     elif isinstance(job.algorithm, RowAlgorithm):

@@ -23,7 +23,7 @@ from motet.tasks.pools import Pools, order_of, passes
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.row_files import Row, RowLimits
-from motet.tasks.sources import has_splits, read_rows
+from motet.tasks.sources import check_part, has_splits, read_rows
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
 ANSWER_COLUMNS = ("answer", "solution", "target", "label", "output")
@@ -93,6 +93,7 @@ def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
     Raises:
         DataError: the source cannot be read, or a row is invalid; the message says where and what to do.
     """
+    check_part(config)
     rows, scorer = read_rows(config, bounds)
     problems = Problems.of(_problems(config, rows, bounds))
     if config.eval_source is None:
@@ -192,8 +193,11 @@ def _evaluation(config: DataConfig, bounds: RowLimits | None) -> tuple[Problems,
     size, named = config.held_out_of(None), config.eval_split or config.split
     changes = {"source": config.eval_source, "split": named, "size": size, "seed": far, "rows": None}
     other = config.model_copy(update=changes)
-    rows, scorer = read_rows(other, bounds)
-    return Problems.of(_problems(other, rows, bounds)), scorer
+    try:
+        rows, scorer = read_rows(other, bounds)
+        return Problems.of(_problems(other, rows, bounds)), scorer
+    except DataError as error:
+        raise DataError(str(error).replace("data.source", "data.eval_source", 1)) from error
 
 
 def _problems(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Problem]:

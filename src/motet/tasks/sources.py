@@ -41,6 +41,16 @@ def has_splits(source: str) -> bool:
     return not (generated or place.is_file() or (place / "state.json").is_file())
 
 
+def check_part(config: DataConfig) -> None:
+    """Refuse a split or a subset where no source has one. Raises DataError."""
+    if config.eval_source is not None and has_splits(config.eval_source):
+        return
+    for field, default in (("split", "train"), ("subset", None)):
+        value = getattr(config, field)
+        if value != default and (config.rows is not None or not has_splits(config.source)):
+            raise DataError(f"data.{field} {value!r}: {config.source} has no {field}s; leave it out")
+
+
 def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Row]:
     number = -1
     for number, row in enumerate(rows):
