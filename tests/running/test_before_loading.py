@@ -67,6 +67,14 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"data": {"source": "plain.jsonl", "holdout": 1}},
         ("no row of plain.jsonl has one; name its column in data.answer",),
     ),
+    "numbers": (
+        {"data": [{"prompt": "a", "answer": "twelve"}], "reward": "numeric"},
+        ("reward 'numeric' compares numbers, and no answer of [rows] has one, such as 'twelve'",),
+    ),
+    "tests": (
+        {"data": [{"prompt": "a", "test": "assert True"}], "reward": "code"},
+        ("reward 'code': no row of [rows] has tests in the column 'tests'", "column: …; the columns: test)"),
+    ),
     "environment": ({"environment": "hello.py:Helo"}, ("hello.py has no 'Helo'; did you mean 'Hello'?",)),
     "no environment": ({"environment": "odd.py:Odd"}, ("Odd",)),
     "agent": ({"environment": "agent"}, ("environment 'agent' runs beside a service",)),

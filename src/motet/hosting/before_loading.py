@@ -37,7 +37,7 @@ from motet.tasks.reward_loading import NO_SCORER, OWN, SCORER, adapted, built_in
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import load_request
-from motet.tasks.rewards import BUILTIN, NEED_AN_ANSWER
+from motet.tasks.rewards import BUILTIN, NEED_AN_ANSWER, last_number
 
 _AT_ONCE = 4
 """Most processes that load a person's code at the same time."""
@@ -226,6 +226,22 @@ def check_data(job: JobConfig, sources: Sources) -> Dataset:
             f"reward {needy[0]!r} compares with a reference answer, and no row of {source} has one; name its column in "
             f"data.answer (other columns: {columns}), or take another reward"
         )
+    if "numeric" in named and all(last_number(problem.answer) is None for problem in data.train):
+        raise DataError(
+            f"reward 'numeric' compares numbers, and no answer of {source} has one, such as {data.train[0].answer!r:.80}; "
+            "write them in digits, or take another reward"
+        )
+    for reward in job.rewards:
+        column = reward.args.get("column", "tests")
+        if (
+            reward.name == "code"
+            and reward.function is None
+            and not any(row.metadata.get(column) for row in data.train)
+        ):
+            raise DataError(
+                f"reward 'code': no row of {source} has tests in the column {column!r}; name theirs in args (column: …; the "
+                f"columns: {', '.join(data.train[0].metadata) or 'none'})"
+            )
     return data
 
 
