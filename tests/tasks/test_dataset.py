@@ -167,7 +167,8 @@ def test_csv_is_text_with_quotes_and_breaks(tmp_path):
         (b"prompt,answer\na\n", r"d\.csv line 2 has fewer fields than the first line has names"),
         (b"prompt,prompt\na,b\n", r"d\.csv names the column 'prompt' twice"),
         (b'prompt,answer\n"a,b\n', r"d\.csv line 2 is not CSV: unexpected end of data"),
-        (b"prompt,answer\n\xff,b\n", r"d\.csv line 2 is not UTF-8 text"),
+        (b"prompt,answer\n\xff,b\n", r"d\.csv line 2 is not UTF-8 text; save the file as UTF-8"),
+        (b"prompt,answer\ra,b\r", r"d\.csv has the line ends of old Macs; save it with line feeds"),
         (b"prompt,answer\n", "has no rows"),
         (b"", "has no rows"),
     ],
@@ -268,7 +269,17 @@ BAD_ROWS = [
     (
         [{"prompt": "x"}],
         {"holdout": 64},
-        r"1 row, and data\.holdout 64 leaves none to train on: add rows, or set data",
+        r"1 row, and data\.holdout 64 leaves none to train on: add rows, or set data\.holdout to 0",
+    ),
+    (
+        [{"prompt": f"q{i}"} for i in range(8)],
+        {"holdout": 64},
+        r"8 rows, and data\.holdout 64 leaves none to train on: add rows, or set data\.holdout to 2",
+    ),
+    (
+        [{"prompt": f"q{i}"} for i in range(8)],
+        {"template": "Say it.", "holdout": 2},
+        r"8 rows with the same prompt, which is held out: data\.template names no column",
     ),
     (
         [{"prompt": "x"}] * 300,
@@ -323,6 +334,8 @@ def test_bad_sources_are_named(tmp_path):
     (tmp_path / "bad.json").write_text('{"prompt": "x"}')
     (tmp_path / "cut.jsonl").write_text('{"prompt": "x"}\n{"prompt": "a lo')
     (tmp_path / "cut.json").write_text('[{"prompt": "x"},')
+    write(tmp_path / "lines.json", [{"prompt": "x"}] * 2)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     (tmp_path / "semicolons.csv").write_text("prompt;answer\n2 + 2;4\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "rows.bin").write_text("no")
@@ -334,6 +347,11 @@ def test_bad_sources_are_named(tmp_path):
             r"cut\.jsonl line 2 is not valid JSON: it ends in the middle of a value\. The file was cut",
         ),
         (str(tmp_path / "cut.json"), r"cut\.json is not valid JSON: it ends in the middle of a value"),
+        (
+            str(tmp_path / "lines.json"),
+            r"lines\.json is not valid JSON: Extra data .*; with a row a line, name it \.jsonl",
+        ),
+        (str(tmp_path / "latin.jsonl"), r"latin\.jsonl line 1 is not UTF-8 text; save the file as UTF-8"),
         (str(tmp_path / "semicolons.csv"), r"semicolons\.csv has fields that ';' separates; save it with commas"),
         (str(tmp_path / "folder"), r"folder' is a directory that cannot be read as a data set; it holds no \.jsonl"),
         (str(tmp_path / "folder.jsonl"), r"is a directory .*; name one of its files: .*folder\.jsonl/part\.jsonl"),

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from motet.config import DataConfig
+from motet.config.data import HELD_OUT
 from motet.core import seeds
 from motet.core.errors import DataError
 from motet.core.types import Message, Problem
@@ -171,10 +172,13 @@ def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
     if config.eval_source is not None:
         return f"{rows}, and data.eval_source has all of their prompts: name another, or leave it out"
     if different == n:
-        advice = f"add rows, or set data.holdout to {n // 10} or so"
+        advice = f"add rows, or set data.holdout to {min(HELD_OUT, n // 4)}"
         return f"{rows}, and data.holdout {held_out} leaves none to train on: {advice}"
     if different == 1:
-        return f"{rows} with the same prompt, which is held out: set data.holdout to 0, or name an eval_source"
+        same = f"{rows} with the same prompt, which is held out: "
+        if config.template is not None and not any(column for _, column in parts_of(config.template)):
+            return f"{same}data.template names no column; write {{column}} where the text of a column goes"
+        return f"{same}set data.holdout to 0, or name an eval_source"
     return (
         f"{rows} with {different} different prompts, and data.holdout {held_out} holds all of them out: set data.holdout "
         f"to {max(1, different // 10)} or so"

@@ -149,7 +149,7 @@ def _values(text: bytes) -> int:
 
 def _parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig").rstrip())
+        return json.loads(_decoded(text, where).rstrip())
     except json.JSONDecodeError as error:
         if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
             raise DataError(
@@ -157,9 +157,17 @@ def _parse(text: bytes, where: str) -> Any:
                 "line break, which is written \\n"
             ) from error
         line = f"line {error.lineno}, " if error.lineno > 1 and error.pos < len(error.doc.rstrip()) else ""
-        raise DataError(f"{where} is not valid JSON: {error.msg} ({line}character {error.colno})") from error
+        hint = "; with a row a line, name it .jsonl" if line and error.msg == "Extra data" else ""
+        raise DataError(f"{where} is not valid JSON: {error.msg} ({line}character {error.colno}){hint}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not valid JSON in UTF-8: {error}") from error
+        raise DataError(f"{where} is not valid JSON: {error}") from error
+
+
+def _decoded(text: bytes, where: str) -> str:
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8 text; save the file as UTF-8") from error
 
 
 def _object(value: Any, where: str) -> Row:
@@ -193,15 +201,14 @@ def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
                 raise DataError(f"{path} line {reader.line_num} has {odd} fields than the first line has names")
             yield dict(zip(names, fields, strict=True))
     except csv.Error as error:
+        if "new-line character" in str(error):
+            raise DataError(f"{path} has the line ends of old Macs; save it with line feeds") from error
         raise DataError(f"{path} line {reader.line_num} is not CSV: {error}") from error
 
 
 def _texts(path: Path, bounds: RowLimits | None) -> Iterator[str]:
     for where, line in _within(_lines(path, bounds), path, "line", bounds):
-        try:
-            yield line.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where} is not UTF-8 text") from error
+        yield _decoded(line, where)
 
 
 # --- parquet ----------------------------------------------------------------------------------------------------------------
