@@ -209,6 +209,9 @@ def test_commands_refuse_before_they_load(here: Path, says: Motet, command: str)
     code, out, err = says(command, job_file(here, {**TINY, "name": "a", "reward": "exct"}))
     assert (code, out) == (2, "")
     assert err.startswith("motet: job a: there is no reward 'exct': did you mean 'exact'?")
+    code, out, err = says(command, job_file(here, {**TINY, "name": "a"}, observers=["wandbb"]))
+    assert (code, out) == (2, "")
+    assert err.startswith("motet: there is no observer 'wandbb': did you mean 'wandb'?")
 
 
 @pytest.mark.usefixtures("here")

@@ -44,6 +44,7 @@ from motet.runtime.signs import no_signal
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.rows import row_of
+from motet.tracking.trackers import load as load_observer
 from motet.view.text import duration_text, plain_console
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
             f"job {team}: `motet check` samples no team; train one step instead: motet run FILE --set steps=1 --run DIRECTORY"
         )
     config = config.model_copy(update={"jobs": candidates})
+    for one in config.observers:
+        load_observer(one)
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = RunDirectory(Path(scratch))
         checked = check_before_loading(config, accept_changes=True)
