@@ -374,13 +374,11 @@ def test_bad_sources_are_named(tmp_path):
     with pytest.raises(DataError, match=r"refuses data\.config \{'foo': 1\}.*Its options: .*max_terms"):
         load_dataset(DataConfig(source="reasoning-gym:chain_sum", config={"foo": 1}))
     rows = str(tmp_path / "train.jsonl")
-    for source, field, value in (
-        (rows, "split", "test"),
-        ("toy:add", "subset", "main"),
-        ([{"prompt": "x"}], "split", "a"),
-    ):
-        with pytest.raises(DataError, match=rf"data\.{field} '{value}': .* has no {field}s; leave it out"):
-            load_dataset(DataConfig(source=source, holdout=0, **{field: value}))
+    given = DataConfig(source=[{"prompt": "x"}], holdout=0, split="a")
+    of_file = DataConfig(source=rows, holdout=0, split="test")
+    for whole, field in ((of_file, "split"), (DataConfig(source="toy:add", subset="main"), "subset"), (given, "split")):
+        with pytest.raises(DataError, match=rf"data\.{field} '\w+': .* has no {field}s; leave it out"):
+            load_dataset(whole)
     with pytest.raises(
         DataError, match=r"data\.eval_source '.*/trian\.jsonl' is not a file; did you mean 'train\.jsonl'"
     ):
