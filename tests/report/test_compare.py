@@ -166,6 +166,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, says: Motet) -> None
     for places, why in (
         ([job, other], "a and b have no held-out problem in common"),
         ([tmp_path / "run", other], "is a run, and not all others are: compare runs with runs, or jobs with jobs"),
+        ([tmp_path / "rum"], "is not the directory of a run: name one, or two or more jobs"),
         ([tmp_path / "run"], "has one setting only; name another run or job"),
         ([job, directory.path], "job unevaluated has no held-out evaluation to compare; set eval.every"),
     ):

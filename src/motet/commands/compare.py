@@ -45,7 +45,7 @@ def compare_places(places: Sequence[str], svg: Path | None, url: str | None, key
     check_place("--svg", svg)
     alone = len(places) == 1
     if alone and not Path(places[0]).is_dir():
-        raise ConfigError(f"{places[0]} is one job: name a second one, or the directory of a run")
+        raise ConfigError(f"{places[0]} is not the directory of a run: name one, or two or more jobs")
     sides = sides_of_run(_evaluated(read_run(Path(places[0])))) if alone else _sides(places, url, key)
     if len(sides) < 2:
         raise RunError(f"{places[0]} has one setting only; name another run or job to compare it with")
