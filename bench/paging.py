@@ -14,12 +14,11 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from motet.config import EngineConfig
-from motet.core.types import GenerateRequest, IntArray, SamplingParams
+from motet.core.types import Chunk, GenerateRequest, IntArray, SamplingParams
 from motet.hosting.launch import load
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
@@ -94,14 +93,20 @@ def decode(base: LoraModel, shape: Shape, share: float, host: int) -> Decoded:
     return Decoded(seconds, tuple(answers), decoder.rows.preemptions, decoder.prefilled_tokens, decoder.host.tokens_in)
 
 
-def _ask(decoder: Decoder, shape: Shape, number: int, ids: IntArray) -> list[Any]:
+def _ask(decoder: Decoder, shape: Shape, number: int, ids: IntArray) -> list[Chunk]:
     """Queue a group; its chunks gather in the list."""
-    chunks: list[Any] = []
+    chunks: list[Chunk] = []
+
+    def take(chunk: Chunk | Exception) -> None:
+        if isinstance(chunk, Exception):
+            raise chunk
+        chunks.append(chunk)
+
     seeds = tuple(range(number * shape.group, (number + 1) * shape.group))
     episodes = (f"e{number}",) if shape.turns > 1 else ()
     params = SamplingParams(max_tokens=shape.new)
     request = GenerateRequest(f"r{number}", "bench", ids, None, params, seeds, episodes=episodes)
-    prompt = Prompt(request, None, chunks.append)
+    prompt = Prompt(request, None, take)
     prompt.waiting = [SampledSequence(prompt, index, seed) for index, seed in enumerate(seeds)]
     decoder.add(prompt)
     return chunks

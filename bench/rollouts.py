@@ -23,6 +23,7 @@ from typing import Any
 from motet.config import EngineConfig, RunConfig
 from motet.hosting.launch import load
 from motet.hosting.running import run_config
+from motet.model.lora_model import LoraModel
 from motet.runtime.progress import JobProgress
 from tests.support.vllm_server import vllm_server
 
@@ -62,7 +63,7 @@ def jobs(lag: int, steps: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def run(base: Any, url: str, lag: int, steps: int, directory: Path) -> Outcome:
+def run(base: LoraModel, url: str, lag: int, steps: int, directory: Path) -> Outcome:
     """Run the jobs to their end."""
     tree = {
         "base": "small",

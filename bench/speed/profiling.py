@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEventAvg
+    from torch.profiler import profile
 
 BASE, LORA, ATTENTION, HEAD = "base products", "adapter products", "attention", "head and sampling"
 ELEMENTWISE, COPIES, REST = "elementwise, norms, RoPE", "copies and indexing", "Python and other"
@@ -83,7 +87,7 @@ def totals(
     return found
 
 
-def profiler(device: str) -> Any:
+def profiler(device: str) -> profile:
     """A profiler that is ready to start."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -91,12 +95,12 @@ def profiler(device: str) -> Any:
     return profile(activities=activities, record_shapes=True)
 
 
-def grouped(watcher: Any, seconds: float, sizes: Dimensions) -> Mapping[str, float]:
+def grouped(watcher: profile, seconds: float, sizes: Dimensions) -> Mapping[str, float]:
     """What a profiler saw, by group: time on the device, where there is one, otherwise on the CPU."""
     averages = watcher.key_averages(group_by_input_shape=True)
     on_device = sum(event.self_device_time_total for event in averages) > 0
 
-    def own(event: Any) -> float:
+    def own(event: FunctionEventAvg) -> float:
         return float(event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e6
 
     return totals([(event.key, event.input_shapes, own(event)) for event in averages], seconds, sizes)

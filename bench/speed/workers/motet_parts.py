@@ -7,23 +7,30 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from bench.speed.workers.job_files import job_fields
 from bench.speed.workers.material import advantages, token_ids
 from bench.speed.workers.serve import options
 
 if TYPE_CHECKING:
+    from motet.core.batch import Batch, Sample, Segment
+    from motet.core.device import BusyTime
+    from motet.core.types import AdapterRef, GenerateRequest
     from motet.hosting.host import Host
     from motet.hosting.workshop import Workshop
     from motet.model.lora_model import LoraModel
     from motet.protocols import RolloutEngine, Trainer
+    from motet.rollout.sampler_link import SamplerLink
+    from motet.runtime.job import Job
+    from motet.runtime.progress import JobProgress
 
+Result = TypeVar("Result")
 OPTIONS = options()
 MICRO_BATCH_TOKENS = 1024
 START_SECONDS = 120.0
 SLOTS = 256
-_parts: dict[Any, Any] = {}
+_parts: dict[str, Any] = {}
 
 
 def engine_fields(**budgets: int) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def base() -> LoraModel:
     return loaded
 
 
-def workshop(samplers: Any = "auto", *, wait: bool = True) -> Workshop:
+def workshop(samplers: int | Literal["auto"] = "auto", *, wait: bool = True) -> Workshop:
     """Engine, trainer and device on the base.
 
     There is one at a time, as in a run, because the device's thread should be the only one with a team of OpenMP threads:
@@ -83,7 +90,7 @@ def wait_for_samplers(made: Workshop) -> None:
         time.sleep(0.05)
 
 
-def links(made: Workshop) -> Sequence[Any]:
+def links(made: Workshop) -> Sequence[SamplerLink]:
     """The sampling processes of a workshop; none where everything is sampled in this one."""
     return () if made.spread is None else made.spread.links
 
@@ -100,10 +107,10 @@ def trainer(args: dict[str, Any]) -> Trainer:
     return unshared
 
 
-def on_device(made: Workshop, call: Callable[[], Any]) -> Any:
+def on_device(made: Workshop, call: Callable[[], Result]) -> Result:
     """Run a call where a run does, in a workshop's own thread, and wait until it is through, on a GPU too."""
 
-    def through() -> Any:
+    def through() -> Result:
         result = call()
         if base().device.type == "cuda":
             import torch
@@ -136,7 +143,7 @@ def resident(trainer: Trainer, count: int, rank: int) -> Iterator[list[str]]:
 
 
 @contextmanager
-def published(made: Workshop, count: int, rank: int) -> Iterator[list[Any]]:
+def published(made: Workshop, count: int, rank: int) -> Iterator[Sequence[AdapterRef | None]]:
     """Fresh adapters that the engine samples from; for none, the base."""
     from motet.core.types import AdapterRef
 
@@ -151,7 +158,7 @@ def published(made: Workshop, count: int, rank: int) -> Iterator[list[Any]]:
                 asyncio.run(made.engine.unload_adapter(reference))
 
 
-def requests_of(args: dict[str, Any], references: Sequence[Any]) -> list[Any]:
+def requests_of(args: dict[str, Any], references: Sequence[AdapterRef | None]) -> list[GenerateRequest]:
     """One request for each prompt; prompt i is answered by adapter i modulo their number."""
     import numpy as np
 
@@ -171,16 +178,16 @@ def requests_of(args: dict[str, Any], references: Sequence[Any]) -> list[Any]:
     ]
 
 
-async def tokens(engine: RolloutEngine, requests: Sequence[Any]) -> int:
+async def tokens(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> int:
     """Run requests at once and count what they sample."""
 
-    async def one(request: Any) -> int:
+    async def one(request: GenerateRequest) -> int:
         return sum([len(chunk.token_ids) async for chunk in engine.generate(request)])
 
     return sum(await asyncio.gather(*(one(request) for request in requests)))
 
 
-def _samples(args: dict[str, Any]) -> list[Any]:
+def _samples(args: dict[str, Any]) -> list[Sample]:
     """Samples in groups of `group` that have one prompt."""
     import numpy as np
 
@@ -202,7 +209,7 @@ def _samples(args: dict[str, Any]) -> list[Any]:
     ]
 
 
-def batches_of(args: dict[str, Any], names: Sequence[str]) -> list[Any]:
+def batches_of(args: dict[str, Any], names: Sequence[str]) -> list[Batch]:
     """Each adapter's samples in micro-batches, and micro-batches of several adapters in one batch, as a run packs them."""
     from motet.algorithms import Reinforce
     from motet.core.batch import Batch, Segment
@@ -215,7 +222,7 @@ def batches_of(args: dict[str, Any], names: Sequence[str]) -> list[Any]:
         own = samples[number * len(samples) // n : (number + 1) * len(samples) // n]
         cuts = [own[first : first + per_cut] for first in range(0, len(own), per_cut)]
         segments += [Segment(name, tuple(cut), Reinforce(), denominator) for cut in cuts]
-    batches: list[list[Any]] = [[]]
+    batches: list[list[Segment]] = [[]]
     for segment in segments:
         if batches[-1] and sum(item.n_tokens for item in batches[-1]) + segment.n_tokens > MICRO_BATCH_TOKENS:
             batches.append([])
@@ -257,15 +264,15 @@ class Watch:
     """How busy the device was from the moment all jobs had done a step until the first was through."""
 
     def __init__(self) -> None:
-        self._busy: Any = None
+        self._busy: BusyTime | None = None
         self._marks: list[tuple[float, float]] = []
 
-    def started(self, host: Host, jobs: Sequence[Any]) -> None:
+    def started(self, host: Host, jobs: Sequence[Job]) -> None:
         """Everything is loaded, and no step has begun."""
         wait_for_samplers(host.workshop)
         self._busy = host.workshop.device.busy
 
-    def observe(self, progress: Sequence[Any]) -> None:
+    def observe(self, progress: Sequence[JobProgress]) -> None:
         """Look at the jobs now and then."""
         begun = all(job.step >= 1 for job in progress)
         ended = any(job.step >= job.steps for job in progress)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.speed.workers.fresh import PeakMemory, last_number, motet_help, wall_time
 from bench.speed.workers.job_files import figures, job_fields, read_steps
@@ -43,6 +43,10 @@ from bench.speed.workers.serve import Repeat, Unavailable, Work, serve, versions
 
 from motet.model import lean_import
 
+if TYPE_CHECKING:
+    from motet.core.batch import Batch
+    from motet.core.types import GenerateRequest
+
 
 def load() -> dict[str, Any]:
     """Load the base and put engine and trainer on it."""
@@ -56,7 +60,7 @@ def load() -> dict[str, Any]:
 def decode(args: dict[str, Any]) -> Iterator[Repeat]:
     """Complete prompts with a fixed number of tokens; prompt i is answered by adapter i modulo their number."""
     made = workshop(args.get("samplers", "auto"), wait=args.get("wait", True))
-    requests: list[Any] = []
+    requests: list[GenerateRequest] = []
     rows = args["prompts"] * args["each"]
 
     def repeat() -> dict[str, Any]:
@@ -85,7 +89,7 @@ def train(args: dict[str, Any]) -> Iterator[Repeat]:
 
     used = trainer(args)
     names: list[str] = []
-    batches: list[Any] = []
+    batches: list[Batch] = []
     length = args["prompt"] + args["response"]
 
     def repeat() -> dict[str, Any]:
