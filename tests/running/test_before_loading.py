@@ -78,7 +78,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "environment": ({"environment": "hello.py:Helo"}, ("hello.py has no 'Helo'; did you mean 'Hello'?",)),
     "no environment": ({"environment": "odd.py:Odd"}, ("Odd",)),
     "agent": ({"environment": "agent"}, ("environment 'agent' runs beside a service",)),
-    "data": ({"data": "plan.jsonl"}, ("'plan.jsonl' is not a file; did you mean 'plain.jsonl'",)),
+    "data": (
+        {"data": "plan.jsonl"},
+        ("'plan.jsonl' is not a file; did you mean 'plain.jsonl'", "(looked beside the job file and in /"),
+    ),
     "column": ({"data": {"source": "plain.jsonl", "prompt": "text"}}, ("row 1 has no column 'text'",)),
     "preference": (
         {"data": {"source": "pairs.jsonl", "holdout": 0}, "algorithm": {"type": "dpo", "rows_per_step": 1}},
