@@ -229,9 +229,9 @@ def test_whoever_is_stopped_keeps_every_token() -> None:
                 return await completing
             except PutAside:
                 for index, before in enumerate(held):
-                    now = generation.drafts[0, index].tokens
+                    now = list(generation.drafts[0, index].tokens)
                     assert now[: len(before)] == before
-                    held[index] = list(now)
+                    held[index] = now
 
     chunks = asyncio.run(scene())
     assert all(held)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -34,9 +35,9 @@ class PutAside(Exception):
 class Draft:
     """One unfinished completion, sampled by one or several versions."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    versions: array[int] = field(default_factory=lambda: array("i"))
     text: str = ""
     pieces: int = 0
     """Number of requests that it took so far."""
@@ -63,7 +64,7 @@ class Draft:
         elif self.pieces < 2:
             return
         self.text = chat.completion_text(self.tokens)
-        n_tokens = until_stop(self.tokens, sampling.stop, chat.completion_text)
+        n_tokens = until_stop(self.tokens.tolist(), sampling.stop, chat.completion_text)
         if n_tokens is not None:
             del self.tokens[n_tokens:], self.logprobs[n_tokens:], self.versions[n_tokens:]
             self.text = certain(chat.completion_text(self.tokens), sampling.stop, ended=True)
