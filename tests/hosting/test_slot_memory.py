@@ -24,6 +24,7 @@ from motet.hosting.slot_memory import SlotMemory, check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
 from motet.runtime.rundir import RunDirectory
 from tests.support.segments import make_segment
+from tests.support.server_run import collect, long_request
 
 
 @pytest.fixture(scope="module", params=["auto", "torch"])
@@ -62,18 +63,25 @@ def held() -> int:
     return sum(storages.values())
 
 
+def sampled_from(workshop: Workshop, ref: AdapterRef) -> None:
+    """Publish a version, and sample from it."""
+    asyncio.run(workshop.sync.publish(ref.name, ref))
+    asyncio.run(collect(workshop.engine, long_request(ref)))
+
+
 @pytest.mark.parametrize("base", ["auto", "torch", "native"], indirect=True, scope="module")
 def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path) -> None:
     """In two versions, as for a job that may lag by one."""
     expected = SlotMemory.of(base, "all-linear", 64, versions=2)
     with workshop_of(base, config_of(64, lag=1), tmp_path) as workshop:
+        asyncio.run(collect(workshop.engine, long_request()))
         before = held()
         for name in "abc":
             workshop.trainer.add_adapter(name, AdapterConfig(rank=64), 1)
-            asyncio.run(workshop.sync.publish(name, AdapterRef(name, 0)))
+            sampled_from(workshop, AdapterRef(name, 0))
             workshop.trainer.forward_backward(Batch((make_segment(name),)))
             workshop.trainer.optim_step(name, AdamW(1e-3))
-            asyncio.run(workshop.sync.publish(name, AdapterRef(name, 1)))
+            sampled_from(workshop, AdapterRef(name, 1))
             workshop.trainer.forward_backward(Batch((make_segment(name),)))
         taken = (held() - before) / 3
         assert workshop.notes == list(base.info.notes)

@@ -33,7 +33,7 @@ class SlotMemory:
     @classmethod
     def of(cls, base: LoraModel, targets: str | Sequence[str], rank: int, versions: int = 1) -> SlotMemory:
         """Memory of an adapter on these layers, with this number of versions."""
-        copies = versions if base.kernels is None else 2 * versions + 1  # each packed too, one also for gradients
+        copies = versions if base.kernels is None else 2 * versions  # each packed too
         return cls.of_size(base.adapter_layout(targets, rank).size, copies * base.dtype.itemsize)
 
     @classmethod
