@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ time.sleep(60)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
 def test_what_was_not_sent_to_a_killed_process_is_dropped(tmp_path: Path) -> None:
     async def main() -> None:
+        gc.collect()
         before = len(os.listdir("/proc/self/fd"))
         piped = await Piped.start([sys.executable, "-c", FORKS], tmp_path / "log", os.environ, 2**16)
         await piped.output.readline()
@@ -33,6 +35,6 @@ def test_what_was_not_sent_to_a_killed_process_is_dropped(tmp_path: Path) -> Non
         await piped.kill()
         await asyncio.sleep(0.1)
         assert piped.input.transport.get_write_buffer_size() == 0
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
 
     asyncio.run(main())
