@@ -130,12 +130,11 @@ class AdapterArena:
         skipped, factor = not (norm < float("inf")), 1.0
         if norm > adamw.clip_norm:
             factor = adamw.clip_norm / (norm + 1e-6)
-        if skipped:
-            pass
-        elif self._own is None:
-            self._torchs_step(adamw, factor)
-        else:
-            self._own_step(self._own, adamw, factor)
+        if not skipped:
+            if self._own is None:
+                self._torchs_step(adamw, factor)
+            else:
+                self._own_step(self._own, adamw, factor)
         self._clear()
         weights = float(torch.linalg.vector_norm(self.masters.detach()[: self.layout.size]))
         return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped, adapter_norm=weights)
