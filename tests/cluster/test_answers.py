@@ -124,9 +124,10 @@ def test_a_prompt_that_no_room_could_hold_is_refused_before_it_is_tokenised(base
     assert all(f"{len(text)} characters" in message.reason and message.never for message in refused)
 
 
-def test_a_prompt_without_tokens_is_refused_for_good(base: Any) -> None:
+@pytest.mark.parametrize("prompt", [[], ""])
+def test_a_prompt_without_tokens_is_refused_for_good(base: Any, prompt: Any) -> None:
     sent: list[FromHost] = []
-    asyncio.run(answers(base, sent).answer(Complete("", None, 1, 0, False, False, SamplingParams(), prompt=[])))
+    asyncio.run(answers(base, sent).answer(Complete("", None, 1, 0, False, False, SamplingParams(), prompt=prompt)))
     assert sent == [QuestionRefused(0, "the prompt has no tokens; give it one at least", never=True)]
 
 

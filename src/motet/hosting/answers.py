@@ -256,10 +256,10 @@ def _prompt_ids(chat: Chat, question: m.Complete, longest: int) -> IntArray:
         raise EngineError(f"the prompt has {size} characters, more than the room of this base; shorten it")
     if prompt is None:
         return chat.prompt_of(chat.opening(question.messages, question.tools), question.tools)
-    if isinstance(prompt, str):
-        return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
     if not prompt:
         raise EngineError("the prompt has no tokens; give it one at least")
+    if isinstance(prompt, str):
+        return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
     largest = len(chat.tokenizer) - 1
     if max(prompt) > largest:
         raise EngineError(f"the prompt has the token id {max(prompt)}; those of this base go from 0 to {largest}")
