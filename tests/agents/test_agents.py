@@ -37,6 +37,7 @@ from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
 from motet.tasks.tool_calls import tool_calls
 from tests.support.captured import check_captured, none_scored
+from tests.support.counting import calls
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 from tests.support.waiting import until, wait_until
 
@@ -325,6 +326,22 @@ def test_a_history_continues_the_answer_that_it_has_also_where_that_comes_later(
 def test_a_history_continues_the_same_of_two_equal_answers_whichever_came_first(limits):
     first, *others = (histories(*order, **limits) for order in itertools.permutations(range(3)))
     assert all(other == first for other in others)
+
+
+def test_a_history_is_not_compared_with_each_of_many_equal_answers():
+    """An agent may ask a thousand times, and all jobs of a host wait while its calls are ordered."""
+    one, _ = episode(lambda *_: "yes")
+
+    async def main() -> None:
+        for _ in range(30):
+            await one.complete([user("a")], (), CallLimits())
+        for number in range(30):
+            await one.complete([user("a"), said("yes"), user(str(number))], (), CallLimits())
+
+    asyncio.run(main())
+    with calls() as counted:
+        assert len(one.rollout({}).branches) == 59
+    assert counted["AgentCall.follows"] == 30
 
 
 def test_an_episode_takes_as_much_memory_as_its_text():

@@ -301,14 +301,13 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
 def _join(calls: Sequence[AgentCall]) -> None:
     """Let each call continue the longest answer that it has in its history, also one that came after it."""
     answers = defaultdict[bytes, list[AgentCall]](list)
-    for call in calls:
+    for call in sorted(calls, key=lambda one: one.rank):
         answers[call.answered].append(call)
     for call in calls:
-        for key in reversed(call.keys[:-1]):
-            if followed := [other for other in answers.get(key, ()) if call.follows(other)]:
-                if (first := min(followed, key=lambda one: one.rank)) is not call.parent:
-                    call.go_on_from(first)
-                break
+        before = (other for key in reversed(call.keys[:-1]) for other in answers.get(key, ()))
+        first = next(filter(call.follows, before), None)  # the others are not looked at: there may be hundreds
+        if first is not None and first is not call.parent:
+            call.go_on_from(first)
 
 
 def _walk(calls: Sequence[AgentCall], end: AgentCall | None) -> list[AgentCall]:
