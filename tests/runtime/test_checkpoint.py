@@ -256,10 +256,10 @@ def test_a_damaged_commit_is_an_error_that_says_what_to_do(damage: str | None, t
     file.unlink()
     if damage is not None:
         file.write_text(damage)
-    with pytest.raises(
-        RunError,
-        match=r"state/1/state\.json is damaged .*: remove .*/state/1 and use --accept-changes to continue from step 0",
-    ):
+    said = r"/a/state/1/state\.json is damaged .*: remove .*/a/state/1 and use --accept-changes to continue from step 0"
+    with pytest.raises(RunError, match=said):
+        fork(directory, 1, tmp_path / "again", 0)
+    with pytest.raises(RunError, match=said):
         directory.restore()
     for item in file.parent.iterdir():
         item.unlink()

@@ -62,6 +62,7 @@ def _drafted(job: JobDirectory, steps: range, new: Path, settings: Mapping[str, 
         (draft / name).mkdir(parents=True)
     step, copied = steps[-1], JobDirectory(draft)
     for one in steps:  # first: they are what the job deletes first
+        job.committed(one)  # names its own file if that is damaged
         _link_all(job.path / "state" / str(one), draft / "state" / str(one))
     done = copied.committed(step)
     for number in (one for one in job.versions() if one <= step):
