@@ -75,6 +75,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"data": [{"prompt": "a", "test": "assert True"}], "reward": "code"},
         ("reward 'code': no row of [rows] has tests in the column 'tests'", "column: …; the columns: test)"),
     ),
+    "no column": (
+        {"data": [{"prompt": "a", "test": "assert True"}], "reward": {"name": "code", "args": {"column": ["test"]}}},
+        ("reward 'code': no row of [rows] has tests in the column \"['test']\"",),
+    ),
     "environment": ({"environment": "hello.py:Helo"}, ("hello.py has no 'Helo'; did you mean 'Hello'?",)),
     "no environment": ({"environment": "odd.py:Odd"}, ("Odd",)),
     "agent": ({"environment": "agent"}, ("environment 'agent' runs beside a service",)),

@@ -232,7 +232,7 @@ def check_data(job: JobConfig, sources: Sources) -> Dataset:
             "write them in digits, or take another reward"
         )
     for reward in job.rewards:
-        column = reward.args.get("column", "tests")
+        column = str(reward.args.get("column", "tests"))  # args may hold anything
         if (
             reward.name == "code"
             and reward.function is None
