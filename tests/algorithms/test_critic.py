@@ -137,6 +137,16 @@ def test_gradients_of_values_equal_plain_pytorch(name: str, tmp_path: Path) -> N
         assert float((ours - want).abs().max()) <= 2e-5 * max(float(want.abs().max()), 1e-12)
 
 
+def test_scoring_takes_no_memory_for_a_gradient() -> None:
+    """An adapter has it from a batch until its step."""
+    trainer, batch = critic_trainer(tiny.base("llama")), Batch((value_segment(),))
+    trainer.forward_backward(batch)
+    trainer.optim_step("a", AdamW(1e-3))
+    trainer.forward(batch)
+    assert trainer.values("a") is not None
+    assert trainer._arena("a")._gradient is None
+
+
 def test_heads_add_up_in_the_order_of_segments_however_they_are_batched() -> None:
     base = tiny.base("llama")
     whole = value_segment()

@@ -95,12 +95,13 @@ class AdapterArena:
 
     @property
     def head(self) -> ValueHead | None:
-        """The value head; None if the adapter has none."""
-        return ValueHead(self._head, self.gradient[self.layout.size :]) if self.valuing else None
+        """The value head, to train it; None if the adapter has none."""
+        return None if self.values is None else ValueHead(self.values, self.gradient[self.layout.size :])
 
     @property
-    def _head(self) -> Tensor:
-        return self.masters.detach()[self.layout.size :]
+    def values(self) -> Tensor | None:
+        """Weights and bias of the value head [D + 1], which take no memory for a gradient."""
+        return self.masters.detach()[self.layout.size :] if self.valuing else None
 
     def set_masters(self, flat: Tensor) -> None:
         """Replace the weights and reset the moments."""
@@ -201,8 +202,8 @@ class AdapterArena:
 
     def save_head(self, directory: Path) -> None:
         """Write the value head, if there is one, beside the adapter."""
-        if self.valuing:
-            save_tensors({"head": self._head.cpu()}, directory / HEAD, {})
+        if self.values is not None:
+            save_tensors({"head": self.values.cpu()}, directory / HEAD, {})
 
     def load_head(self, directory: Path) -> None:
         """Read what `save_head` wrote.
@@ -210,11 +211,11 @@ class AdapterArena:
         Raises:
             AdapterError: missing, damaged, or of another base.
         """
-        if not self.valuing:
+        if self.values is None:
             return
         path = directory / HEAD
         try:
-            self._head.copy_(load_file(str(path))["head"])
+            self.values.copy_(load_file(str(path))["head"])
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
 

@@ -102,7 +102,7 @@ class PackedPass:
         )
 
     def score(
-        self, adapters: Sequence[AdapterWeights] | None, heads: Sequence[ValueHead | None] = ()
+        self, adapters: Sequence[AdapterWeights] | None, heads: Sequence[Tensor | None] = ()
     ) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
         """Logprobs [T] per sample per segment, or values with a head, no gradient; without `adapters` of the base alone."""
         base, spans = self._base, self._plan.spans
@@ -114,8 +114,7 @@ class PackedPass:
         with base.routed(routing), torch.no_grad():
             hidden_TD = self._hidden()
             self.in_step = True
-            flat = [None if head is None else head.flat for head in heads or [None] * len(spans)]
-            found = yield from self._between(self._logprobs(hidden_TD, flat), routing)
+            found = yield from self._between(self._logprobs(hidden_TD, heads or [None] * len(spans)), routing)
         return tuple(
             rows.scatter(outputs_N, segment)
             for segment, rows, (outputs_N, _) in zip(self._batch.segments, self._rows, found, strict=True)

@@ -17,7 +17,7 @@ from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.protocols import Pieces
-from motet.training.arena import AdapterArena, ValueHead
+from motet.training.arena import AdapterArena
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.residence import Residence
@@ -112,10 +112,10 @@ class TorchTrainer:
                 arena.pending = True
         return trained
 
-    def head(self, name: str) -> ValueHead | None:
-        """The value head; None if the adapter has none."""
+    def values(self, name: str) -> Tensor | None:
+        """Weights and bias of the value head [D + 1]; None if the adapter has none."""
         with self._using(name) as (arena,):
-            return arena.head
+            return arena.values
 
     def add_gradient(self, name: str, parts: dict[str, LoraMatrices], head: Tensor | None) -> None:
         """Add a segment's gradient from another rank, with A unscaled, as `forward_backward` adds it."""
@@ -137,7 +137,7 @@ class TorchTrainer:
         valuing = [name for name in names if self._arena(name).valuing]
         with self._using(*valuing):
             arenas = [self._arena(name) for name in names]
-            return (yield from packed.score([arena.weights for arena in arenas], [arena.head for arena in arenas]))
+            return (yield from packed.score([arena.weights for arena in arenas], [arena.values for arena in arenas]))
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""

@@ -139,8 +139,7 @@ class RankTrainer:
         logprobs: tuple[tuple[FloatArray, ...], ...] = ()
         if segments or self.base.shards is not None:
             weights = None if base else [self._weights(segment.adapter) for segment in segments]
-            flats = [] if base else [self._head(segment.adapter) for segment in segments]
-            heads = [None if flat is None else ValueHead(flat, flat) for flat in flats]  # no gradient is computed
+            heads = [] if base else [self._head(segment.adapter) for segment in segments]
             try:
                 with self._beside(() if base else route):
                     logprobs = whole(packed.score(weights, heads))
@@ -190,10 +189,7 @@ class RankTrainer:
         return self._owned.weights(name) if self._owners[name] == self.rank else self._copies[name]
 
     def _head(self, name: str) -> Tensor | None:
-        if self._owners[name] != self.rank:
-            return self._heads.get(name)
-        head = self._owned.head(name)
-        return None if head is None else head.flat
+        return self._owned.values(name) if self._owners[name] == self.rank else self._heads.get(name)
 
     def _packed(self, batch: Batch) -> tuple[PackedPass, Exception | None]:
         """This rank's pass; if its segments cannot be laid out, a pass of padding and the error."""
