@@ -727,9 +727,13 @@ def test_what_cannot_race_is_refused_with_the_reason(fields: dict[str, Any], mes
 
 def test_a_candidate_with_another_loss_has_the_clip_of_that_loss() -> None:
     over = {"algorithm.loss": ["ppo_clip", "gspo"]}
-    plan = planned(algorithm={"loss": "gspo"}, race={"candidates": 3, "over": over})
-    clips = {one.rl.loss: (one.rl.clip_low, one.rl.clip_high) for one in plan.candidates}
-    assert clips == {"gspo": (3e-4, 4e-4), "ppo_clip": (0.2, 0.28)}
+    fields = {"algorithm": {"loss": "gspo"}, "race": {"candidates": 3, "over": over}}
+    sent = racing(**fields).model_dump(mode="json", exclude_unset=True)
+    as_sent = JobConfig.model_validate(sent)
+    assert json.dumps(as_sent.model_dump(mode="json", exclude_unset=True)) == json.dumps(sent), "forks compare bytes"
+    for plan in (planned(**fields), raced([as_sent])[1][0]):
+        clips = {one.rl.loss: (one.rl.clip_low, one.rl.clip_high) for one in plan.candidates}
+        assert clips == {"gspo": (3e-4, 4e-4), "ppo_clip": (0.2, 0.28)}
 
 
 def test_candidates_keep_the_shape_of_the_adapter_that_they_start_from() -> None:

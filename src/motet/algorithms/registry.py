@@ -48,7 +48,7 @@ class _Choice:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         kinds: dict[Any, CoreSchema] = {name: handler.generate_schema(kind) for name, kind in ALGORITHMS.items()}
         own = core_schema.no_info_plain_validator_function(_own)
-        written = core_schema.plain_serializer_function_ser_schema(lambda value: value.model_dump(mode="json"))
+        written = core_schema.plain_serializer_function_ser_schema(_written, info_arg=True)
         return core_schema.tagged_union_schema({**kinds, _OWN: own}, discriminator=_kind, serialization=written)
 
 
@@ -59,6 +59,11 @@ Choice = Annotated[Algorithm, _Choice()]
 def _kind(value: Any) -> str:
     name = value.type if isinstance(value, Algorithm) else value.get("type", "grpo") if isinstance(value, dict) else ""
     return name if isinstance(name, str) and name in ALGORITHMS else _OWN
+
+
+def _written(value: Algorithm, info: core_schema.SerializationInfo) -> dict[str, Any]:
+    """The fields of the section's class, and its type in any case."""
+    return {"type": value.type, **value.model_dump(mode="json", exclude_unset=info.exclude_unset)}
 
 
 def _own(value: Any) -> Algorithm:
