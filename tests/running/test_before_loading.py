@@ -84,7 +84,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "agent": ({"environment": "agent"}, ("environment 'agent' runs beside a service",)),
     "data": (
         {"data": "plan.jsonl"},
-        ("'plan.jsonl' is not a file; did you mean 'plain.jsonl'", "(looked beside the job file and in /"),
+        (
+            "'plan.jsonl' is not a file; did you mean 'plain.jsonl'",
+            "(looked in /",
+            ", and beside the job file if there is one)",
+        ),
     ),
     "column": ({"data": {"source": "plain.jsonl", "prompt": "text"}}, ("row 1 has no column 'text'",)),
     "preference": (

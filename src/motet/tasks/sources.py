@@ -76,8 +76,8 @@ def _rows(config: DataConfig, bounds: RowLimits | None) -> Iterable[Row]:
         if path.is_dir():
             raise DataError(_a_directory(config.source, path))
         near = _near(path.name, _siblings(path))
-        places = f"{'' if path.is_absolute() else 'beside the job file and '}in {path.parent.resolve()}"
-        raise DataError(f"data.source {config.source!r} is not a file{near} (looked {places})")
+        also = "" if path.is_absolute() else ", and beside the job file if there is one"
+        raise DataError(f"data.source {config.source!r} is not a file{near} (looked in {path.parent.resolve()}{also})")
     if path.is_file():
         raise DataError(
             f"data.source {config.source!r} is a file of another kind: its name must end with {', '.join(READERS)}"
