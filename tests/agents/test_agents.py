@@ -328,19 +328,20 @@ def test_a_history_continues_the_same_of_two_equal_answers_whichever_came_first(
     assert all(other == first for other in others)
 
 
-def test_a_history_is_not_compared_with_each_of_many_equal_answers():
+@pytest.mark.parametrize(("template", "branches"), [(CHATML, 59), (FORGETFUL, 60)])
+def test_a_history_is_not_compared_with_each_of_many_equal_answers(template, branches):
     """An agent may ask a thousand times, and all jobs of a host wait while its calls are ordered."""
-    one, _ = episode(lambda *_: "yes")
+    one, _ = episode(lambda *_: "yes (I think)", Chat(byte_tokenizer(template)))
 
     async def main() -> None:
         for _ in range(30):
             await one.complete([user("a")], (), CallLimits())
         for number in range(30):
-            await one.complete([user("a"), said("yes"), user(str(number))], (), CallLimits())
+            await one.complete([user("a"), said("yes (I think)"), user(str(number))], (), CallLimits())
 
     asyncio.run(main())
     with calls() as counted:
-        assert len(one.rollout({}).branches) == 59
+        assert len(one.rollout({}).branches) == branches
     assert counted["AgentCall.follows"] == 30
 
 

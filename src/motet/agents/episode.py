@@ -300,12 +300,13 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
 
 def _join(calls: Sequence[AgentCall]) -> None:
     """Let each call continue the longest answer that it has in its history, also one that came after it."""
-    answers = defaultdict[bytes, list[AgentCall]](list)
+    answers = defaultdict[bytes, dict[tuple[AgentCall | None, bytes], AgentCall]](dict)
     for call in sorted(calls, key=lambda one: one.rank):
-        answers[call.answered].append(call)
+        tokens = hashlib.blake2b(call.read.tobytes() + call.chunk.token_ids.tobytes()).digest()
+        answers[call.answered].setdefault((call.parent, tokens), call)  # one for hundreds of equal ones
     for call in calls:
-        before = (other for key in reversed(call.keys[:-1]) for other in answers.get(key, ()))
-        first = next(filter(call.follows, before), None)  # the others are not looked at: there may be hundreds
+        before = (other for key in reversed(call.keys[:-1]) for other in answers.get(key, {}).values())
+        first = next(filter(call.follows, before), None)
         if first is not None and first is not call.parent:
             call.go_on_from(first)
 
