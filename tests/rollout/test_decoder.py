@@ -141,7 +141,7 @@ def test_short_ticks_beside_other_tenants_change_no_bit() -> None:
     ),
 )
 def test_preempted_equals_not_preempted(name, dtype, extra):
-    asks = [Ask(19, 14, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
+    asks = [Ask(19, 30 if extra == 3 else 14, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
     decoder = make_decoder(asks[0].blocks + extra, dtype=dtype, name=name)
     assert_as_alone(asks, decoder, dtype, name)
     assert decoder.rows.preemptions > 0
