@@ -31,7 +31,7 @@ def _kept(value: dict[str, Any]) -> dict[str, Any]:
             f"this cannot be stored: {error}; send valid Unicode, and numbers of at most 64 bits"
         ) from error
     if size > _MOST_METADATA:
-        raise ValueError(f"{size} bytes are more than {_MOST_METADATA}, the most of metadata")
+        raise ValueError(f"it has {size} bytes, more than {_MOST_METADATA}, the most of metadata; send less")
     return value
 
 
