@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from motet.algorithms.advantages import normalisation
+from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
 from motet.algorithms.losses import KL_ESTIMATORS, LOSSES, cispo, loss_and_stats
 from motet.algorithms.policy_gradient import KLConfig, PolicyGradient
 from motet.algorithms.presets import Grpo
-from motet.core.batch import LossInputs, LossStats
+from motet.core.batch import Loss, LossInputs, LossStats
 
 RATIOS = [0.5, 1.0, 1.5, 0.5, 1.5]
 ADVANTAGES = [1.0, 2.0, 1.0, -1.0, -1.0]  # with clip 0.2 / 0.28: tokens 2 and 3 are clipped
@@ -310,3 +313,60 @@ def test_bits_do_not_depend_on_the_place_in_the_packed_tensor(name: str) -> None
 def test_an_empty_segment_is_zero(name: str) -> None:
     loss, grad_N, stats = _run(policy(loss=name), _inputs([], [], [], []))
     assert (loss, len(grad_N), stats) == (0.0, 0, LossStats())
+
+
+EVERY_LOSS = [
+    *(policy(loss=name, kl=KLConfig(coef=0.1, type=kl)) for name in LOSSES for kl in KL_ESTIMATORS),
+    *(policy(loss=name, correct_sampler=True) for name in LOSSES),
+    *(ClientLoss.of(name, {"beta": 0.1} if name == "dro" else None) for name in CLIENT_LOSSES),
+]
+
+
+def _name_of(loss: Loss) -> str:
+    if isinstance(loss, ClientLoss):
+        return f"client-{loss.name}"
+    assert isinstance(loss, PolicyGradient)
+    return f"{loss.loss}-{'corrected' if loss.correct_sampler else loss.kl.type}"
+
+
+_LOG_RATIOS = st.floats(-200, 200, width=32)
+_TOKENS = st.tuples(_LOG_RATIOS, _LOG_RATIOS, _LOG_RATIOS, st.sampled_from([-2.0, 0.0, 0.5]))
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS, ids=_name_of)
+@settings(max_examples=25, deadline=None)
+@given(tokens=st.lists(_TOKENS, min_size=1, max_size=6), sentinel=st.sampled_from([-9999.0, -200.0]))
+@example(tokens=[(200.0, 200.0, 200.0, -2.0)], sentinel=-9999.0)
+@example(tokens=[(96.0, 96.0, 96.0, 0.5)], sentinel=-9999.0)
+def test_no_log_ratio_overflows_or_reaches_other_tokens(
+    loss: Loss, tokens: list[tuple[float, float, float, float]], sentinel: float
+) -> None:
+    """Tokens of any log ratio in sample 1, and one of no advantage with a sentinel, beside two plain tokens in sample 0."""
+
+    def gradient(own: list[tuple[float, float, float, float]]) -> tuple[float, Tensor, LossStats]:
+        beside = [(0.1, 0.2, -0.1, 1.0), (-0.3, 0.1, 0.2, -1.0), *own]
+        logprobs = [-1.0] * len(beside)
+        inputs = _inputs(logprobs, [-1 - d for d, *_ in beside], [a for *_, a in beside], [0, 0] + [1] * len(own))
+        inputs = replace(
+            inputs,
+            reference_logprobs_N=torch.tensor([-1 + r for _, r, _, _ in beside]),
+            proximal_logprobs_N=torch.tensor([-1 - p for _, _, p, _ in beside]),
+        )
+        leaf_N = inputs.logprobs_N
+        value, stats = loss_and_stats(loss, 1.0, inputs)
+        return value.item(), torch.autograd.grad(value, leaf_N)[0], stats
+
+    silent = (-1 - sentinel, 0.0, -1 - sentinel, 0.0)
+    value, grad_N, stats = gradient([*tokens, silent])
+    assert math.isfinite(value)
+    assert torch.isfinite(grad_N).all()
+    assert all(math.isfinite(one) for one in vars(stats).values())
+    assert torch.equal(grad_N[:2], gradient([])[1])
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS, ids=_name_of)
+def test_a_logprob_that_is_no_number_shows_in_the_gradient(loss: Loss) -> None:
+    inputs = _inputs([math.nan, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1])
+    inputs = replace(inputs, reference_logprobs_N=torch.tensor([-1.0, -1.0]))
+    value, _ = loss_and_stats(loss, 1.0, inputs)
+    assert math.isnan(value.item())

@@ -19,6 +19,10 @@ from torch import Tensor
 from motet.core.batch import Loss, LossFunctions, LossInputs, LossStats, Sample, TokenLosses
 from motet.core.types import FloatArray
 
+MOST_LOG_RATIO = 20.0
+"""Largest log ratio in a loss. Above it the ratio is e^20 and has no gradient, so no term overflows, or turns an advantage
+of 0 into NaN."""
+
 
 @dataclass(frozen=True)
 class PolicyLoss:
@@ -89,8 +93,14 @@ def reinforce(inputs: LossInputs) -> TokenLosses:
     return -inputs.advantages_N * inputs.logprobs_N, _nowhere(inputs.logprobs_N)
 
 
-def _exp(inputs: LossInputs, x: Tensor) -> Tensor:
-    return torch.exp(x) if inputs.functions is None else inputs.functions.exp(x)
+def _exp(inputs: LossInputs, log_ratio_N: Tensor) -> Tensor:
+    bounded_N = _bounded(log_ratio_N)
+    return torch.exp(bounded_N) if inputs.functions is None else inputs.functions.exp(bounded_N)
+
+
+def _bounded(log_ratio_N: Tensor) -> Tensor:
+    # not clamp, whose backward gives NaN the gradient 0
+    return torch.where(log_ratio_N > MOST_LOG_RATIO, MOST_LOG_RATIO, log_ratio_N)
 
 
 def _nowhere(like_N: Tensor) -> Tensor:
@@ -119,7 +129,8 @@ def kl_k2(log_r_N: Tensor, _: LossFunctions | None = None) -> Tensor:
 def kl_k3(log_r_N: Tensor, functions: LossFunctions | None = None) -> Tensor:
     """k3 = r − 1 − log r: unbiased, never negative. Its gradient is that of KL(base ‖ π): about right near the base."""
     expm1 = torch.expm1 if functions is None else functions.expm1
-    return expm1(log_r_N) - log_r_N
+    bounded_N = _bounded(log_r_N)
+    return expm1(bounded_N) - bounded_N
 
 
 KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
