@@ -53,6 +53,7 @@ class House:
     job: Json
     """Of tenant `ours`, ended, with a version and rollouts."""
     file: Json
+    connections: Connections
 
     def part(self, kind: type[Part]) -> Part:
         """A part of the service."""
@@ -173,7 +174,7 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
             job = http.post("/v1/jobs", headers=_bearer(keys["ours"]), json=tiny("ended")).json()
             _finish(service, job["id"])
             _bring(service.adapters, store)
-            yield House(app, http, keys, job, file)
+            yield House(app, http, keys, job, file, connections)
     finally:
         server.should_exit = True
         thread.join()

@@ -1,6 +1,7 @@
-"""Limits on connections: their number, in total and per address, and the time to send a request.
+"""Limits on connections: their number, in total and per address, and the time and the pieces to send a request in.
 
-At the limit, the oldest connection with an incomplete request is closed for a new one.
+At the limit, the oldest connection with an incomplete request is closed for a new one. A connection that sends small
+pieces is read seldom, so that what arrives meanwhile is read together.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import logging
 import resource
 import time
 from collections import Counter, OrderedDict
+from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from motet.config.service import HttpConfig
+from motet.service.errors import error_body
+from motet.service.http.parsing import Flow, Parser
 
 _log = logging.getLogger(__name__)
 _MOST_FILES = 2**16
@@ -23,6 +28,12 @@ _SHARE = 0.75
 """Share of open files for connections; the rest is for the database, uploads and other processes."""
 _BACKLOG = 2048
 _BODY_BYTES_PER_SECOND = 16 * 2**10
+_SMALL, _FREE_READS = 4096, 16
+"""Bytes of a small piece, and how many of them a request may have before its connection is read seldom."""
+_REST_SECONDS, _READS_PER_SECOND = 0.02, 1000.0
+"""Shortest time between two reads of small pieces, and the most of these reads of all connections together."""
+_SLICE = 2048
+"""Bytes of chunks, heads and trailers that are parsed at once."""
 _LOG_SECONDS = 10.0
 """Between two log lines of one kind."""
 _NO_FILES = "socket.accept() out of system resource"
@@ -74,6 +85,10 @@ class Connections:
         """Connections with incomplete requests, oldest first."""
         self._half_of_address: dict[str, OrderedDict[_Guarded, None]] = {}
         self._open = 0
+        self.reads = 0
+        """Pieces read from all connections."""
+        self._held = 0
+        """Connections that are not read for a moment."""
         for name, kinds in (("asyncio", (_NO_FILES,)), ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade"))):
             logging.getLogger(name).addFilter(Seldom(*kinds))
         _log.addFilter(Seldom("connections are refused"))
@@ -120,6 +135,16 @@ class Connections:
             if not of_address:
                 del self._half_of_address[one.address]
 
+    def rest(self, one: _Guarded) -> None:
+        """Read a connection again later: the later, the more of them rest."""
+        self._held += 1
+        one.flow.hold()
+        asyncio.get_running_loop().call_later(max(_REST_SECONDS, self._held / _READS_PER_SECOND), self._rested, one)
+
+    def _rested(self, one: _Guarded) -> None:
+        self._held -= 1
+        one.flow.release()
+
     def _drop(self, half: OrderedDict[_Guarded, None] | None) -> bool:
         if not half:
             return False
@@ -127,8 +152,10 @@ class Connections:
         return True
 
 
-class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-    """One connection, with time limits for a request's head and body."""
+class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
+    """One connection, with limits on the time and the pieces of a request's head and body."""
+
+    flow: Flow
 
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -138,14 +165,18 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         self._timer: asyncio.TimerHandle | None = None
         self._state = ""
         self._since, self._received = 0.0, 0
+        self.conn = self._parser = Parser()
+        self._small = 0
+        """Small pieces of the request so far."""
 
     def connection_made(self, transport: Any) -> None:
         """Count the connection, or refuse it."""
         super().connection_made(transport)
+        self.flow = Flow(transport)
         self.address = network_of(transport.get_extra_info("peername"))
         self._counted = self._all.enter(self)
         if not self._counted:
-            self._close(b"503 Service Unavailable")
+            self._close(503)
             return
         self._look(begun=True)
 
@@ -159,9 +190,32 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         """Receive a part of a request."""
         if not self._counted:
             return
+        self._all.reads += 1
         self._received += len(data)
-        super().data_received(data)
+        done = 0
+        while done < len(data) and not self.transport.is_closing():
+            plain = self._parser.their_state is h11.SEND_BODY and not self._parser.chunked
+            end = len(data) if plain else done + _SLICE
+            super().data_received(data[done:end])
+            done = end
+        if self.transport.is_closing():
+            return
         self._look(begun=True)
+        if self._state == "nothing":
+            self._small = 0
+        elif len(data) < _SMALL:
+            self._small += 1
+            if self._small > _FREE_READS and not self.flow.held:
+                self._all.rest(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser refuses."""
+        self._stop()
+        wrong = self._parser.wrong
+        self._close(400 if wrong is None else wrong.error_status_hint, msg if wrong is None else str(wrong))
+
+    def _should_upgrade(self) -> bool:
+        return False
 
     def on_response_complete(self) -> None:
         """Wait for another request."""
@@ -210,11 +264,16 @@ class _Guarded(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
             if paused or left > 0:
                 self._timer = self.loop.call_later(self._config.body_seconds if paused else left, self._late)
                 return
-        self._close(b"408 Request Timeout")
+        self._close(408)
 
-    def _close(self, status: bytes) -> None:
+    def _close(self, status: int, words: str = "") -> None:
         if self.cycle is None or not self.cycle.response_started:
-            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            body = bytes(error_body(status, words).body) if words else b""
+            head = (
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+            )
+            kind = "content-type: application/json\r\n" if body else ""
+            self.transport.write(f"{head}{kind}\r\n".encode() + body)
         self.transport.close()
 
     def _stop(self) -> None:
