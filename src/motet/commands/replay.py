@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from motet.config.jobfile import jobs_of, load_jobs
 from motet.core.checksums import hash_of, replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.core.near import close_matches
-from motet.core.types import JobState
+from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosting.running import run_config
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
@@ -237,6 +238,7 @@ def _other_facts(original: JobDirectory, again: JobDirectory, version: int) -> I
 def partings(original: JobDirectory, again: JobDirectory, first: int, last: int) -> Iterator[str]:
     """Where two trainings of a job part first, in words; nothing where they do not."""
     (old, lines), (new, lines_again) = map(_recorded, (original, again))
+    here, there = _configs(original, again)
     for step in range(first, last):
         name = f"{step}.jsonl"
         if name in old and old[name] != new.get(name):
@@ -248,9 +250,18 @@ def partings(original: JobDirectory, again: JobDirectory, first: int, last: int)
         receipts = [job.receipts / f"v{step + 1}.json" for job in (original, again)]
         if receipts[0].is_file():
             before, now = (outputs_of(read_receipt(path)) for path in receipts)
+            if now.get(ADAPTER_CONFIG) == here:
+                now[ADAPTER_CONFIG] = there
             for file in (file for file in before if before[file] != now.get(file)):
                 yield f"the runs first differ in step {step}: {file} of version {step + 1} has another sha256"
                 return
+
+
+def _configs(original: JobDirectory, again: JobDirectory) -> tuple[str, str]:
+    """sha256 of the adapter's config here, and of the same with the place where the original run had its base."""
+    then, now = ((job.path / "state" / str(job.steps()[-1]) / ADAPTER_CONFIG).read_bytes() for job in (original, again))
+    here, there = (json.dumps(json.loads(one)["base_model_name_or_path"]).encode() for one in (now, then))
+    return sha256(now).hexdigest(), sha256(now.replace(here, there)).hexdigest()
 
 
 def _recorded(job: JobDirectory) -> tuple[Mapping[str, str], Mapping[int, Mapping[str, Any]]]:
