@@ -1,0 +1,83 @@
+"""A service's directory that an earlier Motet left when it was killed: keys, jobs, files and usage are there, and go on."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from motet.commands.verify import verify
+from motet.service.database.store import Store
+from tests.support.earlier import KNOWN, unpack
+from tests.support.service_run import Service, serving
+
+KEYS = KNOWN["keys"]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its directory."""
+    return unpack("served", tmp_path_factory.mktemp("earlier"))
+
+
+@pytest.fixture(scope="module")
+def service(left: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service of today on a copy of it."""
+    directory = tmp_path_factory.mktemp("served") / "served"
+    shutil.copytree(left, directory)
+    with serving(directory, keys=True) as found:
+        yield found
+
+
+def test_its_database_loses_no_row_when_its_tables_are_those_of_today(left: Path, tmp_path: Path) -> None:
+    shutil.copy(left / "motet.db", tmp_path)
+    store = Store(f"sqlite:///{tmp_path / 'motet.db'}")
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
+        found = {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in KNOWN["rows"]}
+    assert found == {**KNOWN["rows"], "starts": KNOWN["rows"]["starts"] + 1}
+
+
+def test_its_keys_open_what_they_opened(service: Service) -> None:
+    service.become(KEYS["acme"])
+    assert {job["name"] for job in service.ask("GET", "/v1/jobs")["data"]} == KNOWN["jobs"].keys() - {"paused"}
+    assert [one["id"] for one in service.ask("GET", "/v1/files")["data"]] == [KNOWN["file"]]
+    assert [one["id"] for one in service.ask("GET", "/v1/adapters")["data"]] == [KNOWN["adapter"]]
+    assert service.weights("done")
+    service.become(KEYS["globex"])
+    assert [job["name"] for job in service.ask("GET", "/v1/jobs")["data"]] == ["paused"]
+    assert [one["name"] for one in service.ask("GET", "/v1/shares")["received"]] == ["mine"]
+    assert service.ask("GET", "/v1/limits")["limits"]["tokens_per_day"] == 1_000_000
+    service.become(KEYS["revoked"])
+    service.refused(401, "GET", "/v1/jobs")
+    service.become(KEYS["admin"])
+    assert len(service.ask("GET", "/v1/audit")["data"]) >= KNOWN["rows"]["audit"]
+    used, before = (
+        {line["tenant"]: line["tokens_trained"] for line in lines["data"] if line["tenant"]}
+        for lines in (service.ask("GET", "/v1/usage", params={"by": "tenant"}), KNOWN["usage"])
+    )
+    assert used.keys() == before.keys()
+    assert all(used[tenant] >= before[tenant] for tenant in before)
+
+
+def test_its_jobs_go_on(service: Service) -> None:
+    service.become(KEYS["acme"])
+    assert service.ended("half") == "succeeded", service.job("half")
+    assert service.ended("queued") == "succeeded", service.job("queued")
+    assert service.steps("half") == list(range(service.job("half")["steps"] + 1))
+    assert {name: service.job(name)["state"] for name in ("done", "cancelled")} == {
+        "done": "succeeded", "cancelled": "cancelled",
+    }  # fmt: skip
+    service.become(KEYS["globex"])
+    step = service.job("paused")["step"]
+    assert service.job("paused")["state"] == "paused"
+    service.steer("paused", "resume")
+    service.reaches("paused", step + 1)
+    service.steer("paused", "cancel")
+    assert service.ended("paused") == "cancelled"
+    for job in (service.directory / "run").glob("job-*"):
+        assert verify(job) == 0, job
