@@ -45,6 +45,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"request_log", "settings"}),
     frozenset({"database"}),
     frozenset({"backup", "errors", "storage", "answers", "events"}),
+    frozenset({"faults"}),
     frozenset({"adapters", "tenants", "secrets"}),
     frozenset({"workers"}),
     frozenset({"rewards"}),

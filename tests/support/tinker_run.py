@@ -20,7 +20,8 @@ SECONDS = 180.0
 
 NEWEST = "tinker"
 SCRIPTED = (
-    "steps", "first_loop", "losses", "soft_targets", "checkpoints", "samples", "chunks", "refusals", "releases"
+    "steps", "first_loop", "losses", "soft_targets", "checkpoints", "samples", "chunks", "refusals", "releases",
+    "worst",
 )  # fmt: skip
 """Those of the newest release, each for itself."""
 

@@ -366,7 +366,7 @@ def finds(name: str) -> Found:
     """What a script finds as a client of its own."""
     service = tinker.ServiceClient(base_url=sys.argv[2], api_key=sys.argv[3])
     with service if hasattr(service, "__exit__") else contextlib.nullcontext():  # since 0.30 it says when it ends
-        known = importlib.import_module("tinker_releases") if name == "releases" else sys.modules[__name__]
+        known = importlib.import_module(f"tinker_{name}") if name in ("releases", "worst") else sys.modules[__name__]
         found: Found = getattr(known, name)(service)
         return found
 

@@ -212,7 +212,7 @@ def test_a_gradient_that_takes_too_much_to_read_uses_its_number_up(tmp_path: Pat
         assert journal(house, model).command(300) == Nothing()
         odd = request(model).SerializeToString()[::-1] + bytes(SMALL)  # it does not begin with a model
         assert sent(house, odd).status_code == 413
-        assert sent(house, wide("session-0:train:0", 1, [SMALL // 4])).status_code == 404
+        assert sent(house, wide("session-0:train:0", 1, [SMALL // 4])).status_code == 413
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -17,6 +17,7 @@ from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
 from motet.core.errors import ChatRefusal, EngineError, LimitError
+from motet.core.json_text import json_text
 from motet.core.stops import met
 from motet.core.types import FinishReason
 from motet.process import apart
@@ -94,7 +95,7 @@ class ServedEpisode:
             return refusal(404, OVER)
         if wanted.stream:
             return EpisodeAnswer(200, "".join([event async for event in wanted.events(reply)]), EVENTS)
-        return EpisodeAnswer(200, json.dumps(wanted.answer(reply, await whole(reply.pieces))))
+        return EpisodeAnswer(200, json_text(wanted.answer(reply, await whole(reply.pieces))))
 
     async def _reply(self, wanted: ChatFormat, body: bytes, *, again: bool) -> Reply:
         """The reply to a request; a repeated request, whose answer was lost, gets the same one."""

@@ -33,6 +33,8 @@ class Inputs:
     """Settings with their defaults; None means required."""
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+"""Losses are computed in 32 bits."""
 _POLICY = ("logprobs", "advantages")
 CLIENT_LOSSES: Mapping[str, Inputs] = {
     "cross_entropy": Inputs(("weights",), {}),
@@ -116,8 +118,8 @@ class ClientLoss:
         settings = {key: given.get(key, default) for key, default in known.items()}
         if missing := [key for key, value in settings.items() if value is None]:
             raise ConfigError(f"{name} needs loss_fn_config.{missing[0]}")
-        if not all(np.isfinite(list(given.values()))):
-            raise ConfigError("loss_fn_config has a number that is not finite")
+        if odd := [key for key, value in given.items() if not abs(value) <= _LARGEST]:
+            raise ConfigError(f"loss_fn_config.{odd[0]} is {given[odd[0]]}, not a finite number of 32 bits")
         return cls(name, {key: value for key, value in settings.items() if value is not None})
 
     def token_losses(self, inputs: LossInputs) -> TokenLosses:

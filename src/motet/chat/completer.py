@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from motet.core.errors import ChatRefusal
+from motet.core.json_text import json_text
 from motet.core.section import Described
 from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Tools
@@ -224,7 +225,8 @@ def arguments_of(call: ToolCall) -> str:
 
 def event(body: Mapping[str, Any], kind: str = "") -> str:
     """One server-sent event."""
-    return f"event: {kind}\ndata: {json.dumps(body)}\n\n" if kind else f"data: {json.dumps(body)}\n\n"
+    data = f"data: {json_text(body)}\n\n"
+    return f"event: {kind}\n{data}" if kind else data
 
 
 def error_event(message: str, kind: str) -> str:

@@ -261,13 +261,50 @@ class Journal:
         except FileNotFoundError:
             return {}
 
-    def waiting(self) -> tuple[int, int]:
-        """The number of waiting commands and of gradients that wait for their step, and their bytes."""
-        sizes = list[int]()
-        for path in self.path.glob("*.cmd"):
-            with contextlib.suppress(FileNotFoundError):  # the session deletes finished commands meanwhile
-                sizes.append(path.stat().st_size)
-        return len(sizes), sum(sizes)
+    def waiting(self) -> tuple[int, int, int]:
+        """Waiting commands and gradients that wait for their step: their number and bytes; and the last number of all."""
+        sizes, last = list[int](), -1
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as files:  # none before the first command
+            for file in files:
+                stem, _, kind = file.name.partition(".")
+                last = max(last, int(stem)) if stem.isdecimal() else last
+                if kind == "cmd":
+                    with contextlib.suppress(FileNotFoundError):  # the session deletes finished commands meanwhile
+                        sizes.append(file.stat().st_size)
+        return len(sizes), sum(sizes), last
+
+    def came_at(self, number: int) -> float | None:
+        """When a command that is kept came, in Unix seconds; None if it is not there."""
+        try:
+            return self._file(number, "cmd").stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def refuse_behind_gap(self) -> list[int]:
+        """Fail the first numbers that never came although later ones wait, and all that wait behind them.
+
+        The session is before the gap, or waits there; it goes on with the next number. Not while `put` runs.
+        """
+        kinds = {name: {int(path.stem) for path in self.path.glob(f"*.{name}")} for name in ("out", "new", "cmd")}
+        decided = kinds["out"] | kinds["new"]
+        waiting, first = kinds["cmd"] - decided, max(decided, default=-1) + 1
+        gap = [number for number in range(first, max(waiting, default=0)) if number not in waiting | decided]
+        if not gap or any(self._file(gap[0], name).exists() for name in kinds):  # it was written during the look
+            return []
+        refused = sorted({*gap, *(number for number in waiting if number > gap[0])}, reverse=True)
+        reason = (
+            f"request {gap[0]} of this model never came: its program could not send it, and an error there says why. Requests "
+            f"{gap[0]} to {refused[0]} are refused, because they might depend on it; the model goes on with the next one"
+        )
+        for number in refused:  # the first of the gap last: until then the session executes none of them
+            self._file(number, "sum").touch()
+            draft = self._file(number, "part")
+            draft.write_bytes(
+                msgspec.msgpack.encode(Failed(reason))
+            )  # not synced: what a power failure takes is found again
+            draft.rename(self._file(number, "out"))
+            self.drop(number)
+        return refused
 
     def work_again(self) -> int:
         """Work (`Sample.work`) charged again on resume: finished gradients that wait for their step."""

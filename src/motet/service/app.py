@@ -15,6 +15,7 @@ from motet.cluster.hosts import longest_sequence
 from motet.service.composition import Service
 from motet.service.database.store import AWAY, Store
 from motet.service.errors import error_body, handle_errors
+from motet.service.faults import FaultLog, Faults
 from motet.service.http.auth import asker
 from motet.service.http.bodies import MOST_DIGITS, Bodies
 from motet.service.http.opened import EndsWithKey, KeyWatch
@@ -161,6 +162,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(EndsWithKey, watch=watch, refusal=error_body)
     if settings.open_to_all:
         app.add_middleware(Origins, names=settings.config.http.hosts, refusal=error_body)
+    app.add_middleware(Faults, log=FaultLog())
     app.add_middleware(RequestLog, files=service.request_files, metrics=service.request_metrics)
     for module in ROUTES:
         app.include_router(module.router)

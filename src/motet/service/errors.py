@@ -23,11 +23,12 @@ from motet.core.errors import (
     RewardError,
     StoreError,
 )
+from motet.core.json_text import json_text
 from motet.process.apart import TooMuchError
 from motet.runtime.disk_gate import is_full
 from motet.service.database.presence import DatabaseReplaced
 from motet.service.database.store import AWAY
-from motet.service.request_log import ID_HEADERS, asked_of
+from motet.service.request_log import asked_of
 
 Thing = TypeVar("Thing")
 _log = logging.getLogger(__name__)
@@ -39,16 +40,25 @@ TYPES = {
 }  # fmt: skip
 _LONGEST = 10_000
 """Most characters of a message, which may quote its input."""
-_TINKER = "/tinker/"
+TINKER = "/tinker/"
 """Below this path conflicts are 400, because clients would repeat a 409 forever."""
 _BAD_REQUESTS = (
-    "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fine_tuning/", _TINKER,
+    "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/fine_tuning/", TINKER,
 )  # fmt: skip
 """Paths where invalid requests are 400 instead of 422, as in the protocols of those packages."""
 
 
+_PASSING = (408, 409, 429, 503, 507)
 _SOON = {"Retry-After": "1"}
 """For temporary failures of the engine or the database."""
+
+
+class AnyJSON(JSONResponse):
+    """JSON of whatever a tenant's data or the engine's figures hold: numbers that are not finite are null."""
+
+    def render(self, content: Any) -> bytes:
+        """The body; it never fails for a number or a half character."""
+        return json_text(content).encode()
 
 
 class Refusal(Exception):
@@ -77,15 +87,11 @@ def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
     """Convert every error to one shape; `without_places` removes this machine's paths from messages."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        asked = asked_of(request.scope)
-        asked.reason = str(error)
-        answer = _answer(request, error, without_places)
-        if answer.status_code == 500:  # this response bypasses the middleware that adds it
-            answer.headers.update(dict.fromkeys(ID_HEADERS, asked.id))
-        return answer
+        asked_of(request.scope).reason = str(error)
+        return _answer(request, error, without_places)
 
     starlettes = ClientDisconnect, HTTPException, RequestValidationError
-    for kind in (Refusal, *starlettes, *AWAY, DatabaseDataError, MotetError, Exception):
+    for kind in (Refusal, *starlettes, *AWAY, DatabaseDataError, MotetError):
         app.add_exception_handler(kind, handle)
 
     async def of_disk(request: Request, error: Exception) -> JSONResponse:
@@ -93,7 +99,19 @@ def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
             raise error
         return _answer(request, error, without_places)
 
-    app.add_exception_handler(OSError, of_disk)  # without it, the handler of Exception would close the connection
+    app.add_exception_handler(OSError, of_disk)
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed a moment later, so that its client should send it again."""
+    match error:
+        case Refusal():
+            return error.status in _PASSING
+        case HTTPException():
+            return error.status_code in _PASSING
+        case LimitError():
+            return error.status in _PASSING
+    return isinstance(error, (EngineError, ClientDisconnect, *AWAY)) or is_full(error)
 
 
 def _answer(request: Request, error: Exception, without_places: Callable[[str], str] = str) -> JSONResponse:
@@ -128,15 +146,13 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
         case ConfigError() | DataError() | RewardError():
             return error_body(400, without_places(str(error)))
         case StoreError():
-            return error_body(400 if request.url.path.startswith(_TINKER) else 409, without_places(str(error)))
+            return error_body(400 if request.url.path.startswith(TINKER) else 409, without_places(str(error)))
         case EngineError():
             return error_body(503, without_places(str(error)), headers=_SOON)
         case _ if is_full(error):
             _log.error("the disk is full: %s", error)
             return error_body(507, "the disk of the service is full; try again once its operator has made room")
-        case MotetError():
-            return error_body(500, without_places(str(error)))
-    return error_body(500, f"{type(error).__name__}; internal error of Motet; traceback in its log")
+    return error_body(400 if request.url.path.startswith(TINKER) else 500, without_places(str(error)))
 
 
 def error_body(
@@ -152,4 +168,4 @@ def error_body(
         "code": None,
     }
     challenge = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return JSONResponse({"error": detail}, status, {**challenge, **(headers or {})})
+    return AnyJSON({"error": detail}, status, {**challenge, **(headers or {})})

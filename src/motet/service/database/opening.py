@@ -10,6 +10,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from motet.core.errors import StoreError
+from motet.core.json_text import json_text
 from motet.service.database.presence import make_private
 from motet.service.database.tables import Table
 
@@ -22,7 +23,8 @@ def open_engine(url: str) -> Engine:
     if url.startswith("postgresql://"):
         url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
-        engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"))  # only a server can close a connection
+        # only a server can close a connection; PostgreSQL refuses JSON with a number that is not finite
+        engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"), json_serializer=json_text)
     except Exception as error:  # a malformed URL, or a missing driver
         raise StoreError(f"the database URL {public(url)} cannot be used: {type(error).__name__}") from None
     if engine.dialect.name == "sqlite":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import json
 import secrets
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -36,7 +35,7 @@ from motet.service.composition import Service
 from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
-from motet.service.errors import Refusal, bad_field
+from motet.service.errors import AnyJSON, Refusal, bad_field
 from motet.service.http.pages import page
 from motet.service.routes.adapters import SharesDep
 from motet.service.schemas import Asked, Model, Models
@@ -214,8 +213,7 @@ class Chats:
         if asked.stream:
             return events_of(wanted.events(reply), service.storage)
         body = wanted.answer(reply, await while_there(self._request, whole(reply.pieces)))
-        # repeated input may contain NaN or invalid UTF-8
-        return Response(json.dumps(body), media_type="application/json")
+        return AnyJSON(body)
 
 
 ChatsDep = Annotated[Chats, Depends()]
@@ -298,7 +296,7 @@ async def complete(who: Asker, service: ServiceDep, request: Request, wanted: Co
     completions = [one for _, choices in answers for one in choices]
     used = usage(sum(read for read, _ in answers), sum(len(one.token_ids) for one in completions))
     choices = [wanted.choice(one, index) for index, one in enumerate(completions)]
-    return JSONResponse({**head, "choices": choices, "usage": used})
+    return AnyJSON({**head, "choices": choices, "usage": used})
 
 
 async def _texts(

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 from msgspec.structs import asdict
 from pydantic import Field
 
+from motet.core.json_text import json_text
 from motet.core.types import JobState, Wanted, Word
 from motet.service.composition import Service
 from motet.service.database.store import jobs_of, size_of
@@ -201,7 +202,7 @@ async def rollouts(
                 shown = {name: value for name, value in one.items() if name not in hidden}
                 if isinstance(shown.get("error"), str):  # an error from a reward may contain its file's path
                     shown["error"] = service.storage.without_places(shown["error"])
-                rows.append(json.dumps(shown))  # here: they would take a second of the event loop together
+                rows.append(json_text(shown))  # here: they would take a second of the event loop together
         except FileNotFoundError as error:  # deleted while this waited for its turn
             raise Refusal(404, missing) from error
         head = json.dumps({"step": chosen, "steps": steps})

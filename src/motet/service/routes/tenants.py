@@ -8,14 +8,14 @@ from datetime import date
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.database.tenants import Principal
 from motet.service.depends import Admin, Asker, KeyEnder, ServiceDep
-from motet.service.errors import Refusal, existing
+from motet.service.errors import AnyJSON, Refusal, existing
 from motet.service.http.rights import check_new
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
 from motet.service.schemas.usage import By, Erased, TenantInfo, Tenants, UsageLine, UsageReport
@@ -162,7 +162,7 @@ def usage(
     )
     if form == "csv":
         return Response(_table(lines), media_type="text/csv")
-    return JSONResponse(UsageReport(data=lines).model_dump())
+    return AnyJSON(UsageReport(data=lines).model_dump())
 
 
 def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:

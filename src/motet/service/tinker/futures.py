@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import re
 import secrets
@@ -224,7 +225,13 @@ class Futures:
             left = until - time.monotonic()
             if left <= 0 or self._bus.closed:
                 return _of_job(request_id, now)
-            await within(changed, left)
+            if (again := self._models.look_in(now, number)) <= 0:
+                self._models.looks(now)
+                if await self._turns.run(job.tenant_id, functools.partial(self._models.pass_over, now)):
+                    self._bus.publish(job.id)  # others wait behind the same number
+                    continue
+                again = left
+            await within(changed, min(left, again))
 
     async def _sample(self, who: Principal, request_id: str, seconds: float) -> Answer:
         sample = self._samples.by_name.get(request_id) or self._once_more(who, request_id)

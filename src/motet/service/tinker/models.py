@@ -38,6 +38,11 @@ MOST_WAITING = 2**31
 """Bytes of waiting commands per model above which gradients are refused; above twice as many, all commands."""
 MOST_COMMANDS = 2**13
 """As `MOST_WAITING`, but their number, because each command costs a look at those that wait."""
+MISSING_SECONDS = 60.0
+"""Wait of a command for one with a smaller number, which its client may still send again."""
+_LOOK_SECONDS = 10.0
+MOST_AHEAD = 2**10
+"""Numbers between a command and the last one before it: each that is missing gets an outcome."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 _COUNTED_SECONDS = 5.0
@@ -72,6 +77,12 @@ class Models:
         self._quotas, self._hosts, self.stored = quotas, hosts, quotas.stored
         self._promised: dict[str, dict[tuple[str, int], _Promise]] = {}
         """Admitted requests that are not counted yet, by tenant, and by job and number."""
+        self._held: dict[str, float] = {}
+        """When a gradient of a job was last told to come again later, in Unix seconds."""
+        self._looked: dict[str, float] = {}
+        """When missing numbers of a job were looked for."""
+        self._began = time.time()
+        """Clients come back some seconds after the service."""
         self._counted: dict[str, tuple[int, int]] = {}
         """By job: its tokens in the ledger at the last check, and how many of these belong to no finished request yet."""
 
@@ -165,7 +176,7 @@ class Models:
 
         Raises:
             Refusal: the model has ended, or another command has this number.
-            LimitError: the tenant's storage is full; a gradient's number is used up.
+            LimitError: the tenant's storage is full.
         """
         journal, gradient = self.journal(job), isinstance(command, ForwardBackward)
         known = journal.known(number)
@@ -175,10 +186,12 @@ class Models:
                 400, f"this model has {job.state}{reason}; create another, from a checkpoint where there is one"
             )
         times = 1 if gradient else 2  # the step that they wait for remains possible
-        count, n_bytes = (0, 0) if known else journal.waiting()
+        count, n_bytes, last = (0, 0, number) if known else journal.waiting()
+        if number > last + MOST_AHEAD:
+            raise Refusal(
+                400, f"seq_id {number} is far from the last one of this model, {last}: numbers follow each other"
+            )
         if count >= times * MOST_COMMANDS or n_bytes > times * MOST_WAITING:
-            if gradient:
-                self.refuse(job, number)
             wanted = "call optim_step" if gradient else "wait for those before this one"
             raise Refusal(400, f"{count} commands of this model wait to be done, {n_bytes >> 20} MB: {wanted}")
         data, known = msgspec.msgpack.encode(command), journal.known(number)  # another request may have put it there
@@ -189,10 +202,6 @@ class Models:
                 journal.put(number, data)
         except JournalError as error:
             raise Refusal(400, str(error)) from error
-        except LimitError:
-            if not small:
-                self.refuse(job, number)
-            raise
         self._hosts.send(Nudge(job.id))
         return f"{job.idempotency_key}/{number}"
 
@@ -209,9 +218,8 @@ class Models:
             waiting.pop((job.id, number), None)  # requested again
             try:
                 self._quotas.check_work(job.tenant_id, work, sum(one.work for one in waiting.values()))
-            except LimitError as error:
-                if error.status == 403:
-                    self.refuse(job, number)
+            except LimitError:
+                self._held[job.id] = time.time()
                 raise
             waiting[job.id, number] = _Promise(work)
             if job.id not in self._counted:
@@ -246,6 +254,31 @@ class Models:
         """Record a refused request, so that later commands proceed."""
         if not self.journal(job).known(number):
             self.order(job, number, Nothing())
+
+    def look_in(self, job: StoredJob, number: int) -> float:
+        """Seconds until `pass_over` should be called for a command that waits."""
+        now, since = time.time(), self.journal(job).came_at(number)
+        if since is None:
+            return MISSING_SECONDS
+        asked = max(since, self._held.get(job.id, 0.0), self._began)
+        return max(asked + MISSING_SECONDS, self._looked.get(job.id, 0.0) + _LOOK_SECONDS) - now
+
+    def pass_over(self, job: StoredJob) -> bool:
+        """Refuse what waits behind numbers that never came: a program may number a request that it then cannot send.
+
+        Call it in the turn of the tenant. Returns whether anything was refused.
+        """
+        if not self.journal(job).refuse_behind_gap():
+            return False
+        self.stored.changed(job.id)
+        self._hosts.send(Nudge(job.id))
+        return True
+
+    def looks(self, job: StoredJob) -> None:
+        """Note that `pass_over` is called: many commands may wait, and each look reads all names."""
+        now = time.time()
+        self._looked = {name: at for name, at in self._looked.items() if now < at + _LOOK_SECONDS} | {job.id: now}
+        self._held = {name: at for name, at in self._held.items() if now < at + MISSING_SECONDS}
 
     def cancel(self, job: StoredJob, number: int) -> None:
         """Cancel a gradient that is not done."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
@@ -10,7 +10,9 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
+from motet.core.errors import MotetError
 from motet.service.composition import Service
+from motet.service.database.tenants import Principal
 from motet.service.depends import Asker
 from motet.service.errors import Refusal
 from motet.service.tinker.checkpoints import Checkpoints
@@ -52,11 +54,21 @@ def new_router() -> APIRouter:
     return APIRouter(prefix=PREFIX, include_in_schema=False)  # the protocol is described elsewhere
 
 
+async def use_up(who: Principal, tinker: Tinker, model: str, number: int) -> None:
+    """Record that a command was refused, so that later ones proceed; does nothing if there is no such model."""
+
+    def refuse() -> None:
+        with contextlib.suppress(MotetError, Refusal):
+            tinker.models.refuse(tinker.models.find(who, model), number)
+
+    if 0 < number < 2**31:
+        await tinker.write_threads.run(who.tenant_id, refuse)
+
+
 def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
     """Returns a reader for a command of a model. A refused command still uses its number, so that later ones proceed."""
 
     async def read(request: Request, who: Asker, tinker: TinkerDep) -> Body:
-        models = tinker.models
         try:
             given = await request.json()
         except (ValueError, RecursionError) as error:
@@ -65,9 +77,8 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
             return kind.model_validate(given)
         except ValidationError as error:
             model, number = (given.get(name) if isinstance(given, dict) else None for name in ("model_id", "seq_id"))
-            if isinstance(model, str) and model.isascii() and type(number) is int and 0 < number < 2**31:
-                job = await asyncio.to_thread(models.find, who, model)
-                await tinker.write_threads.run(who.tenant_id, lambda: models.refuse(job, number))
+            if isinstance(model, str) and model.isascii() and type(number) is int:
+                await use_up(who, tinker, model, number)
             raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
     return read

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Depends, Request, Response
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from motet.core.errors import LimitError
-from motet.process.apart import TooMuchError
+from motet.core.errors import LimitError, MotetError
+from motet.core.json_text import json_text, named
 from motet.runtime.journal import Load, Nothing, OptimStep, Save
-from motet.service.database.tables import StoredJob
+from motet.service.database.store import AWAY
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
-from motet.service.errors import Refusal
+from motet.service.errors import Refusal, may_pass
+from motet.service.faults import failed_future
 from motet.service.http.bodies import MOST_GRADIENT, hold
 from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
-from motet.service.tinker.models import Models
-from motet.service.tinker.parts import Tinker, TinkerDep, new_router, numbered
+from motet.service.tinker.parts import Tinker, TinkerDep, new_router, numbered, use_up
 from motet.service.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -36,23 +34,42 @@ from motet.service.tinker.requests import (
     Step,
 )
 from motet.service.tinker.samplers import sampler_id
-from motet.service.tinker.wire import CONTENT_TYPE, SMALL, WireError, begins_with, gradient_of, read_gradient
+from motet.service.tinker.wire import (
+    CONTENT_TYPE,
+    SMALL,
+    AskedGradient,
+    WireError,
+    begins_with,
+    gradient_of,
+    read_gradient,
+)
 
 router = new_router()
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
 _FIRST_SECONDS = 2.0
 """Wait for the beginning of a body that is too long."""
+_PAUSE_SECONDS = 1.0
+"""Before a future is told that it may have an answer later: the package asks again at once."""
 
 
 def _in_turn(
     route: Callable[Concatenate[Principal, Tinker, Given], Answer],
 ) -> Callable[..., Coroutine[Any, Any, Answer]]:
-    """Run a route in the turn of its tenant, because it may wait for other writes of the tenant."""
+    """Run a route in the turn of its tenant, because it may wait for other writes of the tenant.
+
+    A command that is refused for good has used its number, so that later ones proceed.
+    """
 
     @functools.wraps(route)
     async def run(who: Principal, tinker: Tinker, *args: Given.args, **given: Given.kwargs) -> Answer:
-        return await tinker.write_threads.run(who.tenant_id, lambda: route(who, tinker, *args, **given))
+        try:
+            return await tinker.write_threads.run(who.tenant_id, lambda: route(who, tinker, *args, **given))
+        except Exception as error:
+            wanted = given.get("wanted")
+            if not may_pass(error) and (number := getattr(wanted, "seq_id", None)):
+                await use_up(who, tinker, str(getattr(wanted, "model_id", "")), number)
+            raise
 
     return run
 
@@ -99,32 +116,33 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
     """Add a gradient, or with `forward_only` compute the loss."""
     body, whole = await _read(request)
     if not whole:
-        await _use_up(who, tinker, body)
+        await use_up(who, tinker, *begins_with(body))
         raise Refusal(413, f"a gradient request may have {MOST_GRADIENT >> 20} MB at most; send the data in parts")
     if request.headers.get("content-type", "").partition(";")[0] != CONTENT_TYPE:
         raise Refusal(400, f"send {CONTENT_TYPE}: tinker 0.25 and newer do")
+    asked: AskedGradient | None = None
+
+    def order(asked: AskedGradient) -> dict[str, Any]:
+        job = tinker.models.find(who, asked.model_id)
+        if asked.seq_id < 1:
+            raise Refusal(400, f"seq_id {asked.seq_id} is not from 1 on")
+        if asked.command is None:
+            raise WireError(asked.reason)
+        tinker.models.admit(job, asked.seq_id, asked.command)
+        return _promise(tinker.models.order(job, asked.seq_id, asked.command))
+
     try:
         read = (
             read_gradient(body)
             if len(body) <= SMALL
             else await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
         )
-    except TooMuchError:
-        await _use_up(who, tinker, body)
-        raise
-
-    def order() -> dict[str, Any]:
         asked = gradient_of(read)
-        job = tinker.models.find(who, asked.model_id)
-        if asked.seq_id < 1:
-            raise Refusal(400, f"seq_id {asked.seq_id} is not from 1 on")
-        with _refusing(tinker.models, job, asked.seq_id):
-            if asked.command is None:
-                raise WireError(asked.reason)
-        tinker.models.admit(job, asked.seq_id, asked.command)
-        return _promise(tinker.models.order(job, asked.seq_id, asked.command))
-
-    return await tinker.write_threads.run(who.tenant_id, order)
+        return await tinker.write_threads.run(who.tenant_id, functools.partial(order, asked))
+    except Exception as error:
+        if not may_pass(error):
+            await use_up(who, tinker, *((asked.model_id, asked.seq_id) if asked is not None else begins_with(body)))
+        raise
 
 
 async def _read(request: Request) -> tuple[bytes, bool]:
@@ -145,15 +163,6 @@ async def _read(request: Request) -> tuple[bytes, bool]:
     return b"".join(parts), whole
 
 
-async def _use_up(who: Principal, tinker: Tinker, body: bytes) -> None:
-    """Refuse a command that is not read, so that later ones proceed."""
-    model, number = begins_with(body)
-    if number > 0:
-        await tinker.write_threads.run(
-            who.tenant_id, lambda: tinker.models.refuse(tinker.models.find(who, model), number)
-        )
-
-
 @router.post("/optim_step")
 @_in_turn
 def optim_step(who: Asker, tinker: TinkerDep, wanted: Annotated[Step, Depends(numbered(Step))]) -> dict[str, Any]:
@@ -172,9 +181,8 @@ def save_weights(
 ) -> dict[str, Any]:
     """Save weights, moments and an accumulated gradient, to continue from."""
     job = tinker.models.find(who, wanted.model_id)
-    with _refusing(tinker.models, job, wanted.seq_id):
-        tinker.checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
-        service.quotas.check_storage(who.tenant_id, 0)
+    tinker.checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
+    service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, wanted.user_metadata)
     answer = {"type": "save_weights", "path": f"tinker://{wanted.model_id}/{WEIGHTS}/{wanted.path}"}
     command = Save(f"{WEIGHTS}/{wanted.path}", True, about, answer, wanted.overwrite)
@@ -191,18 +199,15 @@ def save_for_sampler(
 ) -> dict[str, Any]:
     """Save weights to sample from."""
     job, number = tinker.models.find(who, wanted.model_id), wanted.seq_id
-    with _refusing(tinker.models, job, number):
-        service.quotas.check_storage(who.tenant_id, 0)
+    service.quotas.check_storage(who.tenant_id, 0)
     answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
     about = about_of(number, wanted.ttl_seconds, wanted.user_metadata)
     if wanted.path is not None:
-        with _refusing(tinker.models, job, number):
-            tinker.checkpoints.check_free(job, SAMPLER, wanted.path, number)
+        tinker.checkpoints.check_free(job, SAMPLER, wanted.path, number)
         answer["path"] = f"tinker://{wanted.model_id}/{SAMPLER}/{wanted.path}"
         command: Save | Nothing = Save(f"{SAMPLER}/{wanted.path}", False, about, answer, overwrite=False)
         return _promise(tinker.models.order(job, number, command))
     if wanted.sampling_session_seq_id is None:
-        tinker.models.refuse(job, number)
         raise Refusal(400, "give path or sampling_session_seq_id")
     session, _, model = wanted.model_id.partition(":train:")
     what = "live" if wanted.kind == "inflight" else str(number)
@@ -220,12 +225,10 @@ def load_weights(
     """Load a checkpoint into an existing or a new model."""
     if wanted.model_id is not None and wanted.seq_id is not None:
         job = tinker.models.find(who, wanted.model_id)
-        with _refusing(tinker.models, job, wanted.seq_id):
-            source = tinker.checkpoints.find(who, wanted.path)
-            if (base := tinker.models.bases.of(source.job.base)) != tinker.models.bases.of(job.base):
-                raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
-            command = _load(source, wanted)
-        return _promise(tinker.models.order(job, wanted.seq_id, command))
+        source = tinker.checkpoints.find(who, wanted.path)
+        if (base := tinker.models.bases.of(source.job.base)) != tinker.models.bases.of(job.base):
+            raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
+        return _promise(tinker.models.order(job, wanted.seq_id, _load(source, wanted)))
     if wanted.session_id is None or wanted.model_seq_id is None:
         raise Refusal(400, "give model_id and seq_id, or session_id and model_seq_id")
     source = tinker.checkpoints.find(who, wanted.path)
@@ -244,16 +247,6 @@ def _load(source: Checkpoint, wanted: LoadWeights) -> Load:
     return Load(str(source.directory), wanted.optimizer, {"type": "load_weights", "path": wanted.path})
 
 
-@contextlib.contextmanager
-def _refusing(models: Models, job: StoredJob, number: int) -> Iterator[None]:
-    """Record refused commands, so that later ones proceed."""
-    try:
-        yield
-    except (Refusal, LimitError):
-        models.refuse(job, number)
-        raise
-
-
 @router.post("/save_weights_external")
 @_in_turn
 def save_external(
@@ -261,9 +254,8 @@ def save_external(
 ) -> dict[str, Any]:
     """Save a PEFT directory to download."""
     job = tinker.models.find(who, wanted.model_id)
-    with _refusing(tinker.models, job, wanted.seq_id):
-        tinker.checkpoints.check_free(job, EXTERNAL, wanted.path, wanted.seq_id)
-        service.quotas.check_storage(who.tenant_id, 0)
+    tinker.checkpoints.check_free(job, EXTERNAL, wanted.path, wanted.seq_id)
+    service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, None)
     answer = {"type": "save_weights_external", "path": f"tinker://{wanted.model_id}/{EXTERNAL}/{wanted.path}"}
     command = Save(f"{EXTERNAL}/{wanted.path}", False, about, answer, overwrite=False)
@@ -274,10 +266,24 @@ def save_external(
 async def retrieve_future(
     request: Request, who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: RetrieveFuture
 ) -> Response:
-    """Wait for an answer for a while."""
+    """Wait for an answer for a while.
+
+    The package repeats what is answered with a status from 500 on at once and for ever: an error that stays is an answer.
+    """
     held = functools.partial(hold, request, service.open_answers, who.tenant_id)
-    answer = await tinker.futures.wait(who, wanted.request_id, hold=held)
-    return Response(answer, media_type=CONTENT_TYPE) if isinstance(answer, bytes) else JSONResponse(answer)
+    try:
+        answer = await tinker.futures.wait(who, wanted.request_id, hold=held)
+    except MotetError as error:
+        if not may_pass(error) and not isinstance(error, LimitError):
+            return failed_future(service.storage.without_places(str(error)))
+        await asyncio.sleep(_PAUSE_SECONDS)
+        raise
+    except AWAY:
+        await asyncio.sleep(_PAUSE_SECONDS)
+        raise
+    if isinstance(answer, bytes):
+        return Response(answer, media_type=CONTENT_TYPE)
+    return Response(json_text(answer, named), media_type="application/json")
 
 
 @router.post("/cancel_future")

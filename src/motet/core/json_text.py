@@ -1,0 +1,36 @@
+"""JSON of values whose numbers may not be finite, which JSON cannot hold and strict writers refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def _null(number: float) -> None:
+    """What stands for any of them."""
+
+
+def named(number: float) -> str:
+    """Its name as protobuf writes it in JSON; Python's `float` and pydantic read it back."""
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def finite(value: Any, instead: Callable[[float], str | None] = _null) -> Any:
+    """A copy of dicts, lists and tuples in which `instead` gives what replaces each number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else instead(value)
+    if isinstance(value, dict):
+        return {name: finite(item, instead) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item, instead) for item in value]
+    return value
+
+
+def json_text(value: Any, instead: Callable[[float], str | None] = _null) -> str:
+    """JSON in ASCII, so that half characters can be sent too; numbers that are not finite as in `finite`."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(finite(value, instead), allow_nan=False)
