@@ -7,12 +7,14 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pyseccomp
 import pytest
 
 from motet.config import DataConfig, RewardConfig
@@ -20,7 +22,7 @@ from motet.config.jobfile import parse_jobs
 from motet.config.service import ServiceConfig
 from motet.core.errors import ConfigError, DataError, RewardError, WallError
 from motet.core.types import Message, Problem
-from motet.process import wall
+from motet.process import system_calls, wall
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reasoning import READ_INSTEAD, ScorerSpec, arithmetic, make_entries
@@ -29,8 +31,8 @@ from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.row_files import RowLimits
+from motet.tasks.sandbox import Sandbox
 from tests.support import breaking_out
-from tests.support.cases import few
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="walls are made of Landlock and seccomp, which Linux has"
@@ -62,16 +64,126 @@ def own(**fields):
 
 
 def test_this_machine_has_a_wall_and_doctor_lists_what_it_tried():
-    assert wall.probe() == dict.fromkeys(wall.probe(), "held")
+    found = wall.probe()
+    assert found == {**dict.fromkeys(found, "held"), **wall.NEVER_HELD}
     assert wall.missing() == ""
-    assert len(wall.probe()) >= 12
+    assert len(found) >= 40
 
 
-@pytest.mark.parametrize("what", few(wall.probe(), *(what for what in wall.probe() if what != "taking memory")))
-def test_what_the_wall_holds_is_possible_without_it(what):
-    code = f"from motet.process import wall; wall._attempts()[{what!r}]()"
-    done = subprocess.run([sys.executable, "-c", code], env=wall.environment(), capture_output=True, check=False)
+PLAIN = """
+import os, sys
+from motet.process import breaking_out
+for what, attempt in breaking_out.attempts().items():
+    if what == "taking memory":  # eight gigabytes
+        continue
+    if (child := os.fork()) == 0:
+        said = breaking_out.outcome_of(attempt, "")
+        print(f"{what}: {said}" if said else "", end="", file=sys.stderr, flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(what, "ended otherwise", file=sys.stderr)
+"""
+
+
+def test_what_the_wall_holds_is_possible_without_it():
+    done = subprocess.run([sys.executable, "-c", PLAIN], env=wall.environment(), capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+FILTERED = """
+import ctypes, json, os, signal, sys
+from motet.process import breaking_out
+from motet.process.system_calls import filter_calls, numbers_of
+there = breaking_out._Outside()
+attempts = {**breaking_out._on_signals(there), **breaking_out._on_processes(there)}
+attempts["a child of its parent"] = lambda: there.call("clone", 0x8000 | signal.SIGCHLD, 0, 0, 0, 0) or os._exit(0)
+filter_calls(programs=sys.argv[1] == "programs")
+if sys.argv[1] == "programs":
+    del attempts["starting a process"], attempts["running a program"]
+found = {what: breaking_out.outcome_of(attempt, "was possible") for what, attempt in attempts.items()}
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("kind", ["programs", "none"])
+def test_the_filter_of_calls_holds_signals_and_searches_without_landlock(kind):
+    """Landlock refuses signals from Linux 6.12 on; the filter does everywhere, also for programs."""
+    done = subprocess.run(
+        [sys.executable, "-c", FILTERED, kind], env=wall.environment(), capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found == {**dict.fromkeys(found, "held"), **dict.fromkeys(wall.NEVER_HELD, "was possible")}
+    assert len(found) >= 30
+
+
+@pytest.mark.parametrize("way", breaking_out.SIGNALS)
+def test_a_program_of_the_data_signals_nobody(way, tmp_path):
+    """What tests of the reward `code` do, which are words of a row; free, they end the other process."""
+
+    def ended(run):
+        with subprocess.Popen(["sleep", "60"]) as victim:
+            run(breaking_out.SIGNALS[way].format(pid=victim.pid, signal=int(signal.SIGTERM)))
+            victim.send_signal(signal.SIGPROF)  # ends it as well, but after a signal that came before
+            return victim.wait()
+
+    def _free(code):
+        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
+
+    def _tested(code):
+        problem = Problem(0, (Message("user", "?"),), "", {"tests": [code]})
+        (one,) = scored(["x = 1"], RewardConfig(name="code"), problem=problem)
+        assert (one.reward, one.error) == (0.0, "")
+
+    def _command(code):
+        with Sandbox() as sandbox:
+            (sandbox.directory / "sends.py").write_text(code)
+            assert sandbox.shell(f"{sys.executable} sends.py").status != 0
+
+    assert ended(_tested) == -signal.SIGPROF
+    assert ended(_command) == -signal.SIGPROF
+    assert ended(_free) == -signal.SIGTERM, "the attack has to be one that works without a wall"
+
+
+UNKNOWN = """
+import ctypes, errno, json
+from motet.process.system_calls import filter_calls
+call = ctypes.CDLL(None, use_errno=True).syscall
+filter_calls(programs=False)
+found = {number: (call(number, 0, 0, 0, 0), ctypes.get_errno()) for number in (400, 435, 434, 470, 599, 1 << 30 | 39)}
+print(json.dumps(found))
+"""
+
+
+def test_unknown_calls_fail_as_on_an_older_kernel_and_end_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", UNKNOWN], env=wall.environment(), capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert found == {**{number: [-1, 38] for number in found}, "434": [-1, 1]}, (
+        "434 is pidfd_open, which is refused by name"
+    )
+
+
+ELSEWHERE = {
+    "x86_64": set(),
+    "aarch64": {
+        "access", "alarm", "arch_prctl", "dup2", "epoll_create", "epoll_wait", "eventfd", "getdents", "getpgrp", "lstat",
+        "link", "mkdir", "open", "pause", "pipe", "poll", "readlink", "rename", "rmdir", "select", "signalfd", "stat",
+        "symlink", "time", "unlink",
+    },
+}  # fmt: skip
+"""Calls that an architecture does not have."""
+
+
+@pytest.mark.parametrize("architecture", ["X86_64", "AARCH64"])
+def test_the_list_of_calls_fits_both_architectures(architecture):
+    known = getattr(pyseccomp.Arch, architecture)
+    listed = {*system_calls.ALLOWED, *system_calls._arguments(False, 1)}
+    absent = {name for name in listed if pyseccomp.resolve_syscall(known, name) < 0}
+    assert absent == ELSEWHERE[architecture.lower()]
+    assert not (system_calls.ALLOWED & system_calls.REFUSED)
+    for name in system_calls._arguments(False, 1):
+        assert name not in system_calls.ALLOWED | system_calls.REFUSED, f"{name} would be allowed with any argument"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +245,18 @@ def test_an_operators_file_is_loaded_before_the_wall_goes_up(tmp_path):
     (result,) = scored(["x"], *rewards, installed=names, walls=Walls(required=True))
     assert result.parts == {"at_load": 7.0, "free": 7.0}
     assert "at_call: PermissionError" in result.error
+
+
+def test_libraries_do_real_work_behind_the_wall_with_threads():
+    environment = wall.environment(OMP_NUM_THREADS="2", PYTHONPATH=os.pathsep.join([str(wall.PACKAGE_ROOT), "."]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.behind_the_wall"], env=environment, capture_output=True, text=True, check=False,
+        cwd=wall.PACKAGE_ROOT.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {"json", "numpy", "pandas", "pyarrow", "sympy", "math_verify", "torch", "PIL"} <= set(
+        json.loads(done.stdout)
+    )
 
 
 # --- parsing of what others give --------------------------------------------------------------------------------------------

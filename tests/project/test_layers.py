@@ -331,7 +331,7 @@ def name_faults(modules: dict[str, Module]) -> Iterator[str]:
 def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
     """Processes that are forked: a child of a process with torch's threads may hang. A new program is started instead.
 
-    `process.wall` tries to fork behind itself, which must fail.
+    `process.breaking_out` tries to fork behind the wall, which must fail.
     """
     for module in modules.values():
         for imported in module.imports:
@@ -340,7 +340,7 @@ def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
         for node in ast.walk(module.tree):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             name = str(node.arg) if isinstance(node, ast.keyword) else name
-            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name != "process.wall":
+            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name != "process.breaking_out":
                 assert isinstance(node, ast.expr | ast.keyword)
                 yield f"{module.name}:{node.lineno} {name}: start a new program"
 

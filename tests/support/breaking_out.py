@@ -55,3 +55,21 @@ def _lie(which):
             os.write(descriptor, LIES[which])
         except OSError:
             continue
+
+
+_SENT = "import fcntl, os, signal, socket, struct\nPID, SIGNAL = {pid}, {signal}\nr, w = os.pipe()\n"
+_BY_INPUT = "fcntl.fcntl({0}, fcntl.F_SETSIG, SIGNAL); fcntl.fcntl({0}, fcntl.F_SETFL, fcntl.FASYNC); "
+SIGNALS = {
+    "F_SETOWN": _SENT + "fcntl.fcntl(r, fcntl.F_SETOWN, PID); " + _BY_INPUT.format("r") + "os.write(w, b'x')",
+    "F_SETOWN_EX": _SENT + "fcntl.fcntl(r, 15, struct.pack('2i', 1, PID)); " + _BY_INPUT.format("r") + "os.write(w, b'x')",
+    "FIOSETOWN": _SENT + "a, b = socket.socketpair(); fcntl.ioctl(a, 0x8901, struct.pack('i', PID)); "
+    + _BY_INPUT.format("a.fileno()") + "b.send(b'x')",
+    "SIOCSPGRP": _SENT + "a, b = socket.socketpair(); fcntl.ioctl(a, 0x8902, struct.pack('i', PID)); "
+    + _BY_INPUT.format("a.fileno()") + "b.send(b'x')",
+    "lease": _SENT + "open('leased', 'w').close(); f = os.open('leased', os.O_RDONLY); fcntl.fcntl(f, fcntl.F_SETOWN, PID); "
+    "fcntl.fcntl(f, fcntl.F_SETSIG, SIGNAL); fcntl.fcntl(f, fcntl.F_SETLEASE, fcntl.F_RDLCK); "
+    "os.open('leased', os.O_WRONLY | os.O_NONBLOCK)",
+    "kill": _SENT + "os.kill(PID, SIGNAL)",
+    "queue": _SENT + "import ctypes; assert not ctypes.CDLL(None).sigqueue(PID, SIGNAL, ctypes.c_void_p())",
+}  # fmt: skip
+"""Python that sends another process a signal; `pid` and `signal` are to be filled in."""

@@ -1,10 +1,10 @@
 """The wall around a process that reads a model's answers or other people's data: it calls `enter` before it reads them.
 
-Behind the wall a process has no network, starts no process, and can neither signal others nor change their limits. It can read
-Python's own files and the given ones, write only the given ones, and never raise its hard memory limit. Landlock protects files
-(Linux 5.13), seccomp the rest; both also apply to root, and neither needs a privilege.
+Behind the wall a process has no network, starts no process, and can neither signal, find nor limit others. It can read Python's
+own files and the given ones, write only the given ones, and never raise its hard memory limit. Landlock protects files
+(Linux 5.13), seccomp the rest (`system_calls`); both also apply to root, and neither needs a privilege.
 
-`python -m motet.process.wall` tries to break out; `probe` runs it to learn what holds on this machine.
+`python -m motet.process.wall` tries to break out (`breaking_out`); `probe` runs it to learn what holds on this machine.
 """
 
 from __future__ import annotations
@@ -16,64 +16,43 @@ import json
 import logging
 import os
 import resource
+import runpy
 import signal
 import site
-import socket
 import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 from motet.core.errors import WallError
+from motet.process.system_calls import filter_calls
 
 _log = logging.getLogger(__name__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MOST_WRITTEN = 1 << 28
 
 _SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
-_EPERM, _ENOSYS = 1, 38
-_CLONE_THREAD = 0x10000
-_PROBE_SECONDS = 60.0
+_PROBE, _PROBE_SECONDS = "motet.process.breaking_out", 60.0
 _PR_SET_PDEATHSIG = 1
-
-_REFUSED = """
- socket connect bind listen accept accept4 sendmsg sendmmsg io_uring_setup io_uring_enter io_uring_register
- fork vfork execve execveat ptrace process_vm_readv process_vm_writev kcmp process_madvise pidfd_open pidfd_getfd
- pidfd_send_signal tkill rt_sigqueueinfo rt_tgsigqueueinfo
- setpriority ioprio_set sched_setaffinity sched_setscheduler sched_setparam sched_setattr migrate_pages move_pages
- chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat setxattr lsetxattr fsetxattr removexattr lremovexattr
- fremovexattr utime utimes utimensat futimesat truncate openat2 creat inotify_init inotify_init1 inotify_add_watch fanotify_init
- name_to_handle_at open_by_handle_at flock quotactl quotactl_fd
- fallocate memfd_create memfd_secret shmget shmat shmctl msgget msgsnd semget semop mq_open add_key request_key keyctl
- mount umount2 pivot_root chroot unshare setns fsopen fsmount move_mount open_tree mount_setattr swapon swapoff
- bpf perf_event_open userfaultfd syslog acct reboot kexec_load kexec_file_load init_module finit_module delete_module
- sethostname setdomainname settimeofday clock_settime adjtimex clock_adjtime ioperm iopl setuid setgid setreuid setregid
- setresuid setresgid setgroups setfsuid setfsgid vhangup nfsservctl lookup_dcookie personality
-""".split()
-"""System calls that fail with EPERM, whatever their arguments. Landlock does not cover those that change a file's owner, mode,
-times or attributes, or that reach other processes of the same user."""
-
-_STARTING = frozenset({"fork", "vfork", "execve"})
-"""System calls that start programs."""
-_LEAVING = frozenset({"setsid", "setpgid"})
-"""System calls with which a program would leave its process group, and so survive when the group is killed."""
-
-_LATER = frozenset(range(424, 600)) - {436, 439, 441, 444, 445, 446, 449, 450, 451, 453, 454, 455, 456, 462}
-"""Numbers, equal on all architectures, of system calls added after 2019 that fail behind the wall: all but close_range,
-faccessat2, epoll_pwait2, Landlock's own, and those for the process's own futexes and memory. Without clone3 the C library takes
-clone, whose flags a filter can read."""
-
 
 HOMES = ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "NUMBA_CACHE_DIR", "HF_HOME")
 """The directory for files that libraries create for themselves."""
 
 
+NEVER_HELD = {
+    "seeing that a process exists": "possible: Landlock shows the names in /proc, but not what is in its files"
+}
+"""Attempts that no wall of this kind holds, and what `probe` says about them."""
+
+
 def missing() -> str:
     """Why this machine has no wall; empty if it has one."""
-    broken = [f"{what}: {outcome}" for what, outcome in probe().items() if outcome != "held"]
+    broken = [
+        f"{what}: {outcome}" for what, outcome in probe().items() if outcome not in ("held", NEVER_HELD.get(what))
+    ]
     return "; ".join(broken)
 
 
@@ -84,7 +63,7 @@ def probe() -> Mapping[str, str]:
         return {"the wall": f"{sys.platform} has none; it takes Linux with Landlock and seccomp"}
     try:
         done = subprocess.run(
-            command(__name__), env=environment(), cwd="/", capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            command(_PROBE), env=environment(), cwd="/", capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
         )  # fmt: skip
         outcomes: dict[str, str] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
@@ -193,9 +172,11 @@ def enter(
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise WallError(f"no wall can be put up: the process has {threads} threads already")
+        if not writable:  # libraries ask for a directory when they are imported, and behind the wall none can be found
+            gettempdir()
         _hold_files(readable, writable)
         _drop_capabilities()
-        _filter_calls(programs)
+        filter_calls(programs)
     except (ImportError, OSError, RuntimeError) as error:
         if not where_possible:
             raise WallError(f"no wall can be put up: {error}") from error
@@ -237,12 +218,13 @@ def _readable() -> list[Path]:
 
 
 def _hold_files(readable: Sequence[Path], writable: Sequence[Path]) -> None:
-    from landlockpy import AccessFS, Ruleset
+    from landlockpy import AccessFS, Ruleset, Scope
 
     of_file = AccessFS.READ_FILE | AccessFS.EXECUTE  # libraries are mapped as executable
     written = AccessFS.WRITE_FILE | AccessFS.MAKE_REG | AccessFS.REMOVE_FILE | AccessFS.TRUNCATE
     written |= AccessFS.MAKE_DIR | AccessFS.REMOVE_DIR
-    with Ruleset() as rules:
+    # from Linux 6.12 on, Landlock also refuses signals to others, as the filter of calls does everywhere
+    with Ruleset(scoped=Scope.SIGNAL | Scope.ABSTRACT_UNIX_SOCKET) as rules:
         for place in [*_readable(), *readable]:
             rules.allow_path(place, of_file | AccessFS.READ_DIR if place.is_dir() else of_file)
         for place in writable:
@@ -258,78 +240,5 @@ def _drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
 
 
-def _filter_calls(programs: bool) -> None:
-    from pyseccomp import ALLOW, ERRNO, GT, LT, MASKED_EQ, NE, Arg, SyscallFilter, resolve_syscall, system_arch
-
-    rules = SyscallFilter(ALLOW)
-    refused = {*_REFUSED, *_LEAVING} - _STARTING if programs else _REFUSED
-    numbers = {number for name in refused if (number := resolve_syscall(system_arch(), name)) >= 0}
-    for number in numbers - _LATER:
-        rules.add_rule(ERRNO(_EPERM), number)
-    for number in _LATER:
-        rules.add_rule(ERRNO(_ENOSYS), number)
-    if not programs:
-        rules.add_rule(ERRNO(_EPERM), "clone", Arg(0, MASKED_EQ, _CLONE_THREAD, 0))
-    rules.add_rule(ERRNO(_EPERM), "sendto", Arg(4, NE, 0))  # to an address
-    for own in (LT, GT):  # to others
-        rules.add_rule(ERRNO(_EPERM), "kill", Arg(0, own, os.getpid()))
-        rules.add_rule(ERRNO(_EPERM), "tgkill", Arg(0, own, os.getpid()))
-    rules.add_rule(ERRNO(_EPERM), "prlimit64", Arg(0, NE, 0))
-    for name, place in (("open", 1), ("openat", 2)):  # Landlock sees this from Linux 6.2 on
-        if resolve_syscall(system_arch(), name) >= 0:
-            rules.add_rule(
-                ERRNO(_EPERM), name, Arg(place, MASKED_EQ, os.O_TRUNC | os.O_ACCMODE, os.O_TRUNC | os.O_RDONLY)
-            )
-    rules.load()
-
-
-# --- trying to break out ------------------------------------------------------------------------------------------------------
-
-
-def _set_aside(gigabytes: int) -> None:
-    """Raise the memory limit as far as possible, then allocate more than that."""
-    limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-    bytearray(gigabytes << 30)
-
-
-def _attempts() -> Mapping[str, Callable[[], object]]:
-    """The attempts that must fail, in words that fit before `was possible`."""
-    other = os.getppid()
-    return {
-        "reading a file": lambda: open("/etc/passwd", "rb").close(),
-        "listing a directory": lambda: os.listdir("/"),
-        "reading another process": lambda: open(f"/proc/{other}/environ", "rb").close(),
-        "writing a file": lambda: open(f"/tmp/motet-wall-{os.getpid()}", "wb").close(),
-        "changing a file's mode": lambda: os.chmod(__file__, os.stat(__file__).st_mode),
-        "opening a socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
-        "opening a local socket": lambda: socket.socket(socket.AF_UNIX).close(),
-        "starting a process": os.fork,
-        "running a program": lambda: os.execv("/bin/true", ["true"]),
-        "signalling a process": lambda: os.kill(other, 0),
-        "limiting a process": lambda: resource.prlimit(other, resource.RLIMIT_CORE),
-        "taking memory": lambda: _set_aside(8),
-    }
-
-
-def _break_out() -> dict[str, str]:
-    outcomes = {}
-    for what, attempt in _attempts().items():
-        outcomes[what] = "held"
-        try:
-            attempt()
-            outcomes[what] = "was possible"
-        except (PermissionError, MemoryError):
-            pass
-        except OSError as error:
-            outcomes[what] = f"failed for another reason: {error}"
-    return outcomes
-
-
 if __name__ == "__main__":
-    try:
-        enter(memory_mb=1024)
-        json.dump(_break_out(), sys.stdout)
-    except WallError as error:
-        json.dump({"the wall": str(error)}, sys.stdout)
+    runpy.run_module(_PROBE, run_name="__main__")
