@@ -97,7 +97,7 @@ class Bench:
 
     async def taken(self, worker: str = "w", most: int = 1, owner: str = "key") -> list[OfferedEpisode]:
         """What a worker gets."""
-        return await self.workers.lease("job", worker, owner, most, 0.0, here)
+        return await self.workers.lease("job", "us", worker, owner, most, 0.0, here)
 
 
 async def here() -> bool:
@@ -194,13 +194,14 @@ def test_a_result_counts_once_for_the_job_and_the_lease_that_it_is_of(tmp_path: 
     bench(tmp_path, work)
 
 
-def test_a_key_has_so_many_episodes_open_and_no_more(tmp_path: Path) -> None:
+def test_a_tenant_has_so_many_episodes_open_whatever_its_keys(tmp_path: Path) -> None:
     async def work(on: Bench) -> None:
         await on.offer(MOST_OPEN + 2)
         assert len(await on.lease("w", MOST_OPEN - 1)) == MOST_OPEN - 1
         assert len(await on.lease("v", 9)) == 1
         assert await on.lease("u", 9) == []
-        assert len(await on.lease("u", 9, "another")) == 2
+        assert await on.lease("u", 9, "another key") == []
+        assert len(await on.workers.lease("job", "them", "u", "key", 9, 0.0, here)) == 2
 
     bench(tmp_path, work)
 
@@ -240,8 +241,8 @@ def test_what_the_model_is_asked_keeps_an_episode_and_needs_its_key(tmp_path: Pa
         await asyncio.sleep(2 * LEASE)
         on.workers.check()
         assert one.name == ""
-        assert not on.workers.owner(name, key)
-        assert not on.workers.owner("", "")
+        assert on.workers.leased(name, key) is None
+        assert on.workers.leased("", "") is None
 
     bench(tmp_path, work)
 
@@ -317,7 +318,7 @@ def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_nex
             name, key = former.name, former.key
             lives[0].reader.feed_eof()
             await until(lambda: host.starts == 2 and on.workers.asked("job"))
-            assert not on.workers.owner(name, key)
+            assert on.workers.leased(name, key) is None
             assert on.workers.settle("job", name, EpisodeEnded(0, 9.0)) == "unknown"
             assert on.workers.held("job", "w") == []
             (again,) = await on.lease(most=MOST_OPEN)

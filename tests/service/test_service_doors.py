@@ -40,8 +40,8 @@ from tests.support.waiting import wait_until
 
 POSITIONS = 1024
 HTTP = HttpConfig(
-    work_seconds=0.5, header_seconds=1.0, body_seconds=1.0, connections_per_address=40, requests_per_key=30,
-    streams_per_key=3, open_mb=256, open_mb_per_tenant=32, hosts=["studio.example.org"],
+    work_seconds=0.5, header_seconds=1.0, body_seconds=1.0, connections_per_address=40, requests_per_tenant=30,
+    streams_per_tenant=3, open_mb=256, open_mb_per_tenant=32, hosts=["studio.example.org"],
 )  # fmt: skip
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
 TINKER = "/tinker/api/v1"
@@ -302,7 +302,7 @@ def test_one_key_has_so_many_streams(house: House) -> None:
 
 
 def test_one_key_has_so_many_open_requests(tmp_path: Path) -> None:
-    with open_house(tmp_path, http=HttpConfig(requests_per_key=3)) as house, contextlib.ExitStack() as stack:
+    with open_house(tmp_path, http=HttpConfig(requests_per_tenant=3)) as house, contextlib.ExitStack() as stack:
         head = HEAD + f"Authorization: Bearer {house.keys['ours']}\r\nContent-Length: 9\r\n\r\nx".encode()
 
         def full() -> bool:
@@ -310,7 +310,7 @@ def test_one_key_has_so_many_open_requests(tmp_path: Path) -> None:
             return house.ask("GET", "/v1/jobs").status_code == 429
 
         wait_until(full)
-        assert "3 requests of one key are open" in house.refused(429, "GET", "/v1/jobs")["message"]
+        assert "3 requests of this tenant are open" in house.refused(429, "GET", "/v1/jobs")["message"]
         assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
         stack.close()
         wait_until(lambda: house.ask("GET", "/v1/jobs").status_code == 200)

@@ -560,4 +560,4 @@ def test_limits_are_told_at_the_start() -> None:
     told = _limits(ServiceConfig())
     for name, value in LimitsConfig():
         assert name == "share" or f" {name} {'none' if value is None else f'{value:,.0f}'}" in told, name
-    assert "Of each key: 2,048 open requests, 64 streams; of each address: 2,048 connections" in told
+    assert "Its keys share 2,048 open requests and 64 streams; each address has 2,048 connections" in told

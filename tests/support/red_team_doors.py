@@ -489,7 +489,7 @@ DOORS = (
     Attack("scripts in names", "refused or told as JSON; a page with a content policy", scripts_in_names),
     Attack("smuggled requests", "no second request is answered", smuggled),
     Attack("half-sent requests", "the service is healthy beside 1,100", half_sent),
-    Attack("streams that nobody reads", "so many of one key", streams_that_nobody_reads),
+    Attack("streams that nobody reads", "so many of one tenant", streams_that_nobody_reads),
     Attack("bodies without end", "413", bodies_without_end),
     Attack("dear JSON", "refused before it is parsed", dear_json),
     Attack("mistakes by the thousand", "short answers", mistakes_by_the_thousand),

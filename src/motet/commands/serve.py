@@ -279,8 +279,8 @@ def _limits(config: ServiceConfig) -> str:
     listed = ", ".join(f"{name} {_shown(value)}" for name, value in shown)
     return (
         f"limits of each tenant: {listed}. Change them under `limits` in the file of --config, or for one tenant with "
-        "motet tenants limit; null or `none` is no limit. Of each key: "
-        f"{config.http.requests_per_key:,} open requests, {config.http.streams_per_key:,} streams; of each address: "
+        "motet tenants limit; null or `none` is no limit. Its keys share "
+        f"{config.http.requests_per_tenant:,} open requests and {config.http.streams_per_tenant:,} streams; each address has "
         f"{_shown(config.http.connections_per_address)} connections (`http` in the same file)"
     )
 

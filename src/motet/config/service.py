@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -63,7 +64,7 @@ class LimitsConfig(Config):
 
 
 class RateConfig(Config):
-    """How often one key may send requests."""
+    """How often the keys of one tenant together may send requests."""
 
     requests_per_second: float | None = Field(50.0, gt=0)
     """Long-term rate; null means no limit."""
@@ -71,8 +72,11 @@ class RateConfig(Config):
     """Requests at once after a pause."""
 
 
+_RENAMED = {"requests_per_key": "requests_per_tenant", "streams_per_key": "streams_per_tenant"}
+
+
 class HttpConfig(Config):
-    """Limits of the HTTP process: in total, per address and per key."""
+    """Limits of the HTTP process: in total, per address and per tenant."""
 
     hosts: list[str] = []
     """Without keys (`--no-keys`): other names under which browsers and clients may reach this machine, such as
@@ -85,10 +89,10 @@ class HttpConfig(Config):
     """Time to send the head of a request."""
     body_seconds: float = Field(30.0, gt=0, le=3600)
     """Time to send a body, plus one second for each 16 KB received."""
-    requests_per_key: int = Field(2048, ge=1, le=10**6)
-    """Open requests of one key, or of one address without a key."""
-    streams_per_key: int = Field(64, ge=1, le=10**6)
-    """Open event streams of one key."""
+    requests_per_tenant: int = Field(2048, ge=1, le=10**6)
+    """Open requests of all keys of one tenant together, or of one address without a good key."""
+    streams_per_tenant: int = Field(64, ge=1, le=10**6)
+    """Open event streams of one tenant."""
     open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
     """Memory for bodies of open requests and for open samples: their prompts and longest answers, in total. A second
     budget of this size is for answers above 64 KB until their client has read them."""
@@ -102,6 +106,20 @@ class HttpConfig(Config):
     """CPU time for one piece of such work."""
     work_memory_mb: int = Field(1024, ge=256, le=10**6)
     """Memory for each of these processes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_new_names(cls, tree: Any) -> Any:
+        """Read the names of earlier releases, under which these were limits of each key."""
+        for old, new in _RENAMED.items():
+            if isinstance(tree, dict) and old in tree and new not in tree:
+                warnings.warn(
+                    f"http.{old} is called {new} now, and limits all keys of a tenant together; rename it, and raise it if "
+                    "a tenant has several busy keys", FutureWarning, stacklevel=2,
+                )  # fmt: skip
+                tree = {**tree, new: tree[old]}
+                del tree[old]
+        return tree
 
 
 class OidcConfig(Config):
@@ -223,7 +241,7 @@ class ServiceConfig(Config):
     limits: LimitsConfig = LimitsConfig()
     """Limits of each tenant for which an admin has set no others."""
     rate: RateConfig | None = None
-    """Request rate of a key. A service without keys has no such limit unless you set it."""
+    """Request rate of a tenant. A service without keys has no such limit unless you set it."""
     http: HttpConfig = HttpConfig()
     """Limits on connections, requests and the work of the HTTP process."""
     oidc: OidcConfig | None = None

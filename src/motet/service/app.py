@@ -9,14 +9,13 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
 from motet.cluster.hosts import longest_sequence
 from motet.service.composition import Service
 from motet.service.database.store import AWAY, Store
 from motet.service.errors import error_body, handle_errors
 from motet.service.faults import FaultLog, Faults
-from motet.service.http.auth import asker
 from motet.service.http.bodies import MOST_DIGITS, Bodies
 from motet.service.http.opened import EndsWithKey, KeyWatch
 from motet.service.http.origins import Origins
@@ -148,16 +147,13 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.session_cookie = service.sign_ins.cookie
     handle_errors(app, service.storage.without_places)
 
-    def payer(request: Request) -> str:
-        return service.access.tenant(request) or episodes.owner(request, service.agent_workers)
-
     def positions() -> int:
         return longest_sequence(service.hosts, *settings.bases.names)
 
     uploads = {"/v1/files": settings.config.max_upload_mb, "/v1/adapters": settings.config.max_adapter_mb}
     app.add_middleware(
         Bodies, config=settings.config.http, room=service.open_bytes, answers=service.open_answers, uploads=uploads,
-        refusal=error_body, payer=payer, asker=asker, positions=positions, stopping=lambda: service.bus.closed,
+        refusal=error_body, access=service.access, positions=positions, stopping=lambda: service.bus.closed,
     )  # fmt: skip
     app.add_middleware(EndsWithKey, watch=watch, refusal=error_body)
     if settings.open_to_all:

@@ -96,7 +96,7 @@ class Service:
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)
         self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
         self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
-        self.write_threads = WriteThreads(_WRITING, http.requests_per_key)
+        self.write_threads = WriteThreads(_WRITING, http.requests_per_tenant)
         self.stream_threads = StreamThreads(_STREAMING, _MOST_STREAMS)
         self.streams = Counter[str]()
         """Open event streams, by tenant."""
@@ -104,7 +104,7 @@ class Service:
         limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb)
         self.apart, self.open_bytes, self.open_answers = Apart(limits), OpenBytes(http), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)
-        self.access = Access(store.tenants, RateLimit(config.rate), settings.open_to_all)
+        self.access = Access(store.tenants, RateLimit(config.rate), self.agent_workers, settings.open_to_all)
         self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)
 
     def handlers(self) -> HostHandlers:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from motet.config.service import HttpConfig
+from motet.service.http.auth import Access, address
 from motet.service.request_log import asked_of
 
 MOST = 2**20
@@ -118,21 +119,19 @@ class Bodies:
         answers: OpenBytes,
         uploads: Mapping[str, float],
         refusal: Callable[..., Response],
-        payer: Callable[[Request], str],
-        asker: Callable[[Request], str],
+        access: Access,
         positions: Callable[[], int],
         stopping: Callable[[], bool],
     ) -> None:
         """Set up the limits; `answers` is the room of answers, `uploads` has the limit in MB of each path that takes files.
 
-        `payer` returns the tenant of a request's key, empty for a bad key; `asker` the key or the address, without a
-        look-up; `positions` the most tokens of a prompt over all bases, 0 while unknown.
+        `access` says whose a request is; `positions` the most tokens of a prompt over all bases, 0 while unknown.
         """
-        self._app, self._refusal, self._payer, self._asker = app, refusal, payer, asker
+        self._app, self._refusal, self._access = app, refusal, access
         self._config, self._room, self._answers = config, room, answers
         self._positions, self._stopping = positions, stopping
         self._requests = Counter[str]()
-        """Open requests by asker."""
+        """Open requests by tenant or, without a good key, by address."""
         self._uploads = Counter[str]()
         """Open uploads by tenant."""
         self._arriving = Counter[str]()
@@ -150,20 +149,23 @@ class Bodies:
         if "\0" in scope["path"] or b"%00" in scope["query_string"] or b"\0" in scope["query_string"]:
             await self._refusal(422, "the address has a NUL character; take it out")(scope, receive, send)
             return
-        asker, most, what = self._asker(Request(scope)), self._config.requests_per_key, "requests"
+        request = Request(scope)
+        if (tenant := self._access.known_tenant(request)) is None:
+            tenant = await asyncio.to_thread(self._access.tenant, request)
+        whose, most, what = tenant or address(request), self._config.requests_per_tenant, "requests"
         if scope["path"].endswith("/stream"):
-            asker, most, what = f"streams of {asker}", self._config.streams_per_key, "streams"
-        if self._requests[asker] >= most:
-            words = f"{most} {what} of one key are open, the most here; wait for some, or end them"
+            whose, most, what = f"streams of {whose}", self._config.streams_per_tenant, "streams"
+        if self._requests[whose] >= most:
+            words = f"{most} {what} of this {'tenant' if tenant else 'address'} are open, the most here; wait for some to end"
             await self._refusal(429, words, headers=_SOON)(scope, receive, send)
             return
-        self._requests[asker] += 1
+        self._requests[whose] += 1
         try:
             await self._answer(scope, receive, send)
         finally:
-            self._requests[asker] -= 1
-            if not self._requests[asker]:
-                del self._requests[asker]
+            self._requests[whose] -= 1
+            if not self._requests[whose]:
+                del self._requests[whose]
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def refuse(status: int, words: str, most: int, **more: Any) -> None:
@@ -183,7 +185,7 @@ class Bodies:
         uploads = path in self._limits and scope["method"] == "POST"
         payer = _NOBODY
         if uploads or large or not self._room.fits(_NOBODY, _SPREAD * MOST_OF_NOBODY):
-            payer = await asyncio.to_thread(self._payer, Request(scope))
+            payer = await asyncio.to_thread(self._access.tenant, Request(scope))
             if (uploads or large) and not payer:
                 return await refuse(401, "give an API key that is good: Authorization: Bearer mk-…", MOST)
         if uploads and self._uploads[payer] >= (most := self._config.waiting_per_tenant):

@@ -6,7 +6,6 @@ Leases and results need a tenant's key; chats use the episode's own key, which p
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -22,16 +21,8 @@ from motet.service.http.opened import opened_by
 from motet.service.routes.completions import STREAMED
 from motet.service.schemas import Models
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeResults, LeaseRequest
-from motet.service.workers.agents import AgentWorkers
 
 router = APIRouter(tags=["episodes"])
-_MODEL_ROUTES = re.compile(r"/episodes/([^/]+)/v1/")
-
-
-def owner(request: Request, workers: AgentWorkers) -> str:
-    """The key that leased the episode of a request; empty if the request does not have the episode's key."""
-    named = _MODEL_ROUTES.match(request.url.path)
-    return "" if named is None else workers.owner(named[1], episode_key(request))
 
 
 @router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)
@@ -45,7 +36,7 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
     if not state.final:
         service.agent_workers.renew(job.id, asked.worker, asked.holds)
         leased = await service.agent_workers.lease(
-            job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected
+            job.id, job.tenant_id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected
         )
         held, state = service.agent_workers.held(job.id, asked.worker), await service.agent_workers.state(job.id)
     episodes = [
@@ -85,9 +76,9 @@ class EpisodeAnswers:
     async def __call__(self, episode: str, route: str) -> Response:
         """Ask the host that has the episode."""
         request, key = self._request, episode_key(self._request)
-        if owner := self._workers.owner(episode, key):
-            opened_by(request, owner)  # the key that leased the episode; the episode's key ends with it
-            self._access.count(f"episodes of {owner}")
+        if (leased := self._workers.leased(episode, key)) is not None:
+            opened_by(request, leased.owner)  # the key that leased the episode; the episode's key ends with it
+            self._access.count(f"episodes of {leased.tenant}")
         else:
             self._access.count_unknown(request)
         try:

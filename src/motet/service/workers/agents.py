@@ -26,8 +26,8 @@ from motet.service.workers.attached import AttachedWorkers, Gone
 
 KEY_PREFIX = "ek-"
 """Prefix of episode keys."""
-MOST_OPEN = 256
-"""Most open episodes per API key."""
+MOST_OPEN = 1024
+"""Most open episodes of a tenant's jobs."""
 MOST_LOST = 3
 """How often an episode is leased again after its worker disappears."""
 _REMEMBERED = 10_000
@@ -61,6 +61,8 @@ class OfferedEpisode:
     worker: str = ""
     owner: str = ""
     """Id of the API key that leased it."""
+    tenant: str = ""
+    """Id of its job's tenant, known from the first lease on."""
     leased_until: float = 0.0
     """On the monotonic clock, as is `deadline`."""
     deadline: float = 0.0
@@ -117,22 +119,22 @@ class AgentWorkers(AttachedWorkers):
     # --- leases -----------------------------------------------------------------------------------------------------------
 
     async def lease(
-        self, job_id: str, worker: str, owner: str, most: int, seconds: float, gone: Gone
+        self, job_id: str, tenant: str, worker: str, owner: str, most: int, seconds: float, gone: Gone
     ) -> list[OfferedEpisode]:
-        """Lease episodes to a worker; empty after `seconds` without any. `owner` is the id of its API key."""
+        """Lease episodes of a tenant's job to a worker; empty after `seconds` without any. `owner` is the id of its API key."""
 
         async def take() -> list[OfferedEpisode]:
-            return self._lease(job_id, worker, owner, most)
+            return self._lease(job_id, tenant, worker, owner, most)
 
         return await self._taken(job_id, worker, seconds if most else 0.0, gone, take)
 
-    def _lease(self, job_id: str, worker: str, owner: str, most: int) -> list[OfferedEpisode]:
+    def _lease(self, job_id: str, tenant: str, worker: str, owner: str, most: int) -> list[OfferedEpisode]:
         until = time.monotonic() + self.lease_seconds
-        room = min(most, MOST_OPEN - sum(one.owner == owner for one in self._open.values()))
+        room = min(most, MOST_OPEN - sum(one.tenant == tenant for one in self._open.values()))
         free = [one for one in self._waiting.get(job_id, ()) if not one.name and not one.ended.done()][: max(0, room)]
         for one in free:
             one.name, one.key = f"ep-{secrets.token_hex(8)}", f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
-            one.worker, one.owner, one.calls = worker, owner, 0
+            one.worker, one.owner, one.tenant, one.calls = worker, owner, tenant, 0
             one.leased_until, one.deadline = until, time.monotonic() + one.offer.seconds
             one.handed_out += 1
             self._open[one.name] = one
@@ -215,10 +217,10 @@ class AgentWorkers(AttachedWorkers):
 
     # --- what agents ask --------------------------------------------------------------------------------------------------
 
-    def owner(self, name: str, key: str) -> str:
-        """The API key that leased an episode, if `key` is the episode's; otherwise empty."""
+    def leased(self, name: str, key: str) -> OfferedEpisode | None:
+        """A leased episode, if `key` is its key."""
         one = self._open.get(name)
-        return one.owner if one is not None and secrets.compare_digest(key.encode(), one.key.encode()) else ""
+        return one if one is not None and secrets.compare_digest(key.encode(), one.key.encode()) else None
 
     async def answer(self, name: str, key: str, question: m.AskEpisode) -> m.EpisodeAnswered:
         """Answer an agent's request.
@@ -230,7 +232,7 @@ class AgentWorkers(AttachedWorkers):
         one = self._open.get(name)
         if one is None:
             raise Refusal(404, _OVER)
-        if not self.owner(name, key):
+        if self.leased(name, key) is None:
             raise Refusal(401, "the key is not that of this episode")
         one.calls += 1
         try:

@@ -1,0 +1,112 @@
+"""A limit is a tenant's: more keys, new keys and the keys of episodes give nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from motet.agents.episode_messages import OfferEpisode
+from motet.config.service import HttpConfig, RateConfig
+from motet.service.workers.agents import OfferedEpisode
+from tests.support.house import House, open_house
+from tests.support.waiting import wait_until
+
+
+def more_keys(house: House, number: int) -> list[str]:
+    """Names of further keys of the tenant `us`: the first ones are new, the last one is rotated."""
+    tenants = house.store.tenants
+    made = [tenants.create_key("us", f"more-{n}", "member") for n in range(number)]
+    rotated = tenants.rotate_key(made[-1][0].id)
+    assert rotated is not None
+    house.keys.update({f"more-{n}": text for n, (_, text) in enumerate([*made[:-1], rotated])})
+    return [f"more-{n}" for n in range(number)]
+
+
+def episode(house: House) -> str:
+    """The key of a leased episode of `us`."""
+    who, workers = house.store.tenants.who(house.keys["ours"]), house.service.agent_workers
+    assert who is not None
+    offer = OfferEpisode(0, house.job["id"], {}, {}, 0, 600.0)
+    ended = asyncio.Future[object](loop=house.app.state.loop)
+    workers._open["ep-1"] = OfferedEpisode(  # type: ignore[arg-type]
+        None, offer, ended, "ep-1", "ek-1", "w", who.key_id, who.tenant_id, leased_until=1e12, deadline=1e12
+    )
+    house.keys["episode"] = "ek-1"
+    return "/episodes/ep-1/v1/chat/completions"
+
+
+def test_the_keys_of_a_tenant_share_its_rate(tmp_path: Path) -> None:
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.001, burst=6)) as house:
+        keys = more_keys(house, 6)
+        said = [house.ask("GET", "/v1/jobs", key).status_code for key in keys]
+        assert said == [200] * 4 + [429] * 2, "two were used to set the house up"
+        assert "of all keys of a tenant together" in house.refused(429, "GET", "/v1/jobs")["message"]
+        assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+
+
+def test_the_keys_of_a_tenant_share_its_open_requests_and_streams(tmp_path: Path) -> None:
+    http = HttpConfig(requests_per_tenant=4, streams_per_tenant=3)
+    with open_house(tmp_path, http=http) as house, contextlib.ExitStack() as stack:
+        keys = more_keys(house, 6)
+        for key in keys[:3]:
+            stack.enter_context(_half_sent(house, "/v1/jobs", key, 9))
+        chat = episode(house)
+        stack.enter_context(_half_sent(house, chat, "episode", 9))
+        wait_until(lambda: sum(house.bodies._requests.values()) == 4)
+        assert {house.ask("GET", "/v1/jobs", key).status_code for key in (*keys, "ours")} == {429}
+        assert house.refused(429, "POST", chat, "episode", content=b"{}")["message"].startswith(
+            "4 requests of this tenant"
+        )
+        assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+        for key in keys[:3]:
+            ask = {"headers": {"Authorization": f"Bearer {house.keys[key]}"}}
+            stream = stack.enter_context(house.http.stream("GET", "/v1/events/stream", **ask))
+            assert stream.status_code == 200
+        assert {house.ask("GET", "/v1/events/stream", key).status_code for key in (*keys, "ours")} == {429}
+
+
+def test_what_keys_and_episodes_send_takes_memory_of_one_tenant(tmp_path: Path) -> None:
+    http = HttpConfig(open_mb=64, open_mb_per_tenant=3, body_seconds=600)
+    with open_house(tmp_path, http=http) as house, contextlib.ExitStack() as stack:
+        chat, keys = episode(house), more_keys(house, 2)
+        us = house.store.tenants.made("us").id
+        for key, path in (("ours", "/v1/jobs"), (keys[0], "/v1/jobs"), (keys[1], "/v1/jobs"), ("episode", chat)):
+            stack.enter_context(_half_sent(house, path, key, 2**17, b"x" * 90_000))
+        wait_until(lambda: house.service.open_bytes._taken[us] > 2.5 * 2**20)
+        assert set(house.service.open_bytes._taken) <= {us, ""}
+        large = {"messages": [{"role": "user", "content": "x" * 2**17}]}
+        for key, path in (("ours", "/v1/jobs"), ("episode", chat)):
+            assert "your open requests" in house.refused(429, "POST", path, key, json=large)["message"]
+        assert house.ask("POST", "/v1/jobs", "theirs", json=large).status_code == 400
+
+
+def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
+    with open_house(tmp_path, http=HttpConfig(requests_per_tenant=2)) as house, contextlib.ExitStack() as stack:
+        tenants = house.store.tenants
+        key, house.keys["left"] = tenants.create_key("us", "left", "member")
+        assert house.ask("GET", "/v1/jobs", "left").status_code == 200
+        tenants.revoke_key(key.id)
+        assert house.ask("GET", "/v1/jobs", "left").status_code == 401
+        for _ in range(2):
+            stack.enter_context(_half_sent(house, "/v1/jobs", "left", 9))
+        wait_until(lambda: house.bodies._requests["from 127.0.0.1"] == 2)
+        assert house.ask("GET", "/v1/jobs").status_code == 200
+
+
+def test_the_former_names_of_limits_are_read_with_a_word() -> None:
+    with pytest.warns(FutureWarning, match="http.requests_per_key is called requests_per_tenant now"):
+        found = HttpConfig.model_validate({"requests_per_key": 7, "streams_per_tenant": 5})
+    assert (found.requests_per_tenant, found.streams_per_tenant) == (7, 5)
+
+
+def _half_sent(house: House, path: str, key: str, length: int, content: bytes = b"x") -> socket.socket:
+    """A connection that sends a part of a request."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {house.keys[key]}\r\nContent-Length: {length}"
+    assert house.http.base_url.port is not None
+    one = socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=30)
+    one.sendall(f"{head}\r\n\r\n".encode() + content)
+    return one
