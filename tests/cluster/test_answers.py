@@ -28,8 +28,9 @@ from motet.config import EngineConfig
 from motet.core.device import Device
 from motet.core.errors import AdapterError
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, Message, SamplingParams
-from motet.hosting.answers import CACHED_VERSIONS, Answers
+from motet.hosting.answers import Answers
 from motet.hosting.launch import load
+from motet.hosting.loaded_versions import CACHED_VERSIONS, LoadedVersions
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.fake import FakeEngine
@@ -345,3 +346,120 @@ def trained_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     result = run_alone(tmp_path_factory.mktemp("run"), tiny("sort", 1))
     return result.jobs["sort"].adapter
+
+
+# --- several tenants --------------------------------------------------------------------------------------------------------
+
+
+class Loading:
+    """An engine that knows which versions it has, and how often each was loaded."""
+
+    def __init__(self) -> None:
+        self.names: dict[AdapterRef, str] = {}
+        self.loads: list[str] = []
+
+    async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+        """Take it."""
+        self.loads.append(source.name)
+        await asyncio.sleep(0)
+        self.names[ref] = source.name
+
+    async def unload_adapter(self, ref: AdapterRef) -> None:
+        """Let it go."""
+        del self.names[ref]
+
+
+def versions_of(engine: Loading) -> LoadedVersions:
+    """A cache of this engine's."""
+    anything: Any = engine
+    return LoadedVersions(anything, "stored")
+
+
+async def use(versions: LoadedVersions, tenant: str, *names: str) -> None:
+    """A tenant uses these, one after the other."""
+    for name in names:
+        async with versions.hold(tenant, Path(name)):
+            pass
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_tenant_with_many_versions_leaves_those_of_others_loaded(shared: bool) -> None:
+    async def scenario() -> None:
+        versions = versions_of(engine := Loading())
+        await use(versions, "us", "ours")
+        await use(versions, "them", "theirs")
+        for number in range(30):
+            await use(versions, "greedy", f"greedy-{number}", *(["ours"] if shared else ()))
+        assert len(engine.names) == CACHED_VERSIONS
+        before = list(engine.loads)
+        await use(versions, "us", "ours")
+        await use(versions, "them", "theirs")
+        assert engine.loads == before, "both are there still"
+
+    asyncio.run(scenario())
+
+
+def test_versions_in_use_are_bounded_for_each_tenant_and_push_out_nobody_elses() -> None:
+    async def scenario() -> None:
+        versions, until = versions_of(engine := Loading()), asyncio.Event()
+
+        async def talk(name: str) -> None:
+            async with versions.hold("greedy", Path(name)):
+                await until.wait()
+
+        await use(versions, "us", "ours")
+        talking = [asyncio.create_task(talk(f"greedy-{number}")) for number in range(3 * CACHED_VERSIONS)]
+        while len(engine.names) < CACHED_VERSIONS + 1:
+            await asyncio.sleep(0.001)
+        for number in range(3 * CACHED_VERSIONS):
+            await use(versions, f"guest-{number}", f"guest-{number}")
+        assert len(engine.names) == 2 * CACHED_VERSIONS, "also beside one that uses all that it may"
+        until.set()
+        await asyncio.gather(*talking)
+        assert len(engine.names) == CACHED_VERSIONS
+        assert len(set(engine.loads)) == len(engine.loads) == 6 * CACHED_VERSIONS + 1
+
+    asyncio.run(scenario())
+
+
+def test_tenants_take_turns_at_loading_and_a_loaded_version_waits_for_no_turn() -> None:
+    gate = asyncio.Semaphore(1)
+
+    class Slow(Loading):
+        """Loads when it may."""
+
+        async def load_adapter(self, ref: AdapterRef, source: Path) -> None:
+            """Wait, then load."""
+            await gate.acquire()
+            await super().load_adapter(ref, source)
+
+    async def scenario() -> None:
+        versions = versions_of(engine := Slow())
+        await use(versions, "us", "ours")
+        queue = [asyncio.create_task(use(versions, "greedy", f"greedy-{number}")) for number in range(6)]
+        while not versions._turns._now.locked():
+            await asyncio.sleep(0.001)
+        queue.append(asyncio.create_task(use(versions, "us", "our second")))
+        while "us" not in versions._turns._own:
+            await asyncio.sleep(0.001)
+        await use(versions, "us", "ours")
+        for _ in range(7):
+            gate.release()
+        await asyncio.gather(*queue)
+        assert engine.loads[2] == "our second", engine.loads
+
+    asyncio.run(scenario())
+
+
+def test_tenants_take_turns_at_the_examination_of_their_uploads(base: Any, trained_adapter: Path) -> None:
+    sent = list[FromHost]()
+    examiner = answers(Crowded(base), sent)
+    asked = [ExamineAdapter(str(trained_adapter), key, tenant="greedy") for key in range(6)]
+    ours = ExamineAdapter(str(trained_adapter), 99, tenant="us")
+
+    async def scenario() -> None:
+        await asyncio.gather(*(examiner.examine(one) for one in (*asked, ours)))
+
+    asyncio.run(scenario())
+    order = [message.key for message in sent if isinstance(message, AdapterExamined)]
+    assert order.index(99) <= 1, order

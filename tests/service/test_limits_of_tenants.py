@@ -5,15 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 
-from motet.agents.episode_messages import OfferEpisode
+from motet.agents.episode_messages import AskEpisode, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
 from motet.service.workers.agents import OfferedEpisode
 from tests.support.house import House, open_house
 from tests.support.waiting import wait_until
+
+
+class Engine:
+    """Is asked nothing."""
+
+    def send(self, *messages: object) -> None:
+        """Hear that an agent takes an episode."""
+
+    async def ask(self, question: AskEpisode, /) -> AsyncGenerator[object, None]:
+        """Never answer."""
+        await asyncio.Event().wait()
+        yield question
 
 
 def more_keys(house: House, number: int) -> list[str]:
@@ -31,9 +44,9 @@ def episode(house: House) -> str:
     who, workers = house.store.tenants.who(house.keys["ours"]), house.service.agent_workers
     assert who is not None
     offer = OfferEpisode(0, house.job["id"], {}, {}, 0, 600.0)
-    ended = asyncio.Future[object](loop=house.app.state.loop)
-    workers._open["ep-1"] = OfferedEpisode(  # type: ignore[arg-type]
-        None, offer, ended, "ep-1", "ek-1", "w", who.key_id, who.tenant_id, leased_until=1e12, deadline=1e12
+    ended = asyncio.Future[EpisodeEnded](loop=house.app.state.loop)
+    workers._open["ep-1"] = OfferedEpisode(
+        Engine(), offer, ended, "ep-1", "ek-1", "w", who.key_id, who.tenant_id, leased_until=1e12, deadline=1e12
     )
     house.keys["episode"] = "ek-1"
     return "/episodes/ep-1/v1/chat/completions"
@@ -63,8 +76,8 @@ def test_the_keys_of_a_tenant_share_its_open_requests_and_streams(tmp_path: Path
         )
         assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
         for key in keys[:3]:
-            ask = {"headers": {"Authorization": f"Bearer {house.keys[key]}"}}
-            stream = stack.enter_context(house.http.stream("GET", "/v1/events/stream", **ask))
+            headers = {"Authorization": f"Bearer {house.keys[key]}"}
+            stream = stack.enter_context(house.http.stream("GET", "/v1/events/stream", headers=headers))
             assert stream.status_code == 200
         assert {house.ask("GET", "/v1/events/stream", key).status_code for key in (*keys, "ours")} == {429}
 

@@ -151,6 +151,7 @@ class ExamineAdapter(ChannelMessage, frozen=True):
     directory: str
     key: int = 0
     base: str = ""
+    tenant: str = ""  # tenants take turns
 
 
 class Abandon(ChannelMessage, frozen=True):
@@ -169,8 +170,7 @@ class ScoresAnswered(ChannelMessage, frozen=True):
     key: int
     scores: list[Any] | None = None
     """As `tasks.reward_elsewhere` writes them."""
-    away: bool = False
-    """Whether no scorer is connected, so that the job must pause."""
+    away: bool = False  # whether no scorer is connected, so that the job must pause
 
 
 Question = Complete | ExamineAdapter | e.AskEpisode
@@ -196,14 +196,11 @@ class HostReady(ChannelMessage, frozen=True):
 
     notes: list[str]
     """For a person; for instance, why results depend on more than the seed."""
-    tokens_per_second: float = 0.0
-    """Prefill speed on one prompt; 0 if unknown."""
+    tokens_per_second: float = 0.0  # prefill speed on one prompt; 0 if unknown
     device: str = ""
     """Name of its device; hosts with equal names count as equally fast, even if other work slowed one down."""
-    jobs: list[Held] = []
-    """Unfinished jobs from an earlier service."""
-    positions: int = 0
-    """Tokens of the base's longest sequence; 0 if unknown."""
+    jobs: list[Held] = []  # unfinished jobs from an earlier service
+    positions: int = 0  # tokens of the base's longest sequence; 0 if unknown
 
 
 class HostFailed(ChannelMessage, frozen=True):
@@ -253,8 +250,7 @@ class JobChanged(ChannelMessage, frozen=True):
     message: str
     inexact: list[str] | None = None
     """Why its bytes may depend on more than the job; None before it was checked."""
-    spent: bool = False
-    """Whether the job is paused because its budget is spent."""
+    spent: bool = False  # whether the job is paused because its budget is spent
     key: str = ""
     """Unique for each event, so that an event sent twice is stored once."""
 
@@ -293,10 +289,8 @@ class Obeyed(ChannelMessage, frozen=True):
 class UsageWindow(ChannelMessage, frozen=True):
     """A window of device time."""
 
-    engine: str
-    """Unique for each start."""
-    window: int
-    """Its number; later windows have larger ones."""
+    engine: str  # unique for each start
+    window: int  # its number; later windows have larger ones
     microseconds: dict[str, int]
     """By account: a job, completions of a tenant, or nobody."""
     base: str = ""
@@ -385,8 +379,7 @@ class QuestionRefused(ChannelMessage, frozen=True):
 
     key: int
     reason: str
-    never: bool = False
-    """Whether it can never be answered."""
+    never: bool = False  # whether it can never be answered
 
 
 Answer = (

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import traceback
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from motet.core import seeds
 from motet.core.device import used_by
 from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
 from motet.core.stops import met
-from motet.core.types import ADAPTER_WEIGHTS, AdapterRef, FinishReason, GenerateRequest, IntArray, Message, Problem
+from motet.core.types import AdapterRef, FinishReason, GenerateRequest, IntArray, Message, Problem
+from motet.hosting.loaded_versions import LoadedVersions
+from motet.runtime.alternating import Alternating
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
-from motet.runtime.uninterrupted import uninterrupted
 from motet.tasks.chat import Chat, stop_token_ids, token_bytes
 from motet.tasks.tool_calls import written
 
@@ -31,34 +32,27 @@ if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
     from motet.training.sharded.base import ShardedBase
 
-CACHED_VERSIONS = 8
-"""Stored versions that stay loaded for people to talk to."""
-
 Send = Callable[[m.FromHost], None]
 """Sends one message."""
 
 
 class Answers:
-    """Answers questions, and caches the versions loaded for them."""
+    """Answers questions."""
 
     def __init__(self, base: LoraModel | ShardedBase, shared: Services, room: int, send: Send) -> None:
         """`room`: most tokens of a prompt with its answer."""
         self._base, self._send = base, send
-        self._engine, self._scheduler, self._suffix = shared.engine, shared.scheduler, shared.engine_suffix
+        self._engine, self._scheduler = shared.engine, shared.scheduler
+        self._versions = LoadedVersions(shared.engine, f"stored.{shared.engine_suffix}")
         info = base.info
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
-        self._adapter_cache: OrderedDict[str, AdapterRef] = OrderedDict()
-        """By `_contents`."""
-        self._held: Counter[str] = Counter()
-        """Answers that a version of the cache gives now, by `_contents`."""
         self._open: dict[int, asyncio.Task[None]] = {}
         self._sampling: dict[int, str] = {}
         """The engine's requests by the question's key."""
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
-        self._caching = asyncio.Lock()
-        self._examining = asyncio.Lock()  # one at a time: each is half a gigabyte or so
+        self._examining = Alternating()  # one at a time: each is half a gigabyte or so
         self._room = room
         self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
@@ -88,7 +82,7 @@ class Answers:
         key = question.key
         try:
             prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, question, self._longest)
-            async with self._version(question.adapter) as ref:
+            async with self._version(question) as ref:
                 await self._complete(question, prompt_ids, ref)
             self._send(m.Answered(key))
         except Exception as error:  # reported to the requester
@@ -167,37 +161,19 @@ class Answers:
                 self._scheduler.leave(account)
 
     @contextlib.asynccontextmanager
-    async def _version(self, directory: str | None) -> AsyncIterator[AdapterRef | None]:
-        """Hold a stored version while it is in use; None is the base."""
-        if directory is None:
+    async def _version(self, question: m.Complete) -> AsyncIterator[AdapterRef | None]:
+        """Hold the version that is asked, while it is in use; None is the base."""
+        if question.adapter is None:
             yield None
             return
-        contents = await asyncio.to_thread(_contents, Path(directory))
-        self._held[contents] += 1
-        try:
-            yield await self._cached(contents, Path(directory))
-        finally:
-            self._held -= Counter((contents,))
-
-    async def _cached(self, contents: str, directory: Path) -> AdapterRef:
-        """Load a stored version unless it is loaded; evicts the least recently used one that is not held."""
-        async with self._caching:  # concurrent requests for a version load it once
-            if contents not in self._adapter_cache:
-                self._numbers += 1
-                ref = AdapterRef(f"stored.{self._suffix}", self._numbers)
-                await self._engine.load_adapter(ref, directory)
-                self._adapter_cache[contents] = ref
-                free = [name for name in self._adapter_cache if not self._held[name]]
-                for name in free[: max(0, len(self._adapter_cache) - CACHED_VERSIONS)]:
-                    await uninterrupted(self._engine.unload_adapter(self._adapter_cache.pop(name)))
-            self._adapter_cache.move_to_end(contents)
-            return self._adapter_cache[contents]
+        async with self._versions.hold(question.tenant, Path(question.adapter)) as ref:
+            yield ref
 
     async def examine(self, question: m.ExamineAdapter) -> None:
         """Examine an adapter; sends its shape, or why it does not fit the base."""
         key = question.key
         try:
-            async with self._examining:
+            async with self._examining.turn(question.tenant):
                 adapter = await asyncio.to_thread(_examined, self._base, Path(question.directory))
             shape = adapter.model_dump(mode="json", exclude={"init"})
             self._send(m.AdapterExamined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
@@ -209,15 +185,6 @@ class Answers:
             self._send(m.QuestionRefused(key, reason(error)))
         finally:
             self._open.pop(key, None)
-
-
-def _contents(directory: Path) -> str:
-    """A directory with the file of its weights: a client may save others under the same name."""
-    try:
-        weights = (directory / ADAPTER_WEIGHTS).stat()
-    except OSError:  # the engine finds that out too, and reports it
-        return str(directory)
-    return f"{directory} {weights.st_ino} {weights.st_mtime_ns}"
 
 
 def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:

@@ -89,7 +89,7 @@ async def upload(
         limit = int(service.settings.config.max_adapter_mb * 2**20)
         size = await service.read_threads.run(who.tenant_id, lambda: _unpack(file, directory, limit))
         await asyncio.to_thread(service.quotas.check_storage, who.tenant_id, size)  # before the engine has work with it
-        shape = await _examined(service.hosts, directory, of_base)
+        shape = await _examined(service.hosts, directory, of_base, who.tenant_id)
         adapter = UploadedAdapter(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
             alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
@@ -162,9 +162,9 @@ def _unpack(file: UploadFile, directory: Path, limit: int) -> int:
         archive.unlink()
 
 
-async def _examined(hosts: Hosts, directory: Path, base: str) -> AdapterExamined:
+async def _examined(hosts: Hosts, directory: Path, base: str, tenant: str) -> AdapterExamined:
     """Rank, alpha and modules, as read by a process that has the base."""
-    (answer,) = [answer async for answer in hosts.ask(ExamineAdapter(str(directory), base=base))]
+    (answer,) = [answer async for answer in hosts.ask(ExamineAdapter(str(directory), base=base, tenant=tenant))]
     if isinstance(answer, AdapterExamined):
         return answer
     reason = answer.reason if isinstance(answer, Unfit) else ""
