@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,11 @@ from motet.agents.episode import AgentEpisode
 from motet.chat.completer import CallLimits
 from motet.chat.completions import ChatRequest
 from motet.chat.responses import ResponsesRequest
-from motet.chat.structure import check_grammar, grammar_of
+from motet.chat.structure import _known, check_grammar, grammar_of
 from motet.core.device import Device
 from motet.core.errors import ChatRefusal, EngineError
+from motet.core.tenant_cache import TenantCache
+from motet.core.tenant_turns import Payer
 from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
 from motet.model.load import load_base
 from motet.process.apart import here
@@ -87,7 +92,8 @@ def test_answers_keep_to_their_schema_and_those_beside_them_have_the_bits_that_t
 
 
 def test_with_tools_an_answer_may_begin_with_a_call(engine):
-    grammar = engine._grammars.of(request(engine, "x", grammar_of(FORMAT, tools=True)).sampling).begun()
+    asked = request(engine, "x", grammar_of(FORMAT, tools=True)).sampling
+    grammar = asyncio.run(engine._grammars.of(asked, Payer())).begun()
     tokenizer: Any = engine.base.info.tokenizer
     for token in tokenizer.encode('<tool_call>{"name": "add"}</tool_call>', add_special_tokens=False):
         assert grammar.allowed()[token]
@@ -102,7 +108,7 @@ def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(e
 def test_an_answer_that_meets_the_limits_of_its_grammar_is_no_good_one(engine):
     asked = {"type": "json_schema", "schema": {"type": "string", "pattern": "^(.*a.{20,40}b.*){16}$"}}
     sampling = request(engine, "hard", grammar_of(asked, tools=False)).sampling
-    grammar = Grammars(engine.base.info).of(sampling).begun()
+    grammar = asyncio.run(Grammars(engine.base.info).of(sampling, Payer())).begun()
     for text in '"' + "ab" * 400:
         (token,) = engine.base.info.tokenizer.encode(text)
         if grammar.allowed()[token]:
@@ -124,6 +130,142 @@ def test_a_grammar_that_takes_long_ends_its_answer():
     grammar = Grammar(Slow(), 64)
     grammar.allowed()
     assert "make it simpler" in grammar.take(1)
+
+
+class Held:
+    """A matcher whose second mask takes the tenant's credit, and whose further masks wait until `go`."""
+
+    def __init__(self, inner: Any, waits: threading.Event, go: threading.Event, masks: int = 0) -> None:
+        self.inner, self.waits, self.go, self.masks = inner, waits, go, masks
+
+    def deep_copy(self) -> Held:
+        return Held(self.inner.deep_copy(), self.waits, self.go, self.masks)
+
+    def compute_bitmask(self) -> bytes:
+        until = time.thread_time() + 0.1 * (self.masks == 1)
+        while time.thread_time() < until:
+            pass
+        if self.masks > 1:
+            self.waits.set()
+            assert self.go.wait(120)
+        self.masks += 1
+        bits: bytes = self.inner.compute_bitmask()
+        return bits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_masks_that_take_long_hold_no_tick_of_others_and_change_no_bit(engine):
+    """A mask never ends while the others sample, so their answers come only if no tick waits for it."""
+    asked, free = request(engine, "held", grammar_of(FORMAT, tools=False), 2), request(engine, "others", n=3)
+    [alone] = completed(engine, asked)
+    waits, go = threading.Event(), threading.Event()
+    known = asked.sampling.grammar, asked.sampling.stop_token_ids
+    inner = engine._grammars._compiled.get("", known)
+    engine._grammars._compiled.put(
+        "mallory", known, Grammar(Held(inner._matcher.deep_copy(), waits, go), len(inner.allowed()))
+    )
+
+    async def main() -> tuple[list[Chunk], list[Chunk]]:
+        held = asyncio.create_task(chunks_of(engine, replace(asked, id="mallorys", tenant="mallory")))
+        assert await asyncio.to_thread(waits.wait, 300)
+        others = await chunks_of(engine, replace(free, tenant="ann"))
+        assert not held.done()
+        go.set()
+        return await held, others
+
+    try:
+        kept, others = asyncio.run(main())
+    finally:
+        go.set()
+    assert len(others) == 3
+    for before, after in zip(alone, sorted(kept, key=lambda chunk: chunk.index), strict=True):
+        assert before.token_ids.tolist() == after.token_ids.tolist()
+        assert before.logprobs.tobytes() == after.logprobs.tobytes()
+
+
+def test_beyond_its_credit_a_tenants_masks_take_a_part_of_the_time_while_others_use_the_device(engine):
+    class Burning:
+        def deep_copy(self) -> Burning:
+            return self
+
+        def compute_bitmask(self) -> bytes:
+            until = time.thread_time() + 0.03
+            while time.thread_time() < until:
+                pass
+            return bytes(8)
+
+    now, company, woken = 0.0, True, threading.Semaphore(0)
+    grammars = Grammars(engine.base.info, woken.release, lambda: company, lambda: now)
+    first, *more = [Grammar(Burning(), 64) for _ in range(4)]
+    payer, other = Payer("job", "mallory"), Payer("theirs", "ann")
+    assert not grammars.begin([(first, payer)]), "its credit allows one"
+    assert grammars.begin((one, payer) for one in more)
+    assert [one.pending for one in more].count(True) <= 1, "then one after the other"
+    assert woken.acquire(timeout=300)
+    assert [one.ready for one in more] == [True, False, False]
+    assert grammars.begin((one, payer) for one in more)
+    assert not any(one.pending for one in more), "it rests"
+    theirs = Grammar(Burning(), 64)
+    assert not grammars.begin([(theirs, other)]), "others have their own credit"
+    now = 0.1
+    assert grammars.begin((one, payer) for one in more)
+    assert woken.acquire(timeout=300)
+    while not more[1].ready:
+        assert woken.acquire(timeout=300)
+    company = False
+    assert grammars.begin((one, payer) for one in more)
+    while not more[2].ready:
+        assert woken.acquire(timeout=300), "alone it does not rest"
+    spent = grammars.spent()
+    assert [paid for paid, _ in spent].count(payer) == 4
+    assert all(seconds >= 0.03 for _, seconds in spent)
+
+
+def test_what_a_tenant_uses_is_kept_for_it_alone(engine):
+    asked = request(engine, "x", grammar_of({"type": "json_object"}, tools=False)).sampling
+
+    async def main() -> list[Grammar]:
+        grammars = Grammars(engine.base.info)
+        return [await grammars.of(asked, Payer("job", tenant)) for tenant in ("ann", "mallory", "ann", "mallory")]
+
+    anns, mallorys, *again = asyncio.run(main())
+    assert anns is not mallorys, "the time of a compilation would tell that another used it"
+    assert again == [anns, mallorys]
+    asyncio.run(check_grammar(asked.grammar, here(), "ann"))
+    assert (_known.get("ann", asked.grammar), _known.get("mallory", asked.grammar)) == ("", None)
+
+
+def test_a_tenant_with_many_values_drops_none_of_another():
+    cache = TenantCache[int, int](4)
+    cache.put("ann", 0, 0)
+    for number in range(20):
+        cache.put("mallory", number, number)
+    assert cache.get("ann", 0) == 0
+    assert [cache.get("mallory", number) for number in (16, 17, 18, 19)] == [None, 17, 18, 19]
+
+
+@pytest.mark.parametrize(
+    ("schema", "ends"),
+    [
+        ({"$ref": "#"}, False),
+        ({"allOf": [{"$ref": "#"}]}, False),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, False),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, False),
+        ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, False),
+        ({"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}, False),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, True),
+        ({"type": "array", "items": {"$ref": "#"}}, True),
+        ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}}, "$ref": "#/$defs/a"}, True),
+        ({"$defs": {"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "required": ["b"]},
+                    "b": {"type": "string"}}, "$ref": "#/$defs/a"}, True),
+    ],
+)  # fmt: skip
+def test_a_schema_that_refers_to_itself_is_refused_where_no_answer_would_end(schema, ends):
+    grammar = grammar_of({"type": "json_schema", "schema": schema}, tools=False)
+    with contextlib.nullcontext() if ends else pytest.raises(ChatRefusal, match="refers to itself without an end"):
+        asyncio.run(check_grammar(grammar, here(), "us"))
 
 
 def test_a_request_that_is_aborted_while_its_grammar_is_made_ready_is_not_begun(engine):

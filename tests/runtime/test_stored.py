@@ -176,11 +176,20 @@ def test_open_samples_count_until_they_are_given_up(house: House) -> None:
     assert stored(house) >= before + 3 * 10_000
     limit(house, open_samples=3)
     assert "open_samples" in house.refused(429, "POST", f"{PREFIX}/asample", json=sample)["message"]
+    limit(house, open_samples=1000)
+    many = {**sample, "num_samples": 998}
+    assert "and 998 more are too many" in house.refused(429, "POST", f"{PREFIX}/asample", json=many)["message"]
+    names.append(house.ask("POST", f"{PREFIX}/asample", json={**many, "num_samples": 997}).json()["request_id"])
+    assert "1000 samples are open" in house.refused(429, "POST", f"{PREFIX}/asample", json=sample)["message"]
     limit(house, storage_mb=stored(house) / MB)
     assert "storage_mb" in house.refused(403, "POST", f"{PREFIX}/asample", json=sample)["message"]
     for name in names:
         house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
     assert stored(house) == before
+    limit(house, open_samples=3, storage_mb=None)
+    alone = house.ask("POST", f"{PREFIX}/asample", json=many)
+    assert alone.status_code == 200, "one sample alone may have any number of completions"
+    house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": alone.json()["request_id"]})
 
 
 def test_models_of_clients_are_bounded(house: House) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from typing import Any
 
 from motet.core.errors import ChatRefusal
+from motet.core.tenant_cache import TenantCache
 from motet.core.types import JSON_GRAMMAR
 from motet.process.apart import Apart, TooMuchError
 
@@ -54,7 +54,7 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
 
 
 async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
-    """Compile a grammar in a process with limits, in the turn of `key`. Call this before an engine compiles it.
+    """Compile a grammar in a process with limits, in the turn of `key`, a tenant. Call this before an engine compiles it.
 
     Raises:
         ChatRefusal: it is invalid or too expensive; the message says why.
@@ -62,33 +62,79 @@ async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
     """
     if not grammar:
         return
-    if (reason := _known.get(grammar)) is None:
+    if (reason := _known.get(key, grammar)) is None:
         try:
             reason = (await apart.call(key, _wrong_with, grammar.encode("utf-8", "surrogatepass"), _MEMORY_MB)).decode()
         except TooMuchError as error:
             reason = f"the schema is too complex: {error}; use fewer or simpler patterns"
             if error.by_clock:
                 raise ChatRefusal(f"response_format: {reason}, or try again later") from error
-        _known[grammar] = reason
-        while len(_known) > _KEPT:
-            _known.popitem(last=False)
+        _known.put(key, grammar, reason)
     if reason:
         raise ChatRefusal(f"response_format: {reason}")
 
 
-_known: OrderedDict[str, str] = OrderedDict()
-"""Reasons why checked grammars are invalid; empty for valid ones."""
+_known = TenantCache[str, str](_KEPT)
+"""Reasons why checked grammars are invalid, by key; empty for valid ones."""
 
 
 def _wrong_with(grammar: bytes) -> bytes:
     """Runs in a separate process."""
     try:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLTokenizer
     except ImportError:
         return b"this needs llguidance, which is not installed: pip install 'motet[serve]'"
     text = grammar.decode("utf-8", "replace")
     wrong, reasons = LLMatcher.validate_grammar_with_warnings(text)
-    if not wrong:
-        return b""
-    reason = " ".join(" ".join(reasons).split())[:300]
-    return f"the schema cannot be kept to: {reason}".encode()
+    if wrong:
+        reason = " ".join(" ".join(reasons).split())[:300]
+        return f"the schema cannot be kept to: {reason}".encode()
+    schema, _ = json.JSONDecoder().raw_decode(text.partition("%json ")[2])
+    if _is_endless(schema):
+        return b"the schema refers to itself without an end, so no answer can keep to it; let a property on the way be left out"
+    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0)
+    matcher.compute_bitmask()
+    return b"the schema cannot be kept to: no answer can begin" if matcher.is_error() else b""
+
+
+def _is_endless(schema: Any) -> bool:
+    """Whether a value would have to contain itself. Keywords that are not known here count as ending."""
+    ends: dict[str, bool] = {}
+
+    def is_finite(part: Any) -> bool:
+        if not isinstance(part, dict):
+            return part is not False
+        if isinstance(ref := part.get("$ref"), str) and not ends.setdefault(ref, False):
+            return False
+        fields, required = part.get("properties"), part.get("required")
+        needed = [*_listed(part.get("allOf"))]
+        if isinstance(fields, dict):
+            needed += [fields[name] for name in _listed(required) if isinstance(name, str) and name in fields]
+        if (fewest := part.get("minItems")) and isinstance(fewest, int):
+            first = _listed(part.get("prefixItems"))
+            needed += [*first[:fewest], *([part.get("items")] if fewest > len(first) else [])]
+        choices = [found for name in ("anyOf", "oneOf") if (found := _listed(part.get(name)))]
+        return all(map(is_finite, needed)) and all(any(map(is_finite, choice)) for choice in choices)
+
+    while True:
+        before, finite = dict(ends), is_finite(schema)
+        ends.update({ref: is_finite(_referred(schema, ref)) for ref in list(ends)})
+        if ends == before:
+            return not finite
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _referred(schema: Any, ref: str) -> Any:
+    """What a reference names; True, which allows everything, if it is not in this schema."""
+    if not ref.startswith("#"):
+        return True
+    for name in ref[1:].split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        else:
+            schema = schema.get(name, True) if isinstance(schema, dict) else True
+    return schema

@@ -183,6 +183,8 @@ class HostLink:
         """Charge an answer's tokens, and pass it on unless its question is abandoned."""
         if self._handlers is not None and (payer := self._payers.get(answer.key)) is not None:
             read = answer.tokens if isinstance(answer, m.PromptRead) else 0
+            if isinstance(answer, m.PromptScored):  # each pass reads the prompt again
+                read = len(answer.logprobs) * (1 + (answer.top_ids is not None))
             sampled = len(answer.chunk.token_ids) if isinstance(answer, m.Tokens) else 0
             self._handlers.tokens(payer, self.base, read, sampled)
         if isinstance(answer, m.Answered | m.QuestionRefused):

@@ -32,8 +32,9 @@ class LimitsConfig(Config):
     """Jobs that wait beyond those that may run, paused ones included."""
     client_models: int | None = Field(32, ge=0, le=10**6)
     """Open models of clients of the Tinker protocol. They also count as jobs."""
-    open_samples: int | None = Field(1024, ge=1, le=10**6)
-    """Samples of the Tinker protocol that are in progress or not fetched."""
+    open_samples: int | None = Field(16_384, ge=1, le=10**6)
+    """Completions of Tinker samples (`num_samples` each) that are in progress or not fetched. One sample alone may have any
+    number."""
     rank: int | None = Field(None, ge=1, le=10**6)
     """The largest `adapter.rank` of a job."""
     steps: int | None = Field(None, ge=1, le=10**9)

@@ -22,6 +22,7 @@ from motet.core.stops import met
 from motet.core.types import AdapterRef, FinishReason, GenerateRequest, IntArray, Message, Problem
 from motet.hosting.loaded_versions import LoadedVersions
 from motet.runtime.alternating import Alternating
+from motet.runtime.generation import together
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids, token_bytes
@@ -48,8 +49,8 @@ class Answers:
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
         self._open: dict[int, asyncio.Task[None]] = {}
-        self._sampling: dict[int, str] = {}
-        """The engine's requests by the question's key."""
+        self._sampling: dict[int, set[str]] = {}
+        """The engine's requests of each question that is being sampled, by its key."""
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
         self._examining = Alternating()  # one at a time: each is half a gigabyte or so
@@ -64,8 +65,9 @@ class Answers:
 
     async def abandon(self, key: int) -> None:
         """End an answer that nobody waits for; tokens that are sampled already are sent, because they are charged."""
-        if key in self._sampling:
-            await self._engine.abort(self._sampling[key])
+        if names := self._sampling.get(key):
+            del self._sampling[key]
+            await asyncio.gather(*map(self._engine.abort, names))
             return
         if task := self._open.pop(key, None):
             task.cancel()
@@ -112,21 +114,30 @@ class Answers:
             keep_aborted=True,  # an answer that is abandoned is charged
         )
         self._send(m.PromptRead(key, len(prompt_ids), prompt_ids.tolist() if question.prompt_ids else []))
-        async with self._turn(request.job, question.tenant, question.n):
+        self._sampling[key] = set()
+        try:
+            await together(self._piece(question, request, part) for part in self._scheduler.pieces(question.n))
+        finally:
+            self._sampling.pop(key, None)
+
+    async def _piece(self, question: m.Complete, whole: GenerateRequest, part: slice) -> None:
+        """Sample a part of a question's completions, unless it was abandoned before its turn came."""
+        first, request = part.start == 0, replace(whole, id=f"{whole.id}/{part.start}", seeds=whole.seeds[part])
+        async with self._turn(request.job, question.tenant, len(request.seeds)):
+            if (names := self._sampling.get(question.key)) is None:
+                return
             tenant, share = self._scheduler.payer(request.job)
             request = replace(request, tenant=tenant, share=share)
-            passes = 1 + question.prompt_logprobs + bool(question.prompt_top)
-            self._scheduler.spend(request.job, passes * len(prompt_ids))
-            if question.prompt_logprobs:
+            passes = 1 + (question.prompt_logprobs + bool(question.prompt_top) if first else 0)
+            self._scheduler.spend(request.job, passes * len(request.prompt_ids))
+            if first and question.prompt_logprobs:
                 with used_by(request.job, tenant, share):
-                    self._send(await self._scored(question, prompt_ids, ref))
-            self._sampling[key] = request.id
-            try:
-                await self._sample(question, request)
-            finally:
-                del self._sampling[key]
+                    self._send(await self._scored(question, request.prompt_ids, request.adapter))
+            names.add(request.id)
+            await self._sample(question, request, part.start)
 
-    async def _sample(self, question: m.Complete, request: GenerateRequest) -> None:
+    async def _sample(self, question: m.Complete, request: GenerateRequest, first: int) -> None:
+        """`first` is the index of the request's first completion."""
         sampled, stopped, stop = defaultdict[int, list[int]](list), "", request.sampling.stop
         async for chunk in self._engine.generate(request):
             self._scheduler.spend(request.job, len(chunk.token_ids))
@@ -136,7 +147,7 @@ class Answers:
                 sampled[chunk.index] += ids
                 ended = chunk.finish_reason is FinishReason.STOP
                 stopped = met(self._chat.completion_text(sampled[chunk.index]), stop) if ended else ""
-            self._send(m.Tokens(question.key, chunk, texts, stopped))
+            self._send(m.Tokens(question.key, replace(chunk, index=first + chunk.index), texts, stopped))
 
     async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)

@@ -24,9 +24,10 @@ from motet.model.lora_model import LoraModel
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.drafts import Drafts, can_draft
+from motet.rollout.grammars import Grammars
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner, NewTokens
-from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
+from motet.rollout.sequences import Prompt, SampledSequence, payer_of, tenant_of, waits_for_grammar
 
 
 class Decoder:
@@ -62,6 +63,9 @@ class Decoder:
         self.spent: Counter[str] = Counter()
         """Microseconds by job; the reader resets it."""
         self._turns = _TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
+        self.grammars = Grammars(base.info)
+        self.stuck = False
+        """Whether the last tick could do nothing because it waits for masks of grammars."""
         self._no_blocks = False  # whether a waiting prompt found no free blocks in the last tick
 
     @property
@@ -113,18 +117,30 @@ class Decoder:
         While several tenants use the device, a tick is short: it prefills or decodes, and only for a limited time.
         """
         self._turns.come((*self.rows.waiting, *self.rows.preempted, *self.rows.running))
+        self._begin_masks()
         begun, before = self._turns.now(), self.prefilled_tokens
         fresh, read = self._admit()
         self._settle(fresh)
         self.spent += self._turns.read(begun, read, self.prefilled_tokens - before)
+        running: list[SampledSequence] = []
         if self.prefilled_tokens == before or not self._turns.company:
             begun = self._turns.now()
-            running = sorted(self.rows.grow(self._turns.chosen(self.rows.running)), key=_adapter_order)
+            able = [item for item in self.rows.running if not waits_for_grammar(item)]
+            running = sorted(self.rows.grow(self._turns.chosen(able)), key=_adapter_order)
             rows = _decode(self, running, self._turns.spare(len(running)))
             self._settle(running)
             self.spent += self._turns.decoded(begun, running, rows)
+        self.stuck = self._begin_masks() and not (running or read)
         opens = set() if self._no_blocks or self.rows.free <= 0 else self.rows.may_begin()
-        self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *self.rows.running))
+        able = [item for item in self.rows.running if not waits_for_grammar(item)]
+        self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *able))
+
+    def _begin_masks(self) -> bool:
+        """Charge and begin the masks of the next tokens; returns whether some are awaited."""
+        for payer, seconds in self.grammars.spent():
+            self.spent += self._turns.masked(payer, seconds)
+        items = (*self.rows.running, *self.rows.preempted)
+        return self.grammars.begin((item.grammar, payer_of(item.prompt.request)) for item in items if item.grammar)
 
     def _admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
         """Resume preempted sequences, then admit prompts while there is room; sample their first tokens.
@@ -154,7 +170,7 @@ class Decoder:
         """Resume preempted sequences of tenants with free rows; returns those to compute, and the remaining budget."""
         resumed: list[SampledSequence] = []
         for sequence in sorted(self.rows.preempted, key=self._turns.had):  # a stable sort keeps each tenant's order
-            if not self.rows.may_resume(sequence):
+            if not self.rows.may_resume(sequence) or waits_for_grammar(sequence):
                 continue
             computes = sequence.copy is None
             if computes and inputs and sequence.length > budget:
@@ -209,8 +225,16 @@ class Decoder:
         born: list[SampledSequence] = []
         logits = []
         may_begin = self.rows.may_begin()
-        for prompt in [prompt for prompt in self.rows.waiting if prompt.blocks and tenant_of(prompt) in may_begin]:
-            while prompt.waiting and prompt.blocks and self.rows.free > 0 and self.rows.left(prompt) > 0:
+        able = [prompt for prompt in self.rows.waiting if prompt.blocks and tenant_of(prompt) in may_begin]
+        due, most = self._turns.due(able), self._turns.rows
+        for prompt in [prompt for prompt in able if tenant_of(prompt) in due]:
+            while (
+                prompt.waiting
+                and prompt.blocks
+                and self.rows.free > 0
+                and self.rows.left(prompt) > 0
+                and len(born) < most
+            ):
                 last_logits = prompt.logits
                 fork = functools.partial(self.blocks.fork, prompt, alone=not self.rows.running)
                 sequence = self.rows.with_room(prompt, fork)
@@ -307,6 +331,11 @@ class _TickTurns:
         """Most tokens to prefill in this tick."""
         return self._reading.most(self._tokens) if self.company else self._tokens
 
+    @property
+    def rows(self) -> int:
+        """Most rows to decode, or completions to begin, in this tick."""
+        return self._decoding.most(self._rows) if self.company else self._rows
+
     def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
         """Report the tenants that have work."""
         self._turns.come(map(tenant_of, there), WAITS)
@@ -329,7 +358,7 @@ class _TickTurns:
         chosen = [item for item in running if tenant_of(item) in due]
         if self.company:
             chosen.sort(key=lambda item: (self.had(item), item.tick))
-            del chosen[self._decoding.most(self._rows) :]
+            del chosen[self.rows :]
         self._ticks += 1
         for item in chosen:
             item.tick = self._ticks
@@ -340,20 +369,21 @@ class _TickTurns:
         spent = self.now() - begun
         if tokens:
             self._reading.add(tokens, spent)
-        return self._turns.charge(spent, [(_payer(prompt), part) for prompt, part in parts])
+        return self._turns.charge(spent, [(payer_of(prompt.request), part) for prompt, part in parts])
+
+    def masked(self, payer: Payer, seconds: float) -> Counter[str]:
+        """Charge a mask of a grammar; returns microseconds by job."""
+        return self._turns.charge(seconds, [(payer, 1)])
 
     def spare(self, n_rows: int) -> int:
         """Number of rows that a tick may have in addition to `n_rows`."""
-        most = self._decoding.most(self._rows) if self.company else 2 * self._rows + 32
-        return max(0, most - n_rows)
+        return max(0, (self.rows if self.company else 2 * self._rows + 32) - n_rows)
 
     def decoded(self, begun: float, running: Sequence[SampledSequence], rows: Sequence[int]) -> Counter[str]:
         """Charge sequences by their rows; returns microseconds by job."""
         spent = self.now() - begun
         if running:
             self._decoding.add(sum(rows), spent)
-        return self._turns.charge(spent, [(_payer(item.prompt), n) for item, n in zip(running, rows, strict=True)])
-
-
-def _payer(prompt: Prompt) -> Payer:
-    return Payer(prompt.request.job, prompt.request.tenant, prompt.request.share)
+        return self._turns.charge(
+            spent, [(payer_of(item.prompt.request), n) for item, n in zip(running, rows, strict=True)]
+        )

@@ -29,7 +29,7 @@ from motet.rollout.completion import check_request
 from motet.rollout.decoder import Decoder
 from motet.rollout.drafts import Drafts
 from motet.rollout.grammars import Grammars
-from motet.rollout.sequences import Prompt, SampledSequence, aborted
+from motet.rollout.sequences import Prompt, SampledSequence, aborted, payer_of
 
 _SCORED_ROWS = 256
 """Positions whose logits are in memory at a time."""
@@ -74,7 +74,7 @@ class EmbeddedEngine:
             turns=device.turns,
             speculates=speculates,
         )
-        self._grammars = Grammars(base.info)
+        self._grammars = self.decoder.grammars = Grammars(base.info, device.wake, lambda: device.turns.company)
         self._preparing: dict[str, str] = {}
         """Requests whose grammars are being compiled, with their jobs; aborted ones are removed."""
         self._device = device
@@ -137,7 +137,7 @@ class EmbeddedEngine:
         if request.sampling.grammar:
             self._preparing[request.id] = request.job
             try:
-                grammar = await asyncio.to_thread(self._grammars.of, request.sampling)
+                grammar = await self._grammars.of(request.sampling, payer_of(request))
             finally:
                 gone = self._preparing.pop(request.id, None) is None
             if gone:
@@ -261,7 +261,7 @@ class EmbeddedEngine:
         by_job, self.decoder.spent = self.decoder.spent, Counter()
         self._device.busy.decoded(spent, spent * full, by_job)
         self._device.busy.checked(drafts.drafted - drafted, drafts.accepted - accepted)
-        return not self.decoder.idle
+        return not (self.decoder.idle or self.decoder.stuck)
 
 
 class SameTensors:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from motet.core.stops import Decode, ending
+from motet.core.tenant_turns import Payer
 from motet.core.types import Chunk, FinishReason, GenerateRequest
 from motet.model.host_cache import HostCopy
 from motet.model.lora import AdapterWeights
@@ -88,6 +89,16 @@ class SampledSequence(GrowingCompletion):
     def chunk(self, decode: Decode) -> Chunk:
         """See `undelivered`."""
         return self.undelivered(self.prompt.request, self.index, decode)
+
+
+def payer_of(request: GenerateRequest) -> Payer:
+    """Who pays for a request."""
+    return Payer(request.job, request.tenant, request.share)
+
+
+def waits_for_grammar(item: Prompt | SampledSequence) -> bool:
+    """Whether the mask of its next token is not ready."""
+    return isinstance(item, SampledSequence) and item.grammar is not None and not item.grammar.ready
 
 
 def tenant_of(item: Prompt | SampledSequence) -> str:

@@ -243,3 +243,12 @@ async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Wait for all works at once, then raise the first error of any."""
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for one in results:
+        if isinstance(one, BaseException):
+            raise one
+    return results  # type: ignore[return-value]

@@ -19,7 +19,7 @@ from motet.config import JobConfig
 from motet.core import seeds
 from motet.core.errors import EngineError, ScorerAway
 from motet.core.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
-from motet.runtime.generation import Generation, PutAside, Result, ended
+from motet.runtime.generation import Generation, PutAside, Result, ended, together
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
 from motet.runtime.scheduler import FairScheduler
@@ -101,6 +101,13 @@ class _Requests:
         return generate
 
     async def _complete(
+        self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
+    ) -> list[Chunk]:
+        pieces = self.services.scheduler.pieces(len(indices))
+        asked = [self._piece(role, prompt_ids, indices[part], turn, sampling) for part in pieces]
+        return [chunk for chunks in await together(asked) for chunk in chunks]
+
+    async def _piece(
         self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
     ) -> list[Chunk]:
         job, services, generation = self.job, self.services, self.task.generation

@@ -20,6 +20,8 @@ from motet.algorithms.packing import Standing
 
 _MOMENT = 60.0
 """Seconds that a tenant counts as active after a charge."""
+_SMALL_PIECE = 16
+"""Rows that one request may have whatever the capacity, because each piece reads the prompt again."""
 
 
 @dataclass
@@ -136,6 +138,11 @@ class FairScheduler:
         """Tenants with a job that waits for admission."""
         self._level = 0.0
         """The most weighted tokens per share that any tenant had consumed when one of its jobs was admitted."""
+
+    def pieces(self, rows: int) -> list[slice]:
+        """The parts in which completions of one prompt are requested, each in its turn, so that nobody waits for the whole."""
+        most = max(_SMALL_PIECE, self.capacity // 4)
+        return [slice(first, min(rows, first + most)) for first in range(0, rows, most)]
 
     def job_order(self, account: Account) -> float:
         """The figure that orders a tenant's jobs, least first; it must not fall while a job waits. A policy overrides it."""

@@ -212,12 +212,15 @@ class Quotas:
                 _MODELS_SECONDS,
             )
 
-    def check_samples(self, tenant_id: str, count: int) -> None:
-        """Check whether another sample may be open besides `count`."""
+    def check_samples(self, tenant_id: str, count: int, more: int = 1) -> None:
+        """Check whether a sample of `more` completions may be open besides `count`; one alone may be of any size."""
         most = self.of(tenant_id).open_samples
-        if most is not None and count >= most:
+        if most is not None and count and count + more > most:
             raise LimitError(
-                f"open_samples: {count} samples are open; fetch some first, or {_ASK} --open-samples", 429, 1
+                f"open_samples: {count} samples are open, and {more} more are too many; fetch some first, or {_ASK} "
+                "--open-samples",
+                429,
+                1,
             )
 
     def check_priority(self, tenant_id: str, priority: int) -> None:

@@ -95,7 +95,7 @@ class Futures:
         count, sample = self.open(who), self._opened(who, name, wanted)  # at once, for concurrent requests
 
         def accept() -> str:
-            self._quotas.check_samples(who.tenant_id, count)
+            self._quotas.check_samples(who.tenant_id, count, sample.rows)
             sample.stored = self._keep(who, name, asked)
             return self._held(who)
 
@@ -110,7 +110,7 @@ class Futures:
 
     def _opened(self, who: Principal, name: str, wanted: Sample, stored: int = 0) -> OpenSample:
         """Keep a sample, dropping fetched answers if its memory needs it."""
-        sample = OpenSample(name, who.tenant_id, who.key_id, wanted, _memory(wanted), stored)
+        sample = OpenSample(name, who.tenant_id, who.key_id, wanted, _memory(wanted), wanted.num_samples, stored)
         if not self._room.fits(who.tenant_id, sample.size):
             for fetched in list(self._samples.fetched[who.tenant_id]):
                 self._forget(fetched)
@@ -146,7 +146,7 @@ class Futures:
             self._samples.started(sample, asyncio.create_task(self._samplers.sample(who, sample.wanted, source)))
 
     def open(self, who: Principal) -> int:
-        """Samples of a tenant that are running or not fetched yet."""
+        """Completions of a tenant's samples that are running or not fetched yet."""
         return self._samples.waiting[who.tenant_id]
 
     async def cancel(self, who: Principal, request_id: str) -> None:

@@ -23,6 +23,8 @@ class OpenSample:
     """None once it was fetched."""
     size: int
     """Approximate memory in bytes."""
+    rows: int = 1
+    """Its completions."""
     stored: int = 0
     """Bytes of its file."""
     task: asyncio.Task[bytes] | None = None
@@ -45,7 +47,7 @@ class OpenSamples:
         self.running: dict[str, OpenSample] = {}
         """Those that have not ended, by name."""
         self.waiting = Counter[str]()
-        """By tenant: how many are running or not fetched yet."""
+        """By tenant: how many completions are running or not fetched yet."""
         self.fetched = defaultdict[str, set[str]](set)
         """By tenant: the names of the others."""
 
@@ -53,7 +55,7 @@ class OpenSamples:
         """Keep a sample, and reserve its memory. Raises `HTTPException` if there is no room."""
         self._room.take(sample.tenant_id, sample.size)
         self.by_name[sample.name] = self.running[sample.name] = sample
-        self.waiting[sample.tenant_id] += 1
+        self.waiting[sample.tenant_id] += sample.rows
 
     def remove(self, name: str) -> OpenSample | None:
         """Forget a sample; None if it is not there."""
@@ -61,7 +63,7 @@ class OpenSamples:
             return None
         self.running.pop(name, None)
         self.fetched[sample.tenant_id].discard(name)
-        self.waiting[sample.tenant_id] -= not sample.fetched
+        self.waiting[sample.tenant_id] -= 0 if sample.fetched else sample.rows
         self._room.give_back(sample.tenant_id, sample.size)
         sample.size = 0
         return sample
@@ -84,7 +86,7 @@ class OpenSamples:
     def shrink(self, sample: OpenSample, size: int) -> None:
         """Record that a sample was fetched: keep only its answer of `size` bytes."""
         if not sample.fetched and self.by_name.get(sample.name) is sample:
-            self.waiting[sample.tenant_id] -= 1
+            self.waiting[sample.tenant_id] -= sample.rows
             self.fetched[sample.tenant_id].add(sample.name)
             sample.fetched, sample.wanted = True, None
             self._room.give_back(sample.tenant_id, sample.size - min(size, sample.size))
