@@ -329,10 +329,15 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path, save: Save) -> None
     for number in range(6):
         step(directory, number, save, best_version=1 if number else None)
         directory.prune(2, 1e9)
-    assert directory.steps() == [5, 6]
+    assert directory.steps() == [1, 5, 6]
     assert names(directory.path / "versions") == {"v1", "v5", "v6"}
-    for name in ADAPTER_FILES:
-        assert (directory.path / "versions" / "v1" / name).is_file(), "a version outlives the commit it was linked from"
+    step(directory, 6, save, best_version=6)
+    directory.prune(1, 1e9)
+    assert directory.steps() == [6, 7], "the commit of the best version before is gone"
+    step(directory, 7, save, best_version=7)
+    step(directory, 8, save, best_version=7)
+    directory.prune(1, 1e9, lag=1)
+    assert directory.steps() == [6, 7, 9], "a fork of the best one samples from the version before it"
 
 
 def test_rollout_logs_stay_below_their_limit(tmp_path: Path) -> None:

@@ -405,12 +405,17 @@ def test_the_best_version_stays_also_between_commits(tmp_path: Path) -> None:
     )
     committed = run.jobs["a"].directory.newest()
     assert committed is not None
-    best = max(run.jobs["a"].progress.evaluations, key=lambda item: (item[1], -item[0]))[0]
+    trained = [item for item in run.jobs["a"].progress.evaluations if item[0]]
+    best = max(trained, key=lambda item: (item[1], -item[0]))[0]
     assert committed.best_version == best
     assert best % 4, (
         "hold out another number of problems: the test shows nothing where the best version was committed anyway"
     )
-    assert {item.name for item in (tmp_path / "a" / "versions").iterdir()} == {f"v{best}", "v8"}
+    kept = run.jobs["a"].directory
+    assert kept.steps() == [best, 8]
+    assert {item.name for item in (tmp_path / "a" / "versions").iterdir()} == {
+        f"v{version}" for step in kept.steps() for version in (step, kept.committed(step).best_version)
+    }
 
 
 def even_ones_differ(problem: Problem, completion: str) -> float:

@@ -34,7 +34,8 @@ from motet.hosting.running import run_config
 from motet.report.read import read_job
 from motet.rollout.fake import FakeSync
 from motet.runtime.bracket import bracket_rows, verdict
-from motet.runtime.checkpoint import Committed, JobDirectory, best_version
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.held_out import figure_of
 from motet.runtime.identity import of_config
 from motet.runtime.race_record import RaceOutcome, RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
@@ -349,17 +350,20 @@ def test_the_best_version_is_the_same_one_wherever_it_is_shown(tmp_path: Path) -
     job, stored = run.jobs["say-c=00"], None
     EveryStep(job.directory, 0, functools.partial(JobReports(tell, "next").event, job, leaves=False))
     assert [(one.line["step"], one.best) for one in told if "eval" in one.line] == [
-        *((0, True), (2, True), (4, False), (6, False), (8, False)),
+        *((0, False), (2, True), (4, False), (6, False), (8, False)),
         *((0, False), (2, True), (4, False), (6, False), (8, False)),
     ]
     for one in told:
         if "eval" in one.line:
-            stored = newer_evaluation(stored, one.line["step"], one.line["eval"]["reward"], best=one.best)
+            figure = figure_of(one.line["eval"])
+            stored = newer_evaluation(stored, one.line["step"], figure, best=one.best, best_by=one.best_by)
     record = read_job(job.directory.path)
     figures = dict(zip(record.evaluations.xs, record.evaluations.ys, strict=True))
     assert max(figures, key=lambda version: figures[version]) == 6
-    assert best_version(job.directory) == 2
-    assert stored == {"version": 8, "value": figures[8], "best_version": 2, "best": figures[2]}
+    assert (done := job.directory.newest()) is not None
+    assert done.best_version == 2
+    named = {"figure": "reward", "best_by": "reward, over the rows that decide"}
+    assert stored == {"version": 8, "value": figures[8], "best_version": 2, "best": figures[2], **named}
     assert record.best == (2, figures[2])
     assert list(summary_table([job.progress], tmp_path).columns[-1].cells) == [Text("v2 (newest v8)")]
 

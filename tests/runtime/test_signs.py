@@ -9,7 +9,8 @@ import pytest
 
 from motet.config import JobConfig
 from motet.report.read import signs_of
-from motet.runtime.progress import JobProgress, figure_of
+from motet.runtime.held_out import figure_of
+from motet.runtime.progress import JobProgress
 from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, no_signal
 from tests.support.counting import calls
 

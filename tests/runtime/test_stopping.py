@@ -121,7 +121,7 @@ def test_a_job_ends_early_as_succeeded_and_says_why(tmp_path: Path) -> None:
 
 
 def test_the_best_version_stays(tmp_path: Path) -> None:
-    """The reward asks for what training unlearns, so that the first version is the best."""
+    """The reward asks for what training unlearns, so that an early version is the best."""
 
     def unlearned(problem: Any, completion: str) -> float:
         vowels = sum(letter in "aeiou" for letter in completion) / (1 + len(completion))
@@ -135,7 +135,7 @@ def test_the_best_version_stays(tmp_path: Path) -> None:
     assert done.step == 6
     assert done.best_version is not None
     assert done.best_version < 5
-    assert one.directory.versions() == [done.best_version, 6]
+    assert one.directory.steps() == [done.best_version, 6]
     assert one.directory.version_named("best").is_dir()
 
 

@@ -35,6 +35,8 @@ class Algorithm(Config):
     """Whether a job must name rewards, or an environment that gives them."""
     compared_field: ClassVar[str] = "reference"
     """The field that `compared_with` reads."""
+    best_by: ClassVar[str] = "reward"
+    """The held-out figure that decides the best version, and after a comma what decides between equal ones."""
 
     type: str = ""
     """A name, or `file.py:Class` for your own."""

@@ -46,8 +46,7 @@ class RowAlgorithm(Algorithm):
 
     rows: ClassVar[str]
     """The kind of rows: a name in `tasks.rows.KINDS`."""
-    score: ClassVar[str] = "loss"
-    """The figure of an evaluation that decides the best version; lower is better."""
+    best_by: ClassVar[str] = "log-lik"
 
     rows_per_step: int = Field(16, ge=1, le=10**6)
     """Rows of one step."""
@@ -83,6 +82,8 @@ class RowAlgorithm(Algorithm):
 
 class Preference(RowAlgorithm):
     """Base of learning from preferences and ratings: compares the likelihood of answers with that by the reference."""
+
+    best_by: ClassVar[str] = "accuracy, then loss"
 
     reference: str = "start"
     """What the policy is compared with: `start` (the adapter as the job begins with it), `base`, or a PEFT directory."""

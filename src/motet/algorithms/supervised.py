@@ -17,7 +17,6 @@ class Supervised(RowAlgorithm):
     """Learning from rows with an answer: conversations, or an answer column. Nothing is sampled."""
 
     rows: ClassVar[str] = "answer"
-    score: ClassVar[str] = "nll"
 
     type: Literal["sft"] = "sft"
     turns: Literal["all", "last"] = "all"

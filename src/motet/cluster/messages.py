@@ -220,8 +220,7 @@ class JobStanding(msgspec.Struct, frozen=True):
     phase: str
     """`sampling`, `training`, `evaluating` or `saving`."""
     step: int
-    rollouts_done: int
-    """In the step that is being sampled."""
+    rollouts_done: int  # in the step that is being sampled
     rollouts_wanted: int
     tokens: int
     """Tokens sampled and trained on this host."""
@@ -261,7 +260,8 @@ class JobStepped(ChannelMessage, frozen=True):
     job: str
     line: dict[str, Any]
     """The line of metrics.jsonl, with the step's tokens and, if measured, its seconds."""
-    best: bool = False  # whether it evaluates what is the best version so far
+    best: bool = False  # whether it evaluates what is the best version so far, by the rule `best_by`
+    best_by: str = ""
 
 
 class JobWorked(ChannelMessage, frozen=True):

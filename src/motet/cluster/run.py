@@ -85,6 +85,7 @@ class HostedJob:
                     now.step = step + 1
                 if "eval" in event.line:
                     now.evaluated(step, event.line["eval"])
+                    now.choose(step if event.best else now.best_version, event.best_by)
         elif isinstance(event, m.JobChanged):
             now.state, now.message, now.phase, now.spent = event.state, event.message, "", event.spent
             self.inexact = self.inexact if event.inexact is None else event.inexact

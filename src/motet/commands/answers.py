@@ -41,6 +41,14 @@ def command_for(url: str | None, *words: str) -> str:
     return shlex.join(["motet", *words, *([] if known else ["--url", str(url)])])
 
 
+def say_untrained(adapter: Path) -> None:
+    """Warn a person who takes an adapter that no training has changed."""
+    from motet.runtime.held_out import untrained
+
+    if why := untrained(adapter):
+        say(f"warning: {why}", aside=True)
+
+
 def check_place(option: str, file: Path | None) -> None:
     """Refuse a file that cannot be written, before the work for it.
 

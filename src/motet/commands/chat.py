@@ -39,12 +39,14 @@ class Style:
 
 def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | None) -> None:
     """Talk to a base on this machine, with or without an adapter."""
+    from motet.commands.answers import say_untrained
     from motet.config import EngineConfig
     from motet.hosting.launch import load, sampling
     from motet.model.find import find_adapter
 
     if adapter is not None:
         find_adapter(adapter)
+        say_untrained(adapter)
     config = EngineConfig()
     base = load(base_name, config)
     with sampling(base, config, 4, base.info.max_positions) as engine, asyncio.Runner() as runner:

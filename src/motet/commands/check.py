@@ -32,11 +32,11 @@ from motet.hosting.launch import open_base
 from motet.hosting.preparing import left_out, prepare_all
 from motet.hosting.running import config_of
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.held_out import LOG_LIKELIHOOD
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
 from motet.runtime.opening import check_identity
-from motet.runtime.progress import LOG_LIKELIHOOD
 from motet.runtime.race import check_prepared
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler

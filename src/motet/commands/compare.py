@@ -27,7 +27,7 @@ from motet.report.comparison import (
 )
 from motet.report.read import JobRecord, RunRecord, read_run
 from motet.report.svg import draw_curves
-from motet.runtime.progress import REWARD
+from motet.runtime.held_out import REWARD
 from motet.runtime.settings import Mean
 
 _MOST_TASKS = 6
@@ -109,11 +109,21 @@ def _means(sides: Sequence[Side]) -> str | Table:
     tasks = list(dict.fromkeys(key[0] for side in sides for key in side.jobs))
     shown = tasks if 1 < len(tasks) <= _MOST_TASKS else []
     rows = [
-        [side.name, *(_figure(side.mean(task)) for task in shown), _figure(side.mean()), str(len(side.jobs))]
+        [_measured(side), *(_figure(side.mean(task)) for task in shown), _figure(side.mean()), str(len(side.jobs))]
         for side in sorted(sides, key=lambda side: -side.mean())
     ]
     headings = ["held-out", *(f">{task.replace(',', ';')}" for task in shown), ">mean", ">jobs"]
     return table(rows, ",".join(headings), empty="", folds=("held-out",))
+
+
+def _measured(side: Side) -> str:
+    """The side's name; of a single job also the version whose figure it is, and the best one if that is another."""
+    if len(side.jobs) != 1:
+        return side.name
+    (job,) = side.jobs.values()
+    best = job.record.best
+    also = f"; best: v{best[0]}, {best[1]:.3f}" if best and best[0] != job.version and not math.isnan(best[1]) else ""
+    return f"{side.name} (v{job.version}{also})"
 
 
 def print_differences(differences: Sequence[Difference], *, pairs: bool = True) -> None:

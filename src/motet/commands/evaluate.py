@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from motet.algorithms.rows import RowAlgorithm
-from motet.commands.answers import INTERRUPTED, check_place, say, table
+from motet.commands.answers import INTERRUPTED, check_place, say, say_untrained, table
 from motet.commands.compare import print_differences
 from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import load_jobs, validate_as
@@ -199,9 +199,11 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
                 raise RunError(f"{config.run} has no version of {job}: {_instead(Path(config.run), job)}")
             if not found.is_dir():
                 raise RunError(f"{name}: {found} is not there; kept versions: {', '.join(map(str, kept))}")
+            say_untrained(found)
             models.append(Model(name if version.isdecimal() else f"{name} ({found.name})", found))
         elif Path(name).exists():
             find_adapter(Path(name))
+            say_untrained(Path(name))
             models.append(Model(name, Path(name)))
         else:
             near = close_matches(job, jobs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from motet.commands import export_gguf
-from motet.commands.answers import say
+from motet.commands.answers import say, say_untrained
 from motet.commands.export_card import write_card
 from motet.commands.export_check import Loaded, check, missing
 from motet.commands.merging import ExportSource, merge
@@ -117,6 +117,7 @@ def write(
     if not one.whole and dtype != "auto":
         wholes = " or ".join(name for name, other in FORMATS.items() if other.whole)
         raise ConfigError(f"--dtype needs a whole model: leave it out, or use --format {wholes}")
+    say_untrained(adapter)
     write_as(one, ExportSource(adapter, base, dtype, checked), target)
     return target
 

@@ -15,6 +15,7 @@ from motet.commands.merging import ExportSource
 from motet.core.errors import RunError
 from motet.report.read import JobRecord, Series, read_job
 from motet.report.svg import Curves, draw_curves
+from motet.runtime.held_out import LOG_LIKELIHOOD, untrained
 from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of, with_arguments
 
 _CURVES = "curves.svg"
@@ -45,7 +46,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         f"A LoRA adapter of rank {source.weights.rank} (alpha {source.weights.alpha:g}) on `{named}`, trained with Motet."
         + (f" {source.caveat}" if source.caveat else "")
         + ("" if licence else " The base's files do not say its licence."),
-        *_rewards(job, target),
+        *_rewards(job, source.adapter.resolve(), target),
         f"## Load it\n\n```py\n{_LOAD.format(base=source.loads_as)}```",
         *_origin(source),
     ]
@@ -73,15 +74,21 @@ def _licence(base: Path) -> str | None:
     return "other" if any((base / name).is_file() for name in _LICENCES) else None
 
 
-def _rewards(job: JobRecord, target: Path) -> list[str]:
-    """A table of held-out rewards and a picture of the curves; nothing where there was no evaluation."""
+def _rewards(job: JobRecord, adapter: Path, target: Path) -> list[str]:
+    """A table of held-out figures and a picture of the curves; nothing where there was no evaluation."""
     held_out = job.evaluations
     if not held_out.xs:
         return []
     (target / _CURVES).write_text(draw_curves([Curves(job.name, job.columns.get("reward", Series()), held_out)]))
-    figure = next((name for name in ("reward", "accuracy") if f"eval/{name}" in job.columns), "log-likelihood")
-    rows = "\n".join(f"| v{x:g} | {y:.3f} |" for x, y in held_out.points)
-    return [f"## Held-out {figure}\n\n| version | {figure} |\n|---|---|\n{rows}\n\n![Curves]({_CURVES})"]
+    figure = "log-likelihood" if job.figure == LOG_LIKELIHOOD else job.figure
+    best = job.committed.best_version if job.committed else None
+    marks = {adapter.name: "this adapter"} | ({f"v{best}": "best"} if best is not None else {})
+    if adapter.name == f"v{best}":
+        marks[adapter.name] = "this adapter, the best version"
+    rows = "\n".join(f"| v{x:g} | {y:.3f} | {marks.get(f'v{x:g}', '')} |" for x, y in held_out.points)
+    notes = [f"The best version was {job.rule}." if job.rule else "", f"{why}." if (why := untrained(adapter)) else ""]
+    table = f"## Held-out {figure}\n\n| version | {figure} | |\n|---|---|---|\n{rows}\n\n![Curves]({_CURVES})"
+    return ["\n\n".join(filter(None, [table, *notes]))]
 
 
 def _origin(source: ExportSource) -> list[str]:

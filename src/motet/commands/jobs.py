@@ -90,7 +90,7 @@ def ls(
         more = bool(limit) and next(newest, None) is not None
     based, owned = any(job.base for job in listed), any(map(owner_of, listed))
     rows = [job_cells(job, based=based, owned=owned) for job in listed]
-    headings = "job, state, >steps, >reward, >age" + ", base" * based + ", tenant" * owned
+    headings = "job, state, >steps, >reward, best, >age" + ", base" * based + ", tenant" * owned
     print_answer(listed, as_json, table(rows, headings, empty="no jobs", folds=("job",)))
     if more and not as_json:
         say(f"the newest {limit}; --limit 0 shows all")

@@ -23,11 +23,12 @@ from motet.core.errors import ConfigError, MotetError, ServiceError
 from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosting.before_loading import check_data
 from motet.hosting.preparing import Sources
-from motet.runtime.progress import JobProgress, figure_of
+from motet.runtime.held_out import figure_of, rule_text
+from motet.runtime.progress import JobProgress
 from motet.service.schemas import Health, Job, JobEvent, Race, Version
 from motet.tasks.row_files import READERS
 from motet.view import LogView, bracket_table, glyphs_of
-from motet.view.text import STATE_STYLES, count_text, duration_text, evaluation_text, plain_console, reward_text
+from motet.view.text import STATE_STYLES, Glyphs, count_text, duration_text, held_out_text, plain_console, reward_text
 
 _OF_A_RUN = ("engine", "rollout", "cluster", "observers")
 """Sections of a job file that a service does not read."""
@@ -256,12 +257,13 @@ def owner_of(job: Job) -> str:
 
 
 def job_cells(job: Job, *, based: bool, owned: bool) -> list[str | Text]:
-    """A job's row: name, state, steps, reward, age, its base, and its tenant."""
+    """A job's row: name, state, steps, reward, the best version's figure, age, its base, and its tenant."""
     return [
         Text(glyphs_of(plain_console()).plain(job.name), style="bold"),
         Text(_state(job), style=STATE_STYLES[JobState(job.state)]),
         f"{job.step}/{job.steps}",
         "" if job.reward is None else reward_text(job.reward),
+        _best(job),
         duration_text(time.time() - job.created),
         *([job.base or ""] if based else []),
         *([owner_of(job)] if owned else []),
@@ -284,7 +286,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
         "tenant": owner_of(job),
         "now": _now(job),
         "reward": glyphs.to.join(map(reward_text, rewards)),
-        "held-out": evaluation_text(progress.evaluations, glyphs, gap=""),
+        "held-out": _held_out(job, progress, glyphs),
         "data": str(job.spec["data"]["source"]),
         "rewards": ", ".join(str(reward["name"]) for reward in job.spec["rewards"]),
         "budget": f"{job.spec['budget']:,} tokens" if job.spec.get("budget") else "",
@@ -307,6 +309,14 @@ def bracket(race: Race) -> Table | Text:
     return table if one.rows else Text(glyphs.plain(one.verdict))
 
 
+def _best(job: Job) -> str:
+    """`accuracy 0.86 (v15)`, of the best version; of the newest before there is one."""
+    if (held := job.held_out) is None:
+        return ""
+    version, value = (held.version, held.value) if held.best is None else (held.best_version, held.best)
+    return f"{held.figure} {reward_text(value)} (v{version})".strip()
+
+
 def _state(job: Job) -> str:
     """The state, and the worker that the job waits for, if any."""
     phase = str((job.progress or {}).get("phase") or "")
@@ -321,6 +331,17 @@ def _now(job: Job) -> str:
     return ", ".join(filter(None, [phase, f"{count_text(rate)} tok/s" if rate else "", f"{left} left" if left else ""]))
 
 
+def _held_out(job: Job, progress: JobProgress, glyphs: Glyphs) -> str:
+    """The held-out figures with their name, the best version and what chose it."""
+    if (held := job.held_out) is None:
+        return ""
+    taken = None if held.best_version is None or held.best is None else (held.best_version, held.best)
+    text = held_out_text(progress.evaluations or [(held.version, held.value)], taken, glyphs)
+    best = f", best version v{taken[0]}" if taken and f"(v{taken[0]})" not in text else ""
+    return ", ".join(filter(None, [f"{held.figure} {text}{best}".strip(), rule_text(held.best_by, held.figure)]))
+
+
 def _version(version: Version) -> str:
-    marks = [mark for mark, holds in (("best", version.best), ("latest", version.latest)) if holds]
+    holds = {"best": version.best, "latest": version.latest, "untrained": version.untrained}
+    marks = [mark for mark in holds if holds[mark]]
     return version.model + (f" ({', '.join(marks)})" if marks else "")

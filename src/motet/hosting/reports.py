@@ -41,8 +41,8 @@ class JobReports:
                 self._send(m.Obeyed(job.name))
             case Executed(step, tokens):
                 self._send(m.JobWorked(job.name, step, tokens))
-            case StepDone(line, best):
-                self._send(m.JobStepped(job.name, as_json(line), best))
+            case StepDone(line, best, best_by):
+                self._send(m.JobStepped(job.name, as_json(line), best, best_by))
             case StateChanged(state, message, inexact):
                 if state is JobState.SUCCEEDED:
                     message = message or "; ".join(job.progress.signs.warnings.values())
@@ -120,7 +120,8 @@ class EveryStep:
         if (committed := self._directory.newest()) is None:
             return
         tokens = self._directory.read_tokens(committed)
+        best, by = committed.best_version, committed.best_by
         for record in self._directory.read_metrics(committed):
             if self._next <= (step := int(record["step"])) < before:
                 self._next = step + 1
-                self._observe(StepDone({**record, **tokens.get(step, {})}, best=step == committed.best_version))
+                self._observe(StepDone({**record, **tokens.get(step, {})}, best=step == best, best_by=by))

@@ -231,10 +231,10 @@ def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig) -
     committed = directory.newest()
     if committed is None:
         return []
-    notes = directory.read_tokens(committed)
+    progress.step, notes = committed.step, directory.read_tokens(committed)
     lines = [{**line, **notes.get(int(line["step"]), {})} for line in directory.read_metrics(committed)]
-    progress.step = committed.step
     progress.take_up(lines)
+    progress.choose(committed.best_version, committed.best_by)
     state = directory.read_status().get("state")
     early = ended_early(directory, when) if committed.step < progress.steps else ""
     if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and (early or committed.step >= progress.steps)):
@@ -291,7 +291,7 @@ async def _run_jobs(
 
 
 def _result(directory: JobDirectory, progress: JobProgress, inexact: Sequence[str]) -> JobResult:
-    last, best = directory.version_named("latest"), directory.version_named("best")
+    last, best = map(directory.version_named, ("latest", "best"))
     return JobResult(
         name=progress.name,
         state=progress.state,

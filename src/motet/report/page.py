@@ -105,6 +105,8 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
         "tokens": job.tokens,
         "best": job.best and job.best[0],
         "best_figure": job.best and _short(job.best[1]),
+        "figure": job.figure,
+        "rule": job.rule,
         "adapter": _adapter(job),
         "evaluations": job.evaluations.ys,
         "series": {field: _series(points) for field, points in job.columns.items()},
@@ -124,10 +126,9 @@ def _job(job: JobRecord, start: float) -> dict[str, Any]:
 
 def _adapter(job: JobRecord) -> str:
     """The best version that exists."""
-    if not job.versions:
+    if job.best is None:
         return "none yet"
-    best = job.best[0] if job.best and job.best[0] in job.versions else job.versions[-1]
-    return f"{job.name}/versions/v{best}"
+    return f"{job.name}/versions/v{job.best[0]}"
 
 
 def _series(points: Series) -> dict[str, list[float | None]]:

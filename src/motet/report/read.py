@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from motet.config import RewardConfig
 from motet.core.errors import RunError
-from motet.runtime.checkpoint import JobDirectory, best_version
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.held_out import ACCURACY, LOG_LIKELIHOOD, REWARD, named_best, newest_commit, recommended, rule_text
 from motet.runtime.race_record import RaceRecord, records
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
@@ -94,8 +95,8 @@ class JobRecord:
     """The versions that the pairs compare."""
     versions: tuple[int, ...]
     """Versions on disk."""
-    best_version: int | None = None
-    """By the newest commit."""
+    committed: Committed | None = None
+    """The counters of the newest commit; None before the first, and where it is damaged."""
 
     @property
     def job(self) -> Mapping[str, Any]:
@@ -107,6 +108,7 @@ class JobRecord:
     def warnings(self) -> tuple[str, ...]:
         """Warnings from the metrics."""
         signs, timings = signs_of(self.job), {number(line.get("step")): line for line in self.timings}
+        signs.choose(self.committed.best_version if self.committed else None)
         for line in self.steps:
             step = number(line.get("step"))
             timed = timings.get(step, {})
@@ -138,13 +140,21 @@ class JobRecord:
         return (measured or Series(nll.xs, tuple(-value for value in nll.ys))).known
 
     @property
+    def figure(self) -> str:
+        """The name of the held-out figure."""
+        known = [name for name in (REWARD, ACCURACY) if self.columns.get(f"eval/{name}")]
+        return known[0] if known else LOG_LIKELIHOOD
+
+    @property
     def best(self) -> tuple[int, float] | None:
-        """The best version, and its figure; unless it is on disk, the version with the best figure of those that are."""
-        points = [(y, -int(x)) for x, y in self.evaluations.points]
-        kept = [one for one in points if -one[1] in self.versions]
-        best = [one for one in kept if -one[1] == self.best_version]
-        value, version = max(best or kept or points, default=(0.0, 0))
-        return (-version, value) if points else None
+        """The version to take, and its held-out figure, NaN if it has none; None if no version is on disk."""
+        points = [(int(x), y) for x, y in self.evaluations.points]
+        return recommended(points, named_best(self.committed), self.versions)
+
+    @property
+    def rule(self) -> str:
+        """What a person reads where another figure than the one shown chose the best version."""
+        return rule_text(self.committed.best_by, self.figure) if self.committed and self.evaluations.xs else ""
 
     def used(self, start: float) -> Series:
         """Tokens sampled and trained so far, over minutes since `start`."""
@@ -244,7 +254,7 @@ def read_job(path: Path) -> JobRecord:
         pairs=pairs,
         pair_versions=pair_versions,
         versions=tuple(sorted(_numbers(path / "versions", r"v(\d+)"))),
-        best_version=best_version(JobDirectory(path)),
+        committed=newest_commit(JobDirectory(path)),
     )
 
 
@@ -333,7 +343,10 @@ def _text(path: Path) -> str:
 def signs_of(job: Mapping[str, Any]) -> Signs:
     """For the lines of a job with these settings."""
     algorithm = job.get("algorithm")
-    return Signs(_weights(job), algorithm if isinstance(algorithm, dict) else {})
+    steps = job.get("steps")
+    return Signs(
+        _weights(job), algorithm if isinstance(algorithm, dict) else {}, steps if isinstance(steps, int) else 0
+    )
 
 
 def _weights(job: Mapping[str, Any]) -> Mapping[str, float]:

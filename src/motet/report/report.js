@@ -67,15 +67,15 @@ function summary() {
   const values = jobs.flatMap(job => [...job.evaluations.slice(0, 1), ...job.evaluations.slice(-1)]), low = Math.min(0, ...values), top = Math.max(0, ...values), high = low === 0 && top <= 1 ? 1 : top;
   const cell = (label, ...children) => el("td", {data: {label}, class: "number"}, children);
   const rows = jobs.flatMap(job => {
-    const notes = [job.message && el("p", {class: WARNING[job.state]}, job.message), job.inexact && el("p", {class: "warm"}, `not exact: ${job.inexact}`),
+    const notes = [job.rule && el("p", {class: "warm"}, `v${job.best} was ${job.rule}`), job.message && el("p", {class: WARNING[job.state]}, job.message), job.inexact && el("p", {class: "warm"}, `not exact: ${job.inexact}`),
       ...job.warnings.map(text => el("p", {class: text.startsWith("alarm") ? "bad" : "warm"}, text))];
     return [el("tr", {}, el("td", {class: "name"}, el("span", {class: "who"}, mark(job), el("b", {}, job.name))),
       el("td", {class: "is"}, el("span", {class: `state ${job.state}`}, job.state)), cell("steps", job.planned === null ? `${job.done}` : `${job.done}/${job.planned}`),
-      cell("held-out", gain(job.evaluations)), el("td", {class: "wide"}, job.evaluations.length ? change(job, low, high) : null),
-      cell("best", job.best === null ? "–" : `v${job.best} · ${figure(job.best_figure)}`), el("td", {class: "mono small soft path"}, job.adapter)),
+      cell("held-out", job.evaluations.length ? [`${job.figure} `, ...[gain(job.evaluations)].flat()] : "–"), el("td", {class: "wide"}, job.evaluations.length ? change(job, low, high) : null),
+      cell("best", job.best === null ? "–" : `v${job.best}${job.best_figure === null ? "" : ` · ${figure(job.best_figure)}`}`), el("td", {class: "mono small soft path"}, job.adapter)),
     notes.some(Boolean) ? el("tr", {class: "why"}, el("td", {colspan: 7}, notes)) : null];
   });
-  const headings = ["job", "state", "steps", "held-out before → after", "", "best version", "its adapter"];
+  const headings = ["job", "state", "steps", "held-out first → newest", "", "best version", "its adapter"];
   const kept = jobs.find(job => job.best !== null && job.adapter.includes("/"));
   const ask = kept && el("p", {class: "small soft"}, "Ask an adapter, from the directory of the run: ", el("code", {}, `motet chat ${kept.base || "BASE"} --adapter ${kept.adapter}`));
   return el("section", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, headings.map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows)), ask);

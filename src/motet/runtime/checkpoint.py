@@ -23,7 +23,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,14 @@ class Committed:
     skipped_in_row: int = 0
     """Steps in a row whose gradient was not finite."""
     best_version: int | None = None
+    """The best trained version by evaluation; None before one was evaluated."""
     best_reward: float | None = None
-    """Reward of that version's evaluation."""
+    """The figure that decides, of that version."""
+    best_tie: float = 0.0
+    """Decides between equal figures; higher is better."""
+    best_by: str = ""
+    """The figure that decides the best version, since the first step. Empty in jobs by older releases: the loss decides for
+    `dpo` and `kto`, and version 0 may be the best."""
     evaluated: int = -1
     """Newest version whose evaluation is in the metrics."""
     tokens_sampled: int = 0
@@ -185,7 +191,7 @@ class JobDirectory:
         return self.path / "versions" / f"v{number}"
 
     def version_named(self, name: str) -> Path:
-        """The directory of `best` (by evaluation; the last without one), `latest`, or a version number."""
+        """The directory of `best` (the best trained one by evaluation; the last without one), `latest`, or a version number."""
         committed = self.newest()
         last = committed.step if committed else 0
         best = committed.best_version if committed and committed.best_version is not None else last
@@ -301,13 +307,13 @@ class JobDirectory:
         logs = {path.name: (done.length(path), done.sums.get(path.name, "")) for path in self.logs}
         self.manifest.record(steps, versions, logs, closed=closed, identity=identity)
 
-    def prune(self, keep: int, rollouts_bytes: float, *, closed: bool = False) -> None:
-        """Delete all but the newest `keep` commits, versions that no kept commit needs, and old rollout logs.
+    def prune(self, keep: int, rollouts_bytes: float, lag: int = 0, *, closed: bool = False) -> None:
+        """Delete commits, versions that no kept commit needs, and old rollout logs; `keep` and `lag` as in `kept_of`.
 
         The manifest is written first, so a deleted file is never one that it lists. `closed` as in `record`.
         """
         steps = self.steps()
-        kept = set(steps[-keep:])
+        kept = kept_of(steps, (self.newest() or Committed()).best_version, keep, lag)
         versions = {f"v{number}" for step in kept for number in (step, self.committed(step).best_version)}
         self.record(sorted(kept), (number for number in self.versions() if f"v{number}" in versions), closed=closed)
         for step in steps:
@@ -331,18 +337,14 @@ class JobDirectory:
 
     def read_status(self) -> dict[str, Any]:
         """The last written status; empty before the first."""
-        try:
-            status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return status
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads((self.path / "status.json").read_text()))
+        return {}
 
 
-def best_version(job: JobDirectory) -> int | None:
-    """The best version by evaluation; None without a commit that names one."""
-    with contextlib.suppress(RunError):
-        return (job.newest() or Committed()).best_version
-    return None
+def kept_of(steps: Sequence[int], best: int | None, keep: int, lag: int = 0) -> set[int]:
+    """The commits to keep: the newest `keep`, and the best version's, with the `lag` commits before it that a fork needs."""
+    return {*steps[-keep:], *(step for step in steps if best is not None and best - lag <= step <= best)}
 
 
 def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mapping[str, str]) -> str:

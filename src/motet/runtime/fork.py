@@ -37,9 +37,11 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[st
         if missing := [one for one in reversed(steps) if one not in job.steps()]:
             kept = ", ".join(map(str, job.steps())) or "none"
             what = f", which algorithm.max_off_policy_steps: {lag} needs" if missing[0] < step else ""
+            version = job.version(step)
+            start = f", or start a new job from the weights of v{step} without the optimizer's state (adapter.init: {version})"
             raise RunError(
                 f"{job.path} keeps no commit of step {missing[0]}{what} (it has {kept}); raise checkpoint.keep to keep "
-                "more commits"
+                f"more commits{start * version.is_dir()}"
             )
         try:
             draft = _drafted(job, steps, new, settings)

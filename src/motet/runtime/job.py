@@ -49,6 +49,8 @@ class StepDone:
     """Line of metrics.jsonl, with the step's tokens and, if this process trained it, its seconds."""
     best: bool = False
     """Whether the line evaluates what is the best version so far."""
+    best_by: str = ""
+    """The rule that decides it; see `Committed.best_by`."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,12 @@ class Job:
         if self.before is not None:
             return self.before.directory.version_named(self.before_version)
         return Path(os.path.expanduser(self.config.adapter.init))
+
+    @property
+    def best_by(self) -> str:
+        """The rule that decides the best version of a job that begins now."""
+        by = self.config.algorithm.best_by
+        return f"{by}, over the rows that decide" if self.config.eval.confirm else by
 
     def rate_of(self, role: str) -> float:
         """Learning rate of a role's adapter before warm-up and schedule; the job's without a team."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from motet.config import JobConfig
 from motet.core.types import JobState
+from motet.runtime.held_out import REWARD, figure_of
 from motet.runtime.signs import Signs
 from motet.tasks.reward_elsewhere import weights_of
 
@@ -17,16 +18,6 @@ _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_traine
 """Fields of a job's last line, which belongs to no step."""
 STOPPED_EARLY = "stopped early"
 """What the message of a job begins with that a rule of `stop_when` ended."""
-REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
-
-
-def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
-    """Name and value of the main figure in a metrics line or its `eval` part; nan if unknown."""
-    if ACCURACY in line and REWARD not in line:
-        return ACCURACY, math.nan if line[ACCURACY] is None else float(line[ACCURACY])
-    name = REWARD if REWARD in line else LOG_LIKELIHOOD
-    value = line.get(REWARD) if name == REWARD else line.get("nll", line.get("loss"))
-    return name, math.nan if value is None else float(value) if name == REWARD else -float(value)
 
 
 @dataclass
@@ -52,6 +43,10 @@ class JobProgress:
     """(version, figure of the held-out problems)."""
     errors: list[float] = field(default_factory=list)
     """Standard error of each evaluation; nan if unknown."""
+    best_version: int | None = None
+    """The best version, as the job's commits say; None before a trained version was evaluated."""
+    best_by: str = ""
+    """The rule that decides it (`Committed.best_by`)."""
     signs: Signs = field(default_factory=Signs)
     """Warnings derived from the metrics."""
     tokens: int = 0
@@ -72,7 +67,7 @@ class JobProgress:
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
         """Progress of a job that has not begun."""
-        signs = Signs(weights_of(config.rewards), config.algorithm.model_dump(mode="json"))
+        signs = Signs(weights_of(config.rewards), config.algorithm.model_dump(mode="json"), config.steps)
         return cls(config.name, config.steps, signs=signs, setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
@@ -89,6 +84,11 @@ class JobProgress:
         self.evaluations.append((version, figure_of(evaluation)[1]))
         self.signs.see_evaluation(version, evaluation)
         self.errors.append(math.nan if error is None else float(error))
+
+    def choose(self, best: int | None, by: str) -> None:
+        """Take in which version is the best so far, and by which rule."""
+        self.best_version, self.best_by = best, by
+        self.signs.choose(best)
 
     def stepped(self, line: Mapping[str, Any]) -> None:
         """Add the line of a finished step."""

@@ -99,7 +99,7 @@ class RolloutLoop(Driver):
         if self.job.config.eval.confirm and math.isfinite(score):
             rows = [mean_of([rollout.reward for rollout in group.scored]) for group in sampled.groups]
             score = mean_of(deciding(rows))
-        return Evaluated(sampled.version, record, score, sampled.tokens)
+        return Evaluated(sampled.version, record, score, tokens=sampled.tokens)
 
     async def leave(self) -> None:
         """Stop sampling, and close rewards and environment."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,8 @@ from motet.core.device import used_by
 from motet.core.errors import JobFailed
 from motet.core.types import FloatArray
 from motet.protocols import Trainer
-from motet.runtime.checkpoint import Committed
+from motet.runtime.checkpoint import Committed, kept_of
+from motet.runtime.held_out import best_after, first_trained, lines_of, unchanged, untrained
 from motet.runtime.job import Job, Services, StepDone
 from motet.runtime.learner import Executed, unheard
 from motet.runtime.metrics import timing_record, trained_record
@@ -44,7 +44,9 @@ class Evaluated:
     record: Mapping[str, Any]
     """The `eval` part of a metrics line."""
     score: float
-    """Higher is better."""
+    """The figure that decides the best version; higher is better."""
+    tie: float = 0.0
+    """Decides between equal scores; higher is better."""
     tokens: int = 0
     """Tokens sampled for it."""
 
@@ -133,6 +135,8 @@ class Session:
         self.moved = False
         """Whether the trainer has changes that are not in `done`."""
         self._resumed = committed is not None
+        self._trained = self._resumed and first_trained(lines_of(job.directory.metrics)) is not None
+        """Whether the adapter differs from the one that the job began with."""
         when = job.config.stop_when
         self.stopping = Stopping(when, job.directory.read_metrics(self.done) if when.rules else ())
         self.also_saved: list[Callable[[Path], None]] = []
@@ -180,8 +184,10 @@ class Session:
                 await self.versions.restore(version, state / str(version))
         else:
             if adapter.init is not None:
-                await self._load(job.init_directory(), optimizer=False)
-            self.done = replace(self.done, threads=services.threads)
+                await self._load(start_from := job.init_directory(), optimizer=False)
+                if why := await asyncio.to_thread(untrained, start_from):
+                    job.note(f"starts from an untrained adapter: {why}")
+            self.done = replace(self.done, threads=services.threads, best_by=job.best_by)
             await self.commit()
         job.progress.begin(start)
 
@@ -254,7 +260,7 @@ class Session:
                 "at the rewards and the data of the last rollouts"
             )
         self.done = replace(
-            _with_evaluation(done, evaluated),
+            self._with_evaluation(done, evaluated),
             step=done.step + 1,
             skipped_in_row=skipped,
             tokens_sampled=done.tokens_sampled + tokens["tokens_sampled"],
@@ -264,7 +270,7 @@ class Session:
             threads=self.services.threads,
             inexact=tuple(job.inexact),
         )
-        self.moved = False
+        self.moved, self._trained = False, self._trained or not unchanged(record)
         self.stopping.see(record)
         if commit:
             await self.commit()
@@ -273,7 +279,8 @@ class Session:
         beside = {"errors": dict(step.errors) or None, "adapter_norm": norm}
         line = {**record, **{name: value for name, value in beside.items() if value is not None}}
         job.progress.stepped(line)
-        job.observer(StepDone({**line, **tokens, "seconds": seconds}, best=self.done.best_version == record["step"]))
+        best = self.done.best_version == record["step"]
+        job.observer(StepDone({**line, **tokens, "seconds": seconds}, best=best, best_by=self.done.best_by))
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
         """Record the evaluation of the last version in a final metrics line, and commit."""
@@ -282,15 +289,18 @@ class Session:
             tokens = {"tokens_sampled": evaluated.tokens, "tokens_trained": 0}
             await asyncio.to_thread(self._write, record, {**seconds, "publish": self._publish_seconds}, tokens)
             done = replace(self.done, tokens_sampled=self.done.tokens_sampled + evaluated.tokens)
-            self.done = _with_evaluation(done, evaluated)
-            self.job.observer(StepDone({**record, **tokens}, best=self.done.best_version == evaluated.version))
+            self.done = self._with_evaluation(done, evaluated)
+            best = self.done.best_version == evaluated.version
+            self.job.observer(StepDone({**record, **tokens}, best=best, best_by=self.done.best_by))
         await self.commit(closed=True)
 
     async def commit(self, *, closed: bool = False) -> None:
         """Commit the current step; `closed` if nothing follows before the job is opened again."""
         job, trainer, done = self.job, self.services.trainer, self.done
         job.progress.phase = "saving"
-        keep = max(job.config.checkpoint.keep, job.config.algorithm.lag + 1)
+        lag, known = job.config.algorithm.lag, job.directory.steps()
+        keep = max(job.config.checkpoint.keep, lag + 1)
+        grows = len(kept_of(sorted({*known, done.step}), done.best_version, keep, lag)) > len(known)
 
         def save(path: Path) -> None:
             for one in self.members:
@@ -298,12 +308,12 @@ class Session:
                 trainer.save_adapter(one.name, one.place(path), optimizer=True)
             for also in self.also_saved:
                 also(path)
-            if len(job.directory.steps()) < keep:  # otherwise an older commit is deleted
+            if grows:  # otherwise an older commit is deleted
                 self.services.room.take(job.tenant, path)
 
         def write() -> Committed:
             written = job.directory.commit(done, save)
-            job.directory.prune(keep, job.config.checkpoint.rollouts_mb * 2**20, closed=closed)
+            job.directory.prune(keep, job.config.checkpoint.rollouts_mb * 2**20, lag, closed=closed)
             return written
 
         self.done = await asyncio.to_thread(write)
@@ -319,6 +329,14 @@ class Session:
                 await one.probe.check(services.engine, self.versions.ref(version, one.role), trained)
         self._publish_seconds = time.monotonic() - started
         await self.versions.announce(version, self.oldest_needed)
+
+    def _with_evaluation(self, done: Committed, evaluated: Evaluated | None) -> Committed:
+        """Record that a version was evaluated, and whether it is the best so far."""
+        if evaluated is None:
+            return done
+        done = best_after(done, evaluated.version, evaluated.score, evaluated.tie, trained=self._trained)
+        self.job.progress.choose(done.best_version, done.best_by)
+        return replace(done, evaluated=evaluated.version)
 
     def _write(
         self,
@@ -338,13 +356,3 @@ class Session:
             step, seconds, **tokens, busy=self.services.device.busy, errors=errors, judge=judge, adapter_norm=norm
         )
         directory.append(directory.timings, timing)
-
-
-def _with_evaluation(done: Committed, evaluated: Evaluated | None) -> Committed:
-    """Record that a version was evaluated, and whether it is the best so far."""
-    if evaluated is None:
-        return done
-    score = evaluated.score
-    if math.isfinite(score) and (done.best_reward is None or score > done.best_reward):
-        done = replace(done, best_reward=score, best_version=evaluated.version)
-    return replace(done, evaluated=evaluated.version)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import Any
 
+from motet.runtime.evaluations import CHANCE, Evaluations
+
 Line = Mapping[str, Any]
 PAGE = "docs/not-learning.md"
 """The page on causes and remedies; each kind of diagnosis has an anchor there."""
@@ -20,8 +22,6 @@ RECENT = 10
 """Steps that a diagnosis looks back on: the reward of fewer is mostly noise."""
 LEAST = 5
 """Steps before the first diagnosis, and how many at each end are compared."""
-CHANCE = 2.0
-"""Standard errors that a difference must exceed: chance alone does that in one of forty comparisons."""
 NO_SIGNAL = 0.75
 """Share of groups without signal: above it, most of the sampled tokens teach nothing. A healthy start is below one half."""
 FAR = 1.0
@@ -40,7 +40,7 @@ PART_LOST = 0.5
 """What is left of one part of a summed reward while another part rises: less is no trade but a sacrifice."""
 NORM = 1.5
 """Growth of the adapter's norm over the recent steps: the first ten of the demo, where it grows most, reach 1.1."""
-_NEVER_ALARMS = ("failed", "no-signal")
+_NEVER_ALARMS = ("failed", "no-signal", "flat", "untrained")
 """They say that nothing is learned, not that something wrong is."""
 
 
@@ -58,14 +58,6 @@ class Diagnosis:
         return f"{'alarm' if self.alarm else 'hint'}: {self.says} ({PAGE}#{self.kind})"
 
 
-@dataclass(frozen=True)
-class _Evaluation:
-    version: int
-    reward: float
-    error: float
-    """Standard error of the reward."""
-
-
 @dataclass
 class Signs:
     """The first and the newest steps of one job."""
@@ -74,6 +66,8 @@ class Signs:
     """Of rewards, by the names of their parts; those of weight 0 are measured and not trained on."""
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """The job's, as job.yaml has it."""
+    steps: int = 0
+    """Of the whole job; 0 if unknown."""
     first: list[Line] = field(default_factory=list)
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
@@ -86,14 +80,13 @@ class Signs:
     """Rollouts by the reason why they have no reward, where it is known."""
     peak: tuple[int, float] | None = None
     """The step with the highest mean reward of those with signal, and that reward."""
-    earliest: _Evaluation | None = None
-    best: _Evaluation | None = None
-    last: _Evaluation | None = None
+    held_out: Evaluations = field(default_factory=Evaluations)
     _warnings: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
     """None where something came since they were derived; views ask for them more often than steps end."""
 
     def see(self, line: Line) -> None:
         """Take in the next step's line, with its `errors` where they are known."""
+        self.held_out.see_step(line)
         if "no_signal" not in line:
             return
         self._warnings = None
@@ -110,15 +103,14 @@ class Signs:
             self.peak = int(line.get("step", 0)), reward
 
     def see_evaluation(self, version: int, evaluation: Line) -> None:
-        """Take in the held-out reward of a version; other figures say nothing."""
-        reward = _mean([evaluation], "reward")
-        if math.isfinite(reward):
-            self._warnings = None
-            error = _mean([evaluation], "reward_stderr")
-            self.last = _Evaluation(version, reward, error if math.isfinite(error) else math.inf)
-            self.earliest = self.earliest or self.last
-            if self.best is None or reward > self.best.reward:
-                self.best = self.last
+        """Take in the held-out figure of a version."""
+        self._warnings = None
+        self.held_out.add(version, evaluation)
+
+    def choose(self, version: int | None) -> None:
+        """Take in which version is the best so far."""
+        self._warnings = None
+        self.held_out.chosen = version
 
     @property
     def warnings(self) -> dict[str, str]:
@@ -130,19 +122,24 @@ class Signs:
     @property
     def diagnoses(self) -> list[Diagnosis]:
         """What a person should look at."""
-        worse, risen = self._worse(), _risen(self.first, self.recent)
-        found = {"failed": self._failed(), "worse": worse}
+        held_out, risen = self.held_out, _risen(self.first, self.recent)
+        found = {"failed": self._failed(), "worse": held_out.worse(), "untrained": held_out.untrained_best()}
+        falls = bool(found["worse"])
+        found["loss"], above = held_out.loss()
+        found["flat"] = held_out.flat() if RECENT <= self.steps <= held_out.newest else ""
         if risen and len(self.recent) == RECENT:
             found |= {"gamed": self._gamed(), "one-part": self._one_part()}
         rewarded = math.isfinite(_mean(self.recent, "reward"))
         if rewarded and len(self.recent) >= LEAST and not risen:
             found |= self._not_learning()
-        if rewarded and len(self.recent) >= LEAST and (not risen or worse):
+        if rewarded and len(self.recent) >= LEAST and (not risen or falls):
             found |= {"far": self._far(), "length": self._length()}
         if len(self.recent) >= LEAST:
             found["norm"] = self._norm()
         return [
-            Diagnosis(kind, says, bool(worse) and kind not in _NEVER_ALARMS) for kind, says in found.items() if says
+            Diagnosis(kind, says, above if kind == "loss" else falls and kind not in _NEVER_ALARMS)
+            for kind, says in found.items()
+            if says
         ]
 
     def _not_learning(self) -> dict[str, str]:
@@ -242,12 +239,8 @@ class Signs:
             before, now = (_part(lines, name) for lines in (self.first, last))
             if len(before) > 1 and len(now) > 1 and fmean(before) - fmean(now) > CHANCE * _error(before, now):
                 reasons.append(f"{name} falls ({_ends(before, now)})")
-        if (
-            self.earliest
-            and self.last
-            and self.earliest.reward - self.last.reward > CHANCE * math.hypot(self.earliest.error, self.last.error)
-        ):
-            reasons.append(f"held-out reward falls ({self.earliest.reward:.2g} to {self.last.reward:.2g})")
+        if first_last := self.held_out.fallen():
+            reasons.append(f"held-out reward falls ({first_last[0]:.2g} to {first_last[1]:.2g})")
         longer, cut = _mean(last, "length") > LONGER * _mean(self.first, "length"), _mean(last, "truncated")
         if longer and cut >= CUT_OFF > _mean(self.first, "truncated"):
             reasons.append(f"{cut:.0%} of the answers end at max_tokens")
@@ -256,16 +249,6 @@ class Signs:
         return (
             f"the reward rises while {' and '.join(reasons)}: it may measure something else than you want; read the "
             "rollouts with the highest reward"
-        )
-
-    def _worse(self) -> str:
-        """Where the newest version is worse on held-out problems by more than chance explains."""
-        best, last = self.best, self.last
-        if best is None or last is None or not best.reward - last.reward > CHANCE * math.hypot(best.error, last.error):
-            return ""
-        return (
-            f"v{last.version} is worse on held-out problems than v{best.version} ({last.reward:.2f} against "
-            f"{best.reward:.2f}): take v{best.version}"
         )
 
 

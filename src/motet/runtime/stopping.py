@@ -13,7 +13,8 @@ from typing import Any
 
 from motet.config import StopConfig
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.progress import STOPPED_EARLY, figure_of
+from motet.runtime.held_out import figure_of
+from motet.runtime.progress import STOPPED_EARLY
 from motet.runtime.settings import t_quantile
 
 _STEPS = 5

@@ -12,6 +12,7 @@ from motet.core.types import JobState
 from motet.runtime.race_record import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.view.names import ranks, task_of
+from motet.view.text import UNICODE, held_out_text
 
 _SETTING = ("place", "setting", "seeds", "held-out")
 _COLUMNS = ("job", "state", "steps", "reward", "held-out", "best version", "")
@@ -26,11 +27,11 @@ class JobResult:
     adapter: Path
     """The last version, a PEFT directory."""
     best: Path
-    """The best version by evaluation; the last if nothing was evaluated."""
+    """The best trained version by evaluation; the last if no trained version was evaluated."""
     rewards: tuple[float, ...]
     """Mean reward of each step."""
     evaluations: tuple[tuple[int, float], ...]
-    """(version, held-out reward)."""
+    """(version, held-out figure); higher is better."""
     message: str
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on more than the job; empty if they do not."""
@@ -38,6 +39,12 @@ class JobResult:
     """Whether the job is paused because its budget is spent."""
     setting: str = ""
     """Equal for jobs that differ only in their seed; empty if unknown."""
+
+    @property
+    def held_out(self) -> tuple[int, float] | None:
+        """The number of the version `best`, and its held-out figure, NaN if it was not evaluated; None before a version."""
+        number = self.best.name.removeprefix("v")
+        return (int(number), dict(self.evaluations).get(int(number), math.nan)) if number.isdecimal() else None
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,9 @@ def _setting_cells(setting: Setting) -> tuple[str, ...]:
 
 def _cells(job: JobResult) -> tuple[str, ...]:
     """A job's row under the headings `_COLUMNS`."""
-    held_out = [value for _, value in job.evaluations]
+    held_out = held_out_text(job.evaluations, job.held_out, UNICODE, gap=" ")
     place = str(job.best) if job.best.is_dir() else ""
-    return job.name, job.state.value, str(len(job.rewards)), _change(job.rewards), _change(held_out), place, job.message
+    return job.name, job.state.value, str(len(job.rewards)), _change(job.rewards), held_out, place, job.message
 
 
 def _change(values: Sequence[float]) -> str:

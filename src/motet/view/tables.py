@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from motet.core.types import JobState
-from motet.runtime.checkpoint import JobDirectory, best_version
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.held_out import named_best, newest_commit, recommended, rule_text
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.view.names import ranks, short_value, take_apart
@@ -27,6 +29,7 @@ from motet.view.text import (
     duration_text,
     evaluation_text,
     finite,
+    held_out_text,
     phase_text,
     recent_reward,
     reward_text,
@@ -146,7 +149,7 @@ def summary_table(
     width: int = 120,
     raced: Collection[str] = (),
 ) -> Table:
-    """The result of each job; variants of a sweep are ranked by their last evaluation, unless they are seeds.
+    """The result of each job; variants of a sweep are ranked by the figure of their best version, unless they are seeds.
 
     The candidates `raced` have no places: their race chooses the best on rows that no decision used.
 
@@ -158,8 +161,9 @@ def summary_table(
     shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
     seeds = any(len(one.jobs) > 1 for one in _settings(jobs))
     sweeps = (job for job in jobs if job.name not in raced)
-    last = ((job.name, job.evaluations[-1][1] if job.evaluations else None) for job in sweeps)
-    places = {} if seeds else ranks(last)  # settings have ranks, seeds have none
+    taken = {job.name: _taken(job, run) for job in jobs}
+    best = ((job.name, figure[1] if (figure := taken[job.name]) else None) for job in sweeps)
+    places = {} if seeds else ranks(best)  # settings have ranks, seeds have none
     stems = list(dict.fromkeys(names.stems.values()))
     ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
     least = min(max((cell_len(name) for name in shown.values()), default=0), name_width)
@@ -167,9 +171,9 @@ def summary_table(
     rows: list[Row] = []
     for job in ordered:
         place = {"place": Text(f"{places[job.name]}." if job.name in places else "")} if places else {}
-        where = {} if run is None else {"version": Text(_version(job, run))}
+        where = {} if run is None else {"version": Text(_version(job, run, taken[job.name]))}
         swept = _swept(names.fields, names.values[job.name], glyphs)
-        figures = _ended_cells(job, seconds or {}, glyphs)
+        figures = _ended_cells(job, seconds or {}, glyphs, taken[job.name])
         rows.append({**place, "job": Text(" " * least), **swept, **figures, **where})
     columns = _fitting(rows, _NO_ROOM_AT_THE_END, width, 2, jobs)[0] if rows else []
     for column in columns:
@@ -248,6 +252,7 @@ def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
         if job.state is JobState.FAILED and job.message
     ]
     lines += [Text.assemble((f"{job.name} ", "bold"), glyphs.plain(job.message)) for job in jobs if job.stopped_early]
+    lines += [Text.assemble((f"{job.name}: ", "bold"), rule) for job in jobs if (rule := _rule(job))]
     lines += [
         Text.assemble((f"{job.name}: ", "bold yellow"), glyphs.plain(warning))
         for job in jobs
@@ -260,18 +265,24 @@ def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
     return caption
 
 
-def _ended_cells(job: JobProgress, seconds: Mapping[str, float], glyphs: Glyphs) -> Row:
+def _rule(job: JobProgress) -> str:
+    """Which figure chose the best version, if it is not the one shown."""
+    return f"v{job.best_version} was {rule}" if (rule := rule_text(job.best_by, job.signs.held_out.name)) else ""
+
+
+def _ended_cells(
+    job: JobProgress, seconds: Mapping[str, float], glyphs: Glyphs, taken: tuple[int, float] | None
+) -> Row:
     ran = seconds.get(job.name, time.monotonic() - job.started if job.started else None)
-    evaluations = [value for _, value in job.evaluations]
-    held_out = _change(evaluations, glyphs)
-    if finite(job.errors[-1:]):
-        held_out.append(f" {glyphs.plus_minus}{job.errors[-1]:.2f}", style="bright_black")
+    errors = {version: error for (version, _), error in zip(job.evaluations, job.errors, strict=False)}
+    error = errors.get(taken[0], math.nan) if taken else math.nan
+    half = f" {glyphs.plus_minus}{error:.2f}" if math.isfinite(error) else ""
     return {
         "state": Text(job.state.value, style=STATE_STYLES[job.state]),
         "steps": Text(f"{job.step}/{job.steps}"),
         "reward": _change(_ends(job.rewards), glyphs),
-        "held-out": held_out,
-        "gain": _gain(evaluations),
+        "held-out": Text(held_out_text(job.evaluations, taken, glyphs, half)),
+        "gain": _gain([job.evaluations[0][1], taken[1]] if job.evaluations and taken and taken[0] else []),
         "tokens": Text(count_text(job.tokens)),
         "time": Text(duration_text(ran)),
     }
@@ -298,18 +309,27 @@ def _gain(values: Sequence[float]) -> Text:
     return Text(f"{gain:+.2f}", style="bold green" if gain > 0 else "red" if gain < 0 else "")
 
 
-def _version(job: JobProgress, run: Path) -> str:
-    """The best version on disk; also the newest, and a better one that was not kept, if they differ."""
+def _taken(job: JobProgress, run: Path | None) -> tuple[int, float] | None:
+    """The version to take of those on disk, and its held-out figure; without a directory, of all."""
+    if run is None:
+        newest = max([job.step, *(version for version, _ in job.evaluations)])
+        best = newest if job.best_version is None else job.best_version
+        return recommended(job.evaluations, best, [best])
     directory = JobDirectory(run / job.name)
-    saved, chosen = directory.versions(), best_version(directory)
-    if not saved:
+    return recommended(job.evaluations, named_best(newest_commit(directory)), directory.versions())
+
+
+def _version(job: JobProgress, run: Path, taken: tuple[int, float] | None) -> str:
+    """The version to take; also the newest, and a better one that was not kept, if they differ."""
+    if taken is None:
         return ""
-    if chosen is not None and chosen in saved:
-        best = kept = chosen
-    else:
-        known = [(value, -version) for version, value in job.evaluations if finite([value])]
-        best = -max(known)[1] if known else max(saved)
-        kept = -max([one for one in known if -one[1] in saved], default=(0.0, -max(saved)))[1]
-    newest = f"newest v{max(saved)}" if kept != max(saved) else ""
-    gone = f"v{best} was best, not kept" if kept != best else ""
-    return f"v{kept} ({', '.join(filter(None, (newest, gone)))})" if newest or gone else f"v{kept}"
+    directory, known = (
+        JobDirectory(run / job.name),
+        [(value, -version) for version, value in job.evaluations if version],
+    )
+    saved, best = directory.versions(), named_best(newest_commit(directory))
+    if best is None and (figures := [one for one in known if math.isfinite(one[0])]):
+        best = -max(figures)[1]
+    newest = f"newest v{max(saved)}" if taken[0] != max(saved) else ""
+    gone = f"v{best} was best, not kept" if best not in (None, taken[0]) else ""
+    return f"v{taken[0]} ({', '.join(filter(None, (newest, gone)))})" if newest or gone else f"v{taken[0]}"

@@ -14,6 +14,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
 from motet.core.types import JobState
+from motet.runtime.held_out import Evaluations
 from motet.runtime.progress import JobProgress
 
 RECENT = 5
@@ -144,12 +145,30 @@ def trend(values: Sequence[float], glyphs: Glyphs) -> str:
     return glyphs.arrows[2] if change > 0 else glyphs.arrows[0]
 
 
-def evaluation_text(evaluations: Sequence[tuple[int, float]], glyphs: Glyphs, gap: str = " ") -> str:
-    """`0.12 → 0.48`; one number before training."""
+def evaluation_text(evaluations: Evaluations, glyphs: Glyphs, gap: str = " ") -> str:
+    """`0.12 → 0.48`, the first and the newest; one number before training."""
     if not evaluations:
         return ""
     first, last = reward_text(evaluations[0][1]), reward_text(evaluations[-1][1])
     return first if len(evaluations) == 1 else f"{first}{gap}{glyphs.to}{gap}{last}"
+
+
+def held_out_text(
+    evaluations: Evaluations, taken: tuple[int, float] | None, glyphs: Glyphs, error: str = "", gap: str = ""
+) -> str:
+    """`0.12→0.48`, where 0.48 is the figure of the version `taken`; `0.25→0.86 (v15), last 0.78` if a newer one was evaluated.
+
+    `error` follows the figure of the version taken.
+    """
+    known = [(version, figure) for version, figure in evaluations if math.isfinite(figure)]
+    if not known:
+        return ""
+    (first, before), (last, now) = known[0], known[-1]
+    if taken is None or not math.isfinite(taken[1]):  # the version to take was not evaluated
+        return f"{evaluation_text(known, glyphs, gap=gap)} (v{last})"
+    change = "" if taken[0] == first else f"{reward_text(before)}{gap}{glyphs.to}{gap}"
+    figure = f"{change}{reward_text(taken[1])}{error}"
+    return figure if taken[0] == last else f"{figure} (v{taken[0]}), last {reward_text(now)}"
 
 
 def phase_text(job: JobProgress, *, short: bool = False) -> str:

@@ -76,7 +76,7 @@ async function download(job, complain) {
       setTimeout(() => URL.revokeObjectURL(address), 60000);
       dialog.close();
     };
-    add(list, el("li", {}, el("span", {}, `version ${version.version}`, version.best && el("span", {class: "badge"}, "best"),
+    add(list, el("li", {}, el("span", {}, `version ${version.version}`, version.best && el("span", {class: "badge"}, "best"), version.untrained && el("span", {class: "badge", title: "It equals the adapter that the job began with"}, "untrained"),
       version.latest && el("span", {class: "badge"}, "latest"), el("span", {class: "small faint"}, ` ${bytes(version.bytes)}`)),
     el("button", {type: "button", "aria-label": `Download version ${version.version}`, onclick: () => fetchIt().catch(error => complain(error.message))}, "Download")));
   }
@@ -125,10 +125,10 @@ function makeHead(context, refreshed, complain, leaving) {
     say(state, job.state);
     if (waits && waits[0] !== job.state) waits = null;
     const progress = job.state === "running" ? job.progress : null, held = job.held_out;
-    const best = held && held.best_version !== held.version ? `, best ${measured(held.best)} (v${held.best_version})` : "";
+    const best = held && held.best !== null && held.best_version !== held.version ? `, best ${measured(held.best)} (v${held.best_version})` : "";
     say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase, job.base && `base ${job.base}`, Number.isInteger(progress?.host) && `host ${progress.host}`,
       progress && `${count(progress.tokens_per_second)} tokens/s`, Number.isFinite(progress?.seconds_left) && `${span(progress.seconds_left)} to go`,
-      held && `held-out ${measured(held.value)} (v${held.version})${best}`, Number.isFinite(job.reward) && `training reward ${measured(job.reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
+      held && `held-out ${held.figure} ${measured(held.value)} (v${held.version})${best}`, Number.isFinite(job.reward) && `training reward ${measured(job.reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
     bar.className = `progress ${job.state}`;
     done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
     const text = notes(job);

@@ -98,8 +98,9 @@ function makeRow(board, hidden, changed) {
     row.bar.className = `progress ${job.state}`;
     row.done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
     say(row.reward, measured(reward ?? job.reward));
-    say(row.held, measured(job.held_out?.value));
-    say(row.best, job.held_out ? `v${job.held_out.best_version} · ${measured(job.held_out.best)}` : "–");
+    const held = job.held_out;
+    say(row.held, held ? `${held.figure} ${measured(held.value)}` : "–");
+    say(row.best, held && held.best !== null ? `v${held.best_version} · ${measured(held.best)}` : "–");
     say(row.rate, job.progress ? count(job.progress.tokens_per_second) : "–");
     say(row.age, age(job.created));
     if (job.base && !row.base.parentNode) row.age.after(row.base);

@@ -36,7 +36,7 @@ export function useTab(context, job) {
     both.hidden = !data.length;
     if (!data.length) return;
     const chosen = versions.value, best = data.find(one => one.best);
-    fill(versions, [...data].reverse().map(one => el("option", {value: String(one.version)}, `version ${one.version}${one.best ? " · best" : ""}${one.latest ? " · latest" : ""}`)));
+    fill(versions, [...data].reverse().map(one => el("option", {value: String(one.version)}, `version ${one.version}${one.best ? " · best" : ""}${one.untrained ? " · untrained" : ""}${one.latest ? " · latest" : ""}`)));
     versions.value = data.some(one => String(one.version) === chosen) ? chosen : String((best || data.at(-1)).version);
     draw();
   }

@@ -24,10 +24,17 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(8)}"
 
 
-def newer_evaluation(before: dict[str, Any] | None, version: int, value: float, *, best: bool) -> dict[str, Any]:
-    """A job's `held_out` after one more evaluation; `best`: its commits say that this version is the best so far."""
-    known = (version, value) if before is None or best else (before["best_version"], before["best"])
-    return {"version": version, "value": value, "best_version": known[0], "best": known[1]}
+def newer_evaluation(
+    before: dict[str, Any] | None, version: int, figure: tuple[str, float], *, best: bool, best_by: str = ""
+) -> dict[str, Any]:
+    """A job's `held_out` after one more evaluation with this figure.
+
+    `best`: its commits say that this version is the best so far, by the rule `best_by`.
+    """
+    name, value = figure
+    known = (version, value) if best else (before["best_version"], before["best"]) if before else (None, None)
+    named = {"figure": name, "best_by": best_by}
+    return {"version": version, "value": value, "best_version": known[0], "best": known[1], **named}
 
 
 class Table(DeclarativeBase):

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, UsageWindow
 from motet.core.types import JobState
+from motet.runtime.held_out import figure_of
 from motet.runtime.journal import Journal
-from motet.runtime.progress import figure_of
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob, newer_evaluation, now
 from motet.service.events import ANY_JOB, WAITING_JOBS, EventBus
@@ -58,19 +58,19 @@ class EventRecorder:
             )
         )  # fmt: skip
 
-    def record_step(self, job_id: str, line: Mapping[str, Any], *, best: bool = False) -> None:
-        """Store a line of a job's metrics; `best` as in `newer_evaluation`."""
+    def record_step(self, job_id: str, line: Mapping[str, Any], *, best: bool = False, best_by: str = "") -> None:
+        """Store a line of a job's metrics; `best` and `best_by` as in `newer_evaluation`."""
         row: dict[str, Any] = {"step": int(line["step"]) + ("loss" in line)}
         row |= {"reward": line.get("reward")} if "loss" in line else {}
         if errors := line.get("errors"):  # an error from a reward may contain its file's path
             line = {**line, "errors": {self._storage.without_places(_storable(why)): n for why, n in errors.items()}}
         counts, evaluation = self._ledger.step(job_id, line), line.get("eval")
-        held_out = figure_of(evaluation)[1] if evaluation else math.nan
+        held_out = figure_of(evaluation) if evaluation else ("", math.nan)
 
         def also(session: Session) -> None:
             counts(session)
-            if math.isfinite(held_out):
-                _keep_evaluation(session, job_id, int(line["step"]), held_out, best=best)
+            if math.isfinite(held_out[1]):
+                _keep_evaluation(session, job_id, int(line["step"]), held_out, best, best_by)
 
         def keep() -> None:
             if self._store.add_event(job_id, "step", f"{line['step']}", line, also, **row) is not None:
@@ -125,7 +125,7 @@ class EventRecorder:
         Runs in a worker thread, one event at a time.
         """
         if isinstance(event, JobStepped):
-            self.record_step(event.job, event.line, best=event.best)
+            self.record_step(event.job, event.line, best=event.best, best_by=event.best_by)
             self._observe(event.job, JobState.RUNNING)
         elif isinstance(event, JobWorked):
             self._write(lambda: self._ledger.worked(event.job, event.step, event.tokens))
@@ -180,9 +180,11 @@ class EventRecorder:
             time.sleep(_RETRY_SECONDS)
 
 
-def _keep_evaluation(session: Session, job_id: str, version: int, value: float, *, best: bool) -> None:
+def _keep_evaluation(
+    session: Session, job_id: str, version: int, figure: tuple[str, float], best: bool, best_by: str
+) -> None:
     before = session.scalar(select(StoredJob.held_out).where(StoredJob.id == job_id))
-    held_out = newer_evaluation(before, version, value, best=best)
+    held_out = newer_evaluation(before, version, figure, best=best, best_by=best_by)
     session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
 
 

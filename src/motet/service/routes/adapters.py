@@ -16,6 +16,7 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.core.errors import DataError
 from motet.core.types import ADAPTER_FILES
+from motet.runtime.held_out import first_trained, lines_of
 from motet.service.adapters.adapters import ALL, Shared
 from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
@@ -43,12 +44,14 @@ def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
     """List the stored versions."""
     storage = service.storage
     directory, best, latest = storage.job(job.id), storage.version(job.id, "best"), storage.version(job.id, "latest")
+    trained = first_trained(lines_of(directory.metrics))
     return Versions(
         data=[
             Version(
                 version=number,
                 best=best is not None and best[0] == number,
                 latest=latest is not None and latest[0] == number,
+                untrained=trained is None or number < trained,
                 model=f"{job.name}@{number}",
                 bytes=_size(directory.version(number)),
             )

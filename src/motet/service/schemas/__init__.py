@@ -23,15 +23,22 @@ class Asked(Described):
 
 
 class HeldOut(Answer):
-    """Held-out results of a job: mean reward, or log-likelihood for jobs without rewards."""
+    """Held-out results of a job."""
 
+    figure: str = ""
+    """What is measured, higher is better: `reward`, `accuracy` (`dpo`, `kto`) or `log-lik` (mean log-likelihood of a token)."""
     version: int
     """The last evaluated version."""
     value: float
-    best_version: int
-    """The best version, which `JOB@best` names."""
-    best: float
     """Its figure."""
+    best_version: int | None
+    """The best version, which `JOB@best` names: never an untrained one. Null before a trained version was evaluated; `JOB@best`
+    is then the latest."""
+    best: float | None
+    """Its figure."""
+    best_by: str = ""
+    """The rule that decides the best version: the figure, and what decides between equal ones. Empty in jobs that began with an
+    earlier release: there the loss decides for `dpo` and `kto`, and version 0 may be the best."""
 
 
 class Job(Answer):
@@ -201,6 +208,8 @@ class Version(Answer):
     version: int
     best: bool
     """Whether it is the best by evaluation."""
+    untrained: bool = False
+    """Whether it equals the adapter that the job began with."""
     latest: bool
     model: str
     """Its name in requests for completions."""
