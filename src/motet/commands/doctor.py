@@ -86,6 +86,8 @@ def _wall() -> Table:
     table = Table(show_header=False, title="wall around rewards and data of others")
     for what, outcome in wall.probe().items():
         table.add_row(what, outcome)
+    for place, reason in wall.left_out().items():
+        table.add_row(f"packages in {place}", f"not read: {reason}")
     return table
 
 

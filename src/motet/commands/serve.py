@@ -26,7 +26,7 @@ from motet.config.urls import check_safe_url, is_loopback
 from motet.core.errors import BaseModelError, ConfigError, RunError
 from motet.hosting.launch import check_directories
 from motet.model.find import find_base
-from motet.process import wall
+from motet.process import importable, wall
 from motet.process.allocator import without_collections
 from motet.tasks.reward_installed import install
 from motet.view.text import plain_console, safe
@@ -71,6 +71,7 @@ def serve(
         _check_bases(base, config)
     directory = Path(os.path.expanduser(directory)).resolve()
     wall.check_outside(directory)
+    importable.withhold(directory, *_files_of(config, database))
     os.umask(0o077)  # also applies to the engine's process and its workers
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Plain())
@@ -239,6 +240,12 @@ def _greet(app: FastAPI, address: str) -> None:
             f"there is {settings.public_url}{CALLBACK}", soft_wrap=True, highlight=False,
         )  # fmt: skip
     console.print(_limits(settings.config), soft_wrap=True, highlight=False)
+
+
+def _files_of(config: ServiceConfig, database: str | None) -> list[Path]:
+    """Files of a service that may lie outside its directory."""
+    named = [config.secret_key_file, (database or "").partition("sqlite:///")[2]]
+    return [Path(os.path.expanduser(name)) for name in named if name]
 
 
 async def _look_for_wall(stopping: Callable[[], bool]) -> None:

@@ -379,10 +379,9 @@ def _limit(*, seconds: int | None, memory: int | None) -> None:
 
 if __name__ == "__main__":
     wall.end_with(int(sys.argv[1]))
-    modules = [Path(entry) for entry in sys.path if Path(entry).is_dir()]  # also where a .pth file names them
     with contextlib.ExitStack() as opened:
         space = opened.enter_context(open("/proc/self/statm", "rb")) if Path("/proc/self/statm").exists() else None
-        wall.enter(int(sys.argv[2]), readable=modules, where_possible=True)
+        wall.enter(int(sys.argv[2]), where_possible=True)
         streams = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's prints must not be read as an answer
         _serve(*streams, space, float(sys.argv[3]))

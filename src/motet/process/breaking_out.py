@@ -22,7 +22,7 @@ import termios
 from collections.abc import Callable, Mapping
 
 from motet.core.errors import WallError
-from motet.process import wall
+from motet.process import importable, wall
 from motet.process.system_calls import numbers_of
 
 _FIOSETOWN, _SIOCSPGRP, _FIOASYNC = 0x8901, 0x8902, 0x5452
@@ -167,7 +167,10 @@ def outcome_of(attempt: Callable[[], object], done: str) -> str:
 
 
 if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else sys.path
+    left_out = importable.of_python(sys.path).left_out
     try:
-        json.dump(outcomes(), sys.stdout)
+        found = outcomes()
     except WallError as error:
-        json.dump({"the wall": str(error)}, sys.stdout)
+        found = {"the wall": str(error)}
+    json.dump({"outcomes": found, "left_out": left_out}, sys.stdout)

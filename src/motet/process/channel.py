@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from motet.core.errors import EngineError
-from motet.process import wall
+from motet.process import importable, wall
 from motet.process.piped import Piped
 
 _log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class ChildProcess(ProcessStreams):
             stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
                 wall.command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                env={**os.environ, **variables, "PYTHONPATH": str(wall.PACKAGE_ROOT)},
+                env={**os.environ, **variables, "PYTHONPATH": importable.python_path()},
                 start_new_session=True,  # Ctrl-C does not reach it
             )  # fmt: skip
         assert self._process.stdin is not None

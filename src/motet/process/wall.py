@@ -18,23 +18,21 @@ import os
 import resource
 import runpy
 import signal
-import site
 import stat
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 from motet.core.errors import WallError
+from motet.process import importable
 from motet.process.system_calls import filter_calls
 
+PACKAGE_ROOT = importable.PACKAGE_ROOT
 _log = logging.getLogger(__name__)
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _MOST_WRITTEN = 1 << 28
 
-_SYSTEM = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
 _PROBE, _PROBE_SECONDS = "motet.process.breaking_out", 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -56,21 +54,32 @@ def missing() -> str:
     return "; ".join(broken)
 
 
-@functools.cache
 def probe() -> Mapping[str, str]:
     """The attempts of a process behind the wall to break out; for each `held`, or what happened instead."""
+    return _examined()[0]
+
+
+def left_out() -> Mapping[str, str]:
+    """Directories of this process's import path of which a process behind the wall reads nothing, and why."""
+    return _examined()[1]
+
+
+@functools.cache
+def _examined() -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """`probe` and `left_out`."""
     if sys.platform != "linux":
-        return {"the wall": f"{sys.platform} has none; it takes Linux with Landlock and seccomp"}
+        return {"the wall": f"{sys.platform} has none; it takes Linux with Landlock and seccomp"}, {}
+    asked = command(_PROBE, json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
     try:
         done = subprocess.run(
-            command(_PROBE), env=environment(), cwd="/", capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
-        )  # fmt: skip
-        outcomes: dict[str, str] = json.loads(done.stdout)
+            asked, env=environment(), capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+        )
+        answer = json.loads(done.stdout)
+        return answer["outcomes"], answer["left_out"]
     except subprocess.TimeoutExpired:
-        return {"the wall": f"a process behind it did not answer within {_PROBE_SECONDS:g} s"}
+        return {"the wall": f"a process behind it did not answer within {_PROBE_SECONDS:g} s"}, {}
     except ValueError:
-        return {"the wall": f"a process behind it ended with status {done.returncode}: {last_line(done.stderr)}"}
-    return outcomes
+        return {"the wall": f"a process behind it ended with status {done.returncode}: {last_line(done.stderr)}"}, {}
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -112,7 +121,7 @@ def environment(**more: str) -> dict[str, str]:
     """
     homes = dict.fromkeys(HOMES, _home())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    fixed = {"PYTHONPATH": str(PACKAGE_ROOT), "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "PATH": ""}
+    fixed = {**importable.variables(), "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "PATH": ""}
     return {**fixed, **threads, **homes, **more}
 
 
@@ -136,7 +145,7 @@ def last_line(said: str) -> str:
 
 def check_outside(directory: Path) -> None:
     """Raise WallError if a directory's files can be read from behind the wall."""
-    for root in _readable():
+    for root in importable.of_python(sys.path).places:
         if directory.resolve().is_relative_to(root):
             raise WallError(
                 f"{directory} is inside {root}, which processes of rewards may read: choose another directory"
@@ -174,7 +183,10 @@ def enter(
             raise WallError(f"no wall can be put up: the process has {threads} threads already")
         if not writable:  # libraries ask for a directory when they are imported, and behind the wall none can be found
             gettempdir()
-        _hold_files(readable, writable)
+        found = importable.of_python(sys.path)
+        sys.path[:] = found.path
+        importable.warm(sys.path)
+        _hold_files(found, readable, writable)
         _drop_capabilities()
         filter_calls(programs)
     except (ImportError, OSError, RuntimeError) as error:
@@ -210,14 +222,7 @@ def address_space() -> int:
         return 0
 
 
-def _readable() -> list[Path]:
-    """The directories of Python's own files and the system's libraries, with links resolved."""
-    places: list[str | Path] = [*_SYSTEM, sys.prefix, sys.base_prefix, PACKAGE_ROOT, *site.getsitepackages()]
-    places += [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return sorted({Path(place).resolve() for place in places if Path(place).exists()})
-
-
-def _hold_files(readable: Sequence[Path], writable: Sequence[Path]) -> None:
+def _hold_files(found: importable.Readable, readable: Sequence[Path], writable: Sequence[Path]) -> None:
     from landlockpy import AccessFS, Ruleset, Scope
 
     of_file = AccessFS.READ_FILE | AccessFS.EXECUTE  # libraries are mapped as executable
@@ -225,8 +230,10 @@ def _hold_files(readable: Sequence[Path], writable: Sequence[Path]) -> None:
     written |= AccessFS.MAKE_DIR | AccessFS.REMOVE_DIR
     # from Linux 6.12 on, Landlock also refuses signals to others, as the filter of calls does everywhere
     with Ruleset(scoped=Scope.SIGNAL | Scope.ABSTRACT_UNIX_SOCKET) as rules:
-        for place in [*_readable(), *readable]:
+        for place in [*found.places, *readable]:
             rules.allow_path(place, of_file | AccessFS.READ_DIR if place.is_dir() else of_file)
+        for place in found.listed:
+            rules.allow_path(place, AccessFS.READ_DIR)
         for place in writable:
             rules.allow_path(place, written | AccessFS.READ_FILE | AccessFS.READ_DIR)
         rules.allow_path("/dev/null", AccessFS.READ_FILE | AccessFS.WRITE_FILE)

@@ -13,6 +13,7 @@ from pathlib import Path
 from motet.core.checksums import remove_old_drafts, replace_file
 from motet.core.errors import RunError
 from motet.core.types import JobState, Wanted
+from motet.process import importable
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
 
@@ -98,7 +99,8 @@ def opened(path: Path, part: str = "") -> Iterator[RunDirectory]:
     """Open a run directory for the block; if the block raises before writing anything, remove what opening created."""
     directory = RunDirectory(path, part)
     try:
-        yield directory
+        with importable.withheld(path):
+            yield directory
     except BaseException:
         directory.discard()
         raise
