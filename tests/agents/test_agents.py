@@ -1042,7 +1042,7 @@ def test_a_child_that_an_agent_forked_holds_up_nothing(tmp_path: Path, returns: 
         return returned.error, time.monotonic() - begun
 
     error, seconds = asyncio.run(main())
-    assert error.partition(" (")[0] == ("" if returns else "its process ended")
+    assert error.partition(" (")[0] == ("" if returns else "its process ended with exit status 3")
     assert seconds < 10
 
 

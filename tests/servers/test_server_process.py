@@ -127,7 +127,7 @@ def test_one_that_was_killed_is_started_again(started: Started) -> None:
     os.kill(first[0], signal.SIGKILL)
     assert gone(first)  # what it left behind too
     assert ended(process)
-    assert process.ending.startswith("exit status 137; ")
+    assert process.ending.startswith("was killed with SIGKILL, which Motet did not send")
     process.start()
     assert started.answer() == "hello"
     assert started.family() != first
@@ -316,7 +316,7 @@ def test_an_engine_starts_a_server_again_that_hangs(tmp_path: Path) -> None:
 def test_an_engine_gives_up_a_server_that_cannot_start(tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         begun = time.monotonic()
-        told = r"no server can be used: http://127.0.0.1:\d+: exit status 1; .*RuntimeError: out of memory"
+        told = r"no server can be used: http://127.0.0.1:\d+: ended with exit status 1; .*RuntimeError: out of memory"
         with pytest.raises(EngineError, match=told):
             await engine.ready()
         assert time.monotonic() - begun < 10

@@ -290,7 +290,7 @@ def test_a_template_that_has_a_place_for_tools_gets_them(file: Path) -> None:
     ("text", "told"),
     [
         ("loop", "took more than 1 s of CPU time (environment field cpu_seconds)"),
-        ("exit", "ended its process with exit status 3 (an environment must return, not exit)"),
+        ("exit", "ended with exit status 3 (an environment must return, not exit)"),
         ("raise", "step: RuntimeError: the shop burns"),
         ("memory", "took more than 256 MB of memory (environment field memory_mb)"),
         ("number", "step: step returned int"),
@@ -412,7 +412,7 @@ def test_a_child_that_an_environment_forked_holds_up_nothing(tmp_path: Path, tex
     )
     begun = time.monotonic()
     (rollout,), _, workers = played(tmp_path / "forks.py", "Forks", lambda *_: text, 1)
-    assert "ended its process with exit status 3" in rollout.error
+    assert "ended with exit status 3" in rollout.error
     assert not workers.clock_limited
     assert time.monotonic() - begun < 10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from motet.core.types import Problem
-from motet.process.channel import ChannelMessage
+from motet.process.channel import ChannelMessage, ProcessFault
 
 LATE = "did not return in time (environment.wall_seconds)"
 
@@ -62,4 +62,4 @@ class AgentReturned(ChannelMessage, frozen=True):
 
 
 ToProcess = LoadAgent | RunAgent | StopAgent
-FromProcess = AgentLoaded | AgentRefused | AgentReturned
+FromProcess = AgentLoaded | AgentRefused | AgentReturned | ProcessFault

@@ -7,6 +7,7 @@ An agent is a user's function, `async` or not, with any of the parameters `probl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
@@ -20,7 +21,8 @@ from typing import Any
 
 from motet.agents import messages as m
 from motet.core.errors import EnvironmentFault
-from motet.process.channel import Parent
+from motet.process.channel import Parent, ProcessFault
+from motet.process.ending import last_words
 from motet.process.own_code import OwnCode, describe
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
@@ -41,7 +43,15 @@ def main() -> None:
         parent.send(m.AgentRefused(str(error)))
         return
     parent.send(m.AgentLoaded())
-    asyncio.run(_serve(parent, agent, first.args))
+    said = "its input ended"
+    try:
+        asyncio.run(_serve(parent, agent, first.args))
+    except BaseException as error:  # outside an episode, so nobody else reports it
+        said = last_words(error)
+        raise
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # usually nobody reads any more
+            parent.send(ProcessFault(said))
     sys.stderr.flush()
     # end although threads of agents may still run, and with all that agents started
     os.killpg(os.getpgrp(), signal.SIGKILL)

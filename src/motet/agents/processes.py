@@ -12,7 +12,7 @@ from typing import Any
 from motet.agents import messages as m
 from motet.core.errors import EngineError, EnvironmentFault
 from motet.core.types import Problem
-from motet.process.channel import Child
+from motet.process.channel import Child, ProcessFault
 from motet.tasks.worker_link import LOAD_SECONDS, import_path
 
 GRACE_SECONDS = 5.0
@@ -22,24 +22,29 @@ GRACE_SECONDS = 5.0
 class AgentProcess:
     """One process, until it dies or an agent hangs in it."""
 
-    def __init__(self, child: Child[m.FromProcess]) -> None:
-        self.child = child
+    def __init__(self, child: Child[m.FromProcess], log: Path | None) -> None:
+        self.child, self._log = child, log
         self.loaded: asyncio.Future[m.AgentLoaded | m.AgentRefused] = asyncio.get_running_loop().create_future()
         self.returned: dict[int, asyncio.Future[m.AgentReturned]] = {}
         self.usable = True
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
+        fault = ""
         try:
             async for message in self.child.messages():
+                if isinstance(message, ProcessFault):
+                    where = f"; see {self._log}" if self._log is not None else ""
+                    fault = f"its process failed outside an episode: {message.error}{where}"
+                    break
                 if not isinstance(message, m.AgentReturned):
                     self.loaded.set_result(message)
                 elif (waiting := self.returned.pop(message.episode, None)) is not None and not waiting.done():
                     waiting.set_result(message)
-        except ValueError:  # its output is not a message
-            pass
+        except ValueError:
+            fault = "its process wrote something that is not a message (an agent must leave its pipes alone)"
         self.usable = False
-        gone = "its process ended (an agent must leave the process and its pipes alone)"
+        gone = fault or f"its process {await self.child.how_it_ended(' (an agent must return, not exit)')}"
         if not self.loaded.done():
             self.loaded.set_result(m.AgentRefused(gone))
         for episode, waiting in self.returned.items():
@@ -86,7 +91,7 @@ class AgentProcesses:
             child: Child[m.FromProcess] = await Child.start(
                 "motet.agents.process", m.FromProcess, self._log, without=self._hidden
             )
-            process = AgentProcess(child)
+            process = AgentProcess(child, self._log)
             try:
                 child.send(m.LoadAgent(import_path(), self._name, self._args))
                 loaded = await asyncio.wait_for(asyncio.shield(process.loaded), LOAD_SECONDS)

@@ -111,6 +111,8 @@ class HostLink:
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
         self._ready_since = math.inf
+        self._how = "ended"
+        """How its last process ended."""
         self.ready = False
         self.heard_at = -math.inf
         """Monotonic time of the last message; a loading process sends none until it is ready."""
@@ -245,12 +247,12 @@ class HostLink:
         self.hopeless = self.hopeless or quick > 1
         if quick > 1 and not self.failure:
             self.failure = f"the engine ended {quick} times right after it was started; see {self.log.name}"
-        _log.warning("%s; it is started again in %g s", self.failure or "the engine ended", seconds)
+        _log.warning("%s; it is started again in %g s", self.failure or f"the engine {self._how}", seconds)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _run_once(self) -> None:
-        self.starts += 1
+        self.starts, self._how = self.starts + 1, "ended"
         self._stopped.clear()
         self.heard_at = -math.inf
         self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
@@ -258,6 +260,7 @@ class HostLink:
         async for message in self._child.messages():
             self.heard_at = time.monotonic()
             await self._handle(message)
+        self._how = await self._child.how_it_ended()
 
     async def _clean_up(self) -> None:
         """Remove all state of an ended process, and inform waiting callers."""

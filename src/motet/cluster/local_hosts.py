@@ -22,6 +22,7 @@ from motet.cluster.listener import TOKEN
 from motet.config.service import ServiceConfig
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, Child, decode
+from motet.process.ending import EXIT_SECONDS, how_it_ended
 
 _log = logging.getLogger(__name__)
 USAGE = ".usage"
@@ -162,6 +163,14 @@ class _Connected(Child[m.FromHost]):
             self.unread = 0
             async for message in super().messages():
                 yield message
+
+    async def how_it_ended(self, hint: str = "") -> str:
+        """As of any child; only `ended` for a process that an earlier service started."""
+        if self.child is None:
+            return "ended"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.child.wait(), EXIT_SECONDS)
+        return how_it_ended(self.child.returncode, stopped=self._process < 0, hint=hint)
 
     async def _end_process(self) -> None:
         """Kill the process, wait for its end, and delete its files."""

@@ -17,6 +17,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -27,14 +28,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from motet.core.errors import LimitError, MotetError
-from motet.process import wall
+from motet.core.errors import EngineError, LimitError, MotetError
+from motet.process import ending, wall
 
 Result = TypeVar("Result")
 _IDLE_SECONDS = 60.0
 """Idle time after which a process ends, to free its memory."""
 _FRAME = struct.Struct("<IIQ")
 _DONE, _FAULT = 0, 1
+_NO_MEMORY, _CRASHED = 70, 71
+"""Exit statuses of a process whose work met its memory limit, or made a library give up."""
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP, signal.SIGILL})
+"""Signals by which compiled code ends its process, usually because it got no memory."""
 
 
 class TooMuchError(MotetError):
@@ -213,6 +218,7 @@ class Apart(ThreadTurns):
         Raises:
             LimitError: too many requests of this key are waiting.
             TooMuchError: it exceeded its time or memory.
+        EngineError: its process ended for another reason.
         """
         name = f"{function.__module__}:{function.__qualname__}"
         most = min(memory_mb or self.bounds.memory_mb, self.bounds.memory_mb)
@@ -272,10 +278,11 @@ class _Process:
     """The parent's end of one process. Calls go one at a time; `kill` may come from any thread."""
 
     def __init__(self, bounds: WorkLimits) -> None:
-        self._bounds, self._late = bounds, False
+        self._bounds, self._late, self._stopped = bounds, False, False
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until the process has begun; open as long as it
         self._child = subprocess.Popen(
             wall.command(__name__, str(os.getpid()), str(bounds.memory_mb), str(bounds.seconds)),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             env=wall.environment(MALLOC_ARENA_MAX="2"), start_new_session=True,  # Ctrl-C does not reach it
         )  # fmt: skip
         self.pid = self._child.pid
@@ -296,8 +303,7 @@ class _Process:
             _write(self._child.stdin, len(name.encode()), memory_mb, name.encode() + given)
             status, _, answer = _read(self._child.stdout)
         except (OSError, EOFError):
-            self.kill()
-            raise self._how_it_ended(self._child.wait(), memory_mb) from None
+            raise self._how_it_ended(memory_mb) from None
         finally:
             timer.cancel()
         if status == _FAULT:
@@ -306,6 +312,7 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process at once."""
+        self._stopped = self._stopped or self._child.poll() is None
         self._child.kill()
 
     def close(self) -> None:
@@ -316,17 +323,30 @@ class _Process:
                 assert pipe is not None
                 pipe.close()
         self._child.wait()
+        self._errors.close()
 
     def _be_late(self) -> None:
         self._late = True
         self.kill()
 
-    def _how_it_ended(self, status: int, memory_mb: int) -> TooMuchError:
+    def _how_it_ended(self, memory_mb: int) -> MotetError:
+        try:
+            status = self._child.wait(ending.EXIT_SECONDS)  # its output ends before it does
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = self._child.wait()
         if self._late:
             return TooMuchError(f"it takes more than {self._bounds.wall_seconds:g} s by the clock", by_clock=True)
         if status == -signal.SIGXCPU:
             return TooMuchError(f"it takes more than {self._bounds.seconds:g} s of the processor")
-        return TooMuchError(f"it takes more than {memory_mb} MB of memory, or cannot be done at all")
+        if status == _NO_MEMORY:
+            return TooMuchError(f"it takes more than {memory_mb} MB of memory")
+        if status == _CRASHED or -status in _CRASHES:
+            return TooMuchError(f"it takes more than {memory_mb} MB of memory, or cannot be done at all")
+        self._errors.seek(0)
+        said = ending.last_line(self._errors.read(2**16).decode(errors="replace"))
+        how = ending.how_it_ended(status, stopped=self._stopped, hint=f": {said}")
+        return EngineError(f"the process for this work {how}")
 
 
 def _write(target: Any, first: int, second: int, data: bytes) -> None:
@@ -363,9 +383,11 @@ def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: floa
             _limit(seconds=int(used.ru_utime + used.ru_stime + seconds) + 1, memory=memory)
             status, answer = _DONE, function(data[length:])
         except MemoryError:
-            os._exit(1)
+            os._exit(_NO_MEMORY)
         except Exception as error:
-            status, answer = _FAULT, f"{type(error).__name__}: {error}"[:2000].encode()
+            status, answer = _FAULT, f"{type(error).__name__}: {error}"[:2000].encode(errors="replace")
+        except BaseException:  # such as a panic of a Rust library
+            os._exit(_CRASHED)
         _write(out, status, 0, answer)
 
 
@@ -381,7 +403,12 @@ if __name__ == "__main__":
     wall.end_with(int(sys.argv[1]))
     with contextlib.ExitStack() as opened:
         space = opened.enter_context(open("/proc/self/statm", "rb")) if Path("/proc/self/statm").exists() else None
+        nothing = os.open(os.devnull, os.O_WRONLY)
         wall.enter(int(sys.argv[2]), where_possible=True)
         streams = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's prints must not be read as an answer
-        _serve(*streams, space, float(sys.argv[3]))
+        os.dup2(nothing, sys.stderr.fileno())  # what fails from here on is an answer
+        os.dup2(nothing, sys.stdout.fileno())  # a library's prints must not be read as one
+        try:
+            _serve(*streams, space, float(sys.argv[3]))
+        except MemoryError:  # for what was sent, or the answer
+            os._exit(_NO_MEMORY)

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from motet.core.errors import EngineError
-from motet.process import importable, wall
+from motet.process import ending, importable, wall
 from motet.process.piped import Piped
 
 _log = logging.getLogger(__name__)
@@ -39,6 +39,12 @@ END_SECONDS = 5.0
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
     """Base class of all messages; a message's tag is its class name."""
+
+
+class ProcessFault(ChannelMessage, frozen=True):
+    """The last message of a process that cannot go on: why. Not an answer to a call, and not the fault of one."""
+
+    error: str
 
 
 Received = TypeVar("Received")
@@ -80,9 +86,13 @@ class Child(Generic[Received]):
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         end: Callable[[], Awaitable[None]],
+        how: Callable[[str], Awaitable[str]] | None = None,
     ) -> None:
-        """`kinds` is the union of messages it may send; `end` kills it if it still runs, and waits for its exit."""
-        self._kinds, self._reader, self._writer, self._end = kinds, reader, writer, end
+        """`kinds` is the union of messages it may send; `end` kills it if it still runs, and waits for its exit.
+
+        `how` waits for its exit too, and returns how it ended; it is given a hint, as in `ending`.
+        """
+        self._kinds, self._reader, self._writer, self._end, self._how = kinds, reader, writer, end, how
         self._said_all = False
         self.translate: Callable[[ChannelMessage], ChannelMessage] = lambda message: message
         """Replaces each message before it is sent."""
@@ -103,7 +113,7 @@ class Child(Generic[Received]):
             await piped.kill()
             hanging_up.cancel()
 
-        return cls(kinds, piped.output, piped.input, end)
+        return cls(kinds, piped.output, piped.input, end, piped.how_it_ended)
 
     def send(self, message: ChannelMessage) -> None:
         """Send one message; does nothing if the process is gone."""
@@ -123,6 +133,10 @@ class Child(Generic[Received]):
             self._said_all = True
             with contextlib.suppress(OSError):  # it is gone, which its reader notices
                 self._writer.write_eof()
+
+    async def how_it_ended(self, hint: str = "") -> str:
+        """How a process ended whose messages have ended (`motet.process.ending`); just `ended` if nobody here can know."""
+        return "ended" if self._how is None else await self._how(hint)
 
     async def kill(self) -> None:
         """Kill the process if it still runs, with what it started, and wait for its exit."""
@@ -167,7 +181,7 @@ class ChildProcess(ProcessStreams):
 
     def __init__(self, module: str, log: Path | None, **variables: str) -> None:
         """Its standard error is appended to `log`, or discarded if None; `variables` are added to its environment."""
-        self._log = log
+        self._log, self._logged, self._stopped = log, ending.size_of(log), False
         with contextlib.ExitStack() as stack:
             stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
@@ -181,13 +195,17 @@ class ChildProcess(ProcessStreams):
         self.pid = self._process.pid
 
     def how_it_ended(self) -> str:
-        """Wait for its exit; returns its status and the path of its errors."""
-        status = self._process.wait()
-        what = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        return what if self._log is None else f"{what}; its last words are in {self._log}"
+        """Wait for its exit, after its output has ended (`motet.process.ending`)."""
+        try:
+            status = self._process.wait(ending.EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            status = self._process.wait()
+        return ending.how_it_ended(status, stopped=self._stopped, log=self._log, since=self._logged)
 
     def kill(self) -> None:
         """Kill the process at once."""
+        self._stopped = self._stopped or self._process.poll() is None
         self._process.kill()
 
     def close(self) -> None:

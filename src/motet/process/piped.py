@@ -7,8 +7,10 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from motet.process import ending
 
 _READ_SECONDS = 1.0
 """Time to read what a process wrote before its end."""
@@ -24,7 +26,7 @@ class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
         self.ended.set()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Piped:
     """A process in its own session."""
 
@@ -34,13 +36,18 @@ class Piped:
     transport: asyncio.SubprocessTransport
     ended: asyncio.Event
     """`Process.wait` also waits for forked children that hold the pipes."""
+    log: Path | None = None
+    logged: int = 0
+    """Size of the log before its start."""
+    stopped: bool = field(default=False, init=False)
+    """Whether `kill` ended it."""
 
     @classmethod
     async def start(
         cls, command: Sequence[str], log: Path | None, environment: Mapping[str, str], longest: int
     ) -> Piped:
         """Start it. Its standard error is appended to `log`, or inherited if None; lines may have `longest` bytes."""
-        loop = asyncio.get_running_loop()
+        loop, logged = asyncio.get_running_loop(), ending.size_of(log)
         with contextlib.ExitStack() as stack:
             stderr = None if log is None else stack.enter_context(log.open("ab"))
             transport, streams = await loop.subprocess_exec(
@@ -49,7 +56,7 @@ class Piped:
         process = asyncio.subprocess.Process(transport, streams, loop)
         assert process.stdin is not None
         assert process.stdout is not None
-        return cls(process, process.stdin, process.stdout, transport, streams.ended)
+        return cls(process, process.stdin, process.stdout, transport, streams.ended, log, logged)
 
     async def hang_up(self) -> None:
         """Wait for its end, and then end its output, which a forked child may hold open."""
@@ -57,8 +64,17 @@ class Piped:
         await asyncio.sleep(_READ_SECONDS)
         self.transport.close()
 
+    async def how_it_ended(self, hint: str = "") -> str:
+        """Give it time to exit by itself, since its output ends before it does; then kill it. `hint` as in `ending`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), ending.EXIT_SECONDS)
+        await self.kill()
+        status = self.process.returncode
+        return ending.how_it_ended(status, stopped=self.stopped, log=self.log, since=self.logged, hint=hint)
+
     async def kill(self) -> None:
         """Kill it with its group, wait for its end, and close the pipes."""
+        self.stopped = self.stopped or not self.ended.is_set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)  # its own session, so its pid names its group
         if self.input.transport.get_write_buffer_size():  # a forked child that holds the pipe may never read it

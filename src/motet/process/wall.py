@@ -27,6 +27,7 @@ from tempfile import gettempdir, mkdtemp
 
 from motet.core.errors import WallError
 from motet.process import importable
+from motet.process.ending import how_it_ended, last_line
 from motet.process.system_calls import filter_calls
 
 PACKAGE_ROOT = importable.PACKAGE_ROOT
@@ -79,7 +80,8 @@ def _examined() -> tuple[Mapping[str, str], Mapping[str, str]]:
     except subprocess.TimeoutExpired:
         return {"the wall": f"a process behind it did not answer within {_PROBE_SECONDS:g} s"}, {}
     except ValueError:
-        return {"the wall": f"a process behind it ended with status {done.returncode}: {last_line(done.stderr)}"}, {}
+        said = f": {last_line(done.stderr)}"
+        return {"the wall": f"a process behind it {how_it_ended(done.returncode)}{said}"}, {}
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -109,8 +111,10 @@ def call_apart(
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"no answer within {seconds:g} s") from error
     if done.returncode != 0 or not done.stdout:
-        _log.warning("%s failed (exit status %d):\n%s", module, done.returncode, done.stderr[-2000:])
-        raise ChildProcessError(last_line(done.stderr))
+        _log.warning("%s %s:\n%s", module, how_it_ended(done.returncode), done.stderr[-2000:])
+        raise ChildProcessError(
+            last_line(done.stderr) if done.returncode >= 0 else f"it {how_it_ended(done.returncode)}"
+        )
     return done.stdout
 
 
@@ -135,12 +139,6 @@ def _home() -> str:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
             return str(place)
     return mkdtemp(prefix="motet-home-")  # the first one belongs to somebody else
-
-
-def last_line(said: str) -> str:
-    """The last line that one of Motet's processes printed; for a traceback, the error without its place."""
-    lines = said.strip().splitlines()
-    return lines[-1].strip()[-300:] if lines else "it said nothing"
 
 
 def check_outside(directory: Path) -> None:

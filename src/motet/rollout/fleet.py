@@ -188,7 +188,7 @@ class Fleet:
                         await doubted.wait()
                 rested += replica.clocks.look
                 if process is not None and not process.alive:
-                    replica.leave(f"its process ended ({process.ending})")
+                    replica.leave(f"its process {process.ending}")
                 elif doubted.is_set() or misses or rested >= replica.clocks.health:
                     doubted.clear()
                     rested = 0.0

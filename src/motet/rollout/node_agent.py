@@ -78,7 +78,7 @@ class NodeServer:
         while True:
             try:
                 if not self._process.alive:
-                    self.failure = f"it ended: {self._process.ending}"
+                    self.failure = f"it {self._process.ending}"
                     await self._start()
                 elif await healthy():
                     self._process.answered = True

@@ -159,9 +159,10 @@ class SamplerLink:
     def _read(self) -> None:
         for message in self._process.messages(m.FromSampler):
             self._handle(message)
+        how = self._process.how_it_ended()
         with self._lock:
             if not self._closing:
-                self.note = self.note or "a sampling process ended unexpectedly; sampling continues without it"
+                self.note = self.note or f"a sampling process {how}; sampling continues without it"
             self.ready = False
             waiting = list(self._open)
         for key in waiting:

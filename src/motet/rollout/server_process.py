@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from motet.core.errors import EngineError
+from motet.process.ending import how_it_ended
 
 _END_SECONDS = 15.0
 _TAIL_BYTES = 2**16
@@ -41,7 +42,7 @@ class ServerProcess:
         self.answered = False
         """Whether it has answered since its last start; set by whoever asks it."""
         self._in_vain = 0
-        self._swept = False
+        self._swept = self._stopped = False
         self.starts = 0
 
     @property
@@ -62,14 +63,16 @@ class ServerProcess:
 
     @property
     def ending(self) -> str:
-        """Its exit status and the last lines of its output."""
+        """How it ended, and the last lines of its output."""
         status = None if self._process is None else self._status()
+        status = status if status is None or status <= 128 else 128 - status  # as its guard reports a signal
+        how = how_it_ended(status, stopped=self._stopped)
         lines: list[str] = []
         with contextlib.suppress(OSError), self._log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = [line for line in log.read().decode(errors="replace").splitlines()[-200:] if line.strip()]
         last = [line for line in lines if "rror" in line][-1:] or lines[-1:]
-        return f"exit status {status}; {' '.join(last)[:300]}; full output in {self._log}"
+        return f"{how}; {' '.join(last)[:300]}; full output in {self._log}"
 
     def start(self) -> None:
         """Start or restart it.
@@ -93,13 +96,14 @@ class ServerProcess:
                 )  # fmt: skip
         except OSError as error:
             raise EngineError(f"the server's guard cannot be started (log: {self._log}): {error}") from error
-        self._swept = False
+        self._swept = self._stopped = False
 
     def close(self) -> None:
         """End the server and wait for its exit."""
         process = self._process
         if process is None:
             return
+        self._stopped = self._stopped or process.poll() is None
         with contextlib.suppress(OSError):
             assert process.stdin is not None
             process.stdin.close()

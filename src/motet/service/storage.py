@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from motet.core.errors import ConfigError
-from motet.process import wall
+from motet.process import ending, wall
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.receipts import RECEIPT, RECEIPTS, receipt_numbers
 
@@ -89,7 +89,7 @@ class Storage:
         """Remove this machine's paths from a text, but for their last parts; of a traceback, only the error stays."""
         before, trace, after = text.partition(_TRACEBACK)
         if trace:
-            text = f"{before}{wall.last_line(after)}"
+            text = f"{before}{ending.last_line(after)}"
         for place in ("files", "run", ""):
             text = text.replace(f"{self.directory / place}/", "")
         return _PLACES.sub("", text)

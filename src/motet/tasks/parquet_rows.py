@@ -6,6 +6,8 @@ Untrusted files are read in a separate process with limits on memory and time, w
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,10 +16,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from motet.core.errors import DataError
-from motet.process import wall
+from motet.process import ending, wall
 from motet.tasks.plain_json import as_json
 
 _BATCH = 256
+_NO_MEMORY = 70
+"""Exit status of a process that met its memory limit."""
+_CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
+"""Signals by which Arrow ends its process when it gets no memory."""
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -58,9 +64,13 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
                 if line.startswith(b'"'):  # a row is an object; a text says what is wrong
                     raise DataError(json.loads(line))
                 yield line
-            if process.wait() != 0:
-                limit = f"{seconds:g} s" if late.is_set() else f"{memory_mb} MB of memory"
-                raise DataError(f"{path} cannot be read within {limit}, the limit here; split it, or make it .jsonl")
+            if (status := process.wait()) != 0:
+                if late.is_set() or status == _NO_MEMORY or -status in _CRASHES:
+                    limit = f"{seconds:g} s" if late.is_set() else f"{memory_mb} MB of memory"
+                    raise DataError(
+                        f"{path} cannot be read within {limit}, the limit here; split it, or make it .jsonl"
+                    )
+                raise DataError(f"{path} cannot be read: the process that reads it {ending.how_it_ended(status)}")
         finally:
             timer.cancel()
             process.kill()
@@ -78,4 +88,7 @@ def _write(path: Path, target: IO[str]) -> None:
 
 if __name__ == "__main__":
     wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], where_possible=True)
-    _write(Path(sys.argv[1]), sys.stdout)
+    try:
+        _write(Path(sys.argv[1]), sys.stdout)
+    except MemoryError:
+        os._exit(_NO_MEMORY)

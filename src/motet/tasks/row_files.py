@@ -75,6 +75,8 @@ def count_apart(path: Path, bounds: RowLimits) -> int:
     try:
         answer = json.loads(wall.call_apart(__name__, *arguments, seconds=bounds.seconds))
     except (TimeoutError, ChildProcessError) as error:
+        if isinstance(error, ChildProcessError) and "MemoryError" not in str(error):
+            raise DataError(f"{path} cannot be read: the process that reads it failed: {error}") from error
         most = f"{bounds.seconds:g} s and {bounds.memory_mb} MB of memory"
         raise DataError(f"{path} cannot be read within {most}, the limit here; split it, or make it .jsonl") from error
     if isinstance(answer, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from motet.process import wall
-from motet.process.channel import LONGEST_LINE, ChannelMessage, decode, encode
+from motet.process.channel import LONGEST_LINE, ChannelMessage, ProcessFault, decode, encode
 from motet.process.piped import Piped
 from motet.tasks.reasoning import HASH_SEED
 from motet.tasks.sandbox import PLACE
@@ -80,10 +81,15 @@ class WorkerLink:
         """
         line = await self._exchange(encode(message), wall_seconds, cpu_seconds)
         try:
-            return decode(line, kinds)
+            reply = decode(line, kinds | ProcessFault)
         except (ValueError, RecursionError) as error:  # a user's code may write anything to the pipe
             await self.kill()
             raise ProcessDiedError(NO_REPLY) from error
+        if isinstance(reply, ProcessFault):
+            await self.kill()
+            where = f"; see {self._piped.log}" if self._piped.log is not None else ""
+            raise ProcessDiedError(f"failed outside a call: {reply.error}{where}")
+        return reply
 
     async def _exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
         answering = asyncio.ensure_future(self._answer(line))
@@ -95,34 +101,30 @@ class WorkerLink:
                 raise ClockLimitError(
                     f"gave no answer in {wall_seconds:g} s by the clock ({self.kind} field wall_seconds)"
                 )
-            if answering in done and (reply := answering.result()):
+            if answering in done and (reply := answering.result()).endswith(b"\n"):  # else it ended while it wrote
                 return reply
         finally:
             answering.cancel()
             ending.cancel()
             await asyncio.gather(answering, ending, return_exceptions=True)
+        article = "an" if self.kind[0] in "aeiou" else "a"
+        how = await self._piped.how_it_ended(f" ({article} {self.kind} must return, not exit)")
         await self.kill()
-        raise ProcessDiedError(self._how_it_ended(cpu_seconds))
+        if self._piped.process.returncode == -signal.SIGXCPU:
+            limit = f"{cpu_seconds:g} s of CPU time ({self.kind} field cpu_seconds)"
+            how = f"took more than {limit} and could not be interrupted"
+        raise ProcessDiedError(how)
 
     async def _answer(self, line: bytes) -> bytes:
         try:
-            self._piped.input.write(line)
-            await self._piped.input.drain()
+            with contextlib.suppress(ConnectionError):  # it has ended, perhaps with a last message
+                self._piped.input.write(line)
+                await self._piped.input.drain()
             return await self._piped.output.readline()
-        except (ConnectionError, asyncio.IncompleteReadError, ValueError):
+        except ConnectionError:
             return b""
-
-    def _how_it_ended(self, cpu_seconds: float) -> str:
-        status, kind = self._piped.process.returncode, self.kind
-        if status is None or status >= 0:
-            return f"ended its process with exit status {status} (a{'n' * (kind[0] in 'aeiou')} {kind} must return, not exit)"
-        name = signal.Signals(-status).name
-        if name == "SIGXCPU":
-            return (
-                f"took more than {cpu_seconds:g} s of CPU time ({kind} field cpu_seconds) and could not be interrupted"
-            )
-        hint = {"SIGKILL": "the system may be out of memory", "SIGSEGV": "a crash in compiled code"}.get(name, "")
-        return f"killed its process with {name}{f' ({hint})' if hint else ''}"
+        except ValueError:  # longer than any reply
+            return b"\n"
 
 
 def _keep(sandboxes: str) -> subprocess.Popen[bytes]:

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from motet.process import wall
-from motet.process.channel import ChannelMessage, decode, encode
+from motet.process import ending, wall
+from motet.process.channel import ChannelMessage, ProcessFault, decode, encode
 from motet.process.own_code import describe
 from motet.tasks.worker_messages import Limit
 
@@ -132,7 +132,15 @@ def run(serve: Callable[[Read, Write], None]) -> None:
         replies.write(encode(reply))
         replies.flush()
 
-    serve(read, write)
+    said = "its input ended"
+    try:
+        serve(read, write)
+    except BaseException as error:  # outside a call, so nobody else reports it
+        said = ending.last_words(error)
+        raise
+    finally:
+        with contextlib.suppress(OSError, ValueError, MemoryError):  # usually nobody reads any more
+            write(ProcessFault(said))
     sys.stderr.flush()
     with contextlib.suppress(PermissionError):  # behind a wall it started nothing
         os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the code started ends with it

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from motet.config.observer import ObserverConfig
 from motet.core.errors import ConfigError
+from motet.process.ending import how_it_ended, last_line
 from motet.process.own_code import OwnCode
 from motet.tracking.observing import ObservedJob, ObservedStep, ObserverFactory, StepObserver
 
@@ -181,7 +182,7 @@ class Swanlab:
             self._write(state)
         self._child.communicate()
         if self._child.returncode:
-            raise OSError(f"its process ended with {self._child.returncode}: {self._why()}")
+            raise OSError(f"its process {how_it_ended(self._child.returncode)}: {self._why()}")
 
     def _write(self, line: str) -> None:
         assert self._child.stdin is not None
@@ -189,12 +190,11 @@ class Swanlab:
             self._child.stdin.write(f"{line}\n")
             self._child.stdin.flush()
         except BrokenPipeError as error:
-            self._child.wait()
-            raise OSError(f"its process ended: {self._why()}") from error
+            raise OSError(f"its process {how_it_ended(self._child.wait())}: {self._why()}") from error
 
     def _why(self) -> str:
         self._said.seek(0)
-        return (self._said.read().strip().splitlines() or ["it said nothing"])[-1]
+        return last_line(self._said.read())
 
 
 class Parquet:

@@ -34,7 +34,7 @@ class Connected(ProcessStreams):
 
     def how_it_ended(self) -> str:
         """The reason is known only to the launcher."""
-        return "it disconnected; see the output of its launcher"
+        return "disconnected; see the output of its launcher"
 
     def kill(self) -> None:
         """Disconnect; the rank then exits at once."""
@@ -195,7 +195,7 @@ class RankGroup:
     def _ended(self, rank: int, how: str) -> None:
         """End the whole group after one rank ended."""
         if not self._closing and self.death is None:
-            self.death = RankGone(f"rank {rank} of {self.n_ranks} ended ({how})")
+            self.death = RankGone(f"rank {rank} of {self.n_ranks} {how}")
             self._on_death(self.death)
             for other in self._ranks:
                 other.fail(self.death)
