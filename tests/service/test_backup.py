@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -72,14 +73,60 @@ def test_a_damaged_backup_is_refused_and_leaves_nothing(house, tmp_path, damage)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
 
-def test_a_manifest_that_points_elsewhere_copies_nothing_from_there(house, tmp_path):
-    copy = copied(house, tmp_path)
-    manifest = json.loads((copy / MANIFEST).read_text())
-    manifest["files"]["../outside"] = "0" * 64
-    (copy / MANIFEST).write_text(json.dumps(manifest))
+ELSEWHERE = ["../outside", "a/../../outside", "/{place}/outside", "a/./b", "a//b", "./a", "a/", "", ".", "x\0y"]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_manifest_that_points_elsewhere_is_refused(house, tmp_path, name):
+    """Also where the file that it names is in the backup: it would be written elsewhere."""
+    copy, name = copied(house, tmp_path), name.format(place=tmp_path)
+    (copy / "a" / "b").mkdir(parents=True)
     (tmp_path / "outside").write_text("x")
-    with pytest.raises(RunError, match="missing"):
+    (copy / "outside").write_text("x")
+    with pytest.raises(RunError, match="outside of the backup"):
+        restore(with_file(copy, name, b"x"), tmp_path / "below" / "again", "", silent)
+    assert not (tmp_path / "below").exists()
+    assert (tmp_path / "outside").read_text() == "x"
+
+
+@pytest.mark.parametrize("what", ["a link", "below a link", "below a file", "a pipe", "a long name", "twice"])
+def test_what_is_not_a_file_of_the_backup_itself_is_refused(house, tmp_path, what):
+    copy, name = copied(house, tmp_path), "more/file"
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_text("x")
+    match what:
+        case "a link":
+            (copy / "more").mkdir()
+            (copy / name).symlink_to(tmp_path / "outside" / "file")
+        case "below a link":
+            (copy / "more").symlink_to(tmp_path / "outside")
+        case "below a file":
+            name = "motet.db/file"
+        case "a pipe":
+            (copy / "more").mkdir()
+            os.mkfifo(copy / name)
+        case "a long name":
+            name = "x" * 300
+        case "twice":
+            (copy / "more").symlink_to(copy / "files")  # inside the backup, as by a file system without capital letters
+    with pytest.raises(RunError, match=r"missing|cannot be restored"):
+        restore(with_file(copy, name, b"x"), tmp_path / "again", "", silent)
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", '{"files": []}', '{"files": {"a": 1}}', '{"files": null}', "\xff"])
+def test_a_manifest_of_another_kind_is_refused(house, tmp_path, text):
+    (copy := copied(house, tmp_path)).joinpath(MANIFEST).write_bytes(text.encode("latin1"))
+    with pytest.raises(RunError, match="not a complete backup"):
         restore(copy, tmp_path / "again", "", silent)
+
+
+def with_file(copy: Path, name: str, content: bytes) -> Path:
+    """A backup whose manifest also lists this file."""
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["files"][name] = hashlib.sha256(content).hexdigest()
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    return copy
 
 
 def test_targets_that_exist_and_directories_of_no_service_are_refused(house, tmp_path):

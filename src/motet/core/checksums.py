@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from motet.core.errors import AdapterError, DiskFull
@@ -65,6 +65,11 @@ def sums_of(directory: Path) -> dict[str, str]:
     return {path.relative_to(directory).as_posix(): hash_of(path).hexdigest() for path in files}
 
 
+def is_inside(name: str) -> bool:
+    """Whether a name in a list of files is a plain relative path, which stays inside its directory."""
+    return name == PurePosixPath(name).as_posix() and not {"", ".", ".."} & {*name.split("/")} and "\0" not in name
+
+
 def sealed(record: Mapping[str, Any]) -> bytes:
     """A line of JSON that holds its own sum."""
     return _line({**record, "sha256": hashlib.sha256(_line(record)).hexdigest()})
@@ -90,7 +95,7 @@ def compare(directory: Path, sums: Mapping[str, str], remedy: str) -> Iterator[D
     """Files of a directory that are missing or have another sum."""
     for name, wanted in sums.items():
         path = directory / name
-        if not path.is_file():
+        if not is_inside(name) or not path.is_file():
             yield Damage(path, "is missing", remedy)
         elif hash_of(path).hexdigest() != wanted:
             yield Damage(path, "is not what was saved", remedy)

@@ -36,7 +36,8 @@ def adapter_files(names: Iterable[str]) -> tuple[str, ...]:
     """The adapter files among a commit's files; for a team, those in the directories of its roles."""
     known = set(names)
     own = tuple(name for name in ADAPTER_FILES if name in known)
-    return own or tuple(sorted(name for name in known if name.partition("/")[2] in ADAPTER_FILES))
+    below = (name for name in known if name.partition("/")[2] in ADAPTER_FILES)
+    return own or tuple(sorted(name for name in below if name.partition("/")[0] not in ("", ".", "..")))
 
 
 class JobState(StrEnum):

@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from sqlalchemy import make_url
 
-from motet.core.checksums import hash_of, sync
+from motet.core.checksums import hash_of, is_inside, sync
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import rollout_sums
@@ -86,10 +88,7 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
     Raises:
         RunError: the backup is incomplete or damaged, the directory exists, or the database rejects it.
     """
-    try:
-        sums: dict[str, str] = json.loads((backup / MANIFEST).read_bytes())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{backup} is not a complete backup: its {MANIFEST} cannot be read") from error
+    sums = _listed(backup)
     if bool(database) != (_POSTGRES in sums):
         kind = "PostgreSQL: name a new one with --database" if _POSTGRES in sums else "SQLite: leave out --database"
         raise RunError(f"{backup} has a copy of {kind}")
@@ -100,9 +99,14 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
         for name, expected in sums.items():
             progress(name)
             source = backup / name
-            if not source.is_file() or source.is_symlink() or not source.resolve().is_relative_to(backup.resolve()):
-                raise RunError(f"{source} is missing: the backup is damaged")
-            _copy(source, draft / name, draft, copied)
+            try:
+                if not source.is_file() or source.resolve() != backup.resolve() / name:  # a link, in any part of it
+                    raise RunError(f"{source} is missing: the backup is damaged")
+                if (draft / name).exists():  # on a file system that does not tell capital letters apart
+                    raise RunError(f"{source} is there twice: restore to a file system that keeps both names apart")
+                _copy(source, draft / name, draft, copied)
+            except OSError as error:  # also a file and a directory of one name
+                raise RunError(f"{source} cannot be restored: {error.strerror or error}") from error
             if copied.files[name] != expected:
                 raise RunError(f"{source} differs from what was saved: the backup is damaged")
         copied.jobs = sum(1 for path in draft.glob("run/*") if path.is_dir())
@@ -115,6 +119,21 @@ def restore(backup: Path, directory: Path, database: str, progress: Progress) ->
             directory.rmdir()
         draft.rename(directory)
     return copied
+
+
+def _listed(backup: Path) -> dict[str, str]:
+    """The sums of a backup's files, by their paths in it."""
+    try:
+        sums = msgspec.json.decode((backup / MANIFEST).read_bytes(), type=dict[str, Any])["files"]
+        listed: dict[str, str] = msgspec.convert(sums, dict[str, str])
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"{backup} is not a complete backup: its {MANIFEST} cannot be read") from error
+    for name in listed:
+        if not is_inside(name):
+            raise RunError(
+                f"{backup / MANIFEST} names {name!r:.200}, which is outside of the backup: do not restore it"
+            )
+    return listed
 
 
 @contextlib.contextmanager
