@@ -112,7 +112,6 @@ class HostLink:
         self._closing = asyncio.Event()
         self._ready_since = math.inf
         self._how = "ended"
-        """How its last process ended."""
         self.ready = False
         self.heard_at = -math.inf
         """Monotonic time of the last message; a loading process sends none until it is ready."""

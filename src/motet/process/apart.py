@@ -10,13 +10,9 @@ import asyncio
 import atexit
 import contextlib
 import functools
-import importlib
 import os
-import resource
 import signal
-import struct
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,19 +21,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from motet.core.errors import EngineError, LimitError, MotetError
 from motet.process import ending, wall
+from motet.process.apart_process import CRASHED, FAULT, NO_MEMORY, read_frame, write_frame
 
 Result = TypeVar("Result")
 _IDLE_SECONDS = 60.0
 """Idle time after which a process ends, to free its memory."""
-_FRAME = struct.Struct("<IIQ")
-_DONE, _FAULT = 0, 1
-_NO_MEMORY, _CRASHED = 70, 71
-"""Exit statuses of a process whose work met its memory limit, or made a library give up."""
+_MODULE = "motet.process.apart_process"
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGTRAP, signal.SIGILL})
 """Signals by which compiled code ends its process, usually because it got no memory."""
 
@@ -281,7 +274,7 @@ class _Process:
         self._bounds, self._late, self._stopped = bounds, False, False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # until the process has begun; open as long as it
         self._child = subprocess.Popen(
-            wall.command(__name__, str(os.getpid()), str(bounds.memory_mb), str(bounds.seconds)),
+            wall.command(_MODULE, str(os.getpid()), str(bounds.memory_mb), str(bounds.seconds)),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             env=wall.environment(MALLOC_ARENA_MAX="2"), start_new_session=True,  # Ctrl-C does not reach it
         )  # fmt: skip
@@ -300,13 +293,13 @@ class _Process:
         try:
             assert self._child.stdin is not None
             assert self._child.stdout is not None
-            _write(self._child.stdin, len(name.encode()), memory_mb, name.encode() + given)
-            status, _, answer = _read(self._child.stdout)
+            write_frame(self._child.stdin, len(name.encode()), memory_mb, name.encode() + given)
+            status, _, answer = read_frame(self._child.stdout)
         except (OSError, EOFError):
             raise self._how_it_ended(memory_mb) from None
         finally:
             timer.cancel()
-        if status == _FAULT:
+        if status == FAULT:
             raise RuntimeError(answer.decode())
         return answer
 
@@ -339,76 +332,11 @@ class _Process:
             return TooMuchError(f"it takes more than {self._bounds.wall_seconds:g} s by the clock", by_clock=True)
         if status == -signal.SIGXCPU:
             return TooMuchError(f"it takes more than {self._bounds.seconds:g} s of the processor")
-        if status == _NO_MEMORY:
+        if status == NO_MEMORY:
             return TooMuchError(f"it takes more than {memory_mb} MB of memory")
-        if status == _CRASHED or -status in _CRASHES:
+        if status == CRASHED or -status in _CRASHES:
             return TooMuchError(f"it takes more than {memory_mb} MB of memory, or cannot be done at all")
         self._errors.seek(0)
         said = ending.last_line(self._errors.read(2**16).decode(errors="replace"))
         how = ending.how_it_ended(status, stopped=self._stopped, hint=f": {said}")
         return EngineError(f"the process for this work {how}")
-
-
-def _write(target: Any, first: int, second: int, data: bytes) -> None:
-    target.write(_FRAME.pack(first, second, len(data)))
-    target.write(data)
-    target.flush()
-
-
-def _read(source: Any) -> tuple[int, int, bytes]:
-    head = source.read(_FRAME.size)
-    if len(head) < _FRAME.size:
-        raise EOFError
-    first, second, length = _FRAME.unpack(head)
-    data = source.read(length)
-    if len(data) < length:
-        raise EOFError
-    return first, second, data
-
-
-def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: float) -> None:
-    """Runs in the process until its input ends. `statm` reports its memory, if the system supports it."""
-    while True:
-        try:
-            length, memory_mb, data = _read(lines)
-        except EOFError:
-            return
-        module, _, name = data[:length].decode().partition(":")
-        try:
-            _limit(seconds=None, memory=None)  # loading the module does not count
-            function: Callable[[bytes], bytes] = getattr(importlib.import_module(module), name)
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            pages = 0 if statm is None else int(os.pread(statm.fileno(), 100, 0).split()[0])
-            memory = pages * resource.getpagesize() + memory_mb * 2**20 if pages else None
-            _limit(seconds=int(used.ru_utime + used.ru_stime + seconds) + 1, memory=memory)
-            status, answer = _DONE, function(data[length:])
-        except MemoryError:
-            os._exit(_NO_MEMORY)
-        except Exception as error:
-            status, answer = _FAULT, f"{type(error).__name__}: {error}"[:2000].encode(errors="replace")
-        except BaseException:  # such as a panic of a Rust library
-            os._exit(_CRASHED)
-        _write(out, status, 0, answer)
-
-
-def _limit(*, seconds: int | None, memory: int | None) -> None:
-    """Set the soft limits; None raises them to the hard limits."""
-    for kind, wanted in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory)):
-        hard = resource.getrlimit(kind)[1]
-        soft = hard if wanted is None or (hard != resource.RLIM_INFINITY and wanted > hard) else wanted
-        resource.setrlimit(kind, (soft, hard))
-
-
-if __name__ == "__main__":
-    wall.end_with(int(sys.argv[1]))
-    with contextlib.ExitStack() as opened:
-        space = opened.enter_context(open("/proc/self/statm", "rb")) if Path("/proc/self/statm").exists() else None
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        wall.enter(int(sys.argv[2]), where_possible=True)
-        streams = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-        os.dup2(nothing, sys.stderr.fileno())  # what fails from here on is an answer
-        os.dup2(nothing, sys.stdout.fileno())  # a library's prints must not be read as one
-        try:
-            _serve(*streams, space, float(sys.argv[3]))
-        except MemoryError:  # for what was sent, or the answer
-            os._exit(_NO_MEMORY)
