@@ -28,6 +28,7 @@ from motet.config import AdapterConfig
 from motet.core.checksums import check_version, sync
 from motet.core.errors import AdapterError
 from motet.core.model_info import ALL_LINEAR, with_experts
+from motet.core.tensor_header import MOST_TENSORS, count_tensors
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.expert_files import together
 from motet.model.find import find_adapter
@@ -35,6 +36,8 @@ from motet.model.lora import AdapterLayout
 from motet.model.lora_model import LoraModel
 
 PREFIX = "base_model.model."
+_MANY_TENSORS = 4096
+"""Tensors that are read for any base, so that the message about an adapter of another one names that one."""
 
 _REFUSED = {
     "use_dora": "DoRA",
@@ -196,6 +199,8 @@ def read_adapter(directory: Path) -> PeftAdapter:
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise AdapterError(f"{config_file} is damaged: r={rank!r} and lora_alpha={alpha!r} are not a rank and a number")
     try:
+        if count_tensors(weights_file) > MOST_TENSORS:
+            raise AdapterError(f"{weights_file} names more than {MOST_TENSORS} tensors, which no adapter has")
         tensors = load_file(str(weights_file))
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{weights_file} is damaged: {error}") from error
@@ -253,13 +258,25 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
     return flat
 
 
+def _most_tensors(base: LoraModel) -> int:
+    """A bound for reading: two matrices for each layer, and for gate, up and down of each expert; more for small bases."""
+    experts = sum(4 * n_experts for n_experts, _, _ in base.experts.values())
+    return max(_MANY_TENSORS, 2 * len(base.linears) + experts)
+
+
 def examine(base: LoraModel, directory: Path) -> AdapterConfig:
     """The adapter settings that a job over this base needs to start from an adapter.
 
     Raises:
         AdapterError: no job can start from it; the message says why.
     """
+    weights = directory / ADAPTER_WEIGHTS
     try:
+        if weights.is_file() and (count := count_tensors(weights)) > (most := _most_tensors(base)):
+            raise AdapterError(
+                f"{weights} names {count} tensors, and no adapter of {base.info.name} has more than {most}; it is of another "
+                "base, or damaged"
+            )
         adapter = read_adapter(directory)
         targets = adapter.target_modules
         shape = AdapterConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets)

@@ -19,8 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
 from motet.core.checksums import check_version
-from motet.core.errors import DataError
-from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES
+from motet.core.errors import AdapterError, DataError
+from motet.core.tensor_header import check_header
+from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from motet.process import wall
 
 MOST_MEMBERS = 1000
@@ -28,6 +29,8 @@ MOST_LIST = 2**20
 """Largest central directory of a .zip, in bytes."""
 MOST_CONFIG = 2**20
 """Largest adapter_config.json, in bytes."""
+_MOST_VALUES = 20_000
+"""Values in an adapter_config.json."""
 _HEADER = 2**16  # headers such as long names, which `tarfile` reads whole
 _PIECE = 2**20
 _SECONDS = 300.0
@@ -69,8 +72,23 @@ def unpack(archive: Path, directory: Path, limit: int) -> int:
     return sum(sizes.values())
 
 
+def _check_config(path: Path) -> None:
+    """Raise AdapterError unless it is a JSON object of usual size."""
+    text = path.read_bytes()
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > _MOST_VALUES:
+        raise AdapterError(f"{path} has more than {_MOST_VALUES} values, which no adapter has")
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{path} is not a JSON object")
+
+
 def unpack_apart(archive: Path, directory: Path, limit: int) -> int:
-    """Run `unpack` in a process behind a wall that sees only the archive and the directory.
+    """Run `unpack` in a process behind a wall that sees only the archive and the directory; it also parses both files.
+
+    The process with the base then reads only tensors of a known number, and JSON of a known size.
 
     Raises:
         DataError: as `unpack`, or a timeout.
@@ -255,9 +273,12 @@ def _look_at_directory(file: IO[bytes]) -> None:
 
 def _answer(archive: Path, directory: Path, limit: int) -> dict[str, Any]:
     try:
-        return {"size": unpack(archive, directory, limit)}
-    except DataError as error:
-        return {"reason": str(error)}
+        size = unpack(archive, directory, limit)
+        check_header(directory / ADAPTER_WEIGHTS)
+        _check_config(directory / ADAPTER_CONFIG)
+        return {"size": size}
+    except (AdapterError, DataError) as error:
+        return {"reason": str(error).replace(f"{directory}/", "")}
     except OSError as error:
         return {"of_disk": [error.errno, error.strerror]}
 
