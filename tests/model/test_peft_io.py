@@ -17,7 +17,7 @@ from motet.config import AdapterConfig
 from motet.core.errors import AdapterError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.load import load_base
-from motet.model.peft_io import read_adapter
+from motet.model.peft_io import examine, read_adapter
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
@@ -271,3 +271,12 @@ def test_start_from_a_directory_checks_rank_alpha_and_targets(plain):
         start(alpha=4)
     with pytest.raises(AdapterError, match=r"a tensor that nothing asks for: .*mlp\.down_proj"):
         start(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+
+
+@pytest.mark.parametrize(("n", "words"), [(5000, "names 5000 tensors, and no adapter of .* has more than 4096"), (9, "none")])
+def test_a_file_of_more_tensors_than_the_base_can_have_is_not_read(tmp_path, n, words):
+    save_file({f"{number}": torch.zeros(0) for number in range(n)}, tmp_path / ADAPTER_WEIGHTS)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(config))
+    with pytest.raises(AdapterError, match=words):
+        examine(tiny.base("llama"), tmp_path)

@@ -28,6 +28,7 @@ from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 
 HAS: Json = {ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"weights"}
+EMPTY: Json = {ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: (2).to_bytes(8, "little") + b"{}"}
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,8 @@ def test_a_download_lies_in_no_file_and_in_no_memory(house: House) -> None:
 def test_an_upload_waits_for_an_engine_that_can_look_at_it(house: House) -> None:
     before = sorted(house.storage.adapters.iterdir())
     for status, data, words in (
-        (503, tarred(HAS), "engine"),
+        (503, tarred(EMPTY), "engine"),
+        (400, tarred(HAS), "is no adapter"),
         (400, b"hello", "neither"),
         (413, tarred({ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"0" * 600_000}), "MB"),
     ):
