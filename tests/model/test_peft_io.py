@@ -273,7 +273,9 @@ def test_start_from_a_directory_checks_rank_alpha_and_targets(plain):
         start(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
-@pytest.mark.parametrize(("n", "words"), [(5000, "names 5000 tensors, and no adapter of .* has more than 4096"), (9, "none")])
+@pytest.mark.parametrize(
+    ("n", "words"), [(5000, "names 5000 tensors, and no adapter of .* has more than 4096"), (9, "none")]
+)
 def test_a_file_of_more_tensors_than_the_base_can_have_is_not_read(tmp_path, n, words):
     save_file({f"{number}": torch.zeros(0) for number in range(n)}, tmp_path / ADAPTER_WEIGHTS)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}

@@ -110,9 +110,7 @@ class HostLink:
         self._keys = itertools.count(secrets.randbits(32) << 20)  # different from keys of an earlier service
         self._stopped = asyncio.Event()
         self._closing = asyncio.Event()
-        self._ready_since = math.inf
-        self._how = "ended"
-        self.ready = False
+        self._ready_since, self.ready = math.inf, False
         self.heard_at = -math.inf
         """Monotonic time of the last message; a loading process sends none until it is ready."""
         self.failure = ""

@@ -241,7 +241,7 @@ class Apart(ThreadTurns):
             return process.call(name, given, memory_mb)
         finally:
             one.end = None
-            if one.abandoned:
+            if one.abandoned or not process.alive:
                 self._leave()
 
     def _leave(self) -> None:
