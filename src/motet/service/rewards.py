@@ -89,7 +89,9 @@ class Grading(Graders):
     ) -> tuple[str, int]:
         """The judge's answer, and its tokens, which are charged to `tenant`."""
         sampling = judge.sampling_params or JudgeSampling()
-        seed = zlib.crc32(repr([dict(one) for one in messages]).encode()) if sampling.seed is None else sampling.seed
+        seed = sampling.seed
+        if seed is None:  # in a thread: they may have a million letters
+            seed = await asyncio.to_thread(lambda: zlib.crc32(repr([dict(one) for one in messages]).encode()))
         params = SamplingParams(
             temperature=sampling.temperature or 0.0,
             top_p=sampling.top_p or 1.0,

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import json
 import random
 import re
+import sys
 import weakref
 import zlib
 from collections import Counter, OrderedDict, deque
@@ -22,6 +25,7 @@ from typing import Any, Literal
 from motet.config import RewardConfig
 from motet.core.errors import ConfigError, EngineError, RewardError
 from motet.core.types import Problem
+from motet.process.apart import ThreadTurns
 from motet.tasks.graders import combined
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, Rank, Rubric, ScoreModel, Single
 from motet.tasks.graders.template import MOST_FILLED, Fields, UnfilledError, pieces_of
@@ -38,6 +42,8 @@ _OPEN_CHARACTERS = 2**24
 _PROCESSES = 2
 _CPU_SECONDS = 10.0
 _WALL_SECONDS = 30.0
+_FILLING = 2
+"""Threads that fill in templates: a row and an answer may have megabytes."""
 _RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
 _OBJECT = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\}")
 MAX_TOKENS = 512
@@ -118,6 +124,7 @@ class Graders:
     def __init__(self, walls: Walls) -> None:
         """`walls` says which graders run behind a wall. Processes start later."""
         self._pool = RewardPool(_PROCESSES, walls=walls)
+        self._filling = ThreadTurns(_FILLING, sys.maxsize, "motet-templates")
         self._lanes: OrderedDict[str, int] = OrderedDict()  # current users of each
         self._opening = asyncio.Lock()
         self._free = asyncio.Semaphore(_LANES)  # each grader in use has its own lane with processes
@@ -126,6 +133,7 @@ class Graders:
 
     async def close(self) -> None:
         """End the processes."""
+        self._filling.close()
         await self._pool.close()
 
     async def graded(
@@ -174,11 +182,8 @@ class Graders:
         """Record one grader's scores or failures in `graded`."""
         fillable = []
         for one in graded:
-            await asyncio.sleep(0)  # there may be a thousand, and others wait
-            sample = Fields("sample", one.output)
             try:
-                for _, text in part.templates():
-                    pieces_of(text, row.item, sample)
+                await self._filling.run(row.owner, functools.partial(_check, part, row.item, one.output))
                 fillable.append(one)
             except UnfilledError as error:
                 one.faults["variable" if error.of_item else "sample"] = str(error)
@@ -235,9 +240,10 @@ class Graders:
         """A judge's answer; None if it failed, with the reason in `graded`."""
         room, shown = self._rooms.setdefault(row.owner, Room()), (judge, row.item, graded.output, ranked)
         try:
-            size = sum(len(piece) for pieces in _pieces(*shown) for piece in pieces)
+            size = await self._filling.run(row.owner, lambda: sum(map(len, itertools.chain(*_pieces(*shown)))))
             async with room.take(size, _OPEN_CHARACTERS):
-                said, tokens = await row.asked(judge, prompt(*shown))
+                messages = await self._filling.run(row.owner, lambda: prompt(*shown))
+                said, tokens = await row.asked(judge, messages)
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
             return said
         except UnfilledError as error:  # each message could be filled, but together they are too long
@@ -245,6 +251,13 @@ class Graders:
         except (ConfigError, EngineError) as error:
             graded.faults["server"] = str(error)
         return None
+
+
+def _check(part: Single, item: Fields, output: str) -> None:
+    """Raise UnfilledError if a grader's templates cannot be filled in."""
+    sample = Fields("sample", output)
+    for _, text in part.templates():
+        pieces_of(text, item, sample)
 
 
 def most_tokens(judge: Judge) -> int:
