@@ -53,6 +53,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"http"}),
     frozenset({"composition"}),
     frozenset({"depends"}),
+    frozenset({"routing"}),
     frozenset({"routes", "tinker"}),
     frozenset({"app"}),
 )

@@ -197,7 +197,7 @@ def test_every_route_is_watched_under_the_key_that_it_is_asked_with() -> None:
         asked = {route.dependant.call} | {one.call for one in _all(route.dependant)}
         seen.add(route.path)
         if not route.path.startswith("/episodes/") and route.path not in LINKED | SIGN_IN:
-            assert depends._principal in asked, route.path
+            assert depends.principal in asked, route.path
     assert set(HOLDING) <= seen
     assert len(seen) > 60
 

@@ -105,7 +105,7 @@ def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
         tenants.revoke_key(key.id)
         assert house.ask("GET", "/v1/jobs", "left").status_code == 401
         for _ in range(2):
-            stack.enter_context(_half_sent(house, "/v1/jobs", "left", 9))
+            stack.enter_context(_half_sent(house, "/v1/login/device/key", "left", 9))
         wait_until(lambda: house.bodies._requests["from 127.0.0.1"] == 2)
         assert house.ask("GET", "/v1/jobs").status_code == 200
 

@@ -190,7 +190,7 @@ def test_a_job_that_the_package_creates_again_after_a_429_is_one(tmp_path: Path)
         asked: Json = {"model": "small", "training_file": uploaded(patient, rows(*WORDS)), "method": method()}
         while (answer := house.ask("GET", "/v1/me")).status_code == 200:
             pass
-        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "2")
+        assert (answer.status_code, answer.headers["Retry-After"] in ("1", "2")) == (429, True)
         made = patient.fine_tuning.jobs.create(**asked)
         assert [job.id for job in patient.fine_tuning.jobs.list()] == [made.id]
 

@@ -504,6 +504,7 @@ def test_whoever_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> Non
         assert answer.json()["error"]["type"] == "rate_limit_error"
         assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
         assert {house.ask("GET", "/v1/jobs", "wrong").status_code for _ in range(7)} == {401, 429}
+        assert house.ask("GET", "/", "none").status_code == 429  # strangers of one address count together
         assert house.ask("GET", "/healthz", "none").status_code == 200
 
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
 import json
+import re
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import h11
 import pytest
+from bench.loop import MOST_COLLECTION, MOST_SECONDS, TURNS, measured
+from fastapi.routing import APIRoute
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 
+from motet.config.service import RateConfig
+from motet.service.app import ROUTES
+from motet.service.http.forms import FormReader
+from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
 from motet.service.http.parsing import CHUNK, FREE_CHUNKS, MOST_HEAD, MOST_LINES, Parser
-from tests.support.house import House
+from motet.service.routing import TenantRoute
+from motet.service.workers.rewards import key_of
+from tests.support.house import House, open_house, statements
 
 HEAD = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -25,8 +42,8 @@ def events_of(text: bytes, piece: int = 2**16) -> tuple[int, h11.RemoteProtocolE
             while type(event := parser.next_event()) is not h11.EndOfMessage and not isinstance(event, type):
                 pass
     except h11.RemoteProtocolError as error:
-        return parser.events, error
-    return parser.events, None
+        return parser.handled.events, error
+    return parser.handled.events, None
 
 
 @pytest.mark.parametrize("size", [1, 15, CHUNK // 2])
@@ -100,11 +117,11 @@ def test_small_pieces_are_read_together(house: House) -> None:
     with connected(house) as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         text = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\na: " + b"x" * 4000 + b"\r\nConnection: close\r\n\r\n"
-        reads = house.connections.reads
+        reads = house.connections.handled.reads
         for place in range(len(text)):
             one.send(text[place : place + 1])
         assert rest_of(one).startswith(b"HTTP/1.1 200 ")
-        assert house.connections.reads - reads < len(text) / 10
+        assert house.connections.handled.reads - reads < len(text) / 10
 
 
 def test_requests_behind_one_another_are_answered_in_turn(house: House) -> None:
@@ -115,3 +132,196 @@ def test_requests_behind_one_another_are_answered_in_turn(house: House) -> None:
     with connected(house) as one:  # its limits hold for those behind the first, too
         one.sendall(ask + b"\r\n" + ask + b"a:\r\n" * (MOST_LINES + 1) + b"\r\n")
         assert rest_of(one).count(b"HTTP/1.1 200 ") == 1
+
+
+# --- before a body is read, and what it may cost ------------------------------------------------------------------------------
+
+
+def form(boundary: bytes, *parts: tuple[bytes, bytes]) -> bytes:
+    """A form of (description, content)."""
+    head = b"Content-Disposition: form-data; "
+    return b"".join(b"--%b\r\n%b%b\r\n\r\n%b\r\n" % (boundary, head, what, text) for what, text in parts) + (
+        b"--%b--\r\n" % boundary
+    )
+
+
+FILE = b'name="file"; filename="rows.jsonl"\r\nContent-Type: application/jsonl'
+
+
+@pytest.mark.parametrize("piece", [1, 3, 64, 2**16])
+def test_a_form_is_the_same_in_pieces_of_any_size(piece: int) -> None:
+    content = b"\r\n--\r\n--bound\r\n-" * 50 + b"\r\n"
+    whole = form(b"boundary", (b'name="purpose"', b"fine-tune"), (FILE, content), (b'name="empty"', b""))
+    reader = FormReader(b"boundary")
+    for place in range(0, len(whole), piece):
+        reader.add(whole[place : place + piece])
+    found = reader.form()
+    file = found["file"]
+    assert isinstance(file, UploadFile)
+    assert (file.filename, file.size, file.file.read()) == ("rows.jsonl", len(content), content)
+    assert (found["purpose"], found["empty"]) == ("fine-tune", "")
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("whole", "words"),
+    [
+        (form(b"B", (FILE, b"\r\n--Bx" * 100)), "boundary"),
+        (form(b"B", (FILE, b"x"))[:-6], "ends before"),
+        (form(b"B", (FILE, b"x"), (FILE, b"y")), "Too many files"),
+        (form(b"B", *[(b'name="a"', b"")] * 17), "Too many fields"),
+        (form(b"B", (b'name="a"', b"x" * 5000)), "maximum size"),
+        (form(b"B", (b"x" * 5000, b"")), "before its content"),
+        (form(b"B", (b"", b"")), "no name"),
+        (b"", "ends before"),
+    ],
+)
+def test_a_form_that_is_none_is_refused(whole: bytes, words: str) -> None:
+    reader = FormReader(b"B")
+
+    def read() -> FormData:
+        reader.add(whole)
+        return reader.form()
+
+    with contextlib.closing(reader), pytest.raises(HTTPException, match=words):
+        read()
+
+
+def test_a_rate_is_looked_at_before_a_body(tmp_path: Path) -> None:
+    """Whoever asks too often is told so without a byte of the body, which is never sent."""
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=10)) as house:
+        while house.ask("GET", "/v1/me").status_code == 200:
+            pass
+        for path in (
+            "/v1/submissions",
+            "/v1/jobs/ended/scoring/results",
+            "/tinker/api/v1/forward_backward",
+            "/v1/files",
+        ):
+            for key, status in (("ours", b"429"), ("wrong", b"401")):
+                with connected(house) as one:
+                    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {house.keys[key]}\r\n"
+                    one.sendall(f"{head}Content-Length: 70000\r\nContent-Type: application/json\r\n\r\n".encode())
+                    assert one.recv(12) == b"HTTP/1.1 " + status
+
+
+def test_a_body_of_many_values_counts_as_many_requests(tmp_path: Path) -> None:
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=40)) as house:
+        scores = {"results": [{"id": f"unit-{one}", "scores": [0.5] * 1000} for one in range(250)]}
+        assert house.ask("POST", "/v1/jobs/ended/scoring/results", json=scores).status_code == 200
+        statuses = [house.ask("GET", "/v1/me").status_code for _ in range(40)]
+        assert 0 < statuses.count(200) < 40 - 250_000 / VALUES_OF_A_REQUEST
+        assert house.ask("GET", "/v1/me", "theirs").status_code == 200
+
+
+def test_a_right_is_looked_at_before_a_body_is_parsed(house: House) -> None:
+    for key, status in (("none", 401), ("wrong", 401), ("ours", 403)):
+        house.refused(
+            status, "PUT", "/v1/tenants/us/limits", key, content=b"{", headers={"content-type": "application/json"}
+        )
+
+
+def test_values_of_a_stranger_are_few(house: House) -> None:
+    body = json.dumps({"jobs": [0.5] * (MOST_VALUES_OF_NOBODY + 1)})
+    head = {"content-type": "application/json"}
+    for key in ("none", "wrong"):
+        house.refused(401, "POST", "/v1/submissions", key, content=body, headers=head)
+    house.refused(413, "POST", "/v1/submissions", content=json.dumps({"jobs": [0.5] * 2**16}), headers=head)
+
+
+def test_every_route_reads_its_body_within_limits(house: House) -> None:
+    routes = [route for module in ROUTES for route in module.router.routes]
+    own = [one for one in house.app.routes if isinstance(one, APIRoute)]
+    assert [one for one in (*routes, *own) if not isinstance(one, TenantRoute)] == []
+
+
+def test_the_document_is_made_once(house: House) -> None:
+    first = house.http.get("/openapi.json")
+    house.app.openapi_schema = {"made": "again"}
+    assert house.http.get("/openapi.json").content == first.content
+
+
+def test_every_route_is_handled_in_few_events(tmp_path: Path) -> None:
+    """What the loop handles for a request does not depend on how its client cuts it."""
+    body, cut = b'{"a": "' + b"x" * 8000 + b'"}', b""
+    for place in range(0, len(body), 64):
+        cut += b"%x\r\n%b\r\n" % (len(part := body[place : place + 64]), part)
+    routes = [f"{min(route.methods)} {route.path}" for module in ROUTES for route in module.router.routes]
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=None)) as house:
+        seen = house.connections.handled
+        for method, _, path in (route.partition(" ") for route in sorted(routes, key="DELETE /v1/login".__eq__)):
+            if path.endswith("/stream"):
+                continue
+            head = f"{method} {re.sub(r'{[^}]*}', 'x', path)} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            head += f"Authorization: Bearer {house.keys['theirs']}\r\nContent-Type: application/json\r\n"
+            whole = f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + cut + b"0\r\n\r\n"
+            before = dataclasses.replace(seen)
+            with connected(house) as one:
+                one.sendall(whole)
+                assert rest_of(one).startswith(b"HTTP/1.1 ")
+            assert seen.bytes - before.bytes <= len(whole), path
+            assert seen.reads - before.reads <= 16, path
+            assert seen.events - before.events <= len(body) // 64 + 20, path
+
+
+# --- reads that take long -----------------------------------------------------------------------------------------------------
+
+
+def test_reads_of_a_tenant_wait_for_each_other_and_nobody_elses_do(house: House) -> None:
+    begun, over = threading.Event(), threading.Event()
+    us = house.store.tenants.made("us").id
+
+    def hold() -> None:
+        begun.set()
+        over.wait()
+
+    house.service.answer_threads.begin(us, hold)
+    assert begun.wait(60)
+    with ThreadPoolExecutor() as pool:
+        own = pool.submit(house.ask, "GET", "/v1/jobs/ended/steps?points=5000")
+        for path in ("/v1/jobs", "/v1/models", "/v1/files", "/tinker/api/v1/training_runs"):
+            assert house.ask("GET", path, "theirs").status_code == 200
+        assert house.ask("GET", "/readyz", "none").status_code == 503
+        assert not own.done()
+        over.set()
+        assert own.result(60).status_code == 200
+
+
+def test_steps_are_read_from_the_database_once(house: House) -> None:
+    path = "/v1/jobs/ended/steps?points=5000"
+    before = house.ask("GET", path).json()
+    house.recorder.record_step(house.job["id"], {"step": 2, "loss": float("nan"), "eval": {"reward": 1.0}, "more": "é"})
+    for reads in (1, 0):
+        with statements() as asked:
+            now = house.ask("GET", path).json()
+        assert sum("events.data" in one for one in asked) == reads
+        assert now["data"] == [*before["data"], {"step": 2, "loss": None, "eval": {"reward": 1.0}, "more": "é"}]
+        assert now["after"] > before["after"]
+    assert house.ask("GET", f"{path}&field=eval").json()["data"][-1] == {"step": 2, "eval": {"reward": 1.0}}
+
+
+def test_a_digest_of_work_is_that_of_its_whole_text() -> None:
+    """Jobs that began before find their scores again."""
+    texts = ["é\ud800", "", "x" * 3000]
+    work = {
+        "reward": {"args": {"b": 1, "a": None}},
+        "problem": {"id": 3, "row": [{"z": 1.5}]},
+        "completions": texts,
+        "transcripts": [],
+    }
+    whole = json.dumps(work, sort_keys=True, ensure_ascii=False).encode("utf-8", "replace")
+    assert key_of(work) == hashlib.sha256(whole).hexdigest()
+
+
+@pytest.mark.soak
+@pytest.mark.alone
+def test_no_route_holds_the_loop(tmp_path: Path) -> None:
+    """Each route with the dearest requests that it allows, with a key and without; `python -m bench.loop` prints them."""
+    figures = measured(tmp_path)
+    routes = {
+        f"{method} {route.path}" for module in ROUTES for route in module.router.routes for method in route.methods
+    }
+    assert {one.route for one in figures} == routes
+    slow = {f"{one.route}, {one.worst}": one.turn for one in figures if one.turn > MOST_SECONDS}
+    assert slow == {}
+    assert TURNS.longest_collection <= MOST_COLLECTION

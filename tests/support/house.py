@@ -145,7 +145,7 @@ def statements() -> Iterator[list[str]]:
 def open_house(directory: Path, **settings: Any) -> Iterator[House]:
     """A service in this process, while the block runs."""
     own = {name: settings.pop(name) for name in ("open_to_all", "hub", "rewards", "public_url") if name in settings}
-    port = settings.pop("port", None) or free_port()
+    port, loop = settings.pop("port", None) or free_port(), settings.pop("loop", "auto")
     app = create_app(Settings("small", directory, config=ServiceConfig(max_upload_mb=0.01, **settings), **own))
     service: Service = app.state.service
     store = service.store
@@ -162,7 +162,7 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
         if name == "revoked":
             store.tenants.revoke_key(key.id)
     connections = Connections(service.settings.config.http, raise_open_files())
-    options: Json = {"http": connections.protocol, "ws": "none"}
+    options: Json = {"http": connections.protocol, "ws": "none", "loop": loop}
     server = _Server(uvicorn.Config(app, port=port, lifespan="off", log_level="error", **options))
     thread = threading.Thread(target=server.run)
     thread.start()

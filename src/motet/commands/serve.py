@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     from motet.service.settings import Settings
 
+_SWITCH_SECONDS = 0.001
+"""How long a thread that computes holds up the event loop; Python's default is five times that."""
 _GRACE_SECONDS = 10
 """Seconds for open answers when the service stops; the service itself ends them after half of that."""
 
@@ -159,7 +161,7 @@ async def _run(
         try:
             import uvicorn
 
-            from motet.service.http.connections import Connections, raise_open_files
+            from motet.service.http.connections import QUEUE, Connections, raise_open_files
 
             app = make(heard)
         except BaseException:
@@ -180,11 +182,17 @@ async def _run(
     class Server(uvicorn.Server):
         """A server that tells waiting requests when the service stops; uvicorn would wait for them and then cut them off."""
 
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            for one in sockets or ():
+                one.listen(QUEUE)  # more may wait than are accepted in one turn of the event loop
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             lifecycle.drain(_GRACE_SECONDS / 2)
             await super().shutdown(sockets)
             await client.kill()  # after a second Ctrl-C, which skips the rest
 
+    sys.setswitchinterval(_SWITCH_SECONDS)
     connections = Connections(app.state.service.settings.config.http, raise_open_files())
     options: dict[str, Any] = {"http": connections.protocol, "ws": "none", "backlog": connections.backlog}
     server = Server(

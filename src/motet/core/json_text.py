@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -34,3 +34,22 @@ def json_text(value: Any, instead: Callable[[float], str | None] = _null) -> str
         return json.dumps(value, allow_nan=False)
     except ValueError:
         return json.dumps(finite(value, instead), allow_nan=False)
+
+
+def json_pieces(
+    value: object, dumps: Callable[[Any], str] = json_text, *, sort_keys: bool = False, depth: int = 3
+) -> Iterator[str]:
+    """The text of `dumps(value)` in pieces: the values of objects and lists, down to a depth."""
+    if depth and isinstance(value, Mapping):
+        keys = sorted(value) if sort_keys else value
+        parts, ends = ((f"{dumps(key)}: ", value[key]) for key in keys), "{}"
+    elif depth and isinstance(value, list | tuple):
+        parts, ends = (("", one) for one in value), "[]"
+    else:
+        yield dumps(value)
+        return
+    yield ends[0]
+    for number, (name, one) in enumerate(parts):
+        yield f", {name}" if number else name
+        yield from json_pieces(one, dumps, sort_keys=sort_keys, depth=depth - 1)
+    yield ends[1]

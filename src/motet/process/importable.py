@@ -52,7 +52,7 @@ class Readable:
 def of_python(path: Sequence[str]) -> Readable:
     """What may be read for this import path."""
     own = _own()
-    found = Readable(places=[*own, PACKAGE_ROOT / "motet", *_editable()])
+    found = Readable(places=[*own, *_editable()])
     for entry in dict.fromkeys([str(PACKAGE_ROOT), *path]):
         place = Path(entry or ".").resolve()
         if place.exists() and not any(place.is_relative_to(one) for one in own):
@@ -158,8 +158,7 @@ def _reason(place: Path) -> str:
             return "it is the working directory"
     if str(place) == _script():
         return "it is the directory of the script"
-    home = os.path.expanduser("~")  # "~" for a user whom the system does not know
-    return "it contains the home directory" if Path(home).resolve().is_relative_to(place) and home != "~" else ""
+    return "it contains the home directory" if Path.home().resolve().is_relative_to(place) else ""
 
 
 def _free(place: Path) -> bool:

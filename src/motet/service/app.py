@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
+import json
 import sys
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 
 from motet.cluster.hosts import longest_sequence
 from motet.service.composition import Service
@@ -35,6 +37,7 @@ from motet.service.routes import (
     sign_in,
     tenants,
 )
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Error
 from motet.service.secrets import load_secrets
 from motet.service.settings import Settings
@@ -100,6 +103,7 @@ class Lifecycle:
         service.queue.close()
         for threads in (
             service.check_threads,
+            service.answer_threads,
             service.read_threads,
             service.write_threads,
             service.stream_threads,
@@ -162,4 +166,20 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(RequestLog, files=service.request_files, metrics=service.request_metrics)
     for module in ROUTES:
         app.include_router(module.router)
+    _describe(app)
     return app
+
+
+def _describe(app: FastAPI) -> None:
+    """Serve the OpenAPI document, which is made once: FastAPI would encode it in the event loop for each request."""
+    made, lock = list[bytes](), threading.Lock()
+
+    def document() -> Response:
+        with lock:
+            if not made:
+                made.append(json.dumps(app.openapi(), separators=(",", ":")).encode())
+        return Response(made[0], media_type="application/json")
+
+    app.router.route_class = TenantRoute
+    app.router.routes[:] = [one for one in app.router.routes if getattr(one, "path", "") != app.openapi_url]
+    app.add_api_route(app.openapi_url or "/openapi.json", document, include_in_schema=False)

@@ -18,7 +18,15 @@ from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import Access, CheckThreads, RateLimit, ReadThreads, StreamThreads, WriteThreads
+from motet.service.http.auth import (
+    Access,
+    AnswerThreads,
+    CheckThreads,
+    RateLimit,
+    ReadThreads,
+    StreamThreads,
+    WriteThreads,
+)
 from motet.service.http.bodies import OpenBytes
 from motet.service.http.downloads import Packing
 from motet.service.http.sign_in import SignIns
@@ -46,8 +54,8 @@ from motet.tracking.follow import Followers
 
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; others wait in the database."""
-_CHECKING, _READING, _WRITING, _STREAMING = 4, 8, 32, 4
-"""Threads that check jobs, that read files, that write, and that read events; each tenant uses at most one of each."""
+_CHECKING, _READING, _WRITING, _STREAMING, _ANSWERING = 4, 8, 32, 4, 8
+"""Threads that check jobs, read files, write, read events, and list; each tenant uses at most one of each."""
 _MOST_STREAMS = 10**6
 """Of a tenant that wait for their turn; connections are limited elsewhere."""
 
@@ -97,6 +105,7 @@ class Service:
         self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
         self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
         self.write_threads = WriteThreads(_WRITING, http.requests_per_tenant)
+        self.answer_threads = AnswerThreads(_ANSWERING, http.requests_per_tenant)
         self.stream_threads = StreamThreads(_STREAMING, _MOST_STREAMS)
         self.streams = Counter[str]()
         """Open event streams, by tenant."""

@@ -50,11 +50,12 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _principal(request: Request, service: ServiceDep) -> Principal:
+def principal(request: Request, service: ServiceDep) -> Principal:
+    """The principal of the request's key; see `Access.principal`."""
     return service.access.principal(request)
 
 
-Asker = Annotated[Principal, Depends(_principal)]
+Asker = Annotated[Principal, Depends(principal)]
 """The principal of the request's key."""
 
 

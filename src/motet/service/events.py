@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Collection
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from pydantic_core import from_json, to_json
 from sqlalchemy import Integer, cast, func, select
 
 from motet.service.database.store import Store
@@ -18,6 +18,10 @@ from motet.service.schemas import JobEvent, TenantEvent
 
 ANY_JOB = ""
 """Topic of events of any job; each job's id is a topic too."""
+_MOST_KEPT = 2**26
+"""Bytes of steps in memory, over all jobs."""
+_PAGE = 500
+"""Steps read from the database at once."""
 WAITING_JOBS = "waiting jobs"
 """Topic of events after which a waiting job may start."""
 
@@ -87,6 +91,18 @@ class Entry:
     """As a server-sent event."""
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of a job."""
+
+    last: int = 0
+    """The id of the job's newest event when they were read."""
+    lines: Sequence[tuple[bytes, bool]] = ()
+    """Each as JSON, and whether it has an evaluation."""
+    size: int = 0
+    """Bytes of the lines."""
+
+
 class EventLog:
     """Stored events; the newest of all jobs are kept in memory for all readers. Thread-safe."""
 
@@ -99,6 +115,8 @@ class EventLog:
         """Later events up to `_top` are in memory."""
         self._top = 0
         self._published = -1
+        self._steps: OrderedDict[str, _Steps] = OrderedDict()
+        """By job, the least recently asked first."""
 
     def newest(self) -> int:
         """The id of the newest event."""
@@ -116,21 +134,47 @@ class EventLog:
             return self._read(after, limit, None if who.admin else who.tenant_id)
         return [entry for entry in kept if entry.id > after and (who.admin or entry.tenant_id == who.tenant_id)]
 
-    def steps(self, job_id: str, points: int, fields: Collection[str] = ()) -> tuple[list[dict[str, Any]], int]:
+    def steps(self, job_id: str, points: int, fields: Collection[str] = ()) -> tuple[list[bytes], int]:
         """About `points` steps of a job, and the id of its newest event, from which a stream can continue.
 
         Steps are evenly spaced, with the last one and all that have an evaluation. `fields` are those of metrics.jsonl
-        besides `step`; all if empty.
+        besides `step`; all if empty. The steps are JSON; each is read from the database once, and kept for a while.
         """
+        steps = self._read_steps(job_id)
+        stride, end = -(-len(steps.lines) // points), len(steps.lines) - 1
+        kept = [
+            line
+            for place, (line, evaluated) in enumerate(steps.lines)
+            if place % stride == 0 or place == end or evaluated
+        ]
+        if fields:
+            wanted = ("step", *fields)
+            parsed = map(from_json, kept)
+            kept = [to_json({name: line[name] for name in wanted if name in line}) for line in parsed]
+        return kept, steps.last
+
+    def _read_steps(self, job_id: str) -> _Steps:
+        """All steps of a job: those kept, and those since."""
+        with self._lock:
+            known = self._steps.pop(job_id, None) or _Steps()
         with self._store.transaction() as session:
             last = session.scalar(select(func.max(Event.id)).where(Event.job_id == job_id)) or 0
-            query = select(Event.data).where(Event.job_id == job_id, Event.kind == "step", Event.id <= last)
-            lines = list(session.scalars(query.order_by(Event.id)))
-        stride, end = -(-len(lines) // points), len(lines) - 1
-        kept = [line for place, line in enumerate(lines) if place % stride == 0 or place == end or line.get("eval")]
-        if fields:
-            kept = [{name: line[name] for name in ("step", *fields) if name in line} for line in kept]
-        return kept, last
+        lines, size, after = list(known.lines), known.size, known.last
+        while after < last:
+            steps = select(Event.id, Event.data).where(Event.job_id == job_id, Event.kind == "step")
+            page = steps.where(Event.id > after, Event.id <= last).order_by(Event.id).limit(_PAGE)
+            with self._store.transaction() as session:
+                rows = session.execute(page).all()
+            for _, data in rows:
+                lines.append((to_json(data, inf_nan_mode="null"), bool(data.get("eval"))))
+                size += len(lines[-1][0])
+            after = rows[-1][0] if len(rows) == _PAGE else last
+        found = _Steps(last, lines, size)
+        with self._lock:
+            self._steps[job_id] = found
+            while len(self._steps) > 1 and sum(one.size for one in self._steps.values()) > _MOST_KEPT:
+                self._steps.popitem(last=False)
+        return found
 
     def first_missing_step(self, job_id: str) -> int:
         """The first step that may be missing; the engine must send it and later ones again."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fastapi import Request
 
@@ -17,11 +18,13 @@ from motet.service.database.store import AWAY
 from motet.service.database.tenants import PREFIX, Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http import rights
+from motet.service.http.connections import network_of
 from motet.service.http.opened import opened_by
 from motet.service.request_log import asked_of
-from motet.service.workers.agents import KEY_PREFIX, AgentWorkers
+from motet.service.workers.agents import KEY_PREFIX, AgentWorkers, OfferedEpisode
 
 _MOST_BUCKETS = 10_000
+_HEALTH = ("/healthz", "/readyz")
 _EPISODES = re.compile(r"/episodes/([^/]+)/v1/")
 OF_TINKER = "tml-"
 """The `tinker` package only sends keys with this prefix; a Motet key follows it."""
@@ -49,7 +52,7 @@ def episode_key(request: Request) -> str:
 
 def address(request: Request) -> str:
     """Whose a request without a good key is."""
-    return f"from {request.client.host if request.client else 'nowhere'}"
+    return f"from {network_of(request.client) or 'nowhere'}"
 
 
 class RateLimit:
@@ -67,6 +70,13 @@ class RateLimit:
         """Limit of each bucket; None without one."""
         return None if self._config is None else self._config.requests_per_second
 
+    def spend(self, whose: str, requests: float) -> None:
+        """Take more from a bucket for a request that was allowed; what is missing then is made up for later."""
+        with self._lock:
+            if whose in self._buckets:
+                left, then = self._buckets[whose]
+                self._buckets[whose] = left - requests, then
+
     def wait(self, whose: str) -> int:
         """Take a request from a bucket: returns 0 if allowed, else the whole seconds to wait."""
         rate = self.requests_per_second
@@ -83,6 +93,23 @@ class RateLimit:
         return 0 if goes else math.ceil((1 - left) / rate)
 
 
+@dataclass
+class _Admitted:
+    """What is known of a request before its body is read."""
+
+    who: Principal | None = None
+    """The principal of its key; None without a valid one."""
+    looked_up: bool = False
+    """Whether the key was looked up; otherwise the database was away."""
+    counted_as: str = ""
+    """The bucket in which it was counted."""
+
+
+def _admitted(request: Request) -> _Admitted:
+    found: _Admitted = request.scope.setdefault("motet.admitted", _Admitted())
+    return found
+
+
 class Access:
     """Checks keys, and counts requests. Limits are those of a tenant: all its keys and episodes share them."""
 
@@ -90,74 +117,102 @@ class Access:
         self._tenants, self._rate, self._episodes, self.open_to_all = tenants, rate, episodes, open_to_all
 
     def known_tenant(self, request: Request) -> str | None:
-        """As `tenant`, from memory only; None if the database must be asked. The key may have ended since it was used."""
+        """As `admit`, from memory only; None if the database must be asked. The key may have ended since it was used."""
         if self.open_to_all:
             return "local"
         if (key := episode_key(request)).startswith(KEY_PREFIX):
-            named = _EPISODES.match(request.url.path)
-            leased = None if named is None else self._episodes.leased(named[1], key)
-            return "" if leased is None else leased.tenant
+            return "" if (leased := self._leased(request, key)) is None else leased.tenant
         return self._tenants.tenant_of(key) if key.startswith(PREFIX) else ""
 
-    def tenant(self, request: Request) -> str:
-        """The tenant that pays for a request, by its key or its episode's; empty if the key is not valid.
+    def admit(self, request: Request) -> str:
+        """Count a request; returns the tenant that pays for it, by its key or its episode's, empty if the key is not valid.
 
-        The request ends with its key from now on, while its body arrives. A request that needs no key has a tenant too.
+        This is done before anything of its body is read. The request ends with its key from now on. One that needs no key
+        has a tenant too.
+
+        Raises:
+            Refusal: its tenant, or its address without a valid key, sends too many requests.
         """
-        if self.open_to_all:
-            return "local"
-        if (key := episode_key(request)).startswith(KEY_PREFIX):
-            return self.known_tenant(request) or ""
-        try:
-            who = self._tenants.who(key)
-        except AWAY:  # the handler finds that out too, and reports it
-            return "unknown"
-        if who is None:
-            return ""
-        opened_by(request, who.key_id)
-        return who.tenant_id
-
-    def principal(self, request: Request) -> Principal:
-        """The principal of the request's key. Raises Refusal if the key is not valid, or sends too many requests."""
-        if key := bearer(request):
-            if key.startswith(KEY_PREFIX):
-                raise Refusal(
-                    401, "this is the key of an episode; it opens what the model answers there, and nothing else"
-                )
-            who = self._tenants.who(key)
+        key, asked, admitted = episode_key(request), asked_of(request.scope), _admitted(request)
+        admitted.looked_up = not key or key.startswith(KEY_PREFIX)
+        if key.startswith(KEY_PREFIX) and (leased := self._leased(request, key)) is not None:
+            opened_by(request, leased.owner)  # the key that leased the episode; the episode's key ends with it
+            asked.tenant_id = leased.tenant
+            self._count(request, f"episodes of {leased.tenant}")
+            return leased.tenant
+        if not admitted.looked_up:
+            try:
+                admitted.who = who = self._tenants.who(key)
+            except AWAY:  # the handler finds that out too, and reports it
+                return "unknown"
+            admitted.looked_up = True
             if who is not None:
                 opened_by(request, who.key_id)
-                asked = asked_of(request.scope)
                 asked.key, asked.tenant, asked.admin = who.key_id, who.tenant, who.admin
                 asked.tenant_id = who.tenant_id
-                self.count(who.tenant_id)
-                rights.check(who, request.method, request.url.path)
-                return who
-            if not self.open_to_all:  # otherwise any key is accepted: clients such as openai's always send one
-                self.count_unknown(request)
-                raise Refusal(401, "this key is unknown, revoked or expired; sign in again, or make another key")
+                self._count(request, who.tenant_id)
+                return who.tenant_id
+        if self.open_to_all:  # with any key: clients such as openai's always send one
+            self._count(request, "none")
+            asked.tenant_id = self._tenants.made_id("local")
+            return "local"
+        health = "health " if request.url.path.endswith(_HEALTH) else ""
+        self._count(request, f"{health}{address(request)}", "of an address without a good key", close=True)
+        return ""
+
+    def tenant(self, request: Request) -> str:
+        """The tenant of an admitted request; empty if its key is not valid."""
+        return asked_of(request.scope).tenant_id
+
+    def principal(self, request: Request) -> Principal:
+        """The principal of an admitted request. Raises Refusal if its key is not valid, or has no right to it."""
+        key, admitted = bearer(request), _admitted(request)
+        if key.startswith(KEY_PREFIX):
+            raise Refusal(401, "this is the key of an episode; it opens what the model answers there, and nothing else")
+        who = admitted.who if admitted.looked_up or not key else self._tenants.who(key)
+        if who is not None:
+            rights.check(who, request.method, request.url.path)
+            return who
         if self.open_to_all:
-            self.count("none")
-            asked_of(request.scope).tenant_id = local = self._tenants.made_id("local")
-            return Principal(local, "local", "none", "admin")
+            return Principal(self.tenant(request) or self._tenants.made_id("local"), "local", "none", "admin")
+        if key:
+            raise Refusal(401, "this key is unknown, revoked or expired; sign in again, or make another key")
         raise Refusal(401, "give an API key: Authorization: Bearer mk-…")
 
-    def count_unknown(self, request: Request) -> None:
-        """Count a request with an unknown key, by address. Raises as `count`."""
-        self.count(f"unknown keys {address(request)}", "of an address without a good key")
+    def looked_up(self, request: Request) -> bool:
+        """Whether the key of an admitted request was looked up; otherwise the database was away."""
+        return _admitted(request).looked_up
 
-    def count(self, whose: str, what: str = "of all keys of a tenant together") -> None:
-        """Count a request in a tenant's or an address's bucket. Raises Refusal if it exceeds the limit."""
+    def charge(self, request: Request, requests: float) -> None:
+        """Count an admitted request as so many more: its body or its answer takes as long."""
+        if whose := _admitted(request).counted_as:
+            self._rate.spend(whose, requests)
+
+    def _leased(self, request: Request, key: str) -> OfferedEpisode | None:
+        """The episode whose model a request asks with its key."""
+        named = _EPISODES.match(request.url.path)
+        return None if named is None else self._episodes.leased(named[1], key)
+
+    def _count(
+        self, request: Request, whose: str, what: str = "of all keys of a tenant together", *, close: bool = False
+    ) -> None:
+        """Count a request in a bucket. Raises Refusal if it exceeds the limit; `close` ends the connection then."""
         if seconds := self._rate.wait(whose):
             message = (
                 f"more than {self._rate.requests_per_second:g} requests a second, the most {what} here; try again in "
                 f"{seconds} s"
             )
-            raise Refusal(429, message, headers={"Retry-After": str(seconds)})
+            headers = {"Retry-After": str(seconds), **({"Connection": "close"} if close else {})}
+            raise Refusal(429, message, headers=headers)
+        _admitted(request).counted_as = whose
 
 
 class CheckThreads(ThreadTurns):
     """For checks of jobs."""
+
+
+class AnswerThreads(ThreadTurns):
+    """For what is answered at once: lists, charts, and answers that are encoded."""
 
 
 class ReadThreads(ThreadTurns):

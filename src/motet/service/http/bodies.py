@@ -1,7 +1,8 @@
-"""Limits on request bodies: a body is refused as soon as it is known to be too large, before it is stored.
+"""The way of every request into the service: its key, its rate, and then its body, within limits.
 
-A large answer takes memory of its tenant until its client has read it, however slowly.
-Without a valid key, only small bodies are read. Parsing JSON blocks all other requests, so each path has its own limit.
+A body is refused as soon as it is known to be too large, before it is stored. A large answer takes memory of its tenant
+until its client has read it, however slowly. Without a valid key, only small bodies are read. Parsing JSON blocks all
+other requests, so each path has its own limit, and a body of many values counts as several requests of its key's rate.
 Addresses with a NUL character are refused too, because databases cannot store them.
 """
 
@@ -9,18 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from motet.config.service import HttpConfig
+from motet.service.errors import Refusal
 from motet.service.http.auth import Access, address
+from motet.service.http.json_size import MOST_NUMBERS, MOST_VALUES, MOST_VALUES_OF_NOBODY, NO_KEY, JsonSize
 from motet.service.request_log import asked_of
 
 MOST = 2**20
@@ -45,8 +50,9 @@ _EPISODES = "/episodes/"
 _EPISODE_BYTES = 64
 _AROUND = 2**16  # extra bytes of a form around its file, and of a request around its prompt
 _DRAIN_SECONDS = 5.0
-MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**19, 2**16, 2**13
-"""Limits for JSON, parsed in under 100 ms: values of any kind; texts, including field names; lists and objects."""
+_NUMBERS = ("/tinker/api/v1/asample", "/v1/completions")
+ANSWER_OF_A_REQUEST = 2**18
+"""Bytes of an answer that count as one more request; files do not count."""
 MOST_DIGITS = 640
 """Most digits of a whole number, because parsing time grows with their square."""
 _SPREAD = 8
@@ -55,7 +61,7 @@ _SPOOLED = 2**20
 """Most bytes of an uploaded file in memory."""
 _LARGEST_AT_ONCE = 4
 """Largest uploads that a tenant's open uploads may take on the disk."""
-_NOBODY, _NOBODYS_PART = "", 8
+_NOBODYS_PART = 8
 _BODY = "motet.body"
 """Key of the `_Body` in a request's scope."""
 _SOON = {"Retry-After": "1"}
@@ -125,7 +131,8 @@ class Bodies:
     ) -> None:
         """Set up the limits; `answers` is the room of answers, `uploads` has the limit in MB of each path that takes files.
 
-        `access` says whose a request is; `positions` the most tokens of a prompt over all bases, 0 while unknown.
+        `access` says whose a request is, and counts it; `positions` the most tokens of a prompt over all bases, 0 while
+        unknown.
         """
         self._app, self._refusal, self._access = app, refusal, access
         self._config, self._room, self._answers = config, room, answers
@@ -145,34 +152,49 @@ class Bodies:
         """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+            return None
         if "\0" in scope["path"] or b"%00" in scope["query_string"] or b"\0" in scope["query_string"]:
             await self._refusal(422, "the address has a NUL character; take it out")(scope, receive, send)
-            return
-        request = Request(scope)
+            return None
+        request, admitted = Request(scope), False
         if (tenant := self._access.known_tenant(request)) is None:
-            tenant = await asyncio.to_thread(self._access.tenant, request)
+            try:
+                tenant, admitted = await run_in_threadpool(self._access.admit, request), True
+            except Refusal as error:
+                return await self._refuse(
+                    scope, receive, send, error.status, error.message, MOST, headers=error.headers
+                )
         whose, most, what = tenant or address(request), self._config.requests_per_tenant, "requests"
         if scope["path"].endswith("/stream"):
             whose, most, what = f"streams of {whose}", self._config.streams_per_tenant, "streams"
         if self._requests[whose] >= most:
             words = f"{most} {what} of this {'tenant' if tenant else 'address'} are open, the most here; wait for some to end"
-            await self._refusal(429, words, headers=_SOON)(scope, receive, send)
-            return
+            return await self._refuse(scope, receive, send, 429, words, MOST, headers=_SOON)
         self._requests[whose] += 1
         try:
-            await self._answer(scope, receive, send)
+            if not admitted and tenant:
+                tenant = await run_in_threadpool(self._access.admit, request)
+            elif not admitted:
+                tenant = self._access.admit(request)
+        except Refusal as error:
+            await self._refuse(scope, receive, send, error.status, error.message, MOST, headers=error.headers)
+        else:
+            await self._answer(scope, receive, send, tenant)
         finally:
             self._requests[whose] -= 1
             if not self._requests[whose]:
                 del self._requests[whose]
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def refuse(status: int, words: str, most: int, **more: Any) -> None:
-            """Refuse the request, and read up to `most` bytes of it."""
-            await self._refusal(status, words, **more)(scope, receive, send)
-            await _drain(receive, most)
+    async def _refuse(
+        self, scope: Scope, receive: Receive, send: Send, status: int, words: str, most: int, **more: Any
+    ) -> None:
+        """Refuse a request, and read up to `most` bytes of it."""
+        asked_of(scope).reason = words
+        await self._refusal(status, words, **more)(scope, receive, send)
+        await _drain(receive, most)
 
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, payer: str) -> None:
+        refuse = functools.partial(self._refuse, scope, receive, send)
         path = scope["path"].rstrip("/")
         limit = self._limits.get(path) or _limit(path, self._positions())
         words = self._words.get(path, f"this request may have {limit / 2**20:.3g} MB at most")
@@ -183,11 +205,8 @@ class Bodies:
             return await refuse(413, words, max(limit, MOST_PROMPT))
         large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers
         uploads = path in self._limits and scope["method"] == "POST"
-        payer = _NOBODY
-        if uploads or large or not self._room.fits(_NOBODY, _SPREAD * MOST_OF_NOBODY):
-            payer = await asyncio.to_thread(self._access.tenant, Request(scope))
-            if (uploads or large) and not payer:
-                return await refuse(401, "give an API key that is good: Authorization: Bearer mk-…", MOST)
+        if (uploads or large) and not payer:
+            return await refuse(401, NO_KEY, MOST)
         if uploads and self._uploads[payer] >= (most := self._config.waiting_per_tenant):
             words = f"{most} uploads of this tenant are open, the most here; wait for some to end"
             return await refuse(429, words, MOST, headers=_SOON)
@@ -197,7 +216,12 @@ class Bodies:
             return await refuse(429, words, MOST, headers=_SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
-        body = _Body(receive, limit, words, self._room, payer, weight, JsonSize() if reads_json else None)
+        json = (
+            JsonSize(_most_values(path, payer), functools.partial(self._access.charge, Request(scope)))
+            if reads_json
+            else None
+        )
+        body = _Body(receive, limit, words, self._room, payer, weight, json)
         scope[_BODY] = body
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
         self._arriving[payer] += size
@@ -227,6 +251,7 @@ class Bodies:
                     await send(one)
                 start.clear()
                 return
+            self._access.charge(Request(scope), len(content) / ANSWER_OF_A_REQUEST)
             try:
                 if (payer := asked_of(scope).tenant_id) and not body.held:
                     # what a request has changed is told in any case
@@ -258,6 +283,19 @@ def _limit(path: str, positions: int) -> int:
     return MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
+def _most_values(path: str, payer: str) -> int:
+    """Limit of values in a body."""
+    if not payer:
+        return MOST_VALUES_OF_NOBODY
+    return MOST_NUMBERS if path in _NUMBERS or path.endswith(_SCORES) else MOST_VALUES
+
+
+def values_of(request: Request) -> int:
+    """The values in a body of JSON that has arrived."""
+    body: _Body | None = request.scope.get(_BODY)
+    return 0 if body is None or body.json is None else body.json.values
+
+
 def when_sent(request: Request, call: Callable[[], object]) -> None:
     """Call a function when the answer to a request is sent, or its client has gone.
 
@@ -265,6 +303,12 @@ def when_sent(request: Request, call: Callable[[], object]) -> None:
     """
     body: _Body = request.scope[_BODY]
     body.answer.callback(call)
+
+
+def take(request: Request, size: int) -> None:
+    """Count more memory of a request until it is answered. Raises HTTPException without room (429)."""
+    body: _Body = request.scope[_BODY]
+    body.take(size)
 
 
 def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
@@ -275,35 +319,6 @@ def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
     """
     body: _Body = request.scope[_BODY]
     body.hold(room, tenant_id, size)
-
-
-class JsonSize:
-    """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
-
-    def __init__(self) -> None:
-        self._values = self._quotes = self._containers = 0
-        self._rest = b""
-        """A backslash at the end of the last part."""
-
-    def add(self, part: bytes) -> None:
-        """Count another part. Raises HTTPException if it has too many values, or is not UTF-8."""
-        if b"\0" in part:  # as in UTF-16, where any byte may look like a quote
-            raise HTTPException(400, "a JSON body has no NUL bytes; send it in UTF-8")
-        part = (self._rest + part).replace(b"\\\\", b"")
-        self._rest = b"\\" if part.endswith(b"\\") else b""
-        pieces = part.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
-        outside = b"".join(pieces[self._quotes % 2 :: 2])
-        self._quotes += len(pieces) - 1
-        containers = outside.count(b"[") + outside.count(b"{")
-        self._containers += containers
-        self._values += containers + outside.count(b",")
-        for what, count, most in (
-            ("values", self._values, MOST_VALUES),
-            ("texts", self._quotes // 2, MOST_TEXTS),
-            ("lists and objects", self._containers, MOST_CONTAINERS),
-        ):
-            if count > most:
-                raise HTTPException(413, f"this request may have {most} {what} at most; send it in parts")
 
 
 class _Body:
@@ -322,7 +337,7 @@ class _Body:
         """`weight`: memory per byte, and the most bytes in memory."""
         self._receive, self._limit, self._words = receive, limit, words
         self._room, self._payer, (self._each, self._most) = room, payer, weight
-        self._json = json
+        self.json = json
         self._read = self._taken = 0
         self.answer = contextlib.ExitStack()
         """Called when the answer is sent."""
@@ -336,12 +351,16 @@ class _Body:
         self._read += len(part)
         if self._read > self._limit:
             raise HTTPException(413, self._words)
-        if self._json is not None:
-            self._json.add(part)
-        if more := self._each * min(self._read, self._most) - self._taken:
-            self._room.take(self._payer, more)
-            self._taken += more
+        if self.json is not None:
+            self.json.add(part)
+        if (more := self._each * min(self._read, self._most) - self._taken) > 0:
+            self.take(more)
         return message
+
+    def take(self, size: int) -> None:
+        """Count more memory. Raises HTTPException without room."""
+        self._room.take(self._payer, size)
+        self._taken += size
 
     def hold(self, room: OpenBytes, payer: str, size: int, *, always: bool = False) -> None:
         """Count memory of the answer until it is sent. Raises HTTPException without room; one answer always fits."""

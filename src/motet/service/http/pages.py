@@ -1,4 +1,4 @@
-"""Responses with many rows. Encode them in a thread, not in the event loop."""
+"""Responses with many rows. Encode them in a thread, not in the event loop, and row by row: one call holds up all threads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def page(
     status: int = 200,
     **more: Iterable[object],
 ) -> Response:
-    """The response `around`, whose lists are empty, with rows as its `data`, and `more` rows for other lists.
-
-    Each row is encoded by itself: one call for all would hold up the event loop from any thread.
-    """
+    """The response `around` with empty lists, with rows as its `data`, and `more` rows for other lists; bytes are JSON."""
     whole = around.model_dump_json(by_alias=True, exclude_none=exclude_none).encode()
     for name, some in {"data": rows, **more}.items():
-        encoded = b",".join(to_json(row, exclude_none=exclude_none, inf_nan_mode="null") for row in some)
+        encoded = b",".join(
+            row if isinstance(row, bytes) else to_json(row, exclude_none=exclude_none, inf_nan_mode="null")
+            for row in some
+        )
         whole = whole.replace(b'"%b":[]' % name.encode(), b'"%b":[%b]' % (name.encode(), encoded), 1)
     return Response(whole, status, media_type="application/json")

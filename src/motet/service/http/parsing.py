@@ -6,6 +6,7 @@ Each costs far more time than its bytes suggest. Whoever exceeds a limit gets an
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -21,19 +22,29 @@ _BLANK = re.compile(rb"\n\r?\n")
 _LENGTH, _CODING = b"content-length", b"transfer-encoding"
 
 
+@dataclass
+class Handled:
+    """What the event loop has handled of all connections."""
+
+    reads: int = 0
+    """Pieces read."""
+    bytes: int = 0
+    events: int = 0
+    """Events of requests, each of which takes about 20 µs: heads, chunks and ends, and looks for them."""
+
+
 class Parser(h11.Connection):
     """The server's end of a connection, within the limits. A head is parsed when it is whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, handled: Handled | None = None) -> None:
         super().__init__(h11.SERVER, MOST_PART)
+        self.handled = handled or Handled()
         self._head = bytearray()
         self.wrong: h11.RemoteProtocolError | None = None
         """The limit that was exceeded."""
         self._chunks = self._bytes = 0
         self.chunked = False
         """Whether a body arrives in chunks."""
-        self.events = 0
-        """Events of all requests; each takes about 20 µs."""
 
     def receive_data(self, data: bytes) -> None:
         """Take a part of a request."""
@@ -60,7 +71,7 @@ class Parser(h11.Connection):
         if self.wrong is not None:
             raise self.wrong
         event = super().next_event()
-        self.events += 1
+        self.handled.events += 1
         if type(event) is h11.Data:
             self._chunks += event.chunk_start
             self._bytes += len(event.data)

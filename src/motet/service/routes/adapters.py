@@ -26,12 +26,12 @@ from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, NamedJob, ServiceDep, worked
 from motet.service.errors import Refusal, existing
-from motet.service.http.forms import FormRoute
 from motet.service.http.pages import page
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
 
-router = APIRouter(prefix="/v1", tags=["adapters"], route_class=FormRoute)
+router = APIRouter(prefix="/v1", tags=["adapters"], route_class=TenantRoute)
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
 _PIECE = 2**20
 WithReceipts = Annotated[

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -27,6 +27,7 @@ from motet.chat.structure import check_grammar
 from motet.cluster.hosts import longest_sequence
 from motet.cluster.messages import Complete
 from motet.core.errors import ConfigError, EngineError
+from motet.core.json_text import json_pieces
 from motet.core.section import Described
 from motet.core.types import SamplingParams
 from motet.service.adapters.adapters import Answerer, NoModelError
@@ -35,13 +36,14 @@ from motet.service.composition import Service
 from motet.service.database.tables import new_id
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
-from motet.service.errors import AnyJSON, Refusal, bad_field
+from motet.service.errors import Refusal, bad_field
 from motet.service.http.pages import page
 from motet.service.routes.adapters import SharesDep
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Asked, Model, Models
 from motet.service.storage import Storage
 
-router = APIRouter(prefix="/v1", tags=["completions"])
+router = APIRouter(prefix="/v1", tags=["completions"], route_class=TenantRoute)
 Text = Annotated[str, Field(max_length=200_000)]
 Stop = Annotated[str, Field(min_length=1, max_length=500)]
 """Each is compared at every token."""
@@ -212,8 +214,8 @@ class Chats:
         reply = await while_there(self._request, completer.reply(asked))
         if asked.stream:
             return events_of(wanted.events(reply), service.storage)
-        body = wanted.answer(reply, await while_there(self._request, whole(reply.pieces)))
-        return AnyJSON(body)
+        pieces = await while_there(self._request, whole(reply.pieces))
+        return await _encoded(service, who, lambda: wanted.answer(reply, pieces))
 
 
 ChatsDep = Annotated[Chats, Depends()]
@@ -295,8 +297,17 @@ async def complete(who: Asker, service: ServiceDep, request: Request, wanted: Co
     answers = await while_there(request, all_whole(service.hosts, questions))
     completions = [one for _, choices in answers for one in choices]
     used = usage(sum(read for read, _ in answers), sum(len(one.token_ids) for one in completions))
-    choices = [wanted.choice(one, index) for index, one in enumerate(completions)]
-    return AnyJSON({**head, "choices": choices, "usage": used})
+
+    def body() -> dict[str, Any]:
+        return {**head, "choices": [wanted.choice(one, index) for index, one in enumerate(completions)], "usage": used}
+
+    return await _encoded(service, who, body)
+
+
+async def _encoded(service: Service, who: Principal, answer: Callable[[], dict[str, Any]]) -> Response:
+    """An answer, which may have figures for each of a hundred thousand tokens; made in the turn of its tenant."""
+    body = await service.answer_threads.run(who.tenant_id, lambda: "".join(json_pieces(answer())))
+    return Response(body, media_type="application/json")
 
 
 async def _texts(

@@ -17,8 +17,9 @@ from fastapi.responses import JSONResponse, Response
 
 from motet.service.depends import ServiceDep
 from motet.service.errors import Refusal
+from motet.service.routing import TenantRoute
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(include_in_schema=False, route_class=TenantRoute)
 _FOLDER = "dashboard"
 _PLOTLY = "plotly.js"
 _SMALLEST = 1000  # smallest file worth compressing, in bytes

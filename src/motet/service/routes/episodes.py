@@ -5,7 +5,6 @@ Leases and results need a tenant's key; chats use the episode's own key, which p
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -13,16 +12,17 @@ from fastapi import APIRouter, Depends, Request, Response
 from motet.agents.episode_messages import AskEpisode, EpisodeEnded
 from motet.agents.served_episode import MODELS, RETRY
 from motet.core.errors import HostGone
+from motet.core.json_text import json_pieces
 from motet.core.types import JobState
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import episode_key
-from motet.service.http.opened import opened_by
 from motet.service.routes.completions import STREAMED
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Models
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeResults, LeaseRequest
 
-router = APIRouter(tags=["episodes"])
+router = APIRouter(tags=["episodes"], route_class=TenantRoute)
 
 
 @router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)
@@ -47,8 +47,9 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
         for one in leased
     ]  # fmt: skip
     # ASCII: the data may contain invalid UTF-8.
-    body = {"episodes": episodes, "held": held, "seconds": service.agent_workers.lease_seconds, "state": state.value}
-    return Response(json.dumps(body), media_type="application/json")
+    shown = {"episodes": episodes, "held": held, "seconds": service.agent_workers.lease_seconds, "state": state.value}
+    body = await service.answer_threads.run(who.tenant_id, lambda: "".join(json_pieces(shown)))
+    return Response(body, media_type="application/json")
 
 
 @router.post("/v1/jobs/{job}/episodes/results")
@@ -71,16 +72,11 @@ class EpisodeAnswers:
     """Answers agents under the key of their episode."""
 
     def __init__(self, request: Request, service: ServiceDep) -> None:
-        self._request, self._workers, self._access = request, service.agent_workers, service.access
+        self._request, self._workers = request, service.agent_workers
 
     async def __call__(self, episode: str, route: str) -> Response:
         """Ask the host that has the episode."""
         request, key = self._request, episode_key(self._request)
-        if (leased := self._workers.leased(episode, key)) is not None:
-            opened_by(request, leased.owner)  # the key that leased the episode; the episode's key ends with it
-            self._access.count(f"episodes of {leased.tenant}")
-        else:
-            self._access.count_unknown(request)
         try:
             body = (await request.body()).decode()
         except UnicodeDecodeError as error:

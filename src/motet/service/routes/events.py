@@ -21,9 +21,10 @@ from motet.service.database.tables import Event
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.events import ANY_JOB, as_sent, within
 from motet.service.http.pages import page
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Events, JobEvent, Steps
 
-router = APIRouter(prefix="/v1", tags=["jobs"])
+router = APIRouter(prefix="/v1", tags=["jobs"], route_class=TenantRoute)
 _PAGE = 500
 """Events read at a time."""
 _QUIET_SECONDS = 15.0

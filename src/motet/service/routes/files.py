@@ -9,17 +9,18 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Form, Query, Request, UploadFile
 from fastapi import File as FormFile
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
 
 from motet.core.errors import LimitError, MotetError
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.depends import Asker, ServiceDep, while_there, worked
 from motet.service.errors import Refusal, bad_field, existing
-from motet.service.http.forms import FormRoute
+from motet.service.http.pages import page
+from motet.service.routing import TenantRoute
 from motet.service.schemas import File, FileDeleted, Files
 from motet.tasks.row_files import UPLOADED, count_apart
 
-router = APIRouter(prefix="/v1/files", tags=["files"], route_class=FormRoute)
+router = APIRouter(prefix="/v1/files", tags=["files"], route_class=TenantRoute)
 _PIECE = 2**20
 PURPOSE = "fine-tune"
 """The purpose of all files, in the terms of the `openai` package."""
@@ -68,7 +69,7 @@ async def upload(
     return _shown(stored)
 
 
-@router.get("")
+@router.get("", response_model=Files)
 def list_files(
     who: Asker,
     service: ServiceDep,
@@ -76,7 +77,7 @@ def list_files(
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(description="All files are for `fine-tune`.")] = None,
-) -> Files:
+) -> Response:
     """List the tenant's files."""
     files = [] if purpose not in (None, PURPOSE) else service.store.files(who)
     files = files if order == "desc" else files[::-1]
@@ -85,9 +86,9 @@ def list_files(
         if after not in ids:
             raise bad_field("after", f"there is no file {after!r}")
         files = files[ids.index(after) + 1 :]
-    page = [_shown(one) for one in files[:limit]]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return Files(data=page, has_more=len(files) > limit, first_id=first, last_id=last)
+    shown = [_shown(one) for one in files[:limit]]
+    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
+    return page(Files(data=[], has_more=len(files) > limit, first_id=first, last_id=last), shown)
 
 
 def _named_file(file: str, who: Asker, service: ServiceDep) -> StoredFile:

@@ -21,11 +21,12 @@ from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, existing
 from motet.service.jobs.submissions import GivenJob
+from motet.service.routing import TenantRoute
 from motet.service.schemas import fine_tuning as s
 from motet.tasks.graders.shapes import Multi, judges
 from motet.tasks.judging import Graded
 
-router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"])
+router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"], route_class=TenantRoute)
 Limit = Annotated[int, Query(ge=1, le=200)]
 _EVENT = "ftevent-"
 _CHECKPOINT = "ftckpt-"

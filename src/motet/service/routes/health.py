@@ -17,9 +17,10 @@ from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob, Tenant, now
 from motet.service.depends import ServiceDep, admin_only
 from motet.service.http.auth import bearer
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Error, Health
 
-router = APIRouter(tags=["health"])
+router = APIRouter(tags=["health"], route_class=TenantRoute)
 _STARTING = "the engine is starting"
 
 

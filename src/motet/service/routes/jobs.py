@@ -24,11 +24,12 @@ from motet.service.http.bodies import hold
 from motet.service.http.pages import page
 from motet.service.jobs.submissions import GivenJob
 from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Asked, CheckedJobs, HeldOut, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
 from motet.service.schemas.usage import JobChange
 from motet.tasks.reward_elsewhere import masked
 
-router = APIRouter(prefix="/v1", tags=["jobs"])
+router = APIRouter(prefix="/v1", tags=["jobs"], route_class=TenantRoute)
 
 
 class JobText(Asked):

@@ -15,9 +15,10 @@ from motet.service.database.tables import StoredRace
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import existing
+from motet.service.routing import TenantRoute
 from motet.service.schemas import Bracket, Race, Races
 
-router = APIRouter(prefix="/v1", tags=["jobs"])
+router = APIRouter(prefix="/v1", tags=["jobs"], route_class=TenantRoute)
 
 
 def _shown(who: Principal, service: Service, race: StoredRace) -> Race:

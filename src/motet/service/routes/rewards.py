@@ -6,22 +6,24 @@ Workers connect to the service: they lease work, score it, and send results. Eve
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-import json
 from collections.abc import Iterator
 
 from fastapi import APIRouter, Request, Response
 from pydantic_core import PydanticUndefined
 
+from motet.core.json_text import json_pieces
 from motet.core.types import JobState
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
+from motet.service.routing import TenantRoute
 from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_loading import SCORER
 from motet.tasks.rewards import BUILTIN
 
-router = APIRouter(prefix="/v1", tags=["rewards"])
+router = APIRouter(prefix="/v1", tags=["rewards"], route_class=TenantRoute)
 
 
 @router.get("/rewards")
@@ -48,7 +50,8 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
         state = await service.reward_workers.state(job.id)
     units = [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]
     # ASCII: the data may contain invalid UTF-8.
-    body = json.dumps({"units": units, "seconds": service.reward_workers.lease_seconds, "state": state.value})
+    shown = {"units": units, "seconds": service.reward_workers.lease_seconds, "state": state.value}
+    body = await service.answer_threads.run(who.tenant_id, lambda: "".join(json_pieces(shown)))
     return Response(body, media_type="application/json")
 
 
@@ -74,7 +77,12 @@ async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
     await service.reward_workers.leave(job.id, worker)
 
 
-def _built_in() -> Iterator[Reward]:
+@functools.cache
+def _built_in() -> tuple[Reward, ...]:
+    return tuple(_each_built_in())
+
+
+def _each_built_in() -> Iterator[Reward]:
     for name, function in BUILTIN.items():
         own = [one for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
         parameters = {one.name: "" if one.default is one.empty else repr(one.default) for one in own}
@@ -84,7 +92,12 @@ def _built_in() -> Iterator[Reward]:
     yield Reward(name=SCORER, kind="built-in", summary=summary, parameters={})
 
 
-def _elsewhere() -> Iterator[Reward]:
+@functools.cache
+def _elsewhere() -> tuple[Reward, ...]:
+    return tuple(_each_elsewhere())
+
+
+def _each_elsewhere() -> Iterator[Reward]:
     for name, model in ELSEWHERE.items():
         fields = {
             field: "" if info.default is PydanticUndefined else repr(info.default)

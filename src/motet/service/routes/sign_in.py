@@ -16,10 +16,11 @@ from motet.service.http.rights import rights
 from motet.service.http.sign_in import BEGUN_SECONDS, CALLBACK, Loopback, Person, SignIns
 from motet.service.request_log import asked_of
 from motet.service.routes.dashboard import HEADERS
+from motet.service.routing import TenantRoute
 from motet.service.schemas import NewKey
 from motet.service.schemas.sign_in import DeviceHandle, DeviceLogin, DevicePending, LoginCode, LoginWays, Me
 
-router = APIRouter()
+router = APIRouter(route_class=TenantRoute)
 _HEADERS = {**HEADERS, "Cache-Control": "no-store"}
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Sign in · Motet</title>
 <link rel="stylesheet" href="/dashboard/base.css"><link rel="icon" href="/dashboard/favicon.svg">

@@ -17,10 +17,11 @@ from motet.service.database.tenants import Principal
 from motet.service.depends import Admin, Asker, KeyEnder, ServiceDep
 from motet.service.errors import AnyJSON, Refusal, existing
 from motet.service.http.rights import check_new
+from motet.service.routing import TenantRoute
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
 from motet.service.schemas.usage import By, Erased, TenantInfo, Tenants, UsageLine, UsageReport
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(prefix="/v1", route_class=TenantRoute)
 _DAY = 86400.0
 
 

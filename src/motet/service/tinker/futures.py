@@ -86,7 +86,7 @@ class Futures:
         Raises:
             LimitError: too many of this tenant's are open, or its storage is full.
         """
-        asked = wanted.model_dump_json().encode()
+        asked = await asyncio.to_thread(lambda: wanted.model_dump_json().encode())  # it may have 200,000 tokens
         name = _name(who, wanted, asked)
         while (known := self._samples.by_name.get(name) or self._once_more(who, name)) is not None:
             await known.begun.wait()
@@ -212,7 +212,7 @@ class Futures:
             outcome = await asyncio.to_thread(journal.outcome, number) if size else None
             match outcome:
                 case Gradient():
-                    return write_gradient(outcome)
+                    return await asyncio.to_thread(write_gradient, outcome)
                 case Done():
                     return outcome.answer
                 case Failed():

@@ -15,6 +15,7 @@ from motet.service.composition import Service
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker
 from motet.service.errors import Refusal
+from motet.service.routing import TenantRoute
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
@@ -51,7 +52,9 @@ TinkerDep = Annotated[Tinker, Depends(_tinker)]
 
 def new_router() -> APIRouter:
     """A router with the prefix."""
-    return APIRouter(prefix=PREFIX, include_in_schema=False)  # the protocol is described elsewhere
+    return APIRouter(
+        prefix=PREFIX, include_in_schema=False, route_class=TenantRoute
+    )  # the protocol is described elsewhere
 
 
 async def use_up(who: Principal, tinker: Tinker, model: str, number: int) -> None:

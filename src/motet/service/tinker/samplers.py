@@ -239,7 +239,7 @@ class Samplers:
                     raise EngineError(chunk.error or "the sample was ended; sample again")
                 if chunk.finish_reason is FinishReason.LENGTH:
                     completions[chunk.index].cut = True
-        return write_samples(completions, scores, top)
+        return await asyncio.to_thread(write_samples, completions, scores, top)  # they may have megabytes
 
 
 def question(who: Principal, sampler: Sampler, wanted: Sample) -> Complete:

@@ -8,6 +8,7 @@ without texts, until no restart of the job can ask for them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 from collections import defaultdict
@@ -21,6 +22,7 @@ from sqlalchemy.exc import IntegrityError
 
 from motet.config import JobConfig, RewardConfig
 from motet.core.errors import ScorerAway
+from motet.core.json_text import json_pieces
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
 from motet.service.events import EventBus
@@ -44,7 +46,11 @@ class Leased:
 
 def key_of(work: Mapping[str, Any]) -> str:
     """The digest of a piece of work."""
-    return hashlib.sha256(json.dumps(work, sort_keys=True, ensure_ascii=False).encode("utf-8", "replace")).hexdigest()
+    digest = hashlib.sha256()
+    dumps = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False)
+    for piece in json_pieces(work, dumps, sort_keys=True):
+        digest.update(piece.encode("utf-8", "replace"))
+    return digest.hexdigest()
 
 
 class ScoringUnits:
@@ -169,7 +175,7 @@ class RewardWorkers(AttachedWorkers):
         self._start_checking()
         given = reward.model_dump(mode="json", exclude={"name", "weight"})
         work = {"reward": given, "problem": problem, "completions": completions, "transcripts": transcripts}
-        key, answer = key_of(work), asyncio.get_running_loop().create_future()
+        key, answer = await asyncio.to_thread(key_of, work), asyncio.get_running_loop().create_future()
         self._waiting[job.id].setdefault(key, []).append(answer)  # before the look-up, so that no answer is missed
         try:
             await self._prune(job)

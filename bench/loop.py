@@ -1,0 +1,310 @@
+"""How long a turn of the service's event loop takes, by route: `python -m bench.loop [docs/loop-figures.md]`.
+
+Every route gets the dearest bodies and queries that it allows, with a key and without one. A turn is measured in CPU
+time of its thread, without collections of garbage; what the loop waits for does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from motet.config.service import RateConfig
+from motet.service.app import ROUTES
+from motet.service.http.auth import RateLimit
+from motet.service.http.bodies import MOST_GRADIENT
+from motet.service.http.json_size import MOST_CONTAINERS, MOST_NUMBERS, MOST_TEXTS, MOST_VALUES
+from motet.service.tinker.wire import CONTENT_TYPE, KINDS
+from tests.support.house import House, open_house
+from tests.support.service_run import tiny
+
+MOST_SECONDS = 0.02
+"""Longest turn."""
+MOST_COLLECTION = 0.05
+"""Longest collection of garbage."""
+PER_SECOND = 50.0
+"""Requests of a tenant in a second, by default."""
+STEPS = 3000
+"""Steps of the job that is asked about."""
+_SECONDS = 0.5
+"""How long an answer is waited for: without an engine, some never come."""
+
+
+@dataclass
+class Turns:
+    """Turns of the loop in this process."""
+
+    longest: float = 0.0
+    total: float = 0.0
+    collecting: float = 0.0
+    longest_collection: float = 0.0
+
+
+TURNS = Turns()
+
+
+class MeasuredLoop(asyncio.SelectorEventLoop):
+    """An event loop that measures its turns."""
+
+    def _run_once(self) -> None:
+        collected, began = TURNS.collecting, time.thread_time()
+        super()._run_once()  # type: ignore[misc]
+        took = time.thread_time() - began - (TURNS.collecting - collected)
+        TURNS.total += took
+        TURNS.longest = max(TURNS.longest, took)
+
+
+def _collected(phase: str, _: dict[str, int], began: list[float] = [0.0]) -> None:  # noqa: B006 - kept between the phases
+    if phase == "start":
+        began[0] = time.thread_time()
+    else:
+        took = time.thread_time() - began[0]
+        TURNS.collecting += took
+        TURNS.longest_collection = max(TURNS.longest_collection, took)
+
+
+@dataclass
+class Figure:
+    """What the requests to a route took, with a key or without."""
+
+    route: str
+    key: bool
+    turn: float = 0.0
+    """Seconds of the longest turn."""
+    share: float = 0.0
+    """Of the loop, at the rate that one tenant may have."""
+    worst: str = ""
+    """The request of the longest turn."""
+    statuses: set[int] = field(default_factory=set)
+
+
+def _numbers(count: int, length: int = 4) -> bytes:
+    return b"[" + b",".join([b"0." + b"7" * (length - 2)] * count) + b"]"
+
+
+def _json(limit: int) -> Iterator[tuple[str, bytes]]:
+    """The dearest bodies of JSON, whatever they mean."""
+    yield "numbers", _numbers(min(MOST_VALUES, limit // 19) - 2, 18)
+    yield "long numbers", _numbers(limit // 1003, 1000)
+    yield "texts", json.dumps({f"{one:x}": "" for one in range(MOST_TEXTS // 2 - 8)}).encode()
+    yield "lists", json.dumps([[]] * (MOST_CONTAINERS - 8)).encode()
+    yield "a text", json.dumps({"text": "\\" * (limit // 4)}).encode()
+    yield "deep", b"[" * (MOST_CONTAINERS - 8)
+
+
+def _gradients() -> Iterator[tuple[str, bytes]]:
+    def request(data: int, tokens: int) -> Any:
+        one = KINDS["Request"](model_id="x", seq_id=1, loss_fn="cross_entropy")
+        for _ in range(data):
+            datum = one.data.add()
+            datum.model_input.add().encoded_text.tokens = np.zeros(tokens, "<i4").tobytes()
+            target = datum.loss_fn_inputs.add(key="target_tokens").value
+            target.dtype, target.dense = 2, np.zeros(tokens, "<i8").tobytes()
+        return one
+
+    yield "a large gradient", request(1024, 2000).SerializeToString()
+    yield "small data", request(180, 1).SerializeToString()
+    yield "no model", b"\xff" * 2**14
+    sparse = request(4, 1)
+    for datum in sparse.data:
+        target = datum.loss_fn_inputs[0].value
+        target.ClearField("dense")
+        target.sparse_csr.crow_indices = np.zeros(2, "<i8").tobytes()
+        target.shape[:] = [1, 2**20]
+    yield "sparse", sparse.SerializeToString()
+    yield "too large", b"\0" * (MOST_GRADIENT + 1)
+
+
+def _meant(route: str) -> Iterator[tuple[str, Any]]:
+    """The dearest bodies that mean something to a route."""
+    text, ids = "x" * 900_000, [7] * (MOST_NUMBERS - 100)
+    user = {"role": "user", "content": text}
+    parts = {"role": "user", "content": [{"type": "text", "text": ""}] * 60}
+    chat = {"model": "small", "max_tokens": 8}
+    grader = {
+        "type": "string_check",
+        "name": "a",
+        "operation": "eq",
+        "reference": "{{item.a}}",
+        "input": "{{sample.output_text}}",
+    }
+    bodies: dict[str, list[Any]] = {
+        "/v1/chat/completions": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 120}],
+        "/v1/messages": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 120}],
+        "/v1/responses": [{"model": "small", "input": text}],
+        "/v1/completions": [{"model": "small", "prompt": ids[:190_000]}, {"model": "small", "prompt": [text[:190_000]] * 16}],
+        "/v1/submissions": [{"jobs": [{"job": tiny(f"job-{one}")} for one in range(400)]}],
+        "/v1/check": [{"text": json.dumps([tiny(f"job-{one}") for one in range(400)])}, {"text": "[" * 100_000}],
+        "/v1/jobs/{job}/scoring/results": [
+            {"results": [{"id": f"unit-{one}", "scores": [0.123456789] * 1000} for one in range(255)]},
+            {"results": [{"id": f"unit-{one}", "scores": ["x" * 1000] * 30} for one in range(255)]},
+        ],
+        "/v1/jobs/{job}/episodes/results": [
+            {"results": [{"id": f"ep-{one}", "rewards": {f"{n}": 0.5 for n in range(50)}} for one in range(255)]}
+        ],
+        "/v1/fine_tuning/alpha/graders/run": [
+            {"grader": grader, "model_sample": "x" * 90_000, "item": {"a": [0.5] * 30_000, "b": text}},
+        ],
+        "/tinker/api/v1/asample": [
+            {"prompt": {"chunks": [{"tokens": ids[:200_000]}]}, "sampling_params": {"max_tokens": 1}},
+            {"prompt": {"chunks": [{"tokens": [7]}] * 8000}, "sampling_params": {"max_tokens": 1}},
+        ],
+    }  # fmt: skip
+    yield from ((f"meant {number}", one) for number, one in enumerate(bodies.get(route, ()), 1))
+
+
+def _form() -> bytes:
+    head = b'--Bound\r\nContent-Disposition: form-data; name="file"; filename="rows.jsonl"\r\n\r\n'
+    return head + b"\r\n--Boune" * (2**20 // 9) + b"\r\n--Bound--\r\n"
+
+
+QUERIES = {
+    "/v1/jobs/{job}/steps": ["points=5000", "points=5000&field=loss&field=step", "points=2"],
+    "/v1/jobs/{job}/events": ["after=0"],
+    "/v1/jobs/{job}/rollouts": ["limit=1000&tokens=true"],
+    "/v1/jobs": ["limit=200"],
+    "/v1/fine_tuning/jobs": ["limit=200"],
+    "/tinker/api/v1/training_runs": ["limit=1000"],
+    "/tinker/api/v1/checkpoints": ["limit=1000"],
+}
+LONG_QUERY = "&".join(f"metadata[{one}]={one}" for one in range(600))
+
+
+def requests_to(route: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The requests that a route gets."""
+    yield "plain", {}
+    yield "a long query", {"params": LONG_QUERY}
+    for one in QUERIES.get(route, ()):
+        yield one, {"params": one}
+    if method in ("GET", "HEAD", "DELETE"):
+        return
+    if route in ("/v1/files", "/v1/adapters"):
+        yield "a form", {"content": _form(), "headers": {"content-type": "multipart/form-data; boundary=Bound"}}
+    if route.endswith("/forward_backward"):
+        for name, content in _gradients():
+            yield name, {"content": content, "headers": {"content-type": CONTENT_TYPE}}
+    for name, content in _json(2**20):
+        yield name, {"content": content, "headers": {"content-type": "application/json"}}
+    yield "numbers as text", {"content": _numbers(10_000), "headers": {"content-type": "text/plain"}}
+    for name, body in _meant(route):
+        yield name, {"content": json.dumps(body).encode(), "headers": {"content-type": "application/json"}}
+
+
+def fill(house: House) -> None:
+    """Give the house what long answers are made of."""
+    job = house.job["id"]
+    metrics = {f"metric_{one}": one / 7 for one in range(60)}
+    for step in range(2, STEPS):
+        house.recorder.record_step(
+            job, {"step": step, "loss": 0.1, **metrics, **({"eval": {"reward": 1.0}} if step % 50 == 0 else {})}
+        )
+    directory = house.storage.job(job)
+    text = {"text": "word " * 400, "reward": 0.5, "token_texts": ["word "] * 400, "logprobs": [-0.123456] * 400}
+    directory.write_rollouts("1", [{**text, "step": 1, "problem": one} for one in range(1000)])
+
+
+def drive(house: House) -> list[Figure]:
+    """Send every route its requests."""
+    buckets = next(one for one in vars(house.service.access).values() if isinstance(one, RateLimit))._buckets
+    figures = []
+    named = {"job": "ended", "file": house.file["id"], "version": "best", "word": "pause", "name": "app.js"}
+    for route in (route for module in ROUTES for route in module.router.routes):
+        path = route.path_format
+        for name in route.param_convertors:
+            path = path.replace(f"{{{name}}}", named.get(name, "x"))
+        for method in sorted(route.methods):
+            for key in ("ours", "none"):
+                figures.append(figure := Figure(f"{method} {route.path}", key == "ours"))
+                for name, request in requests_to(route.path, method):
+                    if method == "DELETE" or (path.endswith("/finish") and key == "ours" and name != "plain"):
+                        path = path.replace("ended", "gone")
+                    before = sum(left for left, _ in buckets.values())
+                    TURNS.longest = TURNS.total = 0.0
+                    headers = {**request.get("headers", {})}
+                    if house.keys[key]:
+                        headers["authorization"] = f"Bearer {house.keys[key]}"
+                    try:
+                        with house.http.stream(
+                            method, path, **{**request, "headers": headers}, timeout=_SECONDS
+                        ) as answer:
+                            figure.statuses.add(answer.status_code)
+                            if not route.path.endswith("/stream"):
+                                answer.read()
+                    except httpx2.TransportError:  # no engine answers, or a refusal ends a body that is sent
+                        pass
+                    counted = max(1.0, before - sum(left for left, _ in buckets.values()))
+                    figure.share = max(figure.share, TURNS.total / counted * PER_SECOND)
+                    if TURNS.longest > figure.turn:
+                        figure.turn, figure.worst = TURNS.longest, name
+    return figures
+
+
+def measured(directory: Path) -> list[Figure]:
+    """The figures of every route, of a service in this process."""
+    rate = RateConfig(requests_per_second=1e-6, burst=10**7)
+    gc.callbacks.append(_collected)
+    try:
+        with open_house(directory, rate=rate, loop="bench.loop:MeasuredLoop") as house:
+            fill(house)
+            gc.collect()
+            gc.freeze()  # as `motet serve` does
+            for _ in range(2):  # what is made once is made in the first round
+                TURNS.longest_collection = 0.0
+                figures = drive(house)
+    finally:
+        gc.callbacks.remove(_collected)
+        gc.unfreeze()
+    return figures
+
+
+def page(figures: list[Figure]) -> str:
+    """The figures as a page."""
+    lines = [
+        "# Figures of the event loop\n",
+        "Written by `python -m bench.loop docs/loop-figures.md`. Every route gets the dearest bodies and queries that it",
+        "allows. The longest turn of the loop is in milliseconds of CPU time, with a key and without one; the goal is",
+        f"{MOST_SECONDS * 1000:g} ms. The share is of the loop, if one tenant sends the dearest request as often as the",
+        f"[rate](operations.md#limits-on-requests) allows. The longest collection of garbage took "
+        f"{TURNS.longest_collection * 1000:.0f} ms.\n",
+        "| route | longest turn, ms | without a key, ms | share |\n|---|---|---|---|",
+    ]
+    by_route: dict[str, dict[bool, Figure]] = {}
+    for one in figures:
+        by_route.setdefault(one.route, {})[one.key] = one
+    for route, found in by_route.items():
+        good, none = found[True], found[False]
+        lines.append(f"| `{route}` | {good.turn * 1000:.1f} | {none.turn * 1000:.1f} | {good.share:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write or print the page."""
+    with tempfile.TemporaryDirectory() as directory:
+        figures = measured(Path(directory))
+    for one in sorted(figures, key=lambda one: -one.turn)[:12]:
+        print(
+            f"{one.turn * 1000:6.1f} ms {one.share:6.1%} {one.route} ({'key' if one.key else 'none'}): {one.worst}",
+            file=sys.stderr,
+        )
+    text = page(figures)
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    from bench import loop  # the module whose event loop the server makes
+
+    loop.main()

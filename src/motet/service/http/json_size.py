@@ -1,0 +1,53 @@
+"""The size of JSON in values, because the time to parse it depends on them; counted as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.exceptions import HTTPException
+
+MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 2**15, 2**13
+"""Limits for JSON, parsed and checked in under 20 ms: values of any kind; texts, including field names; lists and objects."""
+MOST_NUMBERS = 2**18
+"""Limit of values where lists of numbers are sent: prompts as token ids, and scores. Another parser reads them."""
+MOST_VALUES_OF_NOBODY = 2**10
+"""Limit of values before the key is checked."""
+VALUES_OF_A_REQUEST = 2**13
+"""Values of a body that count as one request."""
+NO_KEY = "give an API key that is good: Authorization: Bearer mk-…"
+
+
+class JsonSize:
+    """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
+
+    def __init__(self, most: int = MOST_VALUES, charge: Callable[[float], None] = lambda requests: None) -> None:
+        """`charge` counts values beyond the first ones, as so many requests."""
+        self._most, self._charge, self._charged = most, charge, 1.0
+        self.values = self._quotes = self._containers = 0
+        self._rest = b""
+        """A backslash at the end of the last part."""
+
+    def add(self, part: bytes) -> None:
+        """Count another part. Raises HTTPException if it has too many values, or is not UTF-8."""
+        if b"\0" in part:  # as in UTF-16, where any byte may look like a quote
+            raise HTTPException(400, "a JSON body has no NUL bytes; send it in UTF-8")
+        part = (self._rest + part).replace(b"\\\\", b"")
+        self._rest = b"\\" if part.endswith(b"\\") else b""
+        pieces = part.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(pieces[self._quotes % 2 :: 2])
+        self._quotes += len(pieces) - 1
+        containers = outside.count(b"[") + outside.count(b"{")
+        self._containers += containers
+        self.values += containers + outside.count(b",")
+        if (requests := self.values / VALUES_OF_A_REQUEST) > self._charged:
+            self._charge(requests - self._charged)
+            self._charged = requests
+        for what, count, most in (
+            ("values", self.values, self._most),
+            ("texts", self._quotes // 2, MOST_TEXTS),
+            ("lists and objects", self._containers, MOST_CONTAINERS),
+        ):
+            if count > most and self._most == MOST_VALUES_OF_NOBODY:
+                raise HTTPException(401, NO_KEY)
+            if count > most:
+                raise HTTPException(413, f"this request may have {most} {what} at most; send it in parts")
