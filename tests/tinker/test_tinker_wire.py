@@ -39,7 +39,17 @@ from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import MOST_COMMANDS, MOST_WAITING, Models
 from motet.service.tinker.parts import PREFIX
-from motet.service.tinker.wire import CONTENT_TYPE, KINDS, SMALL, SampleBytes, write_samples
+from motet.service.tinker.wire import (
+    CONTENT_TYPE,
+    FLOAT32,
+    KINDS,
+    SMALL,
+    SampleBytes,
+    gradient_of,
+    read_gradient,
+    read_small,
+    write_samples,
+)
 from tests.support.house import House, open_house
 from tests.support.tinker_requests import journal, made, request, sent, wide
 from tests.support.tinker_run import job_of
@@ -173,7 +183,7 @@ def sparse(found: Any, shape: list[int], rows: list[int]) -> None:
         ([2**32, 2**32], None, "shape"),
         ([0, 2**62], None, "shape"),
         ([0, 2**62], [0], "shape"),
-        ([1, 2**24 + 1], [0, 0], "shape"),
+        ([1, 2**22 + 1], [0, 0], "shape"),
         ([3, 1], [0, 2**63 - 1, -2, 0], "row indices"),
     ],
 )
@@ -188,6 +198,23 @@ def test_an_impossible_shape_is_refused_and_its_number_used_up(
     answer = sent(house, body.SerializeToString())
     assert (answer.status_code, words in answer.text) == (400, True), answer.text
     assert journal(house, model).command(1) == Nothing()
+
+
+def test_no_tensor_becomes_dense_before_all_shapes_are_compared() -> None:
+    body = request("session-0:train:0")
+    body.data[0].model_input[0].encoded_text.tokens = b"abcd"
+    found, weights = KINDS["Request"](), body.data[0].loss_fn_inputs.add(key="weights").value
+    weights.sparse_csr.crow_indices, weights.dtype = np.zeros(2, "<i8").tobytes(), FLOAT32
+    weights.shape[:] = [1, 2**20]
+    for shape, words in (([1, 2**20], "targets, more than"), ([1, 1], "weights has shape [1, 1048576]")):
+        found.CopyFrom(body)
+        sparse(found, shape, [0, 0])
+        tracemalloc.start()
+        asked = gradient_of(read_gradient(found.SerializeToString()))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+        tracemalloc.stop()
+        assert words in asked.reason
+    assert read_small(found.SerializeToString()) is None  # it is a few bytes long, and read apart
 
 
 @pytest.mark.parametrize("field", ["settings", "v2", "loss_fn_inputs"])
@@ -234,7 +261,7 @@ def test_sparse_data_are_counted_together_before_any_of_them_is_made_dense(house
     body = request(model)
     body.data[0].model_input[0].encoded_text.tokens = b"abcd"
     for _ in range(3):
-        sparse(body, [1, 2**23], [0, 0])
+        sparse(body, [1, 2**21], [0, 0])
         body.data.add().CopyFrom(body.data[0])
     tracemalloc.start()
     answer = sent(house, body.SerializeToString())

@@ -18,7 +18,7 @@ from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, may_pass
 from motet.service.faults import failed_future
-from motet.service.http.bodies import MOST_GRADIENT, hold
+from motet.service.http.bodies import MOST_GRADIENT, hold, take
 from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
 from motet.service.tinker.parts import Tinker, TinkerDep, new_router, numbered, use_up
@@ -36,12 +36,12 @@ from motet.service.tinker.requests import (
 from motet.service.tinker.samplers import sampler_id
 from motet.service.tinker.wire import (
     CONTENT_TYPE,
-    SMALL,
     AskedGradient,
     WireError,
     begins_with,
     gradient_of,
     read_gradient,
+    read_small,
 )
 
 router = new_router()
@@ -132,12 +132,10 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
         return _promise(tinker.models.order(job, asked.seq_id, asked.command))
 
     try:
-        read = (
-            read_gradient(body)
-            if len(body) <= SMALL
-            else await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
-        )
-        asked = gradient_of(read)
+        if (read := read_small(body)) is None:
+            read = await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
+            take(request, len(read))
+        asked = await asyncio.to_thread(gradient_of, read)
         return await tinker.write_threads.run(who.tenant_id, functools.partial(order, asked))
     except Exception as error:
         if not may_pass(error):

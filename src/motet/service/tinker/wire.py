@@ -50,10 +50,10 @@ Sequence stop_reason:1:int32 tokens:2:bytes logprobs:3:bytes
 """One message per line: its name, then name, number and kind of each field; `*` repeats."""
 FLOAT32, INT64, INT32 = 1, 2, 3
 STOP, LENGTH = 0, 1
-MOST_NUMBERS = 2**24
+MOST_NUMBERS = 2**22
 """Most numbers in sparse tensors of a request: a few bytes can encode any count."""
-SMALL = 2**18
-"""Largest request that is parsed in the service's process, in bytes."""
+SMALL = 2**14
+"""Largest request that is parsed in the service's process, in bytes; one with sparse tensors is never."""
 _HEAD = 1000
 """Bytes of the longest model id and a number."""
 MOST_DATA = 4096
@@ -131,6 +131,12 @@ def shape_of(tensor: Any, name: str) -> list[int]:
     return shape
 
 
+def _dense_shape(tensor: Any, name: str) -> list[int]:
+    """The shape of a tensor in dense form. Raises `WireError` as `shape_of`."""
+    shape = shape_of(tensor, name)
+    return shape or [len(array_of(tensor.dense, tensor.dtype, name))]
+
+
 def dense(tensor: Any, name: str) -> Any:
     """A tensor [T] or [T, K] in dense form. Raises `WireError` if its parts are inconsistent."""
     shape = shape_of(tensor, name)
@@ -180,6 +186,19 @@ class AskedGradient(msgspec.Struct, frozen=True, array_like=True):
     command: ForwardBackward | None
     reason: str
     """Why there is no command; without a model id, why the bytes are invalid."""
+
+
+def read_small(body: bytes) -> bytes | None:
+    """As `read_gradient`, for a request that takes little; None for another, which may be a few bytes long."""
+    if len(body) > SMALL:
+        return None
+    with contextlib.suppress(message.DecodeError, UnicodeDecodeError):
+        request = KINDS["Request"].FromString(body)
+        if len(request.data) <= MOST_DATA and any(
+            one.value.HasField("sparse_csr") for datum in request.data for one in datum.loss_fn_inputs
+        ):
+            return None
+    return read_gradient(body)
 
 
 def read_gradient(body: bytes) -> bytes:
@@ -236,14 +255,19 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
         raise WireError(f"{where}: loss_fn_inputs.{odd[0]} is unknown here; give target_tokens, {', '.join(wanted)}")
     if missing := [name for name in ("target_tokens", *wanted) if name not in inputs and name != "weights"]:
         raise WireError(f"{where}: loss_fn_inputs.{missing[0]} is missing")
-    targets = dense(inputs["target_tokens"], f"{where}.target_tokens")
-    if not len(tokens) or len(targets) != len(tokens) or not targets.size:
-        raise WireError(f"{where}: {len(tokens)} tokens with {len(targets)} target_tokens; give as many, at least one")
-    if targets.size > MOST_TARGETS:
+    shape = _dense_shape(inputs["target_tokens"], f"{where}.target_tokens")  # of all, before any is made dense
+    if not len(tokens) or shape[0] != len(tokens) or not math.prod(shape):
+        raise WireError(f"{where}: {len(tokens)} tokens with {shape[0]} target_tokens; give as many, at least one")
+    if math.prod(shape) > MOST_TARGETS:
         raise WireError(
-            f"{where}: target_tokens of shape {list(targets.shape)} are {targets.size} targets, more than {MOST_TARGETS}; give "
+            f"{where}: target_tokens of shape {shape} are {math.prod(shape)} targets, more than {MOST_TARGETS}; give "
             "fewer for each token, or cut the sequence"
         )
+    for name in wanted:
+        given = _dense_shape(inputs[name], f"{where}.{name}") if name in inputs else None
+        if given is not None and given != (shape if name == "weights" else shape[:1]):
+            raise WireError(f"{where}: {name} has shape {given}, target_tokens {shape}")
+    targets = dense(inputs["target_tokens"], f"{where}.target_tokens")
     if targets.dtype.kind != "i" or min(tokens.min(), targets.min()) < 0 or targets.max() >= 2**31:
         raise WireError(f"{where}: token ids are whole numbers from 0 on")
     tensors: dict[str, Tensor] = {}
@@ -251,8 +275,6 @@ def _datum(index: int, datum: Any, wanted: tuple[str, ...]) -> Datum:
         if name not in inputs:
             continue
         values = dense(inputs[name], f"{where}.{name}").astype(np.float32)
-        if values.shape != (targets.shape if name == "weights" else targets.shape[:1]):
-            raise WireError(f"{where}: {name} has shape {list(values.shape)}, target_tokens {list(targets.shape)}")
         if not np.isfinite(values).all():
             raise WireError(f"{where}: {name} has a number that is not finite")
         tensors[name] = Tensor.of(values if name != "sequence_ratio_mask" else (values != 0).astype(np.float32))
