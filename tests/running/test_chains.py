@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import motet
 from motet.core.errors import ConfigError
 from tests.support.adapter_files import run
 from tests.support.fake_run import metrics, weights
@@ -68,11 +70,34 @@ def test_whoever_has_nothing_to_start_from_fails_with_the_reason(tmp_path: Path)
     [
         ([rewarded("taught"), taught()], "adapter.init names 'taught', which must come before it"),
         (
-            [taught(), rewarded("taught", adapter={"rank": 4, "init": "taught"})],
-            "adapter.rank is 4, but 'taught'.*has 8",
+            [taught(), rewarded("taught", adapter={"rank": 4, "alpha": 8, "init": "taught"})],
+            r"'taught' has rank 8, alpha 32.0, the job asks for 4, 8.0; leave out adapter.rank, adapter.alpha",
         ),
     ],
 )
 def test_chains_that_cannot_be_are_named(jobs: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         run(tmp_path, *jobs)
+
+
+def test_an_adapter_gives_its_shape_to_the_job_that_starts_from_it(tmp_path: Path) -> None:
+    """To a job of the same file, to one of another run, and to one of a job file; also when it goes on."""
+    shape = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
+    first = run(tmp_path / "first", taught(adapter=shape, steps=1), rewarded("taught", adapter={"init": "taught"}))
+    assert first.ok, first
+    start = {"init": str(first.jobs["rewarded"].best)}
+    for _ in range(2):
+        assert run(tmp_path / "second", rewarded("", adapter=start, steps=1)).ok
+    (tmp_path / "jobs.yaml").write_text(
+        yaml.safe_dump(
+            {"base": "small", "jobs": [{"name": "a", "data": "toy:add", "reward": "exact", "adapter": start}]}
+        )
+    )
+    (read,) = motet.load_jobs(tmp_path / "jobs.yaml").jobs
+    assert (read.adapter.rank, read.adapter.alpha, read.adapter.target_modules) == tuple(shape.values())
+    other = rewarded("", adapter={"rank": 2, "target_modules": ["k_proj"], **start})
+    with pytest.raises(
+        ConfigError, match=r"has rank 4, target_modules \['q_proj', 'v_proj'\], the job asks for 2, \['k_proj'\]"
+    ):
+        run(tmp_path / "third", other)
+    assert not (tmp_path / "third").exists(), "before anything is loaded or written"

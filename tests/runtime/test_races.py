@@ -746,6 +746,6 @@ def test_candidates_keep_the_shape_of_the_adapter_that_they_start_from() -> None
     over = {"adapter.rank": [first.adapter.rank, first.adapter.rank // 2]}
     job = racing(race={"over": over}, adapter={**first.adapter.model_dump(), "init": "first"})
     with pytest.raises(
-        ConfigError, match=r"job say-c=.* but 'first', from which it starts, has .* an adapter keeps its shape"
+        ConfigError, match=r"job say-c=.*: adapter\.init: 'first' has .*, the job asks for .*; leave out adapter\."
     ):
         raced([first, job])

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from motet.config.job import JobConfig
+from motet.config.job import AdapterConfig, JobConfig
+from motet.core import plain_yaml
+from motet.core.errors import ConfigError
+from motet.core.types import ADAPTER_CONFIG
+
+_SHAPE = ("rank", "alpha", "target_modules")
+_ALL_LINEAR = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+"""An adapter on all of these was trained with `all-linear`."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +63,69 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
                 f"job {job.name}: adapter.init names {start.job!r}, which is a team: give the directory of one role, "
                 f"such as runs/RUN/{start.job}/versions/v5/{next(iter(by_name[start.job].team))}, in another run"
             )
-        for field in ("rank", "alpha", "target_modules"):
-            own, wanted = (getattr(one.adapter, field) for one in (job, by_name[start.job]))
-            if own != wanted:
-                raise ValueError(
-                    f"job {job.name}: adapter.{field} is {own}, but {start.job!r}, from which it starts, has {wanted}; set "
-                    "it to the same, because an adapter keeps its shape"
+        above = by_name[start.job].adapter
+        if wrong := unlike(job.adapter, {field: getattr(above, field) for field in _SHAPE}):
+            raise ValueError(f"job {job.name}: adapter.init: {start.job!r} {wrong}")
+
+
+def unlike(adapter: AdapterConfig, shape: Mapping[str, Any]) -> str:
+    """All differences of a job's adapter from the shape of the one that it starts from; empty without any."""
+    wrong = [field for field, value in shape.items() if getattr(adapter, field) != value]
+    if not wrong:
+        return ""
+    has = ", ".join(f"{field} {shape[field]}" for field in wrong)
+    asks = ", ".join(str(getattr(adapter, field)) for field in wrong)
+    fields = ", ".join(f"adapter.{field}" for field in wrong)
+    return f"has {has}, the job asks for {asks}; leave out {fields}, which are taken from it"
+
+
+def shape_of(directory: Path) -> dict[str, Any]:
+    """Rank, alpha and target modules of a PEFT directory, as far as its configuration tells them."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        saved = json.loads((directory / ADAPTER_CONFIG).read_text())
+        if saved.get("target_parameters"):  # the rank of what its tensors are joined to is another
+            return {}
+        shape = {"rank": int(saved["r"]), "alpha": float(saved["lora_alpha"])}
+        targets = saved.get("target_modules")
+        narrow = isinstance(targets, list) and not {*targets} >= _ALL_LINEAR
+        return {**shape, "target_modules": sorted(targets)} if narrow else shape
+    return {}
+
+
+def take_shape(job: JobConfig, shape: Mapping[str, Any]) -> JobConfig:
+    """The job with the fields of its adapter that it does not give."""
+    own = {field: value for field, value in shape.items() if field not in job.adapter.model_fields_set}
+    return job.model_copy(update={"adapter": job.adapter.model_copy(update=own)}) if own else job
+
+
+def take_shapes(jobs: Sequence[Any], run: str | None = None) -> list[Any]:
+    """Jobs, as trees, with the shape of the adapter that they start from, where they do not give it.
+
+    Without a `run`, no file is read.
+    """
+    above, filled = dict[str, Any](), []
+    for job in jobs:
+        adapter = job.get("adapter") if isinstance(job, dict) else None
+        init = adapter.get("init") if isinstance(adapter, dict) else None
+        if isinstance(adapter, dict) and isinstance(init, str):
+            own = init if init in above else init.rpartition("@")[0]
+            if own in above:
+                shape = {field: above[own].get(field, AdapterConfig.model_fields[field].default) for field in _SHAPE}
+            elif run is not None:  # a job that has begun keeps the words that it began with
+                shape = _begun(Path(run) / str(job.get("name")) / "job.yaml") or shape_of(
+                    Path(os.path.expanduser(init))
                 )
+            else:
+                shape = {}
+            job = {**job, "adapter": {**shape, **adapter}}
+        if isinstance(job, dict):
+            above[str(job.get("name"))] = job["adapter"] if isinstance(job.get("adapter"), dict) else {}
+        filled.append(job)
+    return filled
+
+
+def _begun(identity: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+        adapter = plain_yaml.read(identity.read_text())["job"]["adapter"]
+        return {field: adapter[field] for field in _SHAPE} if adapter["init"] else {}
+    return {}

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from motet.config import Config, EngineConfig, RaceConfig, RunConfig
+from motet.config.chain import take_shapes
 from motet.config.engine import ClusterConfig
 from motet.config.mistakes import check_fields, explain
 from motet.config.service import ServiceConfig
@@ -165,7 +166,8 @@ def jobs_of(
         if "observers" in tree:
             tree["observers"] = _resolve_code(tree["observers"], directory)
     stem = Path(where).stem if directory is not None else "default"
-    return validate({"run": f"runs/{stem}", **tree, "jobs": jobs}, where)
+    whole = {"run": f"runs/{stem}", **tree, "jobs": jobs}
+    return validate({**whole, "jobs": take_shapes(jobs)}, where) if directory is None else validate_local(whole, where)
 
 
 def normal_job(job: Tree) -> Tree:
@@ -339,6 +341,11 @@ def _resolve_code(value: Any, directory: Path) -> Any:
 def validate(tree: Tree, where: str) -> RunConfig:
     """Check a tree of plain values against the configuration of a run, as `validate_as` does."""
     return validate_as(RunConfig, tree, where)
+
+
+def validate_local(tree: Tree, where: str) -> RunConfig:
+    """`validate` for jobs whose files are on this machine: adapters that they start from give their shape."""
+    return validate({**tree, "jobs": take_shapes(tree["jobs"], str(tree["run"]))}, where)
 
 
 def validate_as(root: type[Valid], tree: Tree, where: str) -> Valid:

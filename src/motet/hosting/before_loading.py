@@ -15,7 +15,7 @@ from typing import Any
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import JobConfig, RunConfig
-from motet.config.chain import chains
+from motet.config.chain import chains, shape_of, unlike
 from motet.core.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.core.near import close_matches
 from motet.core.types import JobState
@@ -209,6 +209,8 @@ def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence
         meant = f", did you mean {near[0]!r}?" if near else ""
         hint = "" if directory.exists() else f", and no job above has this name{meant}"
         raise ConfigError(f"adapter.init: {error}{hint}") from error
+    if wrong := unlike(job.adapter, shape_of(directory)):
+        raise ConfigError(f"adapter.init: {directory} {wrong}")
 
 
 def check_data(job: JobConfig, sources: Sources) -> Dataset:

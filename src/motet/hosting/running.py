@@ -358,7 +358,7 @@ def config_of(
     Raises:
         ConfigError: a field is wrong; `where` stands before what is said of it.
     """
-    from motet.config.jobfile import validate
+    from motet.config.jobfile import validate_local
 
     if isinstance(jobs, Mapping | str | Config) or not isinstance(jobs, Iterable):
         raise ConfigError(
@@ -371,7 +371,7 @@ def config_of(
         "observers": list(observers),
         "jobs": [dict(job) if isinstance(job, Mapping) else job for job in jobs],
     }
-    return validate(tree, where)
+    return validate_local(tree, where)
 
 
 def _script_name() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from motet.config import JobConfig
+from motet.config.chain import shape_of, unlike
 from motet.core.checksums import check_version
 from motet.core.errors import ConfigError
-from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES
+from motet.core.types import ADAPTER_FILES
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
@@ -52,7 +52,6 @@ class InitialAdapters:
                 f"adapter.init: there is no version {name!r}; name one as job@best, job@latest or job@12, an uploaded adapter, "
                 f"or what another tenant shares as tenant/job@best{hint}"
             )
-        _check_shape(config, name, source.path)
         return source.reference, source
 
     @contextmanager
@@ -99,7 +98,7 @@ class InitialAdapters:
             raise ConfigError(
                 f"adapter.init: {name!r} has no such version, or is gone; submit the job with another start"
             )
-        _check_shape(JobConfig.model_validate(job.spec), name, source.path)
+        check_shape(JobConfig.model_validate(job.spec), source.path)
         check_version(source.path)
         self.path(job.id).parent.mkdir(parents=True, exist_ok=True)
         _link(source.path, self.path(job.id))
@@ -136,16 +135,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _check_shape(config: JobConfig, name: str, path: Path) -> None:
+def check_shape(config: JobConfig, path: Path) -> None:
     """Raise `ConfigError` if a job's adapter differs from its start, as far as one sees without the base."""
-    try:
-        saved = json.loads((path / ADAPTER_CONFIG).read_text())
-        shape = {"rank": saved["r"], "alpha": saved["lora_alpha"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # the engine checks it in full
-    for field, value in shape.items():
-        wanted = getattr(config.adapter, field)
-        if value != wanted:
-            raise ConfigError(
-                f"adapter.init: {name!r} has {field} {value:g}, the job asks for {wanted:g}; set adapter.{field} to {value:g}"
-            )
+    if wrong := unlike(config.adapter, shape_of(path)):  # the engine checks it in full
+        raise ConfigError(f"adapter.init: {config.adapter.init!r} {wrong}")

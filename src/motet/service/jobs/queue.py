@@ -19,7 +19,7 @@ from pathlib import Path
 from sqlalchemy import select, update
 
 from motet.config import JobConfig
-from motet.config.chain import ChainStart, check_chains
+from motet.config.chain import ChainStart, check_chains, shape_of, take_shape
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.process.apart import ThreadTurns
@@ -29,7 +29,7 @@ from motet.service.database.tables import StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.handover import UNFIT
-from motet.service.jobs.initial_adapter import InitialAdapters
+from motet.service.jobs.initial_adapter import InitialAdapters, check_shape
 
 _log = logging.getLogger(__name__)
 FURTHEST = 366 * 24 * 3600.0
@@ -124,12 +124,16 @@ class JobQueue:
         ids, coming = [job.id for job in before], dict[str, str]()
         if (start := ChainStart.of(config.adapter.init, [one.config for one in above])) is not None:
             made_by = next(one for one in above if one.config.name == start.job)
+            config = take_shape(config, made_by.config.adapter.model_dump(include={"rank", "alpha", "target_modules"}))
             _check_chain(config, base, made_by)
             ids.append(made_by.id)
             coming[made_by.id] = start.job
         reference, source = (
             self._initial.resolve(who, config, base, ids) if start is None else (f"{made_by.id}@{start.version}", None)
         )
+        if source is not None:
+            config = take_shape(config, shape_of(source.path))
+            check_shape(config, source.path)
         message = self._held_back(ids, at, coming)
         return Planned(new_id("job"), config, base, ids, at, message, reference, source)
 
