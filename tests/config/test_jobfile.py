@@ -264,6 +264,37 @@ def test_every_word_of_others_means_a_field_that_there_is() -> None:
         assert path in FIELDS or path == "reward", (name, path)
 
 
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        (
+            "num_train_epochs",
+            "it is steps, which count batches and not epochs: an epoch has as many as there are rows divided",
+        ),
+        ("epochs", "it is steps, which count batches and not epochs"),
+        ("warmup_ratio", "it is optimizer.warmup_steps, a number of steps: a ratio is multiplied by `steps`"),
+        ("lora", "it is adapter, with rank, alpha and target_modules"),
+        ("load_in_4bit", "it is engine.base_format, `packed` for a base whose files are quantised"),
+        ("report_to", "it is observers, such as [wandb]"),
+        ("packing", "leave it out: batches are always packed"),
+    ],
+)
+def test_words_of_other_programs_are_translated_wherever_they_stand(field: str, told: str) -> None:
+    assert told in wrong(**{field: 1})
+    assert told in wrong(optimizer={field: 1})
+    assert told in message({"base": "small", field: 1, "jobs": [JOB]})
+
+
+def test_mistakes_at_the_top_and_in_jobs_are_told_together() -> None:
+    told = message(
+        {"base": "small", "epochs": 3, "output_dir": "x", "jobs": [{**JOB, "steps": 0}, {**JOB, "name": ""}]}
+    )
+    assert told.splitlines()[0] == "jobs.yaml has 4 mistakes:"
+    assert "  epochs: there is no such field; it is steps" in told
+    assert "  output_dir: there is no such field; it is run" in told
+    assert "  job add: steps: Input should be" in told
+
+
 def test_every_mistake_has_a_line() -> None:
     jobs = [{**JOB, "steps": 0}, {"name": "b", "data": "toy:add"}, {"data": "toy:add", "reward": "exact", "seed": "x"}]
     told = message({"base": "small", "jobs": jobs})
@@ -388,11 +419,11 @@ FILES = {
     ),
     "a job's field for all": (
         "base: small\noptimizer: {lr: 1}\njobs: [{name: a}]",
-        "jobs.yaml: optimizer: there is no such field; it belongs in a job, or in `defaults` for all jobs",
+        "optimizer: there is no such field; it belongs in a job, or in `defaults` for all jobs",
     ),
     "another's word for all": (
         "model: small\njobs: [{name: a}]",
-        "jobs.yaml: model: there is no such field; it is base",
+        "  model: there is no such field; it is base",
     ),
     "a key twice": ("base: small\nbase: x\njobs: [{name: a}]", "jobs.yaml: line 2: 'base' is given twice; leave one"),
     "a job's key twice": ("base: small\njobs:\n- {name: a, steps: 1, steps: 2}", "line 3: 'steps' is given twice"),

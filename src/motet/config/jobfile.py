@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from motet.config import Config, EngineConfig, RaceConfig, RunConfig
 from motet.config.chain import take_shapes
 from motet.config.engine import ClusterConfig
-from motet.config.mistakes import check_fields, explain
+from motet.config.mistakes import check_fields, explain, refuse, unknown_fields
 from motet.config.service import ServiceConfig
 from motet.config.simulation import SimulationConfig
 from motet.core import plain_yaml
@@ -143,8 +143,10 @@ def jobs_of(
     """Validate the tree of a job file; modifies the tree."""
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} must hold `base:` and `jobs:`; see `motet run --help` for an example")
-    check_fields(tree, RunConfig, where)
-    raw_jobs = tree.get("jobs")
+    unknown, raw_jobs = unknown_fields(tree, RunConfig), tree.get("jobs")
+    if not raw_jobs or not isinstance(raw_jobs, list):
+        refuse(list(unknown.values()), where)
+    tree = {name: value for name, value in tree.items() if name not in unknown}
     if raw_jobs == []:
         raise ConfigError(f"{where}: `jobs` is empty: write at least one, such as {_EXAMPLE}")
     if not isinstance(raw_jobs, list) or not all(isinstance(job, dict) for job in raw_jobs):
@@ -166,8 +168,11 @@ def jobs_of(
         if "observers" in tree:
             tree["observers"] = _resolve_code(tree["observers"], directory)
     stem = Path(where).stem if directory is not None else "default"
-    whole = {"run": f"runs/{stem}", **tree, "jobs": jobs}
-    return validate({**whole, "jobs": take_shapes(jobs)}, where) if directory is None else validate_local(whole, where)
+    whole = {"run": f"runs/{stem}", **tree}
+    shaped = take_shapes(jobs, None if directory is None else str(whole["run"]))
+    config = validate_as(RunConfig, {**whole, "jobs": shaped}, where, list(unknown.values()))
+    refuse(list(unknown.values()), where)
+    return config
 
 
 def normal_job(job: Tree) -> Tree:
@@ -348,9 +353,12 @@ def validate_local(tree: Tree, where: str) -> RunConfig:
     return validate({**tree, "jobs": take_shapes(tree["jobs"], str(tree["run"]))}, where)
 
 
-def validate_as(root: type[Valid], tree: Tree, where: str) -> Valid:
-    """Check a tree of plain values against a configuration; mistakes come as one `ConfigError` with a line each."""
+def validate_as(root: type[Valid], tree: Tree, where: str, also: Sequence[str] = ()) -> Valid:
+    """Check a tree of plain values against a configuration; mistakes come as one `ConfigError` with a line each.
+
+    `also` are lines about unknown fields, which the tree does not have any more.
+    """
     try:
         return root.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{where} has " + "\n".join(explain(error, root, tree))) from error
+        raise ConfigError(f"{where} has " + "\n".join(explain(error, root, tree, also))) from error

@@ -20,10 +20,25 @@ MOST_MISTAKES = 100
 _MOST_PLACES = 3
 
 OTHERS_WORDS: Mapping[str, str] = {
-    "batch_size": "algorithm.groups_per_step, the number of problems of a step",
-    "per_device_train_batch_size": "algorithm.groups_per_step, the number of problems of a step",
-    "generation_batch_size": "algorithm.groups_per_step, the number of problems of a step",
-    "num_generations": "algorithm.group_size",
+    **dict.fromkeys(
+        (
+            "batch_size",
+            "per_device_train_batch_size",
+            "generation_batch_size",
+            "train_batch_size",
+            "rollout_batch_size",
+        ),
+        "algorithm.groups_per_step, the number of problems of a step; where rows are learned it is rows_per_step",
+    ),
+    "gradient_accumulation_steps": "algorithm.groups_per_step, of the whole step; engine.micro_batch_tokens limits memory",
+    "micro_batch_size": "engine.micro_batch_tokens, which counts tokens",
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt", "num_return_sequences"), "algorithm.group_size"),
+    "ppo_mini_batch_size": "algorithm.updates_per_batch, the number of updates of a step",
+    "ppo_epochs": "algorithm.updates_per_batch",
+    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), "algorithm.kl.coef"),
+    **dict.fromkeys(("adv_estimator", "advantage_estimator", "rl"), "algorithm.type"),
+    **dict.fromkeys(("clip_ratio", "clip_ratio_low", "cliprange"), "algorithm.clip_low"),
+    "clip_ratio_high": "algorithm.clip_high",
     "num_iterations": "algorithm.updates_per_batch",
     "beta": "algorithm.kl.coef",
     "epsilon": "algorithm.clip_low",
@@ -32,60 +47,113 @@ OTHERS_WORDS: Mapping[str, str] = {
     "scale_rewards": "algorithm.advantage",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "vllm_importance_sampling_correction": "algorithm.correct_sampler",
-    "learning_rate": "optimizer.lr",
-    "lr_scheduler_type": "optimizer.schedule",
+    **dict.fromkeys(("learning_rate", "actor_learning_rate"), "optimizer.lr"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "optimizer.schedule"),
+    **dict.fromkeys(
+        ("warmup", "warmup_ratio", "lr_warmup_steps", "lr_warmup_ratio"),
+        "optimizer.warmup_steps, a number of steps: a ratio is multiplied by `steps`",
+    ),
     "max_grad_norm": "optimizer.clip_norm",
     "adam_beta1": "optimizer.betas",
     "adam_beta2": "optimizer.betas",
     "adam_epsilon": "optimizer.eps",
-    "max_completion_length": "sampling.max_tokens",
-    "max_new_tokens": "sampling.max_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "max_steps": "steps",
-    "num_train_epochs": "steps",
-    "train_dataset": "data",
+    **dict.fromkeys(
+        ("max_completion_length", "max_new_tokens", "max_response_length", "response_length", "generate_max_len"),
+        "sampling.max_tokens",
+    ),
+    **dict.fromkeys(
+        ("max_seq_length", "max_length", "sequence_len"),
+        "sampling.max_tokens for answers, and data.max_prompt_tokens for prompts",
+    ),
+    **dict.fromkeys(("max_prompt_length", "prompt_max_len"), "data.max_prompt_tokens"),
+    **dict.fromkeys(("max_steps", "total_training_steps", "max_train_steps"), "steps"),
+    **dict.fromkeys(
+        ("num_train_epochs", "epochs", "num_epochs", "n_epochs", "total_epochs", "max_epochs"),
+        "steps, which count batches and not epochs: an epoch has as many as there are rows divided by "
+        "algorithm.groups_per_step, or by algorithm.rows_per_step where rows are learned",
+    ),
+    **dict.fromkeys(("train_dataset", "datasets", "train_files", "prompt_data"), "data"),
+    **dict.fromkeys(("val_set_size", "test_size"), "data.holdout, a number of rows"),
+    "val_files": "data.eval_source",
     "dataset_name": "data.source",
     "dataset_config": "data.subset",
     "eval_dataset": "data.eval_source",
-    "eval_steps": "eval.every",
-    "save_steps": "checkpoint.every",
+    **dict.fromkeys(
+        ("eval_steps", "test_freq", "eval_strategy", "evaluation_strategy"), "eval.every, a number of steps"
+    ),
+    **dict.fromkeys(("save_steps", "save_freq", "save_strategy"), "checkpoint.every, a number of steps"),
     "save_total_limit": "checkpoint.keep",
-    "reward_funcs": "reward",
+    **dict.fromkeys(("reward_funcs", "reward_fn", "custom_reward_function", "compute_score"), "reward"),
     "reward_weights": "reward",
-    "lora_r": "adapter.rank",
-    "r": "adapter.rank",
+    **dict.fromkeys(("lora", "peft_config", "lora_config"), "adapter, with rank, alpha and target_modules"),
+    **dict.fromkeys(("lora_r", "lora_rank", "r"), "adapter.rank"),
     "lora_alpha": "adapter.alpha",
     "lora_target_modules": "adapter.target_modules",
-    "model": "base",
-    "model_name_or_path": "base",
-    "output_dir": "run",
-    "gradient_checkpointing": "engine.recompute",
+    **dict.fromkeys(("model", "model_name_or_path", "model_name", "base_model", "pretrain"), "base"),
+    **dict.fromkeys(("output_dir", "default_local_dir", "save_path"), "run"),
+    **dict.fromkeys(("gradient_checkpointing", "use_gradient_checkpointing"), "engine.recompute"),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization_config", "bnb_4bit_quant_type"),
+        "engine.base_format, `packed` for a base whose files are quantised (nf4, MXFP4, fp8 or .gguf); name such a base",
+    ),
+    **dict.fromkeys(("bf16", "fp16", "torch_dtype"), "engine.dtype, such as bfloat16"),
+    **dict.fromkeys(("report_to", "logger", "wandb", "wandb_project", "log_with"), "observers, such as [wandb]"),
+    "random_state": "seed",
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "rollout.launch.tensor_parallel"),
     "use_vllm": "rollout.engine",
     "colocate": "rollout.launch.gpu_memory_utilization that leaves room for the trainer, such as 0.4",
     "vllm_enable_sleep_mode": "rollout.launch.sleep",
 }
-"""Motet's fields for names of TRL, PEFT and transformers."""
+"""Motet's fields for names of TRL, Unsloth, PEFT, transformers, Axolotl, verl and OpenRLHF."""
+_NOT_NEEDED: Mapping[str, str] = {
+    "lora_dropout": "adapters are trained without dropout",
+    "logging_steps": "every step is recorded",
+    "packing": "batches are always packed",
+    "sample_packing": "batches are always packed",
+    "optim": "the optimizer is AdamW",
+    "do_sample": "training always samples; `eval.temperature: 0` is greedy",
+    "attn_implementation": "the engine chooses",
+    "flash_attention": "the engine chooses",
+    "remove_unused_columns": "rewards get all columns",
+}
+"""Names of the same programs without a field, and why."""
 _ALSO_WRITTEN: Mapping[type[Config], Sequence[str]] = {RunConfig: ("defaults", "sweep"), JobConfig: ("reward", "sweep")}
 """Keys of a job file that are not fields of a run."""
 
 
-def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any]) -> list[str]:
-    """A line for each wrong field that `error` found when `tree` was validated against `root`; jobs are named."""
+def explain(error: ValidationError, root: type[Config], tree: Mapping[str, Any], also: Sequence[str] = ()) -> list[str]:
+    """A line for each wrong field that `error` found when `tree` was validated against `root`; jobs are named.
+
+    `also` are the lines of `unknown_fields`.
+    """
     by_field: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for item in error.errors(include_url=False):
         by_field.setdefault(_field_of(root, item), []).append(item)
-    lines = [_line(root, tree, location, items) for location, items in list(by_field.items())[:MOST_MISTAKES]]
+    lines = [f"  {line}" for line in also] + [
+        _line(root, tree, location, items) for location, items in list(by_field.items())[:MOST_MISTAKES]
+    ]
+    n = len(by_field) + len(also)
     return [
-        f"{len(by_field)} mistake{'' if len(by_field) == 1 else 's'}:",
-        *lines,
-        *["  …"] * (len(by_field) > MOST_MISTAKES),
+        f"{n} mistake{'' if n == 1 else 's'}:",
+        *lines[:MOST_MISTAKES],
+        *["  …"] * (n > MOST_MISTAKES),
     ]
 
 
-def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> None:
-    """Refuse all unknown fields of a file together, by a ConfigError with suggestions."""
+def unknown_fields(tree: Mapping[Any, Any], model: type[Config]) -> dict[Any, str]:
+    """A line for each unknown field of a file, with suggestions."""
     known = (*model.model_fields, *_ALSO_WRITTEN.get(model, ()))
-    lines = [f"{name}: {no_such_field(str(name), model)}" for name in tree if name not in known][:MOST_MISTAKES]
+    return {name: f"{name}: {no_such_field(str(name), model)}" for name in tree if name not in known}
+
+
+def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> None:
+    """Refuse all unknown fields of a file together, by a ConfigError."""
+    refuse(list(unknown_fields(tree, model).values()), where)
+
+
+def refuse(lines: Sequence[str], where: str) -> None:
+    """Raise the lines of `unknown_fields` as a ConfigError, if there are any."""
+    lines = lines[:MOST_MISTAKES]
     if len(lines) == 1:
         raise ConfigError(f"{where}: {lines[0]}")
     if lines:
@@ -97,6 +165,8 @@ def no_such_field(name: str, model: type[Config]) -> str:
     message = "there is no such field; "
     if name in OTHERS_WORDS:
         return f"{message}it is {OTHERS_WORDS[name]}"
+    if name in _NOT_NEEDED:
+        return f"{message}leave it out: {_NOT_NEEDED[name]}"
     if model is JobConfig and name == "sweep":
         return "only a job file has sweeps; give one job for each value, each with its own name"
     fields = sorted((*model.model_fields, *_ALSO_WRITTEN.get(model, ())))
