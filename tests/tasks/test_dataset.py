@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -83,7 +84,14 @@ def test_what_is_left_out_of_training_is_told(tmp_path):
     held_out = {problem.messages for problem in data.holdout}
     left_out = 300 - 6 - len(data.train)
     assert left_out == 15 * len(held_out) - 6 > 0
-    assert data.notes == (f"{left_out} of 300 rows are left out of training, because their prompts are held out",)
+    (note,) = data.notes
+    assert note.startswith(
+        f"{left_out} of 300 rows are left out of training, because their prompts are held out. Many rows"
+    )
+    (fewer,) = map(int, re.findall(r"set data\.holdout to (\d+) ", note))
+    followed = load_dataset(DataConfig(source=source, holdout=fewer))
+    assert len(data.train) < len(followed.train) >= 0.75 * 300, "the cure is one"
+    assert "set data.holdout" not in "".join(load_dataset(DataConfig(source=source, holdout=1)).notes)
     assert load_dataset(DataConfig(source=source, holdout=0)).notes == ()
 
 

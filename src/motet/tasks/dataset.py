@@ -28,6 +28,8 @@ from motet.tasks.sources import check_part, has_splits, read_rows
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
 ANSWER_COLUMNS = ("answer", "solution", "target", "label", "output")
+_MANY = 0.2
+"""Share of rows that are left out for their prompts, from which on a person is told what to do."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
         raise DataError(_nothing_left(config, problems))
     left_out = len(problems) - len(train) - (0 if config.eval_source else len(holdout))
     if left_out:
-        notes.append(f"{left_out} of {len(problems)} rows are left out of training, because their prompts are held out")
+        notes.append(_shared(config, problems, holdout, left_out))
     if config.order is not None:
         train = train.only(_ordered(config.order, train, config.source))
     pools = None
@@ -129,6 +131,18 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
         train = train.only(used)
         notes.append(note)
     return Dataset(train, holdout, source.scorer, tuple(notes), config.shuffle, pools)
+
+
+def _shared(config: DataConfig, problems: Problems, holdout: Sequence[Problem], left_out: int) -> str:
+    """The note about rows that are not trained on because their prompts are held out, with the cure where they are many."""
+    note = f"{left_out} of {len(problems)} rows are left out of training, because their prompts are held out"
+    if config.eval_source or left_out < _MANY * len(problems):
+        return note
+    fewer = max(int(_MANY * len(problems) * len(holdout) / (left_out + len(holdout))), 1)
+    return (
+        f"{note}. Many rows share a prompt, and {len(holdout)} rows are held out: set data.holdout to {fewer} to train on "
+        f"about {1 - _MANY:.0%} of the rows, or name rows with other prompts in data.eval_source"
+    )
 
 
 def _ordered(column: str, problems: Sequence[Problem], source: str) -> list[int]:
