@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from motet.commands.chat import is_served
 from motet.commands.data import Comparison, Selection, far_apart, look_at, selected
 from motet.commands.init import TASKS, write_job_file
 from motet.config import DataConfig
@@ -219,3 +223,40 @@ def test_data_never_replaces_its_source(here: Path, says: Motet, to: str) -> Non
     (here / "rows.jsonl").rename(here / "some-held-out.jsonl")
     assert says("data", "some-held-out.jsonl", "--split", 5, "--to", "some.jsonl")[0] == 2
     assert (here / "some-held-out.jsonl").read_bytes() == before
+
+
+class _Names(BaseHTTPRequestHandler):
+    """A service that has one adapter, `mine`."""
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def do_GET(self) -> None:
+        body = json.dumps({"object": "list", "data": [{"id": "small"}, {"id": "mine"}, {"id": "sort@best"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_name_is_looked_for_on_the_service_before_the_hub() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Names) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        found = {name: is_served(url, None, name) for name in ("mine", "sort", "other", "small", "org/mine")}
+        server.shutdown()
+        thread.join()
+    assert found == {"mine": True, "sort": True, "other": False, "small": False, "org/mine": False}
+    assert not is_served(url, None, "mine"), "nothing answers there any more"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_said_so_in_words() -> None:
+    """In a process of its own: the hub's client reads its address when it is imported."""
+    script = "from motet.model.find import find_files\nfind_files('no-such/model')"
+    with socket.socket() as taken:  # nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
+        ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    told = ended.stderr.splitlines()[-1]
+    assert "base 'no-such/model' is not on this machine, and the hub does not answer (" in told
+    assert told.endswith("run `hf download` where there is a network, and give the directory here")

@@ -169,7 +169,10 @@ def test_window_that_attention_is_not_told_of_limits_length():
         ("/nowhere/model", "there is no directory /nowhere/model"),
         ("./missing", "there is no directory missing"),
         ("/nowhere/model.gguf", r"there is no file /nowhere/model\.gguf"),
-        ("not-on-any-hub/model", "'not-on-any-hub/model' cannot be loaded"),
+        (
+            "not-on-any-hub/model",
+            r"is not on this machine, and HF_HUB_OFFLINE forbids to ask the hub; unset it, or run `hf",
+        ),
     ],
 )
 def test_base_that_is_not_there(name, message):

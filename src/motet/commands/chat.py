@@ -81,6 +81,18 @@ def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None,
     return answer
 
 
+def is_served(url: str | None, key: str | None, model: str) -> bool:
+    """Whether a service that answers has a job or adapter of this name; a base of this machine goes before it."""
+    from motet.client import Client
+    from motet.model.find import SHORT_NAMES
+
+    if model in SHORT_NAMES or "/" in model:
+        return False
+    with contextlib.suppress(MotetError), Client(url, key) as client:
+        return any(one.id.partition("@")[0] == model for one in client.models())
+    return False
+
+
 def chat_over_http(url: str | None, key: str | None, model: str, style: Style, system: str | None) -> None:
     """Talk to a version of a job on a service, also while it trains."""
     from motet.client import AsyncClient

@@ -163,10 +163,10 @@ def chat(
     key: Key = None,
 ) -> None:
     """Talk to a base or an adapter. `/base` and `/adapter` switch, `/new` starts over, an empty line or Ctrl-D ends."""
-    from motet.commands.chat import Style, chat_over_http, chat_with
+    from motet.commands.chat import Style, chat_over_http, chat_with, is_served
 
     style = Style(temperature, top_p, max_tokens, seed)
-    if "@" in model and not Path(model).exists():
+    if not Path(model).exists() and ("@" in model or (adapter is None and is_served(url, key, model))):
         chat_over_http(url, key, model, style, system)
     else:
         chat_with(model, adapter, style, system)

@@ -25,7 +25,7 @@ from motet.config.service import RateConfig, ServiceConfig
 from motet.config.urls import check_safe_url, is_loopback
 from motet.core.errors import BaseModelError, ConfigError, RunError
 from motet.hosting.launch import check_directories
-from motet.model.find import find_base
+from motet.model.find import find_files
 from motet.process import importable, wall
 from motet.process.allocator import without_collections
 from motet.tasks.reward_installed import install
@@ -139,7 +139,7 @@ def _check_bases(base: str | None, config: ServiceConfig) -> None:
     wrong = []
     for place in [base] if base is not None else [one.base for one in config.bases.values()]:
         try:
-            find_base(place)
+            find_files(place)
         except BaseModelError as error:
             wrong.append(str(error))
     for engine in [config.engine, *(one.engine for one in config.bases.values())]:

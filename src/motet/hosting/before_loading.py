@@ -21,7 +21,7 @@ from motet.core.near import close_matches
 from motet.core.types import JobState
 from motet.hosting.launch import check_directories
 from motet.hosting.preparing import Sources, check_reference
-from motet.model.find import find_adapter, find_base
+from motet.model.find import find_adapter, find_files
 from motet.native.choice import Choice, of_jobs
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
@@ -131,7 +131,7 @@ def check_before_loading(
     here = config.cluster.launcher != "ray"  # files and devices of a cluster are the nodes'
     if here and not loaded:
         with refusals.of():
-            find_base(config.base)
+            find_files(config.base)
         with refusals.of():
             _check_devices(config)
     if here:

@@ -9,7 +9,11 @@ from motet.core.errors import AdapterError, BaseModelError
 from motet.core.near import close_matches
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
+SHORT_NAMES = ("small", "smollm2")
 SMALL_BASE = Path(__file__).parent.parent / "assets" / "small-base"
+_HUB_SECONDS = 10.0
+_BRING = "run `hf download` where there is a network, and give the directory here"
+_AGREE = "open its page there, accept them, and set HF_TOKEN"
 _SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
@@ -41,7 +45,7 @@ def find_base(name: str) -> tuple[str, str | None]:
             raise BaseModelError(f"base smollm2 is not in {cached}; download it with `make smollm2`")
         return str(cached), None
     path = Path(os.path.expanduser(name))
-    near = close_matches(name, ("small", "smollm2"), 1, cutoff=0.8)
+    near = close_matches(name, SHORT_NAMES, 1, cutoff=0.8)
     if near and not path.is_dir():
         raise BaseModelError(f"there is no base {name!r}; did you mean {near[0]!r}?")
     if path.suffix == ".gguf":
@@ -56,6 +60,45 @@ def find_base(name: str) -> tuple[str, str | None]:
     if looks_local:
         raise BaseModelError(f"there is no directory {path}; give a model directory, a hub id, `small` or `smollm2`")
     return name, None
+
+
+def find_files(name: str) -> tuple[str, str | None]:
+    """`find_base`; a hub id that is not in the hub's cache is looked up there once, because a download tries for a long time.
+
+    Raises:
+        BaseModelError: also if the hub has no such model, refuses it, or cannot be reached.
+    """
+    source, gguf = found = find_base(name)
+    if gguf is not None or Path(source).is_dir():
+        return found
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # the first is of the client that it uses
+        GatedRepoError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    wanted = f"base {name!r} is not on this machine"
+    try:
+        if not isinstance(try_to_load_from_cache(source, "config.json"), str):
+            HfApi().model_info(source, timeout=_HUB_SECONDS)
+    except GatedRepoError as error:
+        raise BaseModelError(
+            f"{wanted}, and the hub gives it only to people who accepted its terms: {_AGREE}"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise BaseModelError(
+            f"{wanted}, and the hub has no model of this name that you may see; give a model directory, a hub id such as "
+            "Qwen/Qwen3-0.6B, `small` or `smollm2`"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise BaseModelError(f"{wanted}, and HF_HUB_OFFLINE forbids to ask the hub; unset it, or {_BRING}") from error
+    except (HTTPError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise BaseModelError(f"{wanted}, and the hub does not answer ({reason:.200}); {_BRING}") from error
+    return found
 
 
 def find_adapter(directory: Path) -> None:

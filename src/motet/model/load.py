@@ -11,7 +11,7 @@ import torch
 from motet.core.errors import BaseModelError
 from motet.model.accelerator import add_in_full_precision, place_of
 from motet.model.arithmetic import Arithmetic, Numerics
-from motet.model.find import find_base
+from motet.model.find import find_files
 from motet.model.lean_import import import_transformers
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.packed import BaseFormat, n_hidden
@@ -86,7 +86,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a base that is not loaded here."""
     import transformers
 
-    source, gguf = find_base(name)
+    source, gguf = find_files(name)
     options = {} if gguf is None else {"gguf_file": gguf}
     return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
 
@@ -105,7 +105,7 @@ def _load(
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    source, gguf = find_base(name)
+    source, gguf = find_files(name)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
