@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -220,3 +225,17 @@ def with_both_at_the_end(*, bonus, completion, problem):
 )
 def test_problem_and_completion_are_known_by_their_names(function, args, score):
     assert resolved(function, **args).call(problem(), ["a"]) == score
+
+
+def test_a_problem_that_is_taken_for_a_row_says_what_to_write() -> None:
+    row = Problem(0, (), "4", {"level": 3})
+    taken: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda one: one["answer"], "write problem.answer"),
+        (lambda one: one["level"], "a column of the row is problem.metadata['level']"),
+        (lambda one: one.question, "a column of the row is problem.metadata['question']"),
+        (lambda one: one.get("answer"), "has no 'get'"),
+    ]
+    for read, told in taken:
+        with pytest.raises((TypeError, AttributeError), match=re.escape(told)):
+            read(row)
+    assert replace(copy.deepcopy(row), answer="5").answer == "5"

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +134,20 @@ class Problem:
     """Whether the data gave a list of messages rather than text; TRL's reward functions see completions in the same form."""
     continuation: tuple[Message, ...] = ()
     """The messages after the prompt in the row: the assistant's last turn."""
+
+    if not TYPE_CHECKING:  # for rewards that take it for a row; type checkers know that there is no such attribute
+
+        def __getitem__(self, name: object) -> Any:
+            raise TypeError(_no_part(name))
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_no_part(name))
+
+
+def _no_part(name: object) -> str:
+    known = ("answer", "messages", "metadata", "id")
+    column = f"problem.{name}" if name in known else f"a column of the row is problem.metadata[{name!r}]"
+    return f"a problem is no row and has no {name!r}: " + (f"write {column}" if name in known else column)
 
 
 @dataclass(frozen=True)

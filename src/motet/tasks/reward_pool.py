@@ -358,7 +358,10 @@ def _sum(job: _Job, scores: Sequence[ScoreOrReason]) -> ScoreOutcome:
     good = {label: score for label, _, score in told if isinstance(score, int | float)}
     total = sum(reward.weight * score for _, reward, score in told if isinstance(score, int | float))
     if not good and not failed:
-        failed = [f"no reward applies: {', '.join(job.labels)} returned None"]
+        failed = [
+            f"no reward applies: {', '.join(job.labels)} returned None, which means that it does not judge this answer; "
+            "return 0.0 for no reward"
+        ]
     if not failed and not abs(total) <= LARGEST_REWARD:
         failed = [f"the weighted sum of the rewards is {total:g}: give smaller weights or rewards"]
     clock_limited = any(isinstance(score, Chance) for score in scores)

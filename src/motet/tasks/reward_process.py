@@ -90,7 +90,7 @@ def _number(value: Any) -> float | BaseException:
     if isinstance(value, BaseException):
         return value
     if value is None:
-        return ValueError("returned None, not a number")
+        return ValueError("returned None, not a number: return 0.0 for no reward; a path without `return` gives None")
     if isinstance(value, str | bytes | complex) or not hasattr(value, "__float__"):
         return ValueError(f"returned {type(value).__name__}, not a number")
     try:
