@@ -238,13 +238,16 @@ def test_an_operators_file_is_loaded_before_the_wall_goes_up(tmp_path):
         "from pathlib import Path\nHERE = Path(__file__).parent\nVALUE = float((HERE / 'table.txt').read_text())\n"
         "def at_load(problem, completion):\n    return VALUE\n"
         "def at_call(problem, completion):\n    return float((HERE / 'table.txt').read_text())\n"
+        "def beside(problem, completion):\n    return float((HERE / 'keys.py').read_text())\n"
     )
-    names = {name: Installed(f"{tmp_path}/scores.py:{name}") for name in ("at_load", "at_call")}
+    (tmp_path / "keys.py").write_text("8")
+    names = {name: Installed(f"{tmp_path}/scores.py:{name}") for name in ("at_load", "at_call", "beside")}
     names["free"] = Installed(f"{tmp_path}/scores.py:at_call", wall=False)
     rewards = [RewardConfig(name=name) for name in names]
     (result,) = scored(["x"], *rewards, installed=names, walls=Walls(required=True))
     assert result.parts == {"at_load": 7.0, "free": 7.0}
     assert "at_call: PermissionError" in result.error
+    assert "beside: PermissionError" in result.error
 
 
 def test_libraries_do_real_work_behind_the_wall_with_threads():

@@ -2,8 +2,8 @@
 
 Of Python's own directories, and those of the environment that runs it, it may read everything. Elsewhere it may read what can
 be imported, such as `package/` and `module.py`, and nothing that lies beside: environments below this one, `--target`, lines
-of `.pth` files, `PYTHONPATH`, zipped and editable packages. Of the working directory and of the script's it may read packages
-that are installed in it, and otherwise nothing. What Motet keeps (`withheld`) it never reads.
+of `.pth` files, `PYTHONPATH`, zipped and editable packages. Of the working directory, the script's and that of a reward's file
+it may read packages that are installed in it, and otherwise nothing. What Motet keeps (`withheld`) it never reads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from importlib.machinery import all_suffixes
 from itertools import islice
 from pathlib import Path
+
+from motet.process import own_code
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 AT_START = frozenset(filter(None, sys.path))
@@ -158,7 +160,10 @@ def _reason(place: Path) -> str:
             return "it is the working directory"
     if str(place) == _script():
         return "it is the directory of the script"
-    return "it contains the home directory" if Path.home().resolve().is_relative_to(place) else ""
+    if place in own_code.directories():
+        return "it is the directory of a file that was named"
+    home = os.path.expanduser("~")  # "~" for a user whom the system does not know
+    return "it contains the home directory" if Path(home).resolve().is_relative_to(place) and home != "~" else ""
 
 
 def _free(place: Path) -> bool:

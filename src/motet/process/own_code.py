@@ -96,6 +96,11 @@ class OwnCode:
             raise self.error(f"{self.kind} module {source!r} does not load: {describe(error)}. {hint}") from error
 
 
+def directories() -> set[Path]:
+    """Directories of the files that were loaded in this process."""
+    return {path.parent for _, path in _LOADED}
+
+
 def describe(error: BaseException, file: str = "") -> str:
     """One line for a person: the exception and, if known, the line of `file`. Halves of characters are `?`.
 
