@@ -14,6 +14,7 @@ import httpx2
 import psutil  # type: ignore[import-untyped]
 
 from motet.service.tinker.parts import PREFIX
+from tests.support.breaking_out import SIGNALS
 from tests.support.red_team import Attack, Ring, listening
 from tests.support.service_run import FINAL, Json, tiny
 from tests.support.tenants import CHAT, of_agent
@@ -325,6 +326,11 @@ def escapes(ring: Ring) -> str:
             f"import sqlite3; sqlite3.connect({str(directory / 'motet.db')!r}).execute('DELETE FROM jobs')",
             f"import os; os.kill({ring.service.engine().pid}, 9)",
             f"import os; os.kill({ring.http_process.pid}, 9)",
+            *(
+                way.format(pid=process.pid, signal=9)
+                for way in SIGNALS.values()
+                for process in (ring.service.engine(), ring.http_process)
+            ),
             f"import os; os.setns(os.open('/proc/{ring.http_process.pid}/ns/net', 0), 0)",
             "import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
             f"import os; open({str(trap / 'env')!r}, 'w').write(str(os.environ))",

@@ -54,7 +54,7 @@ class Readable:
 def of_python(path: Sequence[str]) -> Readable:
     """What may be read for this import path."""
     own = _own()
-    found = Readable(places=[*own, *_editable()])
+    found = Readable(places=[*own, PACKAGE_ROOT / "motet", *_editable()])
     for entry in dict.fromkeys([str(PACKAGE_ROOT), *path]):
         place = Path(entry or ".").resolve()
         if place.exists() and not any(place.is_relative_to(one) for one in own):

@@ -65,6 +65,10 @@ whose flags a filter can read."""
 _MEMORY = frozenset({449, 453, 454, 455, 456, 462})
 """Of these, the ones for futexes and memory, whose names an older libseccomp does not know."""
 _NUMBERS = range(600)
+LOGGED = "MOTET_WALL_LOG"
+"""The environment variable with which the kernel's audit logs each call that fails, by its number. Only where it is set: a
+process could fill the log, and slow down others that are audited. The process itself cannot tell: with SIGSYS instead of an
+error, a call while signals are blocked, such as the C library's when it starts a thread, would end the process."""
 
 _EPERM, _ENOSYS = 1, 38
 _THREAD = 0x10000
@@ -162,6 +166,7 @@ def filter_calls(programs: bool) -> None:
         unknown = set(_NUMBERS) - allowed - numbers_of(REFUSED)
     rules = SyscallFilter(ERRNO(_EPERM))
     rules.set_attr(Attr.ACT_BADARCH, ERRNO(_ENOSYS))  # 32-bit programs, and numbers of x32
+    rules.set_attr(Attr.CTL_LOG, LOGGED in os.environ)
     for number in allowed - bounded.keys():
         rules.add_rule(ALLOW, number)
     for number in unknown - bounded.keys():

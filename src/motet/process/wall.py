@@ -28,7 +28,7 @@ from tempfile import gettempdir, mkdtemp
 from motet.core.errors import WallError
 from motet.process import importable
 from motet.process.ending import how_it_ended, last_line
-from motet.process.system_calls import filter_calls
+from motet.process.system_calls import LOGGED, filter_calls
 
 PACKAGE_ROOT = importable.PACKAGE_ROOT
 _log = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ def environment(**more: str) -> dict[str, str]:
     """
     homes = dict.fromkeys(HOMES, _home())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    fixed = {**importable.variables(), "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "PATH": ""}
+    logged = {LOGGED: os.environ[LOGGED]} if LOGGED in os.environ else {}
+    fixed = {**importable.variables(), **logged, "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "PATH": ""}
     return {**fixed, **threads, **homes, **more}
 
 
