@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import selectors
 import sys
 import tempfile
 import time
@@ -37,6 +38,8 @@ PER_SECOND = 50.0
 """Requests of a tenant in a second, by default."""
 STEPS = 3000
 """Steps of the job that is asked about."""
+TRIES = 3
+"""How often a request is sent; the least counts, because what is made once is made at first, and others work here too."""
 _SECONDS = 0.5
 """How long an answer is waited for: without an engine, some never come."""
 
@@ -46,6 +49,7 @@ class Turns:
     """Turns of the loop in this process."""
 
     longest: float = 0.0
+    selecting: float = 0.0
     total: float = 0.0
     collecting: float = 0.0
     longest_collection: float = 0.0
@@ -54,13 +58,25 @@ class Turns:
 TURNS = Turns()
 
 
+class _Selector(selectors.DefaultSelector):
+    def select(self, timeout: float | None = None) -> Any:
+        """Wait; it does not count, because some machines count a part of it as work."""
+        began = time.thread_time()
+        found = super().select(timeout)
+        TURNS.selecting += time.thread_time() - began
+        return found
+
+
 class MeasuredLoop(asyncio.SelectorEventLoop):
     """An event loop that measures its turns."""
 
+    def __init__(self) -> None:
+        super().__init__(_Selector())
+
     def _run_once(self) -> None:
-        collected, began = TURNS.collecting, time.thread_time()
+        apart, began = TURNS.collecting + TURNS.selecting, time.thread_time()
         super()._run_once()  # type: ignore[misc]
-        took = time.thread_time() - began - (TURNS.collecting - collected)
+        took = time.thread_time() - began - (TURNS.collecting + TURNS.selecting - apart)
         TURNS.total += took
         TURNS.longest = max(TURNS.longest, took)
 
@@ -229,25 +245,31 @@ def drive(house: House) -> list[Figure]:
                 for name, request in requests_to(route.path, method):
                     if method == "DELETE" or (path.endswith("/finish") and key == "ours" and name != "plain"):
                         path = path.replace("ended", "gone")
-                    before = sum(left for left, _ in buckets.values())
-                    TURNS.longest = TURNS.total = 0.0
-                    headers = {**request.get("headers", {})}
-                    if house.keys[key]:
-                        headers["authorization"] = f"Bearer {house.keys[key]}"
-                    try:
-                        with house.http.stream(
-                            method, path, **{**request, "headers": headers}, timeout=_SECONDS
-                        ) as answer:
-                            figure.statuses.add(answer.status_code)
-                            if not route.path.endswith("/stream"):
-                                answer.read()
-                    except httpx2.TransportError:  # no engine answers, or a refusal ends a body that is sent
-                        pass
-                    counted = max(1.0, before - sum(left for left, _ in buckets.values()))
-                    figure.share = max(figure.share, TURNS.total / counted * PER_SECOND)
-                    if TURNS.longest > figure.turn:
-                        figure.turn, figure.worst = TURNS.longest, name
+                    turn, share = min(_sent(house, figure, buckets, (method, path), key, request) for _ in range(TRIES))
+                    figure.share = max(figure.share, share)
+                    if turn > figure.turn:
+                        figure.turn, figure.worst = turn, name
     return figures
+
+
+def _sent(
+    house: House, figure: Figure, buckets: Any, asked: tuple[str, str], key: str, request: dict[str, Any]
+) -> tuple[float, float]:
+    """The longest turn of one request, and its share of the loop."""
+    before = sum(left for left, _ in buckets.values())
+    TURNS.longest = TURNS.total = 0.0
+    headers = {**request.get("headers", {})}
+    if house.keys[key]:
+        headers["authorization"] = f"Bearer {house.keys[key]}"
+    try:
+        with house.http.stream(*asked, **{**request, "headers": headers}, timeout=_SECONDS) as answer:
+            figure.statuses.add(answer.status_code)
+            if not figure.route.endswith("/stream"):
+                answer.read()
+    except httpx2.TransportError:  # no engine answers, or a refusal ends a body that is sent
+        pass
+    counted = max(1.0, before - sum(left for left, _ in buckets.values()))
+    return TURNS.longest, TURNS.total / counted * PER_SECOND
 
 
 def measured(directory: Path) -> list[Figure]:
@@ -259,9 +281,7 @@ def measured(directory: Path) -> list[Figure]:
             fill(house)
             gc.collect()
             gc.freeze()  # as `motet serve` does
-            for _ in range(2):  # what is made once is made in the first round
-                TURNS.longest_collection = 0.0
-                figures = drive(house)
+            figures = drive(house)
     finally:
         gc.callbacks.remove(_collected)
         gc.unfreeze()

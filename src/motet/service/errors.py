@@ -87,7 +87,9 @@ def handle_errors(app: FastAPI, without_places: Callable[[str], str]) -> None:
     """Convert every error to one shape; `without_places` removes this machine's paths from messages."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
-        asked_of(request.scope).reason = str(error)
+        # not the text of the whole error, which quotes what was given
+        told = error.errors()[0]["msg"] if isinstance(error, RequestValidationError) else error
+        asked_of(request.scope).reason = str(told)
         return _answer(request, error, without_places)
 
     starlettes = ClientDisconnect, HTTPException, RequestValidationError

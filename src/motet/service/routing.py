@@ -93,19 +93,27 @@ class TenantRoute(APIRoute):
             service: Service = request.app.state.service
             whose = asked_of(request.scope).tenant_id or f"from {request.client and request.client.host}"
             turns = service.answer_threads if request.method in ("GET", "HEAD") else service.write_threads
-            return await turns.run(whose, lambda: self._answer(endpoint(**given)))
+            changed = next((one for one in given.values() if isinstance(one, Response)), None)
+            return await turns.run(whose, lambda: self._answer(endpoint(**given), changed))
 
         return run
 
-    def _answer(self, found: Any) -> Any:
-        """What a function returned as a response: FastAPI would encode it in the event loop."""
+    def _answer(self, found: Any, changed: Response | None) -> Any:
+        """What a function returned as a response: FastAPI would encode it in the event loop.
+
+        `changed` is the response whose status and headers the function may have set.
+        """
         if self.response_field is None or isinstance(found, Response):
             return found
         value, errors = self.response_field.validate(found, {}, loc=("response",))
         if errors:  # FastAPI tells them
             return found
         content = self.response_field.serialize_json(value, exclude_none=self.response_model_exclude_none)
-        return Response(content, self.status_code or 200, media_type="application/json")
+        status = self.status_code if changed is None else changed.status_code or self.status_code
+        answer = Response(content, status or 200, media_type="application/json")
+        if changed is not None:
+            answer.headers.raw.extend(changed.headers.raw)
+        return answer
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, given a request that reads in this way."""
