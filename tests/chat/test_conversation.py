@@ -12,6 +12,7 @@ import time
 from typer.testing import CliRunner
 
 from motet.commands.cli import app
+from tests.support.waiting import PATIENCE
 
 SCRIPT = """
 import asyncio, fcntl, termios
@@ -57,7 +58,7 @@ def test_ctrl_c_ends_a_conversation() -> None:
         until("base 1")
         time.sleep(0.2)
         os.write(leader, b"\x03")
-        assert process.wait(10) != 0
+        assert process.wait(PATIENCE) != 0
     finally:
         process.kill()
         process.wait()

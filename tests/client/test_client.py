@@ -23,8 +23,8 @@ from motet.core.types import ADAPTER_FILES
 from motet.service.schemas import Health
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
-from tests.support.service_run import PATIENCE, Service, tiny
-from tests.support.waiting import wait_until
+from tests.support.service_run import Service, tiny
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
 ENDED = ("succeeded", "failed", "cancelled")
@@ -257,7 +257,7 @@ def test_following_goes_on_over_a_restart(service: Service, tmp_path: Path) -> N
         assert client.job("followed").state == "succeeded"
         assert [event.id for event in seen] == sorted({event.id for event in seen})
         assert [event.data["step"] for event in seen if event.kind == "step"] == list(range(steps + 1))
-    out, err = shown.communicate(timeout=30)
+    out, err = shown.communicate(timeout=PATIENCE)
     assert shown.returncode == 0, out + err
     assert re.findall(r"step (\d+)/8", out) == [str(step) for step in range(1, steps + 1)]
     service.until(lambda: service.answers("/readyz"))

@@ -24,6 +24,7 @@ from motet.core.types import ADAPTER_FILES
 from tests.support.adapter_files import link, tarred
 from tests.support.commands import NOBODY, Motet
 from tests.support.service_run import Json
+from tests.support.waiting import PATIENCE
 
 
 def test_both_clients_have_the_same_methods() -> None:
@@ -40,7 +41,7 @@ def test_both_clients_have_the_same_methods() -> None:
 def test_a_client_that_nobody_closes_does_not_keep_python_from_ending() -> None:
     work = "import motet; c = motet.Client('http://127.0.0.1:1'); s = c.events('x', follow=True); e = c.jobs()\n"
     work += "try: next(e)\nexcept motet.MotetError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert (done.stdout[:15], done.stderr) == ("nothing answers", "")
 
 
@@ -68,7 +69,7 @@ def _events_and_silence() -> Iterator[str]:
             self.end_headers()
             event = {"id": 1, "job": "x", "time": 0.0, "kind": "state", "data": {"state": "running"}}
             self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            ended.wait(20)
+            ended.wait(PATIENCE)
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -220,7 +221,7 @@ def test_an_agent_worker_waits_for_its_service_and_gives_up_what_went_with_it(tm
     handler = type("Handler", (_Restarted,), {"asked": asked})
 
     async def work(url: str) -> None:
-        async with asyncio.timeout(30), motet.AsyncClient(url) as client:
+        async with asyncio.timeout(PATIENCE), motet.AsyncClient(url) as client:
             await client.run_agent("own", agent=f"{agent}:run", concurrency=1)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

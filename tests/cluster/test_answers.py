@@ -36,6 +36,7 @@ from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.fake import FakeEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ class SlowDisk(EmbeddedEngine):
     def read(self, source: Path) -> AdapterWeights:
         """Wait, then read."""
         self.begun.set()
-        assert self.may.wait(5), "nothing else went on meanwhile"
+        assert self.may.wait(PATIENCE), "nothing else went on meanwhile"
         return super().read(source)
 
 

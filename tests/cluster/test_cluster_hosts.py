@@ -41,7 +41,7 @@ from motet.core.errors import EngineError
 from motet.core.types import JobState, SamplingParams, Wanted
 from motet.process.channel import LONGEST_LINE, ChannelMessage, encode
 from motet.runtime.slots import Rule
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
 
@@ -85,7 +85,7 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
         client._hear(host, HostReady([]))
         await until(lambda: not client._unplaced)  # all that there was has been read
         kept.append(AddJob({"name": "late"}, Wanted.RUN, 0, "us", Rule(), 1, ""))
-        await until(lambda: client.jobs.on(host) == 1, 5.0)
+        await until(lambda: client.jobs.on(host) == 1, PATIENCE)
         await client.kill()
 
     asyncio.run(go())
@@ -161,7 +161,7 @@ def test_a_host_that_does_not_end_is_killed(tmp_path: Path) -> None:
         host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1), launch)
         host.start(handlers(list), lambda *_: None)
         await until(lambda: bool(deaf.sent))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await host.stop(patience=0.05)
         return deaf.sent
 

@@ -48,8 +48,8 @@ from motet.runtime.race_record import RaceRecord
 from motet.runtime.rundir import RunDirectory
 from tests.support.fake_run import Setting, records, run_jobs
 from tests.support.fake_run import job as fake_job
-from tests.support.service_run import PATIENCE, Json, host_process, tiny
-from tests.support.waiting import wait_until
+from tests.support.service_run import Json, host_process, tiny
+from tests.support.waiting import PATIENCE, wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
 RACE = {"candidates": 4, "first": 1, "finalists": 1, "over": {"optimizer.lr": [1e-3, 4e-3, 1.6e-2]}, "exploit": [0.3]}
@@ -281,7 +281,7 @@ class Stage:
             self.rng.shuffle(jobs)
             races = [Race(plan, {job.name: job for job in jobs}, self.run, _no_copies) for plan in plans]
             hosted, interrupt = HostedRun(config(self.run, hosts=2), directory, jobs, launch, races=races), Interrupt()
-            interrupt.run(lambda: asyncio.wait_for(hosted.run(interrupt, None), 45))
+            interrupt.run(lambda: asyncio.wait_for(hosted.run(interrupt, None), PATIENCE))
         return jobs
 
 

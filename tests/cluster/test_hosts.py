@@ -42,8 +42,8 @@ from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.ray_nodes import cluster_of
-from tests.support.service_run import PATIENCE, Json, Service, host_process, serving, tiny
-from tests.support.waiting import wait_until
+from tests.support.service_run import Json, Service, host_process, serving, tiny
+from tests.support.waiting import PATIENCE, wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
 NAMES = [f"job-{number}" for number in range(4)]

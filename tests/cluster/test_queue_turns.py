@@ -23,6 +23,7 @@ from tests.support.database import person, queued
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.house import House, statements
 from tests.support.service_run import tiny
+from tests.support.waiting import PATIENCE
 
 
 def test_a_tenant_with_many_waiters_gets_one_turn_and_then_the_others() -> None:
@@ -246,7 +247,7 @@ def test_who_gives_up_while_it_waits_to_be_opened_has_no_turn_and_frees_it() -> 
         async with turns.opening("us", lambda: True) as turn:
             found.append(turn)
         turns._rests.clear()
-        async with asyncio.timeout(5), turns.opening("us", lambda: False) as turn:
+        async with asyncio.timeout(PATIENCE), turns.opening("us", lambda: False) as turn:
             found.append(turn)
         return found
 

@@ -46,7 +46,7 @@ from tests.support.base_servers import BaseServer, base_servers
 from tests.support.commands import Motet
 from tests.support.house import open_house
 from tests.support.service_run import Json, Service, serving, tiny
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 ENGINE = {"threads": 1}
 SAMPLING = {"samplers": 0, "max_rows": 64}
@@ -135,7 +135,7 @@ def test_a_base_whose_servers_are_away_says_so_and_others_go_on(service: Service
     service.reaches("cut-off", 1)
     server.go()
     try:
-        service.until(lambda: "no server answers" in service.ask("GET", "/readyz")["message"], 30)
+        service.until(lambda: "no server answers" in service.ask("GET", "/readyz")["message"], PATIENCE)
         message = service.ask("GET", "/readyz")["message"]
         assert message.startswith("twin: ")
         assert server.url in message
@@ -344,7 +344,7 @@ def test_a_base_that_comes_while_the_database_is_away_takes_questions(tmp_path: 
         client.start(HostHandlers(open_jobs, lambda _: None))
         client.hosts[0].ready = True
         client._hear(client.hosts[0], HostReady([]))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await client.there["a"].wait()
         await client.kill()
 

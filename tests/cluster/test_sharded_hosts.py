@@ -14,6 +14,7 @@ from motet.core.types import ADAPTER_FILES
 from tests.support.adapter_files import run_alone, tarred
 from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import Json, Service, host_process, serving, tiny
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 ENGINE = {"samplers": 0, "threads": 1}
@@ -99,7 +100,7 @@ def test_a_process_that_dies_changes_no_byte(
     group = ranks(dying)
     assert len(group) == 2
     (dying if what == "host" else group[1]).kill()
-    _, alive = psutil.wait_procs([dying, *group], timeout=10)
+    _, alive = psutil.wait_procs([dying, *group], timeout=PATIENCE)
     assert alive == []
     for name in names:
         assert service.ended(name) == "succeeded", service.job(name)["message"]
@@ -128,5 +129,5 @@ def test_a_host_ends_with_a_rank_of_it(service: Service) -> None:
     group = ranks(dying)
     assert len(group) == 2
     group[1].kill()
-    _, alive = psutil.wait_procs([dying, *group], timeout=10)
+    _, alive = psutil.wait_procs([dying, *group], timeout=PATIENCE)
     assert alive == []

@@ -14,6 +14,7 @@ import pytest
 from motet.core.device import DECODES, Device, used_by
 from motet.core.errors import DeviceLost
 from motet.core.tenant_turns import Payer
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def test_calls_run_in_order_on_one_thread(device: Device) -> None:
@@ -24,7 +25,7 @@ def test_calls_run_in_order_on_one_thread(device: Device) -> None:
 
     futures = [device.submit(functools.partial(note, i)) for i in range(50)]
     for future in futures:
-        future.result(timeout=5)
+        future.result(timeout=PATIENCE)
     assert [i for i, _ in seen] == list(range(50))
     assert len({thread for _, thread in seen}) == 1
     assert seen[0][1] != threading.get_ident()
@@ -127,7 +128,7 @@ def test_ticks_without_work_do_not_spin(device: Device) -> None:
 
     device.add_tick(tick)
     device.wake()
-    device.submit(lambda: None).result(timeout=5)
+    device.submit(lambda: None).result(timeout=PATIENCE)
     time.sleep(0.05)
     assert ticks[0] <= 4
 
@@ -147,7 +148,7 @@ def test_a_wake_during_a_tick_is_not_lost(device: Device) -> None:
 
     device.add_tick(tick)
     device.wake()
-    assert found.wait(timeout=5)
+    assert found.wait(timeout=PATIENCE)
 
 
 def test_a_tick_that_breaks_ends_nobody_elses_calls(device: Device) -> None:
@@ -207,11 +208,11 @@ def test_closing_cancels_what_waits_and_refuses_what_comes() -> None:
         return gate.wait()
 
     running = device.submit(wait_at_the_gate)
-    assert begun.wait(5)
+    assert begun.wait(PATIENCE)
     waiting = device.submit(lambda: None)
     threading.Timer(0.05, gate.set).start()
     device.close()
-    assert running.result(timeout=5) is True
+    assert running.result(timeout=PATIENCE) is True
     with pytest.raises(CancelledError):
         waiting.result(timeout=5)
     with pytest.raises(RuntimeError, match="the device is closed"):
@@ -225,7 +226,7 @@ def test_a_cancelled_call_is_not_run(device: Device) -> None:
     waiting = device.submit(ran.set)
     assert waiting.cancel()
     gate.set()
-    device.submit(lambda: None).result(timeout=5)
+    device.submit(lambda: None).result(timeout=PATIENCE)
     assert not ran.is_set()
 
 
@@ -245,9 +246,7 @@ def test_nothing_runs_while_held(device: Device) -> None:
 
     device.add_tick(tick)
     device.wake()
-    deadline = time.monotonic() + 5
-    while not ticks[0] and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: ticks[0] > 0)
     device.hold()
     time.sleep(0.02)  # the tick under way
     before = ticks[0]
@@ -257,7 +256,7 @@ def test_nothing_runs_while_held(device: Device) -> None:
     assert ticks[0] == before > 0
     assert not waiting.done()
     device.go()
-    assert waiting.result(timeout=5) == 7
+    assert waiting.result(timeout=PATIENCE) == 7
     device.hold()
     device.close()  # also while it is held
 
@@ -276,14 +275,12 @@ def test_a_turn_is_told_once_and_before_its_work() -> None:
         return left[0] > 0
 
     try:
-        device.submit(lambda: order.append("call")).result(timeout=5)
+        device.submit(lambda: order.append("call")).result(timeout=PATIENCE)
         device.add_tick(tick)
         device.wake()
-        deadline = time.monotonic() + 5
-        while left[0] and time.monotonic() < deadline:
-            time.sleep(0.001)
-        device.submit(lambda: order.append("call")).result(timeout=5)
-        device.submit(lambda: None).result(timeout=5)
+        wait_until(lambda: not left[0])
+        device.submit(lambda: order.append("call")).result(timeout=PATIENCE)
+        device.submit(lambda: None).result(timeout=PATIENCE)
     finally:
         device.close()
     assert order[:9] == ["T", "call", "S", "tick", "tick", "tick", "T", "call", "S"]
@@ -295,7 +292,7 @@ def test_a_light_call_takes_no_turn() -> None:
     device = Device(lambda training: order.append("T" if training else "S"))
     try:
         for name, light in (("light", True), ("call", False), ("light", True), ("light", True)):
-            device.submit(lambda name=name: order.append(name), light=light).result(timeout=5)  # type: ignore[misc]
+            device.submit(lambda name=name: order.append(name), light=light).result(timeout=PATIENCE)  # type: ignore[misc]
     finally:
         device.close()
     assert order == ["S", "light", "T", "call", "S", "light", "light"]

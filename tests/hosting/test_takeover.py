@@ -33,7 +33,7 @@ from motet.process.channel import ChannelMessage, decode, encode
 from motet.runtime.rundir import RunDirectory
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.service_run import Service, tiny
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 TOKEN = "service." + "engine.."
 START = m.StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE, takeover_seconds=60.0)
@@ -229,7 +229,7 @@ def test_an_engine_that_nobody_takes_over_saves_and_ends(
             if why == "full":
                 for number in range(4):
                     made.line.send(m.JobStepped("job", {"step": number, "text": "x" * (lines.MOST_KEPT // 3)}))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 assert await messages.get() == m.Stop()
             with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as late:
                 late.connect(str(made.address))
@@ -252,7 +252,7 @@ def test_an_engine_that_nobody_takes_over_saves_and_ends(
 def test_a_process_that_was_started_in_vain_ends(short_path: Path) -> None:
     with contextlib.closing(Line(short_path)) as made:
         OneService(made.address).welcomed().dies()
-        assert made.ended.wait(20)
+        assert made.ended.wait(PATIENCE)
 
 
 def test_a_host_whose_device_breaks_down_ends(short_path: Path) -> None:

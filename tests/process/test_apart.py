@@ -17,6 +17,7 @@ from motet.process.apart import Apart, ThreadTurns, TooMuchError, WorkLimits
 from motet.service.bases import Bases
 from motet.service.jobs.validation import jobs_in
 from tests.support.openai_requests import hostile
+from tests.support.waiting import PATIENCE
 
 SLEEP = b"__import__('time').sleep(600)"
 
@@ -147,7 +148,7 @@ def test_work_that_nobody_waits_for_ends():
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE):
             while apart.pids():
                 await asyncio.sleep(0.01)
         return pids[0]

@@ -16,7 +16,7 @@ import yaml
 
 from motet.rollout.server_process import free_port
 from tests.support.house import House, open_house
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 FILES = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
 TOKEN = "for-prometheus"
@@ -75,7 +75,7 @@ def test_a_real_prometheus_scrapes_the_service_and_evaluates_every_rule_and_pane
                 _look(prometheus, process)
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(PATIENCE)
 
 
 def _look(prometheus: httpx2.Client, process: subprocess.Popen[bytes]) -> None:

@@ -40,6 +40,7 @@ from tests.support.decoding import (
     finish,
     outcomes,
 )
+from tests.support.waiting import PATIENCE
 
 
 def make_decoder(
@@ -392,14 +393,14 @@ def assert_all_are_told(device: Device, requests: list[GenerateRequest], due: Ca
     )  # small enough to preempt
 
     async def run() -> None:
-        jobs = [asyncio.wait_for(collect(engine, request), 5) for request in requests]
+        jobs = [asyncio.wait_for(collect(engine, request), PATIENCE) for request in requests]
         results = await asyncio.gather(*jobs, return_exceptions=True)
         told = [result for result in results if isinstance(result, DeviceError)]
         assert told, results
         assert all("out of memory" in str(error) for error in told)
         assert not any(isinstance(result, TimeoutError) for result in results)
         assert engine.cache.n_free == engine.cache.n_blocks
-        again = await asyncio.wait_for(collect(engine, requests[0]), 20)
+        again = await asyncio.wait_for(collect(engine, requests[0]), PATIENCE)
         assert {chunk.finish_reason for chunk in again} == {FinishReason.LENGTH}
 
     asyncio.run(run())
@@ -431,7 +432,7 @@ def test_at_a_lost_device_nobody_waits() -> None:
         requests = [as_request(f"r{i}", Ask(19, 30, seeds=(1, 2)), stop=STOP) for i in range(3)]
 
         async def run() -> None:
-            jobs = [asyncio.wait_for(collect(engine, request), 20) for request in requests]
+            jobs = [asyncio.wait_for(collect(engine, request), PATIENCE) for request in requests]
             results = await asyncio.gather(*jobs, return_exceptions=True)
             assert {type(result) for result in results} == {DeviceLost}, results
             with pytest.raises(DeviceLost, match="an illegal memory access"):

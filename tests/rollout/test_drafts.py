@@ -28,6 +28,7 @@ from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
 from tests.support.decoding import ASKS, Ask, Outcome, adapters, add, as_request, broken, finish, outcomes
 from tests.support.small_runs import REWARDS, job, run
+from tests.support.waiting import PATIENCE
 
 OWN, DTYPE, BLOCK = "llama/native-dpbf16", "bfloat16", 16
 
@@ -171,7 +172,7 @@ class _Looked(str):
     def __ne__(self, other: object) -> bool:
         if threading.current_thread() is not threading.main_thread():
             self.compared.set()
-            self.goes_on.wait(10)
+            self.goes_on.wait(PATIENCE)
         return str.__ne__(self, other)
 
     __hash__ = str.__hash__

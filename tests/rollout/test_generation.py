@@ -17,6 +17,7 @@ from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.generation import Draft, Generation, PutAside
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
+from tests.support.waiting import PATIENCE
 
 CHAT = Chat(FakeTokenizer(), chat_template=False)
 PROMPT = np.array(FakeTokenizer().encode("letter 7? "), np.int32)
@@ -67,7 +68,7 @@ def generate(turns: Sequence[int], *, renew: bool = True, first: int = 0, capaci
         return chunks
 
     async def limited() -> list[Chunk]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             return await scene()
 
     told = Told(asyncio.run(limited()), engine)
@@ -149,7 +150,7 @@ def test_versions_that_came_while_nothing_was_asked_cost_no_request() -> None:
         for version in range(3):
             await versions.publish(version)
             await versions.announce(version, 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             chunks = await generation.complete(PROMPT, KEYS, 0, 0)
         assert {version for chunk in chunks for version in chunk.versions.tolist()} == {2}
 
@@ -201,7 +202,7 @@ def test_an_abort_by_somebody_else_is_final(renew: bool) -> None:
         for _ in range(8):
             await asyncio.sleep(0)
         await engine.abort("a")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             return await completing
 
     chunks = asyncio.run(scene())

@@ -43,6 +43,7 @@ from motet.view.results import RunResult
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.small_runs import REWARDS, config, fingerprint, job
+from tests.support.waiting import PATIENCE
 
 LIMITS = {"max_rows": 8, "kv_tokens": 4096, "prefill_tokens": 1024}
 LOAD = LoadSampler(
@@ -771,13 +772,13 @@ def test_a_request_waits_for_a_free_row_wherever_it_comes_first() -> None:
         assert engine._open[0].total() == 4
         cast(Any, engine.links[0]).ready = True
         await asyncio.to_thread(engine.links[0].on_ready)
-        assert await asyncio.wait_for(turns[1], 10) == 1, "the process that has become ready gets nothing"
+        assert await asyncio.wait_for(turns[1], PATIENCE) == 1, "the process that has become ready gets nothing"
         await asyncio.sleep(0)
         assert not any(turn.done() for turn in turns[2:])
         turns[2].cancel()
         engine._open[1]["a"] -= 1
         engine._start_waiting()
-        assert await asyncio.wait_for(turns[3], 10) == 1, "who left is still in the way"
+        assert await asyncio.wait_for(turns[3], PATIENCE) == 1, "who left is still in the way"
         assert not turns[4].done()
         engine._open[0].clear()
         engine._start_waiting()
@@ -823,8 +824,8 @@ def test_who_waits_for_a_row_can_be_aborted_and_keeps_the_adapter(name: str) -> 
         await engine.abort("others")
         assert not task.done()
         await engine.abort(name)
-        found = await asyncio.wait_for(task, 10)
-        await asyncio.wait_for(unloading, 10)
+        found = await asyncio.wait_for(task, PATIENCE)
+        await asyncio.wait_for(unloading, PATIENCE)
         reasons = {index: [chunk.finish_reason for chunk in chunks] for index, chunks in found.items()}
         assert reasons == {0: [FinishReason.ABORT], 1: [FinishReason.ABORT]}
         assert engine._open[0].total() == 4
@@ -835,7 +836,7 @@ def test_who_waits_for_a_row_can_be_aborted_and_keeps_the_adapter(name: str) -> 
 def test_an_adapter_is_read_while_other_requests_go_on(tmp_path: Path) -> None:
     went_on = threading.Event()
     engine, seen = places(1), dict[Path, bool]()
-    engine.here.read = lambda source: seen.update({source: went_on.wait(5)})  # type: ignore[assignment, method-assign, return-value]
+    engine.here.read = lambda source: seen.update({source: went_on.wait(PATIENCE)})  # type: ignore[assignment, method-assign, return-value]
     engine.here.install = lambda ref, weights: None  # type: ignore[method-assign]
 
     async def run() -> None:

@@ -18,6 +18,7 @@ from motet.model.fake import END, FakeAdapter
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.versions import Versions
 from motet.training.fake import FakeTrainer
+from tests.support.waiting import PATIENCE
 
 
 def make(jitter: int | None = None, keep: int | None = None) -> tuple[Versions, FakeEngine]:
@@ -32,7 +33,7 @@ def loaded(engine: FakeEngine) -> set[int]:
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await scene()
 
     asyncio.run(limited())

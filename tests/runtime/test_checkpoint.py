@@ -38,6 +38,7 @@ from motet.training.fake import FakeTrainer
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, job, run_jobs
 from tests.support.small_disk import small_disk
+from tests.support.waiting import PATIENCE
 
 IDENTITY = {"base": "small", "job": {"steps": 5, "optimizer": {"lr": 0.1}}}
 Save = Callable[[Path], None]
@@ -558,6 +559,6 @@ def test_a_host_that_is_cut_off_while_it_saves_neither_fails_the_next_owner_nor_
 
     with ThreadPoolExecutor(1) as pool:
         committing = pool.submit(commit)
-        assert begun.wait(20)
+        assert begun.wait(PATIENCE)
         assert (JobDirectory(tmp_path / "a").restore() or Committed()).step == 1
-        committing.result(20)
+        committing.result(PATIENCE)

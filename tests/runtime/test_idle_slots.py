@@ -12,7 +12,7 @@ from motet.core.types import JobState, Problem
 from motet.runtime.slot_turns import IdleSlotTimeouts
 from motet.tasks.reward_pool import ScoreOutcome, Transcript
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 class Late(InlineRewards):
@@ -41,10 +41,12 @@ def test_a_job_that_waits_for_scores_gives_its_slot_away(tmp_path: Path) -> None
     async def script(run: FakeRun) -> None:
         rewards = run.services.rewards
         assert isinstance(rewards, Late)
-        await until(lambda: run.state("next") is JobState.SUCCEEDED and run.state("last") is JobState.SUCCEEDED, 30)
+        await until(
+            lambda: run.state("next") is JobState.SUCCEEDED and run.state("last") is JobState.SUCCEEDED, PATIENCE
+        )
         assert not run.jobs["late"].state.final
         rewards.somebody.set()
-        await until(lambda: run.jobs["late"].state.final, 30)
+        await until(lambda: run.jobs["late"].state.final, PATIENCE)
         run.pipeline.stop()
 
     found = run_jobs(tmp_path / "beside", jobs, Setting(slots=1, max_idle=0.5, rewards=Late), script)
@@ -58,9 +60,9 @@ def test_a_job_that_is_to_pause_does_not_wait_for_scores_that_do_not_come(tmp_pa
     async def script(run: FakeRun) -> None:
         rewards = run.services.rewards
         assert isinstance(rewards, Late)
-        await until(lambda: rewards.asked > 10, 30)
+        await until(lambda: rewards.asked > 10, PATIENCE)
         run.pipeline.pause("late")
-        await until(lambda: run.state("late") is JobState.PAUSED, 30)
+        await until(lambda: run.state("late") is JobState.PAUSED, PATIENCE)
         run.pipeline.stop()
 
     run_jobs(tmp_path, [job("late")], Setting(slots=1, max_idle=0.5, rewards=Late), script)

@@ -15,7 +15,7 @@ from motet.runtime.journal import AnyOutcome, Done, Failed, Journal, JournalErro
 from motet.runtime.start_turns import StartTurns
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, run_jobs
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_checkpoint_is_replaced_only_by_a_command_that_may(tmp_path: Path, ove
         journal.put(number, encode(Save("weights/w", False, {"number": number}, {"saved": number}, overwrite)))
 
     async def script(run: FakeRun) -> None:
-        await until(lambda: journal.done(3), 30)
+        await until(lambda: journal.done(3), PATIENCE)
         outcomes.extend(map(journal.outcome, (1, 3)))
         journal.finish()
         run.jobs["client"].news.set()

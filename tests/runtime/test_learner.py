@@ -27,7 +27,7 @@ from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.segments import make_samples
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 WIDE = 300
 """Targets of a token: 9 tokens of so many are eleven chunks of the head."""
@@ -84,7 +84,7 @@ class Parked(Watched):
     def bring_in(self, names: Sequence[str], beside: Sequence[str] = ()) -> None:
         if list(names) == ["small"] and not beside:
             self.comes.set()
-            self.may.wait(20)
+            self.may.wait(PATIENCE)
 
 
 def company(
@@ -230,7 +230,7 @@ def test_what_comes_while_servers_wake_up_is_trained_in_the_next_turn() -> None:
         learner = Learner(trainer, device, HEAD_ROWS, scheduler, alone)
         await learner.train("job", (segment,))
         await until(lambda: bool(late))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await late[0]
         await until(lambda: len(turns) == 2)
 

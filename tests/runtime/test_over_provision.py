@@ -35,7 +35,7 @@ from tests.support.fake_run import (
     weights,
 )
 from tests.support.remembering import RememberingEngine, RememberingTrainer, check_samples
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 _PACE = contextvars.ContextVar("pace", default=1)
 """How many suspensions a token takes; rows of a request have their request's."""
@@ -294,7 +294,7 @@ def test_cancelling_waits_for_no_reward(rewards: type[RewardPool], tmp_path: Pat
     async def script(run: FakeRun) -> None:
         await until(lambda: run.services.scheduler.in_flight == 0 and len(run.engine.requests) == 5)
         run.pipeline.cancel("a")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await until(lambda: run.state("a") is JobState.CANCELLED)
 
     check_quiet(run_jobs(tmp_path, [over()], Setting(rewards=rewards, holdout=0), script))
@@ -324,7 +324,7 @@ def test_a_step_does_not_wait_for_groups_whose_turn_has_not_come(tmp_path: Path)
         run.pipeline.resume("hog")
         await until(lambda: "hog" in accounts and bool(accounts["hog"].waiting))
         gates["a"].set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await until(lambda: run.jobs["a"].progress.step == 1)
         assert accounts["hog"].running == 1
         gates["hog"].set()

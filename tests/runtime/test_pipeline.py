@@ -20,7 +20,7 @@ from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Probl
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 def rollouts(path: Path, name: str, log: str) -> list[dict[str, Any]]:
@@ -123,14 +123,14 @@ class HeldTrainer(FakeTrainer):
 
     def remove_adapter(self, name: str) -> None:
         self.leaves.set()
-        self.may.wait(20)
+        self.may.wait(PATIENCE)
         super().remove_adapter(name)
 
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         if self.breaks:
             self.breaks = False
             self.computes.set()
-            self.goes_on.wait(20)
+            self.goes_on.wait(PATIENCE)
             raise DeviceError("it broke")
         return super().forward_backward(batch)
 
@@ -306,7 +306,7 @@ def test_sampling_runs_ahead_of_training(tmp_path: Path) -> None:
 
     class WaitingTrainer(FakeTrainer):
         def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
-            assert asked.wait(30), "step 1 waits for version 1"
+            assert asked.wait(PATIENCE), "step 1 waits for version 1"
             return super().forward_backward(batch)
 
     setting = Setting(engine=AskedEngine, trainer=WaitingTrainer)

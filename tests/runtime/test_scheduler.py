@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from motet.algorithms.packing import Standing
 from motet.runtime.scheduler import FairScheduler, weight_of
 from tests.support.scheduling_policy import next_job
+from tests.support.waiting import PATIENCE
 
 
 @dataclass
@@ -536,7 +537,7 @@ def test_completions_wait_for_no_other_tenant_within_its_share() -> None:
         async with contextlib.AsyncExitStack() as held:
             await held.enter_async_context(scheduler.permit("long", 8))
             for _ in range(4):
-                await asyncio.wait_for(held.enter_async_context(scheduler.permit("chats", 1, at_once=True)), 5)
+                await asyncio.wait_for(held.enter_async_context(scheduler.permit("chats", 1, at_once=True)), PATIENCE)
             assert scheduler.in_flight == 12
             beyond = asyncio.create_task(held.enter_async_context(scheduler.permit("chats", 1, at_once=True)))
             await asyncio.sleep(0)
@@ -544,7 +545,7 @@ def test_completions_wait_for_no_other_tenant_within_its_share() -> None:
             beyond.cancel()
             await asyncio.gather(beyond, return_exceptions=True)
         assert scheduler.in_flight == 0
-        async with asyncio.timeout(5), scheduler.permit("chats", 8, at_once=True):
+        async with asyncio.timeout(PATIENCE), scheduler.permit("chats", 8, at_once=True):
             assert scheduler.in_flight == 8, "alone it has everything"
 
     asyncio.run(go())

@@ -28,7 +28,7 @@ from tests.support.house import House, open_house
 from tests.support.service_run import tiny
 from tests.support.tinker_requests import journal, made, request, sent
 from tests.support.tinker_run import job_of
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 MB = 2**20
 STEP = {"adam_params": {"learning_rate": 1e-3}}
@@ -240,11 +240,11 @@ def test_a_job_whose_commit_does_not_fit_waits_for_room_and_ends_with_the_same_b
 
     async def script(run: FakeRun) -> None:
         grows = run.jobs["grows"]
-        await until(lambda: "storage_mb" in grows.progress.message, 30)
+        await until(lambda: "storage_mb" in grows.progress.message, PATIENCE)
         seen.append((grows.state, grows.progress.message, grows.directory.steps()))
         assert not list(grows.directory.path.glob("state/.tmp-*"))
         run.pipeline.rule("us", Rule(room=2**30))
-        await until(lambda: grows.state.final and run.state("other").final, 30)
+        await until(lambda: grows.state.final and run.state("other").final, PATIENCE)
         run.pipeline.stop()
 
     jobs, alone = [job("grows"), job("other")], tmp_path / "alone"

@@ -57,7 +57,7 @@ from tests.support.server_run import (
     set_aside,
     trainer_of,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 KEY = "the key of all nodes"
 
@@ -370,4 +370,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             drive(engine_of([server], [url], tmp_path), test)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=20)
+            process.communicate(timeout=PATIENCE)

@@ -17,7 +17,7 @@ from motet.commands.node_agent import listen
 from motet.core.errors import ConfigError
 from motet.rollout.node_agent import NodeServer
 from motet.rollout.server_process import free_port
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 SERVER = """
 import http.server, os, pathlib, sys, time
@@ -114,6 +114,6 @@ def test_the_command_starts_it_and_ends_it(tmp_path: Path) -> None:
         (pid,) = pids(tmp_path)
     finally:
         agent.terminate()
-        agent.wait(30)
+        agent.wait(PATIENCE)
     wait_until(lambda: not psutil.pid_exists(pid))
     assert (tmp_path / f"motet-node-agent-{own}.log").exists()

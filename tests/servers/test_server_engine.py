@@ -36,7 +36,7 @@ from tests.support.server_run import (
     request,
     trainer_of,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 either_way = pytest.mark.parametrize("stream", [False, True])
@@ -351,7 +351,7 @@ def test_an_abort_before_anything_was_asked(stream: bool, tmp_path: Path) -> Non
     async def test(engine: ServerEngine) -> None:
         running = asyncio.ensure_future(collect(engine, long_request(stream=stream)))
         aborting = asyncio.ensure_future(engine.abort("r"))
-        found = await asyncio.wait_for(running, 2)
+        found = await asyncio.wait_for(running, PATIENCE)
         await aborting
         assert [(one.tokens, one.finish) for one in found] == [([], "abort")] * 2
 

@@ -31,7 +31,7 @@ from tests.support.node_agents import node_agent
 from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import Json, host_process, serving, tiny
 from tests.support.tiny_models import base as tiny_base
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 ENGINE = {"threads": 1, "kernels": "torch"}  # the only ones that shards have
 NAMES = [f"job-{number}" for number in range(4)]
@@ -184,12 +184,12 @@ def test_each_host_starts_servers_of_its_own(alone: dict[str, bytes], tmp_path: 
     its = [one for one in dying.children(recursive=True) if one in started]
     dying.kill()
     assert len({tuple(one.cmdline()) for one in started}) == 2
-    _, alive = psutil.wait_procs(its, timeout=10)
+    _, alive = psutil.wait_procs(its, timeout=PATIENCE)
     assert its
     assert alive == []
     assert run.ended() == alone
     assert {path.name for path in run.directory.glob("*server*")} == {"host-0-server-0.log", "host-1-server-0.log"}
-    _, alive = psutil.wait_procs(started, timeout=10)
+    _, alive = psutil.wait_procs(started, timeout=PATIENCE)
     assert alive == []
 
 

@@ -24,7 +24,7 @@ from motet.rollout.server import ServerEngine
 from motet.rollout.server_process import ServerProcess, free_port
 from tests.support.protocol_server import ProtocolServer
 from tests.support.server_run import CLOCKS, collect, drive, engine_on, in_process, request
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 SERVER = """
 import http.server, os, subprocess, sys, threading, time
@@ -88,14 +88,14 @@ def lives(pid: int) -> bool:
         return False
 
 
-def gone(pids: list[int], seconds: float = 5.0) -> bool:
+def gone(pids: list[int], seconds: float = PATIENCE) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(map(lives, pids)):
         time.sleep(0.02)
     return not any(map(lives, pids))
 
 
-def ended(process: ServerProcess, seconds: float = 5.0) -> bool:
+def ended(process: ServerProcess, seconds: float = PATIENCE) -> bool:
     """Whether the guard ends soon: a process whose threads are ending has ended for some and not for others."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.alive:

@@ -31,7 +31,7 @@ from tests.support.openai_requests import (
     uploaded,
 )
 from tests.support.service_run import Json, tiny
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ class Samples:
             (engine.there[self._host.base].set if there else engine.there[self._host.base].clear)()
 
         for there in (True, False):
-            asyncio.run_coroutine_threadsafe(stand_in(there), house.app.state.loop).result(20)
+            asyncio.run_coroutine_threadsafe(stand_in(there), house.app.state.loop).result(PATIENCE)
             if there:
                 yield
 

@@ -70,7 +70,7 @@ from tests.support.places import Place
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.small_disk import small_disk
 from tests.support.together import at_once
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 
 def uploaded(house: House) -> str:
@@ -114,6 +114,8 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
     class Broken(Place):
         """Cannot hand over a job of one name."""
 
+        failed = 0
+
         def __post_init__(self) -> None:
             super().__post_init__()
             self.queue._hand_over = self.take
@@ -121,6 +123,7 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
         def take(self, job: StoredJob) -> None:
             """What the handover does with a job."""
             if job.name == "odd":
+                self.failed += 1
                 raise LookupError("nobody thought of this")
             self.handed.append(job.name)
 
@@ -130,9 +133,9 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
 
     async def work() -> None:
         watching_them = asyncio.create_task(place.queue.watch())
-        await asyncio.sleep(0.5)
+        await until(lambda: place.failed > 0)
         await asyncio.to_thread(place.submit, us, "plain", at=time.time() + 0.1)
-        await until(lambda: place.handed == ["plain"], 10)
+        await until(lambda: place.handed == ["plain"], PATIENCE)
         watching_them.cancel()
 
     asyncio.run(work())
@@ -231,7 +234,7 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
         reward = config.rewards[0].model_dump(mode="json")
         store.away = [True, False, False, True]  # the job is looked for, again, old units go, the unit is kept
         asking = asyncio.create_task(scoring.answer(ScoreRequest(7, job, reward, {"id": 1}, ["a", "b"], [])))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while store.away:
                 await asyncio.sleep(0.02)
             for unit in await workers.lease(job, "w", "key", 1, 20.0, _stays):
@@ -282,7 +285,7 @@ def test_a_service_that_stops_waits_for_no_score_whose_database_is_away(house: H
         asking = asyncio.create_task(scoring.answer(ScoreRequest(7, "a job", {"name": "judge"}, {}, [], [])))
         await until(lambda: len(store.away) < 999)
         scoring.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             return await asking
 
     assert asyncio.run(work()) == ScoresAnswered(7, away=True)
@@ -497,7 +500,7 @@ def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_sco
 
     async def work() -> None:
         scores, reward = AskedOfService(send), RewardConfig(name="judge")
-        async with asyncio.timeout(10):  # sent in spite of it, nobody would answer
+        async with asyncio.timeout(PATIENCE):  # sent in spite of it, nobody would answer
             found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * LONGEST_LINE}}, ["a", "b"], [])
         assert len(found) == 2
         assert all("64 MB" in str(one) and "columns" in str(one) for one in found)
@@ -537,7 +540,7 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
 
     async def work(url: str) -> None:
         with busy_threads():
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE):
                 await host._handle(JobStepped("job-1", {}))
             rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
             reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)

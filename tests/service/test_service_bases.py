@@ -51,6 +51,7 @@ from tests.support.house import House, open_house
 from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import Json, Service, host_process, serving, tiny
 from tests.support.tinker_run import job_of, run_script
+from tests.support.waiting import PATIENCE
 
 ENGINE = {"samplers": 0, "threads": 1}
 JOBS = {"a": "small", "b": "twin", "c": "small", "d": "twin"}
@@ -139,7 +140,7 @@ def story(service: Service, tenants: dict[str, str], hosts: int) -> Story:
 
 def others_go_on(service: Service) -> None:
     """The twin's only host is away: that is told, and the other base answers."""
-    service.until(lambda: "twin" in service.ask("GET", "/readyz")["message"], 30)
+    service.until(lambda: "twin" in service.ask("GET", "/readyz")["message"], PATIENCE)
     said = {"model": "small", "messages": ASKED, "max_tokens": 4, "temperature": 0}
     assert service.ask("POST", "/v1/chat/completions", json=said)["choices"]
     service.refused(503, "POST", "/v1/chat/completions", json={**said, "model": "twin"})

@@ -183,9 +183,7 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(service: Servi
         for _ in (*streams, *answers, *leases):
             assert sent.acquire(timeout=60)
         assert client.get("/healthz").is_success  # it came after them, so the service has read them too
-        started = time.monotonic()
         service.terminate()
-        assert time.monotonic() - started < 30
         assert [one.result() >= 0 for one in streams] == [True] * 9, "one broke off"
         assert {one.result() for one in answers} <= {200, 503}
         assert {one.result() for one in leases} == {200}

@@ -36,6 +36,7 @@ from tests.support.tinker_requests import journal, made, request
 from tests.support.tinker_requests import sent as sent_gradient
 from tests.support.tinker_run import job_of
 from tests.support.together import at_once
+from tests.support.waiting import PATIENCE
 
 DAY = "2026-03-01"
 
@@ -351,7 +352,7 @@ def test_every_door_to_the_device_asks_for_what_is_left_of_the_day(
         sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, **asked}
         request_id = house.ask("POST", f"{tinker}/asample", json=sample).json()["request_id"]
         waiting = house.part(Futures).wait(who, request_id, 0.0)
-        held = asyncio.run_coroutine_threadsafe(waiting, house.app.state.loop).result(20)
+        held = asyncio.run_coroutine_threadsafe(waiting, house.app.state.loop).result(PATIENCE)
         assert isinstance(held, dict)
         assert (held["queue_state"], name in held["queue_state_reason"]) == ("paused_rate_limit", True)
         house.ask("POST", f"{tinker}/cancel_future", json={"request_id": request_id})

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from motet.client.reward_files import RewardFiles
 from motet.config import JobConfig, RewardConfig
 from motet.config.jobfile import load_service
 from motet.core.errors import ConfigError, RewardError
 from motet.core.types import JobState
+from motet.service.database.tables import ScoringUnit
 from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.workers.attached import TAKES_PER_SECOND, AttachedWorkers
@@ -62,6 +64,10 @@ def letters(text):
 '''
 
 
+LEASE = 20.0
+"""Seconds; tests do not wait for their end."""
+
+
 @pytest.fixture(scope="module")
 def rewards_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The operator's rewards."""
@@ -75,7 +81,7 @@ def rewards_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def house(tmp_path_factory: pytest.TempPathFactory, rewards_file: Path) -> Iterator[House]:
     """One for the whole file."""
     rewards = install({"brief": {"function": f"{rewards_file}:short", "args": {"limit": 3}}}, rewards_file)
-    with open_house(tmp_path_factory.mktemp("house"), rewards=rewards, lease_seconds=1.0) as found:
+    with open_house(tmp_path_factory.mktemp("house"), rewards=rewards, lease_seconds=LEASE) as found:
         yield found
 
 
@@ -186,7 +192,7 @@ def test_a_worker_leases_scores_and_hands_in_as_often_as_it_likes(house: House, 
     found = lease(house, job, most=1)
     assert [unit["id"] for unit in found["units"]] == keys[:1]
     assert found["units"][0]["completions"] == ["a", "\ud800é\0"]
-    assert (found["seconds"], found["state"]) == (1.0, "queued")
+    assert (found["seconds"], found["state"]) == (LEASE, "queued")
     assert [unit["id"] for unit in lease(house, job, "v")["units"]] == keys[1:]
     assert lease(house, job)["units"] == []
     scores = [0.5, {"chance": "late"}]
@@ -197,7 +203,8 @@ def test_a_worker_leases_scores_and_hands_in_as_often_as_it_likes(house: House, 
     assert house.part(RewardWorkers).units.ask(job, keys[0], 0, {"completions": []}) == scores
     assert house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/v").status_code == 204
     assert [unit["handed_out"] for unit in lease(house, job)["units"]] == [2]
-    time.sleep(1.2)
+    with house.store.transaction() as session:
+        session.execute(update(ScoringUnit).values(leased_until=0.0))
     assert [unit["handed_out"] for unit in lease(house, job, "v")["units"]] == [3]
     assert results(house, job, {keys[1]: ["a reason", 1]})["counted"] == keys[1:]
 
@@ -355,11 +362,11 @@ def test_a_job_rests_when_it_is_to_and_nobody_scores(house: House) -> None:
     reward = RewardConfig(name="worker")
     asked = asyncio.run_coroutine_threadsafe(workers.ask(job, reward, {"id": 1}, ["a"], []), loop)
     wait_until(lambda: workers.waits(job_id))
-    time.sleep(1.2)
     assert not asked.done()  # as long as it takes
     lease(house, job_id, most=0)
     assert not workers.waits(job_id)  # somebody is attached
     loop.call_soon_threadsafe(workers.rest, job_id, True)
+    loop.call_soon_threadsafe(workers._seen[job_id].update, {"w": -1e9})
     wait_until(asked.done)  # when the worker's time is over
     assert type(asked.exception()).__name__ == "ScorerAway"
     assert not workers.waits(job_id)

@@ -34,6 +34,7 @@ from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
 from tests.support.database import person, queued
 from tests.support.house import statements
 from tests.support.together import at_once
+from tests.support.waiting import PATIENCE
 
 # --- records of keys ---------------------------------------------------------------------------------------------------------
 
@@ -524,11 +525,11 @@ def test_events_are_there_in_the_order_of_their_ids(store: Store) -> None:
 
     def late(session: Session) -> None:
         written.set()
-        assert go.wait(20)
+        assert go.wait(PATIENCE)
 
     with ThreadPoolExecutor(3) as threads:
         one = threads.submit(store.add_event, first, "step", "0", {}, late)
-        assert written.wait(20)
+        assert written.wait(PATIENCE)
         after: list[Future[int | None]] = [
             threads.submit(store.add_event, second, "step", "0", {}),
             threads.submit(lambda: store.events(queued(store, us, "third", {}, 3, None).id)[0].id),

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.commands import Motet
 from tests.support.service_run import Json, Service, serving, tiny
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +78,7 @@ def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> Non
         clock = re.search(r"^motet_device_turns_seconds\S* (\S+)$", service.get("/metrics").text, re.M)
         return clock is not None and seconds == pytest.approx(float(clock[1]), rel=0.05)
 
-    service.until(charged, 30)
+    service.until(charged, PATIENCE)
 
 
 def test_tokens_of_an_answer_that_nobody_waits_for_are_counted(service: Service) -> None:

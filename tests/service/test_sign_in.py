@@ -28,7 +28,8 @@ from motet.service.settings import Settings
 from tests.support.house import House, error_of, open_house
 from tests.support.oidc_provider import ABROAD, PASSWORD
 from tests.support.oidc_run import Provider
-from tests.support.service_run import PATIENCE, Json
+from tests.support.service_run import Json
+from tests.support.waiting import PATIENCE
 
 pytest.importorskip("oauth2_provider", reason="needs django-oauth-toolkit: pip install 'motet[dev]'")
 

@@ -27,6 +27,7 @@ from motet.service.routes.events import READS_PER_SECOND
 from motet.tasks.chat import Chat
 from tests.support.house import House
 from tests.support.service_run import ROWS, Json, tiny
+from tests.support.waiting import PATIENCE
 
 MANY = 50
 """More streams than threads of the event loop."""
@@ -141,7 +142,7 @@ def test_the_stream_tells_at_once_and_begins_now(house: House) -> None:
     told = time.monotonic()
     house.recorder.record_state(job, JobState.PAUSED, "")
     listening.join()
-    assert 0 <= came[0] - told < 2
+    assert 0 <= came[0] - told < 10  # the next look would come after fifteen seconds
 
 
 def test_the_log_gives_the_same_from_memory_and_from_the_database(house: House) -> None:
@@ -338,7 +339,7 @@ def test_streams_of_a_tenant_hold_up_nobody_else_however_many_read(house: House)
         with house.service.log._lock:  # as long as all of them read
             watching = [threads.submit(watch) for _ in range(MANY)]
             for _ in watching:
-                assert opened.acquire(timeout=20)
+                assert opened.acquire(timeout=PATIENCE)
             answer = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)}, timeout=10.0)
         assert answer.is_success, answer.text
 
@@ -360,11 +361,11 @@ def test_many_streams_of_a_tenant_read_seldom_and_miss_nothing(house: House) -> 
     with ThreadPoolExecutor(MANY) as threads:
         watching = [threads.submit(watch, number) for number in range(MANY)]
         for _ in watching:
-            assert opened.acquire(timeout=20)
+            assert opened.acquire(timeout=PATIENCE)
         started = time.monotonic()
         for step in range(2, 100):
             house.recorder.record_step(job, {"step": step, "loss": 0.0})
             time.sleep(0.02)
-        assert all(one.result(20) == set(range(2, 100)) for one in watching)
+        assert all(one.result(PATIENCE) == set(range(2, 100)) for one in watching)
         seconds = time.monotonic() - started
     assert pieces.total() < 2 * MANY + 1.3 * READS_PER_SECOND * seconds

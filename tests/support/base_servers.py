@@ -42,6 +42,7 @@ from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.server_process import free_port
 from motet.rollout.shipping import unpack
 from tests.conftest import ROOT
+from tests.support.waiting import PATIENCE
 
 _serial = itertools.count()
 
@@ -259,7 +260,7 @@ def base_servers(base: LoraModel, n: int, dialect: str = "vllm") -> Iterator[lis
     finally:
         for server in servers:
             server.close()
-        thread.join(20)
+        thread.join(PATIENCE)
         workshop.close()
 
 

@@ -24,6 +24,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from tests.conftest import IN_CI
+from tests.support.waiting import PATIENCE
 
 
 def _as_postgres(directory: Path) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def postgres() -> Iterator[str]:
             yield url
         finally:
             server.send_signal(signal.SIGINT)  # "fast": does not wait for clients
-            server.wait(30)
+            server.wait(PATIENCE)
 
 
 def _wait_for(url: str, log: Path) -> None:

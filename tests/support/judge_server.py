@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.support.waiting import PATIENCE
+
 Mind = Callable[[str], str]
 
 
@@ -82,4 +84,4 @@ def judging(mind: Mind) -> Iterator[JudgeServer]:
             yield server
         finally:
             server.shutdown()
-            thread.join(10)
+            thread.join(PATIENCE)

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from motet.config.dialects import DIALECTS
 from motet.rollout.node_agent import NodeAgent
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 @contextlib.contextmanager
@@ -41,9 +41,9 @@ def answering(app: Starlette) -> Iterator[str]:
     ready, stop, found = threading.Event(), threading.Event(), list[int]()
     thread = threading.Thread(target=asyncio.run, args=(serve(),), name="node agent")
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(PATIENCE)
     try:
         yield f"http://127.0.0.1:{found[0]}"
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(PATIENCE)

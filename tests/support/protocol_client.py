@@ -16,7 +16,7 @@ from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
 from motet.model.fake import END, FakeAdapter, FakeTokenizer, write_adapter
 from motet.rollout.fake import FakeEngine
 from tests.support.protocol_server import ProtocolServer
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 PROMPT = FakeTokenizer().encode("ab? ")
 GENERATE, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -37,7 +37,7 @@ def run(server: ProtocolServer, test: Test, **options: Any) -> None:
     """Run a test with a client in a loop of its own."""
 
     async def go() -> None:
-        async with Client(base_url=server.url, timeout=5, **options) as client, asyncio.timeout(10):
+        async with Client(base_url=server.url, timeout=5, **options) as client, asyncio.timeout(PATIENCE):
             await test(client)
 
     asyncio.run(go())

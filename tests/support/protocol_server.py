@@ -28,6 +28,7 @@ from tests.support.protocol_core import Backend, Call, Dialect, PacedEngine, Ref
 from tests.support.protocol_faults import FOREVER, Counts, Faults, Setup
 from tests.support.protocol_sglang import Sglang
 from tests.support.protocol_vllm import LOST, Vllm
+from tests.support.waiting import PATIENCE
 
 __all__ = ["FOREVER", "Counts", "Faults", "ProtocolServer", "Setup"]
 
@@ -86,7 +87,7 @@ class ProtocolServer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{self.dialect} server", daemon=True)
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(PATIENCE)
         self._raise_bugs()
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class ProtocolServer:
         if self._thread is not None:
             if self._loop is not None and self.alive:
                 self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(20)
+            self._thread.join(PATIENCE)
             assert not self._thread.is_alive()
         self._thread = self._loop = None
 
@@ -104,7 +105,7 @@ class ProtocolServer:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._protocol.lose)
         self._loop.call_soon_threadsafe(done.set)
-        assert done.wait(20)
+        assert done.wait(PATIENCE)
 
     def __enter__(self) -> ProtocolServer:
         self.start()

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.service_run import PATIENCE, Json
+from tests.support.service_run import Json
+from tests.support.waiting import PATIENCE
 
 _STORE = 80 * 2**20  # the least that Ray takes
 

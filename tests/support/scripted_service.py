@@ -22,6 +22,7 @@ from motet.service.database.tables import UploadedAdapter
 from motet.service.database.tenants import Principal
 from tests.support.house import House, open_house
 from tests.support.scripted_model import END, TOKENIZER
+from tests.support.waiting import PATIENCE
 
 ROOM = 20_000
 
@@ -101,8 +102,8 @@ def scripted_service(directory: Path) -> Iterator[tuple[House, Says]]:
             (client.there[host.base].set if there else client.there[host.base].clear)()
 
         loop = house.app.state.loop
-        asyncio.run_coroutine_threadsafe(stand_in(True), loop).result(20)
+        asyncio.run_coroutine_threadsafe(stand_in(True), loop).result(PATIENCE)
         try:
             yield house, engine
         finally:
-            asyncio.run_coroutine_threadsafe(stand_in(False), loop).result(20)
+            asyncio.run_coroutine_threadsafe(stand_in(False), loop).result(PATIENCE)

@@ -35,7 +35,7 @@ from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer
 from tests.support.protocol_server import ProtocolServer
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 RUN = "run"
 CLOCKS = Clocks(connect=5.0, health=2.0, load=10.0, request=20.0, retry=0.01, look=0.02)
@@ -111,7 +111,7 @@ def drive(engine: ServerEngine, test: Test, seconds: float = 60.0) -> None:
             assert (replica.requests, replica.tokens) == (0, 0)
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:  # the other end of a connection hears a moment later that it was closed
-            _, others = await asyncio.wait(others, timeout=5)
+            _, others = await asyncio.wait(others, timeout=PATIENCE)
         assert not others
 
     asyncio.run(go())

@@ -27,9 +27,9 @@ import httpx2
 import psutil  # type: ignore[import-untyped]
 
 from motet.rollout.server_process import free_port
+from tests.support.waiting import PATIENCE
 
 ENGINE = "engine: {samplers: 0, threads: 1}\n"
-PATIENCE = 240.0
 ROWS = b'{"prompt": "a?", "answer": "b"}\n{"prompt": "c?", "answer": "d"}\n'
 FINAL = ("succeeded", "failed", "cancelled")
 
@@ -66,7 +66,7 @@ class Service:
         self._command = [sys.executable, "-m", "motet", "serve", "--directory", str(directory), "--port"]
         self._command += [str(self.port), "--config", str(config), *([] if keys else ["--no-keys"])]
         self._command += options if "--base" in options or base is None else ["--base", base, *options]
-        self._http = httpx2.Client(base_url=self.url, timeout=30.0, trust_env=False)
+        self._http = httpx2.Client(base_url=self.url, timeout=PATIENCE, trust_env=False)
         self.process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from subprocess import Popen
 from typing import Any
 
-PATIENCE = 20.0
-"""Seconds; a shared machine may be busy."""
+PATIENCE = 240.0
+"""Seconds until a test gives up; no measure of speed, as a shared machine may be busy."""
 
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:

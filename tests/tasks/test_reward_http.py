@@ -8,7 +8,6 @@ import json
 import resource
 import ssl
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, Chance, Score
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome, problem_as_given
 from tests.support.misbehaving_rewards import Scorer, misbehaving
+from tests.support.waiting import PATIENCE
 
 PROBLEM = Problem(7, (Message("user", "a?"),), "b", {"level": 2})
 TEXTS = ["one", "three", ""]
@@ -169,7 +169,7 @@ def test_it_is_a_part_of_a_sum_like_any_other(server: Scorer) -> None:
     ],
 )
 def test_whatever_it_does_is_a_reason(server: Scorer, way: str, words: str, chance: bool) -> None:
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     limit = 0.5 if way in ("hang", "slow") else 10.0
     found = asked(server.url(way), wall_seconds=limit)
     assert len(found) == len(TEXTS)
@@ -177,7 +177,6 @@ def test_whatever_it_does_is_a_reason(server: Scorer, way: str, words: str, chan
         assert isinstance(reason, str)
         assert words in reason
         assert isinstance(reason, Chance) == chance
-    assert time.monotonic() - started < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KB: a gigabyte never lay here
     assert server.count("GET /good") == 0
 
@@ -207,27 +206,26 @@ def test_a_reason_of_the_clock_makes_a_job_inexact(server: Scorer) -> None:
 
 
 def test_one_job_asks_so_many_at_a_time_and_holds_up_no_other(server: Scorer) -> None:
-    async def work() -> float:
+    async def work() -> bool:
         rewards = HttpRewards(Addresses(anywhere=True))
-        hanging = RewardConfig(name="http", args={"url": server.url("hang")}, wall_seconds=60)
+        hanging = RewardConfig(name="http", args={"url": server.url("hang")}, wall_seconds=3600)
         good = RewardConfig(name="http", args={"url": server.url("good")})
         calls = [asyncio.create_task(rewards("theirs", hanging, *given)) for _ in range(40)]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             while server.count("hang") - before < 16:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert server.count("hang") - before == 16
-        started = time.monotonic()
         await asyncio.gather(*(rewards("ours", good, *given) for _ in range(20)))
-        took = time.monotonic() - started
+        held_up = not any(call.done() for call in calls)
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        return took
+        return held_up
 
     given: tuple[Any, ...] = (problem_as_given(PROBLEM), TEXTS, [])
     before = server.count("hang")
-    assert asyncio.run(work()) < 10
+    assert asyncio.run(work()), "theirs still hang"
 
 
 # --- where it may be ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_workers import Worker, WorkerGroup
 from motet.tasks.worker_messages import LoadRewards
 from tests.support.faulty_rewards import counting, in_threes, misbehave, none_of_my_business, relative
+from tests.support.waiting import wait_until
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
 
@@ -144,16 +144,15 @@ def test_one_jobs_hanging_reward_does_not_hold_up_another():
         await pool.register("well", [reward()])
         hanging = [asyncio.create_task(pool.score("stuck", PROBLEM, ["sleep"] * 3)) for _ in range(3)]
         await asyncio.sleep(0.05)
-        started = time.monotonic()
         scored = await pool.score("well", PROBLEM, ["fine"] * 8)
-        waited = time.monotonic() - started
+        hang = [not one.done() for one in hanging]
         await pool.unregister("stuck")
         ended = await asyncio.gather(*hanging)
-        return scored, waited, ended
+        return scored, hang, ended
 
-    scored, waited, ended = run(scenario)
+    scored, hang, ended = run(scenario)
     assert [s.reward for s in scored] == [1.0] * 8
-    assert waited < 5
+    assert all(hang)
     assert all(s.error for group in ended for s in group)
 
 
@@ -395,8 +394,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
         children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 4  # two workers, and what removes their remains
         parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=5)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children))
 
 
 def ordered(problem, completions):

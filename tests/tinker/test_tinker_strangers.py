@@ -46,7 +46,7 @@ from tests.support.service_run import tiny
 from tests.support.small_disk import small_disk
 from tests.support.tinker_requests import journal, made, naming, request, saved, sent
 from tests.support.tinker_run import job_of
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 OPEN = {"/healthz", "/downloads/{token}"}
 """Those that want no key: a link to a file is one itself."""
@@ -331,7 +331,7 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
         await fresh.cancel(who, name)
         return found
 
-    found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(20)
+    found = asyncio.run_coroutine_threadsafe(asked(), house.app.state.loop).result(PATIENCE)
     assert (found["queue_state"], found["queue_state_reason"]) == ("paused_capacity", "the engine is starting")
     house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
@@ -371,7 +371,7 @@ def test_a_checkpoint_that_has_expired_goes_though_nobody_asks_for_it(house: Hou
         await until(lambda: not place.exists())
         watching.cancel()
 
-    asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(30)
+    asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(PATIENCE)
     assert kept.is_dir()
 
 
@@ -387,7 +387,7 @@ def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: 
         await until(lambda: name not in futures._samples.by_name)
         watching.cancel()
 
-    asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(20)
+    asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(PATIENCE)
 
 
 def test_old_files_of_samples_go_and_the_numbers_of_sampling_sessions_stay(house: House) -> None:
@@ -456,7 +456,7 @@ def test_a_client_is_told_what_it_waits_for(house: House) -> None:
 
     def told(request_id: str) -> tuple[str, str]:
         waiting = house.part(Futures).wait(who, request_id, 0.0)
-        answer = asyncio.run_coroutine_threadsafe(waiting, loop).result(20)
+        answer = asyncio.run_coroutine_threadsafe(waiting, loop).result(PATIENCE)
         assert isinstance(answer, dict)
         return answer["queue_state"], answer["queue_state_reason"]
 
@@ -498,7 +498,7 @@ def test_a_sample_that_is_cancelled_while_its_limits_are_looked_up_was_cancelled
         with pytest.raises(Refusal, match="was cancelled"):
             await waiting
 
-    asyncio.run_coroutine_threadsafe(scenario(), house.app.state.loop).result(20)
+    asyncio.run_coroutine_threadsafe(scenario(), house.app.state.loop).result(PATIENCE)
 
 
 def test_a_job_that_would_compute_gradients_again_is_resumed_while_its_tenant_has_the_tokens(tmp_path: Path) -> None:

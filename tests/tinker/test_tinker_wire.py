@@ -53,6 +53,7 @@ from motet.service.tinker.wire import (
 from tests.support.house import House, open_house
 from tests.support.tinker_requests import journal, made, request, sent, wide
 from tests.support.tinker_run import job_of
+from tests.support.waiting import PATIENCE
 
 
 def test_a_command_is_kept_once_and_its_outcome_answers_it(house: House) -> None:
@@ -329,7 +330,7 @@ def test_an_answer_that_is_not_kept_any_more_is_not_waited_for(house: House) -> 
         return await house.part(Futures).wait(who, f"{model}/{number}", 0.0)
 
     def told(number: int) -> Any:
-        return asyncio.run_coroutine_threadsafe(asked(number), house.app.state.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(asked(number), house.app.state.loop).result(PATIENCE)
 
     assert [told(number)["type" if number == 4 else "text"][:3] for number in (2, 3, 4)] == ["xxx", "xxx", "try"]
     for number in (1, 5):

@@ -30,7 +30,7 @@ from motet.service.tinker.samples import OpenSample
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import ROWS
 from tests.support.tinker_requests import made, request, saved, sent
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 MANY = 50
 """More than the threads of the event loop and of the routes."""
@@ -114,9 +114,9 @@ def test_gradients_that_a_tenant_waits_for_hold_up_no_other(house: House) -> Non
     with ThreadPoolExecutor(2) as threads:
         try:
             first = threads.submit(gradient, house, ours, 1)
-            assert many.looking.wait(20)
+            assert many.looking.wait(PATIENCE)
             other = threads.submit(sent, house, request(theirs, 1).SerializeToString(), "theirs")
-            assert other.result(10).is_success
+            assert other.result(PATIENCE).is_success
             assert not first.done()
         finally:
             many.may.set()
@@ -217,7 +217,7 @@ def test_a_sample_that_is_sent_again_is_one(tmp_path: Path) -> None:
         fresh = Futures(*parts, house.storage, house.part(OpenBytes), house.part(WriteThreads))
         wanted = Samplers.seeded(Sample.model_validate(body))
         again = asyncio.run_coroutine_threadsafe(fresh.begin(who, wanted), house.app.state.loop)
-        assert (again.result(20), fresh.open(who)) == (name, 1), "the next process knows it"
+        assert (again.result(PATIENCE), fresh.open(who)) == (name, 1), "the next process knows it"
 
         house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
         assert futures.open(who) == 7

@@ -38,6 +38,7 @@ from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.rank_groups import ADAMW, SHAPES, joining, segment, with_wrong_token
 from tests.support.segments import branching_samples
+from tests.support.waiting import PATIENCE
 
 BATCHES = (
     Batch((segment("a", 0), segment("b", 1), segment("a", 2), segment("c", 3), segment("a", 1), segment("b", 4))),
@@ -318,7 +319,7 @@ def test_a_rank_ends_at_once_with_its_parent(tmp_path: Path) -> None:
         time.sleep(0.5)  # it writes to a file that nobody reads
         assert rank.is_running()
         parent.kill()
-    _, alive = psutil.wait_procs([rank], timeout=5)
+    _, alive = psutil.wait_procs([rank], timeout=PATIENCE)
     for one in alive:
         one.kill()
     assert alive == []
