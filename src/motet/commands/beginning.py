@@ -1,4 +1,4 @@
-"""`motet demo`, `init` and `data` as commands; `run.py`, `init.py` and `data.py` do the work."""
+"""`motet demo`, `init`, `fits` and `data` as commands; the files of these names, and `run.py`, do the work."""
 
 from __future__ import annotations
 
@@ -45,6 +45,25 @@ def init(
     from motet.commands.init import write_job_file
 
     write_job_file(file, task, data, base, ask=not yes)
+
+
+@app.command(epilog="Example: motet fits Qwen/Qwen3-8B; motet fits config.json --rank 32 --card H100")
+def fits(
+    base: Annotated[
+        str, typer.Argument(help="A config.json, a directory with one, or a hub id; no weights.", show_default=False)
+    ],
+    rank: Annotated[int, typer.Option(min=1, max=4096, help="Rank of the adapters, on all linear layers.")] = 16,
+    adapters: Annotated[int, typer.Option(min=1, max=1000, help="Adapters that train at once, at least.")] = 1,
+    rows: Annotated[int, typer.Option(min=4, max=4096, help="Completions that are decoded at a time.")] = 64,
+    tokens: Annotated[int, typer.Option(min=64, max=10**6, help="Prompt and answer together, at most.")] = 2048,
+    card: Annotated[
+        list[str] | None, typer.Option(help="Only this card, such as H100; can be repeated.", show_default=False)
+    ] = None,
+) -> None:
+    """Estimate which cards a base fits on, and how fast it could be, from its config.json alone."""
+    from motet.commands.fits import Work, show
+
+    raise typer.Exit(show(base, Work(rank, adapters, rows, tokens), card or []))
 
 
 @app.command(

@@ -7,7 +7,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 HEADINGS = {
-    "Start": ("demo", "init", "data", "check", "doctor"),
+    "Start": ("demo", "init", "data", "fits", "check", "doctor"),
     "Train on this machine": ("run", "pause", "resume", "cancel", "report", "verify"),
     "Use and compare the results": ("chat", "export", "eval", "compare", "diff", "replay", "fork", "probe"),
     "Work with a service": (

@@ -201,7 +201,7 @@ class BaseCheckpoint:
             raise BaseModelError(f"base {self.source!r} is not quantised, so it cannot stay packed; {_UNPACK}")
         form_of = {"fp8": _float8, "mxfp4": _mxfp4, _NF4: _nf4}.get(str(self.method))
         del config.quantization_config
-        model = _empty(config)
+        model = empty_model(config)
         forms = None if form_of is None else form_of(model, quantised)
         if forms is None:
             raise BaseModelError(
@@ -222,7 +222,7 @@ def _loaded(kind: Any, source: str | None, dtype: Any, options: Mapping[str, Any
     return loaded
 
 
-def _empty(config: Any) -> Any:
+def empty_model(config: Any) -> Any:
     """A model without weights."""
     kind = without_towers(config)
     with torch.device("meta"):
@@ -251,7 +251,7 @@ class _GgufLayers(_Layers):
         kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
         stored = {one.name: one for one in reader.tensors}
-        super().__init__(_empty(config), {})
+        super().__init__(empty_model(config), {})
         self._stored, self._rotated = {}, _ROTATED[architecture]
         for name, _ in self.model.named_parameters():
             path_of, _, leaf = name.rpartition(".")

@@ -1,0 +1,232 @@
+"""`motet fits`: which cards a base fits on, and how fast it could be there, from its config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from motet.commands.answers import print_table
+from motet.config import EngineConfig, budgets
+from motet.core.errors import ConfigError
+from motet.core.model_info import ALL_LINEAR
+from motet.hosting.slot_memory import SlotMemory
+from motet.view.text import plain_console
+
+if TYPE_CHECKING:
+    from motet.model.outline import BaseOutline
+
+GIB = 2**30
+_READ, _COMPUTED = 4256 / 4800, 796 / 989
+"""Parts of the published bandwidth and bf16 rate that one H200 gave (2026-11-27); taken for the other cards."""
+_USABLE, _RESERVED = 0.98, GIB
+"""Part of a card's memory that programs get, and bytes of CUDA, kernels and fragments."""
+_KEPT_WIDTHS, _KEPT_INNER = 10, 4
+"""Vectors of a token that a layer keeps for its gradient: hidden states, and hidden states inside the MLP."""
+_PASSING = 4
+"""Vectors of both sizes that the layer under way needs beside them."""
+_LOGIT_ROWS = 256
+"""Rows whose logits and their slopes are in memory at a time, in float32 and bfloat16."""
+_LAYER_SECONDS, _READ_TIMES = 0.00045, 4.7
+"""A decoding pass of 64 rows with 8 adapters on an H200 (commit 10c3bf87): seconds of a layer, beside so many times the
+seconds of reading its weights. Two shapes were measured, 0.5B and 8B; this is the line through them."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, by its published figures."""
+
+    name: str
+    gib: int
+    bandwidth: float
+    """GB/s of its memory."""
+    rate: float
+    """Dense bfloat16 products, TFLOP/s."""
+    hopper: bool = False
+    """Whether Motet's passes were measured on a card of its kind."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes for weights, caches, adapters and passes."""
+        return int(self.gib * GIB * _USABLE) - _RESERVED
+
+    @property
+    def read(self) -> float:
+        """Bytes a second that can be reached."""
+        return self.bandwidth * 1e9 * _READ
+
+    @property
+    def computed(self) -> float:
+        """Operations a second that can be reached."""
+        return self.rate * 1e12 * _COMPUTED
+
+
+CARDS = (
+    Card("L4 24 GB", 24, 300, 121),
+    Card("RTX 4090 24 GB", 24, 1008, 165),
+    Card("A100 40 GB", 40, 1555, 312),
+    Card("L40S 48 GB", 48, 864, 362),
+    Card("A100 80 GB", 80, 2039, 312),
+    Card("H100 80 GB", 80, 3350, 989, hopper=True),
+    Card("RTX PRO 6000 96 GB", 96, 1792, 504),
+    Card("H200 141 GB", 141, 4800, 989, hopper=True),
+    Card("B200 180 GB", 180, 8000, 2250),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a base is to do."""
+
+    rank: int = 16
+    adapters: int = 1
+    """Adapters that train at once, at least."""
+    rows: int = 64
+    """Completions that are decoded at a time."""
+    tokens: int = 2048
+    """Prompt and answer together, at most."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A base on a card."""
+
+    way: str
+    """How the base is held there; empty if it does not fit."""
+    weights: int
+    slots: int
+    """Adapters that fit beside base, caches and a training pass."""
+    rows: int
+    """Sequences of full length that the KV cache holds at a time."""
+    decode: float
+    """Tokens a second that reading weights, keys and adapters once a pass would allow, in bfloat16."""
+    reached: float
+    """The same, as Motet's passes take today; 0 where nothing like it was measured."""
+    gradients: float
+    """Tokens a second that the products of gradients would allow, in bfloat16."""
+
+
+def pass_bytes(base: BaseOutline, tokens: int, *, recompute: bool) -> int:
+    """Bytes of a training pass beside weights and adapters; `motet check` measures between half and twice as many."""
+    each = 2 * (_KEPT_WIDTHS * base.hidden_size + _KEPT_INNER * base.inner)
+    kept = each + 2 * base.layers * base.hidden_size if recompute else base.layers * each
+    kept += 2 * _PASSING * (base.hidden_size + base.inner)
+    vocabulary = base.head // base.hidden_size
+    return tokens * kept + 2 * (4 + 2) * _LOGIT_ROWS * vocabulary
+
+
+def fit(base: BaseOutline, card: Card, work: Work) -> Fit:
+    """How a base fits on a card: in bfloat16, else with `recompute`, else packed in 8 or 4 bits."""
+    adapter = SlotMemory.of_size(base.adapter_size(ALL_LINEAR, work.rank), 2)
+    decode, reached = _decode(base, card, work)
+    gradients = card.computed / (4 * base.active + 6 * base.adapter_size(ALL_LINEAR, work.rank))
+    for way, weights, recompute in _ways(base):
+        left = (
+            card.memory - weights - pass_bytes(base, max(EngineConfig().train_tokens, work.tokens), recompute=recompute)
+        )
+        rows = _sequences(base, left, work)
+        cache = rows * (work.tokens * base.kv_bytes_per_token + base.state_bytes)
+        slots = adapter.fitting(1000, 0, max(0, left - cache), None) if rows else 0
+        if slots >= work.adapters:
+            packed = way.endswith("bits")
+            return Fit(way, weights, slots, rows, decode, 0.0 if packed else reached, gradients)
+    return Fit("", base.weight_bytes, 0, 0, 0.0, 0.0, 0.0)
+
+
+def _ways(base: BaseOutline) -> Iterator[tuple[str, int, bool]]:
+    yield "bfloat16", base.weight_bytes, False
+    yield "bfloat16, recompute", base.weight_bytes, True
+    for bits in (8, 4):
+        if (weights := base.packed_bytes(bits)) is not None:
+            yield f"{bits} bits", weights, True
+
+
+def _sequences(base: BaseOutline, left: int, work: Work) -> int:
+    """Sequences in the KV cache, whose size is what `engine.kv_memory_fraction` of the free memory allows."""
+    engine = EngineConfig()
+    memory = int(max(0, left) * engine.kv_memory_fraction)
+    rows = budgets.rows_with_states(work.rows, base.state_bytes, memory)
+    memory -= (rows + 1) * base.state_bytes
+    if memory < work.tokens * base.kv_bytes_per_token:
+        return 0
+    need = budgets.Need(0, work.tokens)
+    tokens = budgets.kv_tokens([need], rows, engine.block_size, base.kv_bytes_per_token, memory)
+    return min(rows, tokens // work.tokens)
+
+
+def _decode(base: BaseOutline, card: Card, work: Work) -> tuple[float, float]:
+    """Tokens a second of a pass over all rows, half of their tokens read: at most, and as passes take today."""
+    weights = base.read_bytes(work.rows)
+    keys = work.rows * (work.tokens // 2 * base.kv_bytes_per_token + 2 * base.state_bytes)
+    adapters = min(work.adapters, work.rows) * 2 * base.adapter_size(ALL_LINEAR, work.rank)
+    least = max((weights + keys + adapters) / card.read, work.rows * 2 * base.active / card.computed)
+    if base.experts or base.state_bytes or not card.hopper:
+        return work.rows / least, 0.0
+    today = base.layers * _LAYER_SECONDS + _READ_TIMES * weights / card.read + (keys + adapters) / card.read
+    return work.rows / least, work.rows / max(today, least)
+
+
+def chosen(names: Sequence[str]) -> list[Card]:
+    """The cards whose names have one of these words, in any case of letters; all without words.
+
+    Raises:
+        ConfigError: no card has a word.
+    """
+    for name in names:
+        if not any(name.lower() in card.name.lower() for card in CARDS):
+            known = ", ".join(card.name for card in CARDS)
+            raise ConfigError(f"the card {name!r} is unknown; give one of these, or one with as much memory: {known}")
+    return [card for card in CARDS if not names or any(name.lower() in card.name.lower() for name in names)]
+
+
+def show(name: str, work: Work, cards: Sequence[str]) -> int:
+    """Print how a base fits on cards; returns 1 if it fits on none of them."""
+    wanted = chosen(cards)
+    from motet.model.lean_import import import_transformers
+
+    import_transformers()
+    from motet.model.outline import outline
+
+    base, console = outline(name), plain_console()
+    if work.tokens > base.max_positions:
+        raise ConfigError(f"--tokens {work.tokens}: {name} has positions for {base.max_positions} tokens; lower it")
+    found = [fit(base, card, work) for card in wanted]
+    size = base.adapter_size(ALL_LINEAR, work.rank)
+    console.print(
+        f"{name}: {base.model_type}, {_count(base.n_parameters)} parameters, {base.weight_bytes / GIB:.1f} GiB in "
+        f"bfloat16, {base.kv_bytes_per_token / 1024:.0f} KiB of keys and values a token; an adapter of rank {work.rank} has "
+        f"{_count(size)} parameters and takes {SlotMemory.of_size(size, 2).trained / GIB:.2f} GiB while it trains",
+        soft_wrap=True,
+    )
+    table = Table("card", "base held as", "weights", "adapters", f"rows of {work.tokens}", "decode, limit", "today")
+    table.add_column("gradients, limit")
+    for card, one in zip(wanted, found, strict=True):
+        table.add_row(card.name, *cells(one))
+    print_table(console, table)
+    console.print(
+        f"An estimate, in tokens a second, for {work.rows} rows. Limits are what memory and products allow; `today` is "
+        "for up to 8 adapters, from two bases on an H200. docs/fits.md says how it is made.",
+        soft_wrap=True,
+    )
+    return 0 if any(one.way for one in found) else 1
+
+
+def cells(one: Fit) -> tuple[str, ...]:
+    """The columns of a card, without its name."""
+    if not one.way:
+        return ("does not fit", f"{one.weights / GIB:.1f} GiB", *[""] * 5)
+    slots = "1,000 or more" if one.slots >= 1000 else str(one.slots)
+    today = rounded(one.reached) if one.reached else "–"
+    speeds = (rounded(one.decode), today, rounded(one.gradients))
+    return (one.way, f"{one.weights / GIB:.1f} GiB", slots, str(one.rows), *speeds)
+
+
+def _count(n: int) -> str:
+    return f"{n / 1e9:.2f} billion" if n >= 1e9 else f"{n / 1e6:.1f} million"
+
+
+def rounded(rate: float) -> str:
+    """Two digits: an estimate has no more."""
+    return f"{float(f'{rate:.2g}'):,.0f}"

@@ -1,0 +1,117 @@
+"""`motet fits`: sizes from a config.json alone are those of the loaded base, and what was measured lies within the estimate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.fits import BASES, BEGIN, END, PAGE, read, written
+from typer.testing import CliRunner
+
+from motet.commands.cli import app
+from motet.commands.fits import CARDS, Work, chosen, fit, pass_bytes
+from motet.core.errors import BaseModelError, ConfigError
+from motet.core.model_info import ALL_LINEAR
+from motet.model.load import load_base
+from motet.model.outline import outline
+from motet.training.memory import pass_memory
+from tests.support import tiny_models as tiny
+
+(H200,) = chosen(["h200"])
+SHORT = Work(adapters=8, tokens=128)
+SHAPE_8B = {**BASES["Llama 3.1 8B"]}
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "phi3", "gemma3_mixed", "qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_5", "gpt_neox", "qwen3_vl"]
+)
+def test_the_sizes_are_those_of_the_loaded_base(name: str) -> None:
+    found, base = outline(str(tiny.directory(name))), tiny.base(name, "bfloat16")
+    info = base.info
+    assert (found.n_parameters, found.max_positions) == (info.n_parameters, info.max_positions)
+    assert (found.kv_bytes_per_token, found.state_bytes) == (info.kv_bytes_per_token, info.state_bytes)
+    assert found.adapter_size(ALL_LINEAR, 8) == base.adapter_layout(ALL_LINEAR, 8).size
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pass_is_measured_between_half_and_twice_of_the_estimate(small_base_dir: Path, recompute: bool) -> None:
+    base = load_base(str(small_base_dir), dtype="bfloat16", device="cpu")
+    measured = 2048 * pass_memory(base, recompute=recompute).whole  # without what attention on a CPU adds
+    assert 0.5 < measured / pass_bytes(outline(str(small_base_dir)), 2048, recompute=recompute) < 2
+
+
+def test_what_an_h200_showed_lies_within_the_estimate() -> None:
+    """The 8B shape with 8,192 tokens of gradients took 74 GB; limits and rates are those of the same day."""
+    base = read(SHAPE_8B)
+    assert base.n_parameters == 8_030_261_248
+    whole = base.weight_bytes + pass_bytes(base, 8192, recompute=False)
+    assert 0.8 < whole / 74e9 < 1.25
+    found, small = fit(base, H200, SHORT), fit(read(BASES["Qwen2.5 0.5B"]), H200, SHORT)
+    assert found.decode == pytest.approx(16_900, rel=0.1)
+    assert found.gradients == pytest.approx(24_700, rel=0.1)
+    assert found.reached == pytest.approx(2160, rel=0.1)
+    assert small.reached == pytest.approx(5530, rel=0.1)
+    assert all(one.reached < one.decode for one in (found, small))
+
+
+def test_a_base_is_packed_where_it_does_not_fit_whole() -> None:
+    base = read(SHAPE_8B)
+    ways = [fit(base, card, Work(adapters=8)).way for card in chosen(["RTX 4090", "A100 40", "H100"])]
+    assert ways == ["8 bits", "bfloat16", "bfloat16"]
+    assert not fit(read(BASES["Qwen3 32B"]), chosen(["L4 "])[0], Work()).way
+    few, many = (fit(base, H200, Work(rank=rank)).slots for rank in (64, 8))
+    assert 1 < few < many
+
+
+def test_the_page_is_what_the_command_gives() -> None:
+    kept = PAGE.read_text().split(BEGIN)[1].split(END)[0]
+    assert kept.strip() == written()
+
+
+def config(place: Path, **fields: Any) -> str:
+    path = place / "config.json"
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+def test_the_command_needs_a_config_json_and_nothing_beside(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["fits", config(tmp_path, **SHAPE_8B), "--card", "h100", "--card", "l4 "])
+    assert shown.exit_code == 0, shown.output
+    assert "llama, 8.03 billion parameters, 15.0 GiB in bfloat16, 128 KiB of keys and values a token" in shown.output
+    assert all(card.name in shown.output for card in CARDS if card.name in ("H100 80 GB", "L4 24 GB"))
+    assert "H200" not in shown.output.partition("An estimate")[0]
+    large = config(tmp_path, **SHAPE_8B | {"num_hidden_layers": 400})
+    assert CliRunner().invoke(app, ["fits", large, "--card", "L4 "]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"hidden_size": 64}, "cannot be read"),
+        ({"model_type": "nothing_known"}, "cannot be read"),
+        ({"model_type": "t5"}, "cannot be"),
+        (SHAPE_8B | {"num_attention_heads": "many"}, "cannot be"),
+        (SHAPE_8B | {"hidden_size": 0}, "cannot be"),
+    ],
+)
+def test_a_configuration_that_is_none_is_told(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BaseModelError, match=words):
+        outline(config(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n", "lfm2", "bamba", "falcon_h1", "gpt_bigcode"])
+def test_a_base_whose_caches_are_unknown_is_refused(name: str) -> None:
+    with pytest.raises(BaseModelError, match="run `motet check` with the whole base, which measures it"):
+        outline(str(tiny.directory(name)))
+
+
+def test_a_card_that_is_unknown_and_more_tokens_than_positions_are_told() -> None:
+    with pytest.raises(
+        ConfigError, match="'H1000' is unknown; give one of these, or one with as much memory: L4 24 GB,"
+    ):
+        chosen(["H1000"])
+    shown = CliRunner().invoke(app, ["fits", "small", "--tokens", "2000"])
+    assert isinstance(shown.exception, ConfigError)
+    assert "--tokens 2000: small has positions for 1024 tokens; lower it" in str(shown.exception)
