@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
+from numpy import random as numpy_random  # numpy 2.5 imports it when it is first used, which may be behind the wall
 
 from motet.process import ending, wall
 from motet.process.channel import ChannelMessage, ProcessFault, decode, encode
@@ -109,7 +109,7 @@ def _soft_limit(which: int, limit: int | None) -> None:
 def seed_random(seed: int) -> None:
     """Seed the random generators, so that equal calls draw equal numbers, whatever was called before."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # the global state is the one that such code uses
+    numpy_random.seed(seed)  # noqa: NPY002  # the global state is the one that such code uses
 
 
 def run(serve: Callable[[Read, Write], None]) -> None:
