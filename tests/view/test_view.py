@@ -24,6 +24,7 @@ from motet.view.text import (
     count_text,
     duration_text,
     evaluation_text,
+    phase_text,
     recent_reward,
     reward_text,
     shorten,
@@ -300,6 +301,52 @@ def test_one_line_for_each_finished_step() -> None:
     second, third = log.lines(add)
     assert second == "add  step 2/40  reward 0.50  eval 0.38  1.2k tok/s"
     assert re.fullmatch(r"add  step 3/40  reward 0\.62  eval 0\.38→0\.51  1\.2k tok/s  12m\d\ds left", third)
+
+
+def test_a_job_whose_rewards_run_says_so_once_a_minute_and_what_helps() -> None:
+    log, now = Log(), [0.0]
+    log.view.clock = RunClock(lambda: now[0])
+    add = job("add", done=0, started=0.1, rollouts_done=8, rollouts_wanted=64)
+    assert log.lines(add) == ["add  running"]
+    with add.held_out.sampled(16), add.held_out.sampled(8):
+        now[0] = 59
+        assert log.lines(add) == []
+        now[0] = 61
+        assert log.lines(add) == ["add  step 0/40  sampling 8/64  after 1m01s"]
+        with add.held_out.scored(16), add.held_out.scored(8):
+            now[0] = 110
+            assert log.lines(add) == []
+            assert phase_text(add) == "scoring 0/24 (evaluation)"
+            now[0] = 121
+            (line,) = log.lines(add)
+            assert line == (
+                "add  step 0/40  scoring 0/24 (evaluation)  after 2m01s"  # for 11 s only: nothing is blamed
+            )
+            now[0] = 182
+            (line,) = log.lines(add)
+            assert line.endswith(
+                "(evaluation)  after 3m02s: rewards are slow: score more at once (engine.reward_processes), "
+                "or make the function async"
+            )
+            assert "rewards are slow" in drawn_of(add, log.view.clock)
+            with add.training.sampled(8):
+                assert phase_text(add) == "sampling 8/64"
+                with add.training.scored(8):
+                    assert (phase_text(add), phase_text(add, short=True)) == ("scoring 8/64", "scoring")
+        now[0] = 243
+        (line,) = log.lines(add)
+        assert line == "add  step 0/40  sampling 8/64  after 4m03s"
+    add.state = JobState.PAUSED
+    now[0] = 400
+    assert log.lines(add) == ["add  paused"]
+
+
+def drawn_of(one: JobProgress, clock: RunClock) -> str:
+    console = terminal(100)
+    view = LiveView(console)
+    view.clock = clock
+    console.print(view.frame([one]))
+    return written(console)
 
 
 def test_a_server_that_dies_is_told_and_one_that_the_run_has_stopped_is_not() -> None:

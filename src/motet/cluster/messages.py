@@ -218,7 +218,7 @@ class JobStanding(msgspec.Struct, frozen=True):
     """The progress of a running job."""
 
     phase: str
-    """`sampling`, `training`, `evaluating` or `saving`."""
+    """`sampling`, `scoring 12/64`, `training`, `evaluating` or `saving`."""
     step: int
     rollouts_done: int  # in the step that is being sampled
     rollouts_wanted: int

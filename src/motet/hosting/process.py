@@ -365,7 +365,7 @@ def _fault(task: asyncio.Task[None]) -> BaseException | None:
 
 def _standing(progress: JobProgress) -> m.JobStanding:
     return m.JobStanding(
-        phase=progress.phase,
+        phase=progress.activity,
         step=progress.step,
         rollouts_done=progress.rollouts_done,
         rollouts_wanted=progress.rollouts_wanted,

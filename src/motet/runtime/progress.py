@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,35 @@ _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_traine
 """Fields of a job's last line, which belongs to no step."""
 STOPPED_EARLY = "stopped early"
 """What the message of a job begins with that a rule of `stop_when` ended."""
+
+
+@dataclass
+class UnderWay:
+    """Rollouts of steps, or of evaluations, that are sampled or scored now."""
+
+    begun: int = 0
+    """Since none was under way."""
+    open: int = 0
+    scoring: int = 0
+    """Of the open ones."""
+
+    @contextlib.contextmanager
+    def sampled(self, n: int) -> Iterator[None]:
+        """While n rollouts are sampled and scored."""
+        self.begun, self.open = (self.begun if self.open else 0) + n, self.open + n
+        try:
+            yield
+        finally:
+            self.open -= n
+
+    @contextlib.contextmanager
+    def scored(self, n: int) -> Iterator[None]:
+        """While n of them are scored."""
+        self.scoring += n
+        try:
+            yield
+        finally:
+            self.scoring -= n
 
 
 @dataclass
@@ -35,6 +65,8 @@ class JobProgress:
     rollouts_done: int = 0
     """Of the step that is being sampled."""
     rollouts_wanted: int = 0
+    training: UnderWay = field(default_factory=UnderWay)
+    held_out: UnderWay = field(default_factory=UnderWay)
     rewards: list[float] = field(default_factory=list)
     """Mean of `figure` for each step done; higher is better."""
     figure: str = REWARD
@@ -100,6 +132,16 @@ class JobProgress:
         """Count rates from now on: the job runs, or runs again, from `step`."""
         self.step = self.first_step = step
         self.first_tokens, self.started = self.tokens, time.monotonic()
+
+    @property
+    def activity(self) -> str:
+        """`phase`; while nothing is sampled and rewards run, `scoring 12/64`."""
+        busy = [one for one in (self.training, self.held_out) if one.open]
+        if self.phase not in ("sampling", "evaluating") or not busy or any(one.scoring < one.open for one in busy):
+            return self.phase
+        if self.training.open:
+            return f"scoring {self.rollouts_done}/{self.rollouts_wanted}"
+        return f"scoring {self.held_out.begun - self.held_out.open}/{self.held_out.begun} (evaluation)"
 
     @property
     def stopped_early(self) -> bool:

@@ -323,9 +323,12 @@ class JobSampler:
         generation.stop.clear()
         requests = _Requests(job, services, task, version, purpose, cost)
 
+        under_way = job.progress.training if purpose.name == "train" else job.progress.held_out
+
         async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
             started = time.monotonic()
-            scored = await self._scored(problem, rollouts)
+            with under_way.scored(len(rollouts)):
+                scored = await self._scored(problem, rollouts)
             cost.reward_seconds += time.monotonic() - started
             if any(item.clock_limited for item in scored):
                 job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
@@ -347,7 +350,8 @@ class JobSampler:
                     generation.release,
                     {role: requests.generator(role) for role in job.config.team},
                 )
-                task.rollouts = await self._environment(context)
+                with under_way.sampled(purpose.n):
+                    task.rollouts = await self._environment(context)
             except EngineError as error:
                 task.rollouts = tuple(Rollout(problem, index, (), (), error=str(error)) for index in range(purpose.n))
             except PutAside:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -44,6 +44,8 @@ class Frame:
     rate: float
     glyphs: Glyphs
     servers: Sequence[ServerLoad | HostNow] = ()
+    slow: Mapping[str, str] = field(default_factory=dict)
+    """What to do about the slow rewards of jobs, by name."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, then a line for each job that fits."""
@@ -132,7 +134,8 @@ class Frame:
 
     def _warnings(self, job: JobProgress, width: int) -> list[Text]:
         """The warnings from a running job's metrics."""
-        warnings = job.signs.warnings.values() if job.state is JobState.RUNNING else ()
+        warnings = [*job.signs.warnings.values()] if job.state is JobState.RUNNING else []
+        warnings += [self.slow[job.name]] if self.slow.get(job.name) else []
         styled = ((f"! {one}", "red" if one.startswith("alarm") else "yellow") for one in warnings)
         return [line for text, style in styled for line in self._folded(text, width, style)]
 
@@ -186,4 +189,5 @@ class LiveView(View):
     def frame(self, jobs: Sequence[JobProgress]) -> Frame:
         """The picture of these jobs."""
         clock = self.clock
-        return Frame(tuple(jobs), self._base, clock.elapsed, clock.rate, self.glyphs, self.servers())
+        slow = {job.name: clock.slow(job) for job in jobs}
+        return Frame(tuple(jobs), self._base, clock.elapsed, clock.rate, self.glyphs, self.servers(), slow)

@@ -1,4 +1,4 @@
-"""Plain lines for logs and pipes: finished steps, changes of state, failures, and nothing else."""
+"""Plain lines for logs and pipes: finished steps, changes of state, failures, and a sign of life each minute."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from rich.console import Console
 
 from motet.core.types import HostNow, JobState
 from motet.runtime.progress import JobProgress
-from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, reward_text
-from motet.view.view import View
+from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, phase_text, reward_text
+from motet.view.view import RunClock, View
+
+QUIET_SECONDS = 60.0
+"""Time without a line after which running jobs say what they do."""
 
 
 @dataclass
@@ -32,6 +35,8 @@ class LogView(View):
         self._printed: dict[str, _Printed] = {}
         self._last: tuple[JobProgress, ...] = ()
         self._up: dict[str, bool] = {}
+        self._said = 0.0
+        """When a line was printed, on the view's clock."""
 
     def update(self, jobs: Sequence[JobProgress]) -> None:
         """Print what is new."""
@@ -47,6 +52,11 @@ class LogView(View):
         for job in jobs:
             for line in self._news(job):
                 self.print_line(f"{self.glyphs.plain(job.name):<{width}}  {line}")
+        if self.clock.elapsed - self._said >= QUIET_SECONDS:
+            for job in jobs:
+                if job.state is JobState.RUNNING:
+                    self.print_line(f"{self.glyphs.plain(job.name):<{width}}  {now_line(job, self.clock)}")
+            self._said = self.clock.elapsed
 
     def stop(self) -> None:
         """Print what came since the last update."""
@@ -54,6 +64,7 @@ class LogView(View):
 
     def print_line(self, line: str) -> None:
         """Print a separate line."""
+        self._said = self.clock.elapsed
         self.console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _news(self, job: JobProgress) -> list[str]:
@@ -89,6 +100,12 @@ class LogView(View):
 
 def _running(first: int) -> str:
     return f"running from step {first}" if first else "running"
+
+
+def now_line(job: JobProgress, clock: RunClock) -> str:
+    """`step 12/40  scoring 12/64 (evaluation)  after 6m: rewards are slow: …`, in the middle of a step."""
+    line = f"step {job.step}/{job.steps}  {phase_text(job)}  after {duration_text(clock.elapsed)}"
+    return f"{line}: {slow}" if (slow := clock.slow(job)) else line
 
 
 def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:

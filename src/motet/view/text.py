@@ -175,8 +175,9 @@ def phase_text(job: JobProgress, *, short: bool = False) -> str:
     """The activity of a running job; the state of any other."""
     if job.state is not JobState.RUNNING:
         return job.state.value
-    if job.phase != "sampling":
-        return job.phase or "starting"
+    activity = job.activity
+    if activity != "sampling":
+        return (activity.partition(" ")[0] if short else activity) or "starting"
     count = f"{job.rollouts_done}/{job.rollouts_wanted}"
     return count if short else f"sampling {count}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -13,6 +14,7 @@ from motet.core.types import HostNow, JobState, ServerLoad
 from motet.runtime.progress import JobProgress
 from motet.view.text import glyphs_of
 
+_SLOW_SECONDS = 20.0  # of scoring without sampling after which rewards are called slow
 _WINDOW = 15.0  # seconds over which the rate of all jobs is measured
 
 
@@ -25,8 +27,16 @@ class RunClock:
         self._counts: deque[tuple[float, int]] = deque()
         self.seconds: dict[str, float] = {}
         """Seconds that each job ran; fixed while it waits and when it ends."""
+        self._scoring: dict[str, float] = {}
+        """Since when only rewards of a job run."""
         self._earlier: dict[str, tuple[float, float]] = {}
         """When each job began to run, and its seconds before."""
+
+    def slow(self, job: JobProgress) -> str:
+        """What to do if rewards hold up a job; empty if they do not, or have not yet for long."""
+        if self._now() - self._scoring.get(job.name, math.inf) < _SLOW_SECONDS:
+            return ""
+        return "rewards are slow: score more at once (engine.reward_processes), or make the function async"
 
     def begin(self) -> None:
         """Count the elapsed time from now."""
@@ -51,6 +61,8 @@ class RunClock:
         self._counts.append((now, sum(job.tokens for job in jobs)))
         while len(self._counts) > 2 and now - self._counts[0][0] > _WINDOW:
             self._counts.popleft()
+        scoring = {job.name for job in jobs if job.state is JobState.RUNNING and job.activity.startswith("scoring")}
+        self._scoring = {name: self._scoring.get(name, now) for name in scoring}
         for job in jobs:
             if job.started and (job.state is JobState.RUNNING or job.name not in self.seconds):
                 started, earlier = self._earlier.get(job.name, (job.started, 0.0))
