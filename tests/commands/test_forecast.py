@@ -95,6 +95,18 @@ def test_evaluations_are_part_of_a_forecast(every: int, evaluations: int) -> Non
     assert found.judge == answers / 8
 
 
+def test_the_time_of_rewards_is_part_of_a_forecast_and_does_not_follow_the_length_of_answers() -> None:
+    config = job(algorithm={"group_size": 4, "groups_per_step": 8}, eval={"every": 5, "n": 2})
+    mixed = [group("a", tokens=10), group("b", tokens=30)]
+    slow = forecast(config, mixed, Seconds(1.5, 0.5, 3.0, 100.0, 50.0), {}, 16)
+    others, rewards = 10 * 2.0 + 3 * 3.0, 10 * 100.0 + 3 * 50.0
+    assert slow.seconds == (others / 4 + rewards, others * 2 + rewards)
+    assert slow.step_seconds == (100.5, 104.0)
+    cure = "score more at once (engine.reward_processes), or make the function async"
+    assert slow.text(PricesConfig()).endswith(f"; rewards take 98% of the time: {cure}")
+    assert "rewards" not in forecast(config, mixed, Seconds(1.5, 0.5, 3.0, 0.1, 0.1), {}, 16).text(PricesConfig())
+
+
 def test_the_first_steps_of_a_run_are_compared_with_the_forecast(tmp_path: Path) -> None:
     directory = JobDirectory(tmp_path)
     assert FirstSteps.read(directory) is None

@@ -92,6 +92,47 @@ async def in_threes(problem, completion):
     return float(len(completion))
 
 
+def _all_are_here(place, name, n):
+    """Whether n calls, in whatever processes, have begun."""
+    with open(os.path.join(place, name), "w"):
+        return len(os.listdir(place)) >= n
+
+
+async def in_company(problem, completion, place, n):
+    """Ends once n calls wait at the same time."""
+    import asyncio
+
+    if completion == "raise":
+        raise ValueError("no")
+    while not _all_are_here(place, f"{problem.id}-{completion}", n):
+        await asyncio.sleep(0.01)
+    return float(problem.id) + random.random()
+
+
+async def in_company_batched(prompts, completions, id, place, n, **kwargs):
+    import asyncio
+
+    while not _all_are_here(place, str(id[0]), n):
+        await asyncio.sleep(0.01)
+    return [float(id[0]) + len(text) / 10 for text in completions]
+
+
+def in_company_later(problem, completion, place, n):
+    """Waits a second at the first call; then as `in_company`."""
+    if completion == "first":
+        time.sleep(1)
+    while completion != "first" and not _all_are_here(place, str(problem.id), n):
+        time.sleep(0.01)
+    return float(problem.id)
+
+
+def computes(problem, completion):
+    until = time.process_time() + 0.8
+    while time.process_time() < until:
+        pass
+    return 1.0
+
+
 def relative(prompts, completions, level, **kwargs):
     """TRL's signature; compares the completions of a group, and fails as a whole for one of them."""
     if "bad" in completions:

@@ -26,7 +26,17 @@ from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_workers import Worker, WorkerGroup
 from motet.tasks.worker_messages import LoadRewards
-from tests.support.faulty_rewards import counting, in_threes, misbehave, none_of_my_business, relative
+from tests.support.faulty_rewards import (
+    computes,
+    counting,
+    in_company,
+    in_company_batched,
+    in_company_later,
+    in_threes,
+    misbehave,
+    none_of_my_business,
+    relative,
+)
 from tests.support.waiting import wait_until
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
@@ -324,6 +334,62 @@ def test_async_rewards_wait_together():
     scored = run(scenario)
     assert [s.reward for s in scored if not s.error] == [1.0, 3.0, 4.0]
     assert "ValueError: no" in scored[1].error
+
+
+def of(number):
+    return Problem(number, (Message("user", "?"),), "", {"id": number})
+
+
+@pytest.mark.parametrize("function", [in_company, in_company_batched])
+def test_async_rewards_of_many_problems_wait_together(tmp_path, function):
+    """No call ends before six have begun; results are by place, and the same as alone."""
+
+    def scored(n, problems, place):
+        async def scenario(pool):
+            (tmp_path / place).mkdir()
+            args = {"place": str(tmp_path / place), "n": n}
+            await pool.register("job", [reward(function, args=args, wall_seconds=60, cpu_seconds=10)])
+            many = [pool.score("job", of(number), ["raise" if number == 3 else "abc"]) for number in problems]
+            return [outcome for (outcome,) in await asyncio.gather(*many)]
+
+        return run(scenario)
+
+    together = scored(6 - (function is in_company), range(6), "together")
+    alone = [scored(1, [number], f"alone{number}")[0] for number in (5, 2)]
+    assert [math.floor(one.reward) for one in together if not one.error] == [
+        0,
+        1,
+        2,
+        *[3] * (not together[3].error),
+        4,
+        5,
+    ]
+    assert [together[number].reward for number in (5, 2)] == [one.reward for one in alone]
+    assert ("ValueError: no" in together[3].error) is (function is in_company)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how long a process waits")
+def test_functions_that_wait_are_called_for_many_problems_at_once(tmp_path):
+    async def scenario(pool):
+        args = {"place": str(tmp_path), "n": 6}
+        await pool.register("job", [reward(in_company_later, args=args, wall_seconds=60, cpu_seconds=10)])
+        await pool.score("job", PROBLEM, ["first"])
+        many = [pool.score("job", of(number), ["abc"]) for number in range(6)]
+        return [outcome.reward for (outcome,) in await asyncio.gather(*many)], pool.load("job")
+
+    rewards, load = run(scenario)
+    assert rewards == [0, 1, 2, 3, 4, 5]
+    assert load.each >= 1
+    assert (load.together, load.at_once) == (0, 16)
+
+
+def test_functions_that_compute_get_no_more_processes():
+    async def scenario(pool):
+        await pool.register("job", [reward(computes, cpu_seconds=10)])
+        await pool.score("job", PROBLEM, ["a"])
+        return len(pool._jobs["job"].groups[0].workers), pool.load("job").at_once
+
+    assert run(scenario) == (1, 1)
 
 
 def test_rewards_that_do_not_load_are_told_at_the_start(tmp_path):

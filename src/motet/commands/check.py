@@ -263,6 +263,7 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     await sampler.open()
     try:
         sampled = await sampler.step(0)
+        load = shared.rewards.load(job.name)
     finally:
         await sampler.close()
     job.config = config
@@ -272,14 +273,26 @@ async def _check_job(console: Console, job: Job, shared: Services, rollouts: int
     await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     shared.scheduler.leave(job.name)
     asked = PROBLEMS * rollouts
-    wanted = job.config.rl.groups_per_step * job.config.rl.group_size * job.config.rl.oversampling
+    groups, held_out = config.rl.groups_per_step * config.rl.oversampling, len(job.data.holdout)
+    wanted, sampling = groups * config.rl.group_size, sampled.seconds - job.progress.training.scored_alone
 
     def seconds(answers: float) -> float:
         """Additional rows take no more time until the engine is full."""
-        return sampled.seconds * max(1.0, answers / max(asked, shared.engine.capacity))
+        return sampling * max(1.0, answers / max(asked, shared.engine.capacity))
 
-    evaluation = seconds(len(job.data.holdout) * job.config.eval.n)
-    return sampled, Seconds(seconds(wanted), train_seconds * wanted / asked, evaluation)
+    def scoring(problems: float, n: int) -> float:
+        """Calls run at once up to a number, and then one after the other."""
+        each, together = load.each / asked * problems * n, load.together / PROBLEMS * problems
+        least = max(load.each / asked, load.together / PROBLEMS) if problems else 0.0
+        return max(least, (each + together) / load.at_once)
+
+    return sampled, Seconds(
+        seconds(wanted),
+        train_seconds * wanted / asked,
+        seconds(held_out * config.eval.n),
+        scoring(groups, config.rl.group_size),
+        scoring(held_out, config.eval.n),
+    )
 
 
 async def _add(job: Job, shared: Services) -> None:

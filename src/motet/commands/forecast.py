@@ -27,6 +27,8 @@ _TOO_MANY = 0.1
 """Share of reference answers that are too long, above which a warning is shown."""
 _MOST_CUT = 0.5
 _ALIKE = 0.5
+_SLOW_REWARDS = 0.5
+"""Share of the time of rewards from which on it is told."""
 _ERRORS = 2.0
 """Half the width of a forecast, in standard errors."""
 _FIRST_STEPS = 8
@@ -106,12 +108,18 @@ class Forecast:
     length: tuple[float, float] = (0, 0)
     """Tokens of an answer."""
     step_seconds: tuple[float, float] = (0, 0)
+    rewards: float = 0.0
+    """The share of the time that rewards take."""
 
     def text(self, prices: PricesConfig) -> str:
         """The forecast in one line."""
         costs = [one / 3600 * prices.hour + self.judge for one in self.seconds]
         line = f"forecast: {_range(map(count_text, self.tokens))} tokens sampled, {_range(map(duration_text, self.seconds))}"
-        return f"{line}, cost {_range(f'{cost:.2f}' for cost in costs)}" if any(costs) else line
+        line += f", cost {_range(f'{cost:.2f}' for cost in costs)}" if any(costs) else ""
+        if self.rewards < _SLOW_REWARDS:
+            return line
+        cure = "score more at once (engine.reward_processes), or make the function async"
+        return f"{line}; rewards take {self.rewards:.0%} of the time: {cure}"
 
     def against(self, steps: FirstSteps) -> str:
         """The forecast compared with the first steps, in one line."""
@@ -136,16 +144,25 @@ class Seconds:
     train: float
     """Seconds of a step's training."""
     evaluate: float = 0.0
-    """Seconds of one evaluation."""
+    """Seconds of sampling one evaluation."""
+    score: float = 0.0
+    """Seconds of scoring a step's answers, beyond sampling."""
+    score_evaluation: float = 0.0
+    """Seconds of scoring one evaluation."""
 
     @property
     def step(self) -> float:
         """Seconds of a whole step."""
-        return self.sample + self.train
+        return self.sample + self.score + self.train
+
+    def rewards(self, config: JobConfig, held_out: int) -> float:
+        """Seconds of scoring all steps and evaluations."""
+        return self.score * config.steps + (self.score_evaluation * config.eval.count(config.steps) if held_out else 0)
 
     def whole(self, config: JobConfig, held_out: int) -> float:
         """Seconds of all steps, and of the evaluations with this many problems."""
-        return self.step * config.steps + (self.evaluate * config.eval.count(config.steps) if held_out else 0)
+        each = self.evaluate + self.score_evaluation
+        return self.step * config.steps + (each * config.eval.count(config.steps) if held_out else 0)
 
 
 @dataclass(frozen=True)
@@ -204,12 +221,14 @@ def forecast(
     evaluations = config.eval.count(config.steps) if held_out else 0
     each = config.rl.groups_per_step * config.rl.group_size * config.rl.oversampling
     answers = each * config.steps + evaluations * held_out * config.eval.n
-    seconds = took.whole(config, held_out)
+    seconds, rewards = took.whole(config, held_out), took.rewards(config, held_out)
+    others, step = seconds - rewards, took.step - took.score  # the time of rewards does not follow the answers' length
     asked = sum(len(group.rollouts) for group in groups)
     return Forecast(
         (answers * low, answers * high),
-        (seconds * low / mean, seconds * high / mean),
+        (others * low / mean + rewards, others * high / mean + rewards),
         float(spend.get("cost", 0.0)) / asked * answers,
         (low, high),
-        (took.step * low / mean, took.step * high / mean),
+        (step * low / mean + took.score, step * high / mean + took.score),
+        rewards / seconds if seconds else 0.0,
     )

@@ -30,24 +30,37 @@ class UnderWay:
     open: int = 0
     scoring: int = 0
     """Of the open ones."""
+    scored_alone: float = 0.0
+    """Seconds in which all that were open were scored, and nothing was sampled."""
+    _since: float = math.nan
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if not math.isnan(self._since):
+            self.scored_alone += now - self._since
+        self._since = now if 0 < self.open == self.scoring else math.nan
 
     @contextlib.contextmanager
     def sampled(self, n: int) -> Iterator[None]:
         """While n rollouts are sampled and scored."""
         self.begun, self.open = (self.begun if self.open else 0) + n, self.open + n
+        self._look()
         try:
             yield
         finally:
             self.open -= n
+            self._look()
 
     @contextlib.contextmanager
     def scored(self, n: int) -> Iterator[None]:
         """While n of them are scored."""
         self.scoring += n
+        self._look()
         try:
             yield
         finally:
             self.scoring -= n
+            self._look()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Every job has its own processes. So a hanging reward delays only its own job, and changes to a process (modules, random
 state, environment) cannot affect another job's scores. A single job uses up to `workers` processes; with several jobs,
-each keeps at least one.
+each keeps at least one. Rewards that wait rather than compute get more processes, so that many calls wait at once.
 
 Rewards that are scored elsewhere (`reward_elsewhere`) need no process: the pool calls the given function.
 
@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from motet.tasks.reward_elsewhere import (
 )
 from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_walls import Walls
-from motet.tasks.reward_workers import Worker, WorkerGroup, load_request
+from motet.tasks.reward_workers import AT_ONCE, Worker, WorkerGroup, load_request
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
 from motet.tasks.worker_messages import ScoreCompletions, Scores
 
@@ -59,6 +60,18 @@ class ScoreOutcome:
     """Why the reward is missing."""
     clock_limited: bool = False
     """Whether the clock or the network affected the result, so that another run may differ."""
+
+
+@dataclass(frozen=True)
+class RewardLoad:
+    """Seconds that calls of a job's rewards took so far, added up over calls that ran at once."""
+
+    each: float = 0.0
+    """Of calls for one answer."""
+    together: float = 0.0
+    """Of calls for all answers of a problem."""
+    at_once: int = 1
+    """Calls that can run at once."""
 
 
 Transcript = Sequence[Message]
@@ -86,6 +99,8 @@ class _Job:
     rewards: Sequence[RewardConfig]
     labels: Sequence[str]
     groups: Sequence[WorkerGroup]
+    elsewhere: list[float] = field(default_factory=lambda: [0.0])
+    """Seconds of all calls of rewards that are scored elsewhere."""
 
     def group_of(self, index: int) -> WorkerGroup | None:
         """The processes that score a reward; None if it is scored elsewhere."""
@@ -132,7 +147,7 @@ class RewardPool:
         for side in sorted(set(walled.values())):
             own = {index: rewards[index] for index in here if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side)
-            groups.append(WorkerGroup(request, log, own, self._may_start_another))
+            groups.append(WorkerGroup(request, log, own, self._may_start_another, self._most_waiting))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
         try:
             for group in groups:
@@ -163,6 +178,15 @@ class RewardPool:
     def spend(self, job: str) -> Mapping[str, Any]:
         """A job's spending on judges so far; empty without questions."""
         return self._judging[0].spend(job) if self._judging else {}
+
+    def load(self, job: str) -> RewardLoad:
+        """What the calls of a job's rewards took, to forecast a run."""
+        if (known := self._jobs.get(job)) is None:  # others judge its answers
+            return RewardLoad()
+        own = sum(group.seconds[False] for group in known.groups)
+        together = sum(group.seconds[True] for group in known.groups) + known.elsewhere[0]
+        waits = known.elsewhere[0] or any(group.waits for group in known.groups)
+        return RewardLoad(own, together, self._most_waiting() if waits else self._workers)
 
     def rest(self, job: str, wanted: bool) -> None:
         """Set whether a job must pause; `score` then raises `ScorerAway` if its scorer is absent."""
@@ -202,6 +226,9 @@ class RewardPool:
 
     def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
+
+    def _most_waiting(self) -> int:
+        return max(self._workers, AT_ONCE // max(1, len(self._jobs)))
 
     def _registered(self, job: str) -> _Job:
         if job not in self._jobs:
@@ -253,8 +280,9 @@ class RewardPool:
         scores: list[ScoreOrReason] = [f"the conversation has {len(one)} characters; {limit}" for one in written]
         sizes = [len((one + own.text).encode(errors="replace")) for one, own in zip(written, answers, strict=True)]
         for some in _in_parts(sent, sizes):
-            texts, talks = [answers[n].text for n in some], [seen[n] for n in some]
+            texts, talks, started = [answers[n].text for n in some], [seen[n] for n in some], time.monotonic()
             told = await self._elsewhere[reward.name](job.name, reward, given, texts, talks if any(talks) else [])
+            job.elsewhere[0] += time.monotonic() - started
             for n, score in zip(some, told, strict=True):
                 scores[n] = score
         return scores
@@ -279,7 +307,7 @@ class RewardPool:
         self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore], last: bool = False
     ) -> list[ScoreOrReason] | None:
         """One call; None if a call for several failed and each completion will be tried alone."""
-        worker = await group.take()
+        worker, started = await group.take(), time.monotonic()
         try:
             reply = await self._ask(group, worker, index, problem, answers)
         except ClockLimitError as error:
@@ -289,7 +317,10 @@ class RewardPool:
         except EngineError as error:
             return [f"cannot be sent to its process: {error}"] * len(answers) if last else None
         finally:
+            group.seconds[group.loaded.together[group.index(index)]] += time.monotonic() - started
             group.give_back(worker)
+        if reply.waits:
+            group.wait_together()
         if reply.failed and not last:
             return None
         return [error or value for value, error in zip(reply.values, reply.errors, strict=True)]

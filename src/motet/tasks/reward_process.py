@@ -9,10 +9,14 @@ import asyncio
 import json
 import math
 import pickle
+import resource
 import sys
+import time
 import zlib
 from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
 from typing import Any
+
+from msgspec import structs
 
 from motet.core.errors import RewardError, WallError
 from motet.process import wall
@@ -23,6 +27,8 @@ from motet.tasks.worker_process import Read, WorkerLimits, Write, over_limit, ru
 
 _LOADING_MB = 4096
 """Limit of address space while loading behind a wall."""
+_WAITS_SECONDS = 0.5
+"""Time from which on a call that waits is worth more processes."""
 _SPARE_MB = 256
 """Memory for the process itself between calls."""
 
@@ -145,10 +151,33 @@ def serve(read: Read, write: Write) -> None:
         return
     together = tuple(reward.batched or reward.is_async for reward in rewards)
     sees_all = tuple(reward.sees_all for reward in rewards)
-    write(m.RewardsLoaded(together, sees_all, tuple(reward.compares for reward in rewards)))
+    compares, waits = tuple(reward.compares for reward in rewards), any(reward.is_async for reward in rewards)
+    write(m.RewardsLoaded(together, sees_all, compares, waits))
     limits = WorkerLimits()
     while request := read(m.ScoreCompletions):
-        write(answer_call(rewards, limits, request))
+        idle, used = _idle_seconds(), _used_seconds()
+        reply = answer_call(rewards, limits, request)
+        waited = _idle_seconds() - idle
+        write(structs.replace(reply, waits=waited > max(_WAITS_SECONDS, _used_seconds() - used)))
+
+
+def _idle_seconds() -> float:
+    """A clock that stands still while this process or its children compute, or wait for a processor.
+
+    It does not run where the system does not tell, and behind a wall, from where there is nothing to wait for.
+    """
+    try:
+        with open("/proc/self/schedstat", "rb") as file:
+            running, queued = (int(part) / 1e9 for part in file.read().split()[:2])
+    except OSError:
+        return 0.0
+    return time.monotonic() - max(_used_seconds(), running) - queued
+
+
+def _used_seconds() -> float:
+    """Seconds of the processor that this process and its children had."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, WorkerLink, import_path
 
+AT_ONCE = 16
+"""Most calls at once of rewards that wait rather than compute; each has a process of its own."""
+
 
 def load_request(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool) -> m.LoadRewards:
     """The first message to a process, with this one's import path; RewardError if a function or its args cannot be sent."""
@@ -101,9 +104,14 @@ class WorkerGroup:
     """Positions of the rewards in the job, in the order in which the process loads them."""
     may_start_another: Callable[[], bool]
     """Whether another process may be started."""
+    most_waiting: Callable[[], int] = lambda: AT_ONCE
+    """Most processes if the rewards wait rather than compute."""
     loaded: m.RewardsLoaded = field(default_factory=lambda: m.RewardsLoaded((), ()))
     workers: list[Worker] = field(default_factory=list)
     closed: bool = False
+    waits: bool = False
+    seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    """Seconds of all calls so far: for one answer, and for all answers of a problem."""
     _idle: list[Worker] = field(default_factory=list)
     _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Counts the idle workers; the call that has waited longest gets the next."""
@@ -114,6 +122,16 @@ class WorkerGroup:
         link = self.workers[0].link = await RewardLink.start(self.request, self.log)
         self.loaded = link.loaded
         self.give_back(self.workers[0])
+        if self.loaded.waits:
+            self.wait_together()
+
+    def wait_together(self) -> None:
+        """Let more calls wait at once. Each process still has one, so that limits and random numbers stay its own."""
+        if not self.waits and not self.closed:
+            self.waits = True
+            for _ in range(len(self.workers), self.most_waiting()):
+                self.workers.append(Worker())
+                self.give_back(self.workers[-1])
 
     async def close(self) -> None:
         """End the processes; calls in flight come back as failed."""
@@ -146,6 +164,6 @@ class WorkerGroup:
         return self._idle.pop()
 
     def give_back(self, worker: Worker) -> None:
-        """Give a worker to the call that has waited longest."""
-        self._idle.append(worker)
+        """Give a worker to the call that has waited longest; one that has a process is taken before others."""
+        self._idle.insert(0 if worker.link is None else len(self._idle), worker)
         self._free.release()

@@ -49,6 +49,8 @@ class RewardsLoaded(ChannelMessage, frozen=True):
     """Whether it takes the whole conversation too."""
     compares: tuple[bool, ...] = ()
     """Whether a score depends on other completions."""
+    waits: bool = False
+    """Whether one is `async`: it waits, such as for a network, rather than compute."""
 
 
 class ScoreCompletions(ChannelMessage, frozen=True):
@@ -74,6 +76,8 @@ class Scores(ChannelMessage, frozen=True):
     failed: bool
     """Whether the whole call failed."""
     exceeded: Limit = ""
+    waits: bool = False
+    """Whether the call waited longer than it computed, as far as the system tells."""
 
 
 # --- environments --------------------------------------------------------------------------------------------------------
