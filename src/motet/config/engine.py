@@ -93,7 +93,7 @@ class EngineConfig(Config):
     devices: list[str] = []
     """The device of each host, such as `[cuda:0, cuda:1]`. By default all use `device`."""
     reward_processes: int = Field(2, ge=1, le=4096)
-    """Processes that run rewards."""
+    """Processes that run rewards. Rewards that wait rather than compute get up to 16 for a job."""
     trust_remote_code: bool = Field(False, exclude=True)
     """Set only on the command line, with `--trust-remote-code`."""
 
