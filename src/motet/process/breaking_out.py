@@ -130,6 +130,7 @@ def _on_processes(there: _Outside) -> dict[str, Callable[[], object]]:
         "starting a process": os.fork,
         "running a program": lambda: os.execv("/bin/true", ["true"]),
         "leaving its session": os.setsid,
+        "joining another group": lambda: os.setpgid(0, there.group),
         "outliving its parent": lambda: there.call("prctl", _PR_SET_PDEATHSIG, 0, 0, 0, 0),
         "hiding from its parent": lambda: there.call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0),
         "limiting a process": lambda: resource.prlimit(other, resource.RLIMIT_CORE),

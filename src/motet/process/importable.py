@@ -128,7 +128,8 @@ def _own() -> list[Path]:
     Of an environment in a directory with other things, such as its user's, only what belongs to an environment.
     """
     installed = sysconfig.get_paths()
-    places: list[str | Path] = [*_SYSTEM, *site.getsitepackages()]
+    of_debian = f"/etc/python{sys.version_info.major}.{sys.version_info.minor}"  # its sitecustomize.py
+    places: list[str | Path] = [*_SYSTEM, of_debian, *site.getsitepackages()]
     places += [installed[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for prefix in {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}:
         places += [prefix / name for name in _IN_AN_ENVIRONMENT] if _reason(prefix) else [prefix]

@@ -33,6 +33,7 @@ from motet.process.system_calls import LOGGED, filter_calls
 PACKAGE_ROOT = importable.PACKAGE_ROOT
 _log = logging.getLogger(__name__)
 _MOST_WRITTEN = 1 << 28
+_MOST_PENDING = 512
 
 _PROBE, _PROBE_SECONDS = "motet.process.breaking_out", 60.0
 _PR_SET_PDEATHSIG = 1
@@ -175,7 +176,9 @@ def enter(
     """
     limit_memory(memory_mb)
     for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, most_written), (resource.RLIMIT_NOFILE, 256)):
-        resource.setrlimit(kind, (most, most))
+        _lower(kind, most)
+    if sys.platform == "linux":  # of timers and queued signals, which all processes of a user share
+        _lower(resource.RLIMIT_SIGPENDING, _MOST_PENDING)
     try:
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
@@ -206,10 +209,14 @@ def end_with(parent: int) -> None:
 
 def limit_memory(extra_mb: int) -> None:
     """Set the hard memory limit to this much beyond the current use."""
-    most = address_space() + extra_mb * 2**20
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    _lower(resource.RLIMIT_AS, address_space() + extra_mb * 2**20)
+
+
+def _lower(kind: int, most: int) -> None:
+    """Set a hard limit, which an earlier one may hold below this."""
+    hard = resource.getrlimit(kind)[1]
     most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(kind, (most, most))
 
 
 def address_space() -> int:
