@@ -33,8 +33,8 @@ _SHOWN_BYTES = {
 }
 """The bytes of the letters in which vocabularies of bytes write their tokens (GPT-2)."""
 _MOST_PAIRS = 2**15
-_MOST_LINES, _MOST_TEXT = 80, 240
-"""Of a prompt that a person reads token by token, and characters of what is left out there."""
+_MOST_LINES = 120
+"""Of a prompt that a person reads token by token."""
 _TOOLS_INTRODUCTION = (
     'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
 )
@@ -227,15 +227,14 @@ class Chat:
             return False
 
     def readable(self, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
-        """One line per token: position, id and text; `*` marks trained tokens. The middle of a long text is shortened."""
+        """One line per token: position, id and text; `*` marks trained tokens. The middle of a long text is one line."""
         mask = np.zeros(len(token_ids), np.bool_) if loss_mask is None else loss_mask
         rows = list(zip(range(len(token_ids)), token_ids.tolist(), mask.tolist(), strict=True))
         lines = [f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows]
         if len(lines) > _MOST_LINES:
             half = _MOST_LINES // 2
             left = self._decode(token_ids[half:-half].tolist())
-            shown = repr(left if len(left) <= _MOST_TEXT else f"{left[: _MOST_TEXT // 2]} … {left[-_MOST_TEXT // 2 :]}")
-            lines[half:-half] = [f"{'…':>6}   {len(lines) - 2 * half} tokens: {shown}"]
+            lines[half:-half] = [f"{'…':>6}   {len(lines) - 2 * half} tokens: {left!r}"]
         return "\n".join(lines)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
