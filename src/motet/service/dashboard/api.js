@@ -37,10 +37,11 @@ export async function request(method, path, options = {}) {
 export async function send(method, path, {body, headers = {}, signal}) {
   const sent = {...headers, "X-Motet-Page": "1"};
   if (session.key) sent.Authorization = `Bearer ${session.key}`;
-  if (body !== undefined) sent["Content-Type"] = "application/json";
+  const form = body instanceof FormData; // the browser writes its type, with the boundary
+  if (body !== undefined && !form) sent["Content-Type"] = "application/json";
   try {
     return await fetch(path, {
-      method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body),
+      method, headers: sent, signal, body: body === undefined || form ? body : JSON.stringify(body),
       cache: "no-store", credentials: "same-origin", redirect: "error",
     });
   } catch (error) {

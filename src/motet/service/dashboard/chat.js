@@ -54,7 +54,7 @@ export function chatTab(context, job) {
   const system = job.spec.data?.system || "";
   const talks = {base: new Talk("base", system), best: new Talk("best", system), latest: new Talk("latest", system)};
   const sides = el("div", {class: "sides three"}, Object.values(talks).map(talk => talk.node));
-  const text = el("textarea", {id: "say", rows: 3, placeholder: "Ask all three the same", onkeydown: event => {
+  const text = el("textarea", {id: "say", rows: 3, placeholder: "Ask all of them the same", onkeydown: event => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
   }});
   const heat = el("input", {id: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: "0"});
@@ -88,10 +88,11 @@ export function chatTab(context, job) {
   async function models() {
     const versions = (await ask("GET", jobPath(job.id, "/versions"))).data;
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
-    const base = job.base || context.base;
+    const base = job.base || context.base, same = Boolean(best && latest && best.version === latest.version);
+    talks.latest.node.hidden = same;
     return {base: [base || "base", `base · ${base}`],
-      best: best && [`${job.id}@${best.version}`, `best · version ${best.version}`],
-      latest: latest && [`${job.id}@${latest.version}`, `latest · version ${latest.version}`]};
+      best: best && [`${job.id}@${best.version}`, `${same ? "best and latest" : "best"} · version ${best.version}`],
+      latest: latest && !same && [`${job.id}@${latest.version}`, `latest · version ${latest.version}`]};
   }
 
   async function ask_() {

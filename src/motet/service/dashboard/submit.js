@@ -20,7 +20,26 @@ export function submitPage(context) {
   const text = el("textarea", {id: "job", class: "editor", spellcheck: "false", "aria-describedby": "problem", value: context.draft || EXAMPLE});
   const problem = el("p", {id: "problem", class: "problem", role: "alert"}), fine = el("p", {class: "good", role: "status"});
   const check = el("button", {type: "button", onclick: () => work(false)}, "Check"), send = el("button", {class: "primary"}, "Submit");
+  const file = el("input", {id: "rows", type: "file", accept: ".jsonl,.parquet", onchange: upload});
   text.addEventListener("input", () => { text.removeAttribute("aria-invalid"); say(problem, ""); say(fine, ""); context.draft = text.value; });
+
+  /** Store a file of rows, and say what to write to train on it. */
+  async function upload() {
+    const [rows] = file.files;
+    if (!rows) return;
+    say(problem, "");
+    say(fine, `Uploading ${rows.name} …`);
+    try {
+      const form = new FormData();
+      form.append("file", rows);
+      const stored = await ask("POST", "v1/files", form);
+      say(fine, `${rows.name} is stored. Write data: ${stored.id}`);
+    } catch (error) {
+      say(fine, "");
+      say(problem, error.message);
+    }
+    file.value = "";
+  }
 
   async function work(submit) {
     check.disabled = send.disabled = true;
@@ -48,6 +67,7 @@ export function submitPage(context) {
 
   const form = el("form", {class: "card stack", onsubmit: event => { event.preventDefault(); work(true); }},
     el("div", {class: "field"}, el("label", {for: "job"}, "Job, or job file: YAML or JSON"), text), el("div", {class: "outcome"}, problem, fine),
+    el("div", {class: "field"}, el("label", {for: "rows"}, "Upload data: a .jsonl or .parquet file of rows"), file),
     el("div", {class: "row"}, send, check, el("span", {class: "small soft"}, "The text is that of motet run and motet submit.")));
   return {node: el("div", {class: "stack"}, el("h1", {}, "New job"), form), title: "New job", stop() {}};
 }
