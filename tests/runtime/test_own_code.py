@@ -107,7 +107,9 @@ def test_every_file_of_the_project_counts_by_line(file: str, old: str, new: str,
     edit(project / file, old, new)
     said = changes(before, identity(project), project)
     assert f"\n  {told}" in said
-    assert "Use another run directory, undo the change, or continue with the changed job by --accept-changes" in said
+    assert (
+        "Use another run directory (--run; in Python and notebooks directory=…), undo the change, or continue" in said
+    )
 
 
 def test_what_no_reader_of_the_code_would_see_is_no_change(project: Path) -> None:

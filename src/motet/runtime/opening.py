@@ -137,8 +137,8 @@ def _check_same(
         listed = "\n  ".join(changes)
         raise RunError(
             f"{directory.path} was made by a different job, and has done {step} steps of it:\n  {listed}\n"
-            "Use another run directory, undo the change, or continue with the changed job by --accept-changes "
-            "(accept_changes=True in Python)."
+            "Use another run directory (--run; in Python and notebooks directory=…), undo the change, or continue with the "
+            "changed job by --accept-changes (accept_changes=True in Python)."
         )
     return changes
 
