@@ -38,6 +38,7 @@ COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(plotly|ray|torch|transforme
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
+	@echo "installing Motet, PyTorch and what they need into $(VENV): a minute or two without a line"
 	$(INSTALL) '.[serve]'
 	@$(COMPILE)
 	@touch $@

@@ -79,7 +79,7 @@ def run_file(
     for one in result.races.values():
         said = verdict(one) + ("; run the same command to resume" if one.outcome is None else "")
         print_table(console, bracket_table(one.name, *bracket_rows(one), said, glyphs_of(console)))
-    return _farewell(console, result)
+    return _farewell(console, result, config.base, raced=bool(raced))
 
 
 def _print_tables(
@@ -133,10 +133,12 @@ def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> 
             console.print(f"note: {note}", soft_wrap=True)
 
 
-def _farewell(console: Console, result: RunResult) -> int:
+def _farewell(console: Console, result: RunResult, base: str, *, raced: bool) -> int:
     again = same_command()
     report = result.report or "not written, the disk is full"
     console.print(f"report: {report}", soft_wrap=True)
+    if (job := next((one for one in result.jobs.values() if one.best.is_dir()), None)) is not None and not raced:
+        console.print(f"talk to an adapter: motet chat {base} --adapter {job.best}", soft_wrap=True)
     for job in result.jobs.values():
         if job.spent:
             console.print(f"{job.name} {job.message}", soft_wrap=True)

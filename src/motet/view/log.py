@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from motet.core.types import HostNow, JobState
+from motet.runtime.held_out import recommended
 from motet.runtime.progress import JobProgress
-from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, phase_text, reward_text
+from motet.view.text import Glyphs, count_text, duration_text, evaluation_text, held_out_text, phase_text, reward_text
 from motet.view.view import RunClock, View
 
 QUIET_SECONDS = 60.0
@@ -91,7 +92,9 @@ class LogView(View):
     def _ended(self, job: JobProgress) -> str:
         parts = [f"{job.state} after {job.step}/{job.steps} steps" if job.state.final else job.state.value]
         if job.evaluations and job.state.final:
-            parts.append(f"eval {evaluation_text(job.evaluations, self.glyphs, gap='')}")
+            best = job.step if job.best_version is None else job.best_version
+            taken = recommended(job.evaluations, best, [best])
+            parts.append(f"eval {held_out_text(job.evaluations, taken, self.glyphs)}")
         if job.state.final and job.name in self.seconds:
             parts.append(duration_text(self.seconds[job.name]))
         message = self.glyphs.plain(job.message)
