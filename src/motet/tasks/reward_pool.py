@@ -307,7 +307,7 @@ class RewardPool:
         self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore], last: bool = False
     ) -> list[ScoreOrReason] | None:
         """One call; None if a call for several failed and each completion will be tried alone."""
-        worker, started = await group.take(), time.monotonic()
+        worker = await group.take()
         try:
             reply = await self._ask(group, worker, index, problem, answers)
         except ClockLimitError as error:
@@ -317,7 +317,6 @@ class RewardPool:
         except EngineError as error:
             return [f"cannot be sent to its process: {error}"] * len(answers) if last else None
         finally:
-            group.seconds[group.loaded.together[group.index(index)]] += time.monotonic() - started
             group.give_back(worker)
         if reply.waits:
             group.wait_together()
@@ -339,7 +338,8 @@ class RewardPool:
             try:
                 if worker.link is None:
                     worker.link = await group.start()
-                reply = await worker.link.ask(request, reward.wall_seconds * n)
+                with group.timed(group.loaded.together[own]):
+                    reply = await worker.link.ask(request, reward.wall_seconds * n)
             except ProcessDiedError:
                 worker.link = None
                 if fresh or group.closed:

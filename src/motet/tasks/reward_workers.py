@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -124,6 +126,15 @@ class WorkerGroup:
         self.give_back(self.workers[0])
         if self.loaded.waits:
             self.wait_together()
+
+    @contextlib.contextmanager
+    def timed(self, together: bool) -> Iterator[None]:
+        """Count the seconds of a call, without those in which its process started."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[together] += time.monotonic() - started
 
     def wait_together(self) -> None:
         """Let more calls wait at once. Each process still has one, so that limits and random numbers stay its own."""
