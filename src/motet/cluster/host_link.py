@@ -120,6 +120,8 @@ class HostLink:
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
         self.progress: dict[str, m.JobStanding] = {}
+        self.prepared: Mapping[str, int] = {}
+        """Bytes of prepared rows, by tenant."""
         self.device: dict[str, float] = {}
         self.used: dict[str, float] = {}
         """Tokens by tenant since its start, each divided by the weight of its job."""
@@ -269,7 +271,7 @@ class HostLink:
             self._child = None
         self.ready, self.away = False, ""
         self._stopped.set()
-        self.progress, self.used, self._payers = {}, {}, {}
+        self.progress, self.used, self._payers, self.prepared = {}, {}, {}, {}
         for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
@@ -296,6 +298,7 @@ class HostLink:
                     self._child.close_input()
             case m.Progress():
                 self.progress, self.device, self.used = message.jobs, message.device, message.used
+                self.prepared = message.prepared
                 before, self.away = self.away, message.away
                 if bool(before) != bool(self.away):
                     self._heard(self, message)

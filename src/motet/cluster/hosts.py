@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,6 +147,10 @@ class Hosts:
 
     def _answering(self, base: str) -> list[HostLink]:
         return [host for host in self.hosts if host.ready and not host.away and host.base == base]
+
+    def prepared(self) -> Counter[str]:
+        """Bytes of the rows that all hosts have prepared, by tenant."""
+        return sum((Counter(host.prepared) for host in self.hosts), Counter[str]())
 
     def send(self, *messages: m.ToHost) -> None:
         """Send messages to their hosts, from any thread; jobs without a host get theirs with `open_jobs`."""

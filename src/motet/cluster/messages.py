@@ -237,8 +237,8 @@ class Progress(ChannelMessage, frozen=True):
     device: dict[str, float]
     used: dict[str, float] = {}
     """Tokens by tenant since the start, divided by the weights of their jobs."""
-    away: str = ""
-    """Why no question can be answered now: no server of this host is available."""
+    away: str = ""  # why no question can be answered now: no server of this host is available
+    prepared: dict[str, int] = {}  # by tenant: bytes of the rows of its jobs here, in memory and in unlinked files
 
 
 class JobChanged(ChannelMessage, frozen=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -103,6 +104,15 @@ class ReadData:
             for part in parts
         ]
         return cls(data, chat, max(longest, key=lambda pair: pair[0]))
+
+
+def bytes_of_rows(jobs: Iterable[Job]) -> dict[str, int]:
+    """By tenant: the bytes of its jobs' rows, in memory or in unlinked files; jobs of a sweep share them."""
+    rows = {(job.tenant, id(job.keeps)): job.data.train.size for job in jobs}
+    sizes = Counter[str]()
+    for (tenant, _), size in rows.items():
+        sizes[tenant] += size
+    return dict(sizes)
 
 
 def prepare(

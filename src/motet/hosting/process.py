@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from motet.hosting.answers import Answers, reason
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
-from motet.hosting.preparing import ReadData, Sources, prepare
+from motet.hosting.preparing import ReadData, Sources, bytes_of_rows, prepare
 from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
 from motet.hosting.scores import AskedOfService
 from motet.hosting.workshop import Workshop
@@ -37,6 +38,8 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.race import too_few
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
+from motet.runtime.start_turns import MOST_PREPARING, PreparingTurn
+from motet.tasks.pace import Pace
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
@@ -97,6 +100,7 @@ class HostProcess:
         """Jobs that are to save and go to another host."""
         self._read = WeakValueDictionary[str, ReadData]()
         """Data of the jobs that are here: those of a sweep share it."""
+        self._preparers = ThreadPoolExecutor(MOST_PREPARING, "motet-preparing")
         self._wanted: dict[str, Wanted] = {}
         """Of jobs that are being prepared."""
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
@@ -144,6 +148,7 @@ class HostProcess:
 
     def close(self) -> None:
         """Release the resources of `serve`."""
+        self._preparers.shutdown(wait=False, cancel_futures=True)
         self.host.close()
         self._opened.close()
 
@@ -228,10 +233,11 @@ class HostProcess:
 
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
-            async with self._shared.starts.preparing(message.tenant, free=message.resumes):
+            async with self._shared.starts.preparing(message.tenant, free=message.resumes) as turn:
                 if name not in self._wanted:  # cancelled
                     return
-                job = await asyncio.to_thread(self._prepared, message)
+                pace = self._pace(message, turn)
+                job = await asyncio.get_running_loop().run_in_executor(self._preparers, self._prepared, message, pace)
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._changes.pop(name, None)
             if self._wanted.pop(name, None) is not None:
@@ -244,10 +250,25 @@ class HostProcess:
                 self._change(change)
             self._steer(name, self._wanted.pop(name))
 
-    def _prepared(self, message: m.AddJob) -> Job:
+    def _pace(self, message: m.AddJob, turn: PreparingTurn) -> Pace:
+        """How another person's job is prepared; one that has done a step keeps what it began with, whatever it takes."""
+        loop = asyncio.get_running_loop()
+
+        def give_way() -> None:
+            asyncio.run_coroutine_threadsafe(turn.give_way(), loop).result()
+
+        if self._start.own_jobs or self.directory.job(str(message.job["name"])).newest() is not None:
+            return Pace(give_way, seconds=math.inf)
+        return Pace(give_way, self._shared.room.of(message.tenant) - self._rows().get(message.tenant, 0))
+
+    def _rows(self) -> dict[str, int]:
+        return bytes_of_rows(self.pipeline.jobs.values())
+
+    def _prepared(self, message: m.AddJob, pace: Pace) -> Job:
         start, info = self._start, self.base.info
         sources = Sources(None if start.own_jobs else OF_A_JOB)
-        job, _ = prepare(JobConfig.model_validate(message.job), info, self.directory, sources, self._read)
+        with pace.kept():
+            job, _ = prepare(JobConfig.model_validate(message.job), info, self.directory, sources, self._read)
         if message.until is not None and (why := too_few(job.config.data, len(job.data.holdout))):
             raise ConfigError(why)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
@@ -307,7 +328,7 @@ class HostProcess:
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)
-            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away))
+            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away, self._rows()))
 
 
 def _rewards(

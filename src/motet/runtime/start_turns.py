@@ -11,11 +11,29 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from weakref import WeakValueDictionary
 
+MOST_PREPARING = 16
+"""Preparations that have begun; one of them works, the others have given way."""
 MOST_REST = 10.0
 """Longest wait of a tenant after a start, in seconds."""
 
 _LOOKS = 0.5
 """Seconds between checks during a wait."""
+
+
+class PreparingTurn:
+    """The turn of one preparation."""
+
+    def __init__(self, lock: asyncio.Lock, clock: Callable[[], float]) -> None:
+        self._lock, self._clock = lock, clock
+        self.away = 0.0
+        """Seconds in which others had their turn."""
+
+    async def give_way(self) -> None:
+        """Let the tenants that wait go first, in the middle of a preparation."""
+        begun = self._clock()
+        self._lock.release()
+        await self._lock.acquire()
+        self.away += self._clock() - begun
 
 
 class StartTurns:
@@ -34,21 +52,22 @@ class StartTurns:
     ) -> None:
         """`others` returns the shares of other tenants with running jobs, divided by the tenant's own."""
         self._others, self._clock, self._sleep = others, clock, sleep
-        self._preparing = asyncio.Lock()
+        self._preparing, self._begun = asyncio.Lock(), asyncio.Semaphore(MOST_PREPARING)
         self._locks: WeakValueDictionary[tuple[str, str, bool], asyncio.Lock] = WeakValueDictionary()
         self._rests: dict[str, float] = {}
         """When each tenant may start its next job."""
 
     @contextlib.asynccontextmanager
-    async def preparing(self, tenant: str, *, free: bool = False) -> AsyncIterator[None]:
-        """Wait for the turn to prepare a job, and hold it during the block."""
+    async def preparing(self, tenant: str, *, free: bool = False) -> AsyncIterator[PreparingTurn]:
+        """Wait for the turn to prepare a job, and hold it during the block, which may give way."""
+        turn = PreparingTurn(self._preparing, self._clock)
         async with self._lock(
             "prepare", tenant, free
         ):  # one job per tenant waits for the next lock, so tenants alternate
             if not free:
                 await self._rest(tenant)
-            async with self._preparing, contextlib.nullcontext() if free else self._charged(tenant):
-                yield
+            async with self._begun, self._preparing, contextlib.nullcontext() if free else self._charged(tenant, turn):
+                yield turn
 
     @contextlib.asynccontextmanager
     async def opening(
@@ -85,12 +104,12 @@ class StartTurns:
             await self._sleep(min(left, _LOOKS))  # the others may end meanwhile
 
     @contextlib.asynccontextmanager
-    async def _charged(self, tenant: str) -> AsyncIterator[None]:
+    async def _charged(self, tenant: str, turn: PreparingTurn | None = None) -> AsyncIterator[None]:
         begun = self._clock()
         try:
             yield
         finally:
-            now = self._clock()
-            rest = (now - begun) * self._others(tenant)
+            now, away = self._clock(), 0.0 if turn is None else turn.away
+            rest = (now - begun - away) * self._others(tenant)
             self._rests = {name: until for name, until in self._rests.items() if until > now}
             self._rests[tenant] = min(max(now, self._rests.get(tenant, now)) + rest, now + MOST_REST)

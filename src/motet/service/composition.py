@@ -78,7 +78,7 @@ class Service:
         slots = sum(host.engine.slots for host in settings.hosts.values())
         self.quotas = Quotas(store, self.stored, self.ledger, config.limits, slots)
         self.enforcer = QuotaEnforcer(self.quotas, self.ledger, self.hosts)
-        self.reward_workers = RewardWorkers(store, self.bus, config.lease_seconds)
+        self.reward_workers = RewardWorkers(store, self.bus, config.lease_seconds, self.quotas)
         self.agent_workers = AgentWorkers(store, self.bus, config.lease_seconds)
         self.grading = Grading(self.hosts, self.adapters)
         allowed = Allowed.by(settings)

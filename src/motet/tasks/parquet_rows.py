@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from motet.core.errors import DataError
 from motet.process import ending, wall
+from motet.tasks import pace
 from motet.tasks.plain_json import as_json
 
 _BATCH = 256
@@ -52,13 +53,25 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
     ) as process:  # fmt: skip
         assert process.stdout is not None
 
+        kept, given = pace.current(), 0.0
+        timer = threading.Timer(seconds, lambda: None)
+
+        def begin(seconds: float) -> None:
+            nonlocal timer
+            timer = threading.Timer(seconds, end)
+            timer.daemon = True
+            timer.start()
+
         def end() -> None:
+            nonlocal given
+            if kept is not None and (more := kept.away - given) > 0:  # while others had their turn
+                given += more
+                begin(more)
+                return
             late.set()
             process.kill()
 
-        timer = threading.Timer(seconds, end)
-        timer.daemon = True
-        timer.start()
+        begin(seconds)
         try:
             while line := process.stdout.readline(longest):
                 if line.startswith(b'"'):  # a row is an object; a text says what is wrong

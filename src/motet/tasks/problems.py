@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 
 from motet.core.types import IntArray, Message, Problem, ToolCall
+from motet.tasks import pace
 
 _IN_MEMORY = 2**22
 """Largest data kept in memory, in bytes; larger data is in an unlinked file, which disappears with the process."""
@@ -31,7 +32,7 @@ class Problems(Sequence[Problem]):
         ends, prompts = array("q", [0]), array("q")
         with tempfile.SpooledTemporaryFile(_IN_MEMORY) as file:
             for problem in problems:
-                file.write(_line(problem))
+                pace.step(file.write(_line(problem)))
                 ends.append(file.tell())
                 prompts.append(hash(problem.messages))
             if ends[-1] > _IN_MEMORY:
@@ -61,6 +62,11 @@ class Problems(Sequence[Problem]):
             digest.update(self._text[first:last])
         return digest.hexdigest()
 
+    @property
+    def size(self) -> int:
+        """Bytes of the data that these are a part of."""
+        return len(self._text)
+
     def __len__(self) -> int:
         return len(self._places)
 
@@ -82,6 +88,7 @@ class Problems(Sequence[Problem]):
     __hash__ = None  # type: ignore[assignment]
 
     def _problem(self, row: int) -> Problem:
+        pace.step()
         first, last = self._places[row]
         number, messages, answer, metadata, conversational, continuation = json.loads(self._text[first:last])
         return Problem(number, _read(messages), answer, metadata, conversational, _read(continuation))

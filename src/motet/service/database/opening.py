@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from motet.core.json_text import json_text
 from motet.service.database.presence import make_private
 from motet.service.database.tables import Table
 
+_SHRINKS = "auto_vacuum=INCREMENTAL"
+"""Lets a file of SQLite give pages back; it has to be set before the first table is made."""
+_LOG_BYTES = 64 * 2**20
+"""Largest log file that SQLite keeps when it has written the log to the database."""
+_SMALL_BYTES = 256 * 2**20
+"""Files of an earlier release up to this size are written once more, so that they can give pages back."""
+_FREE_PAGES, _PAGES = 4096, 1000
+"""Free pages that a file keeps, and how many are given back at once."""
 _LOCKED = "55P03"
 """PostgreSQL's error code for a lock timeout."""
 
@@ -33,11 +42,39 @@ def open_engine(url: str) -> Engine:
         @event.listens_for(engine, "connect")
         def _careful(connection: Any, _: Any) -> None:
             cursor = connection.cursor()
-            for line in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=10000"):
+            for line in (
+                _SHRINKS, f"journal_size_limit={_LOG_BYTES}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON",
+                "busy_timeout=10000",
+            ):  # fmt: skip
                 cursor.execute(f"PRAGMA {line}")
             cursor.close()
 
     return engine
+
+
+def prepare_to_shrink(engine: Engine) -> None:
+    """Let a small SQLite file of an earlier release give pages back from now on; larger ones reuse theirs."""
+    if engine.dialect.name != "sqlite":
+        return
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        mode, pages, size = (
+            connection.exec_driver_sql(f"PRAGMA {name}").scalar() or 0
+            for name in ("auto_vacuum", "page_count", "page_size")
+        )
+        if mode == 0 and pages * size <= _SMALL_BYTES:
+            with contextlib.suppress(OperationalError):  # a full disk; the next start tries again
+                connection.exec_driver_sql(f"PRAGMA {_SHRINKS}")
+                connection.exec_driver_sql("VACUUM")
+
+
+def shrink(engine: Engine) -> None:
+    """Give some free pages of an SQLite file back to the disk, if there are many."""
+    if engine.dialect.name != "sqlite":
+        return
+    with contextlib.closing(engine.raw_connection()) as connection, contextlib.closing(connection.cursor()) as cursor:
+        cursor.execute("PRAGMA freelist_count")
+        if cursor.fetchall()[0][0] > _FREE_PAGES:
+            cursor.executescript(f"PRAGMA incremental_vacuum({_PAGES})")  # `execute` would give one page back
 
 
 def public(url: str) -> str:

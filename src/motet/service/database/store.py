@@ -16,7 +16,16 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, defer, sessionmaker
 
 from motet.core.errors import StoreError
 from motet.core.types import JobState, Wanted
-from motet.service.database.opening import EVENTS, UnknownShape, lock, migrate, open_engine, public
+from motet.service.database.opening import (
+    EVENTS,
+    UnknownShape,
+    lock,
+    migrate,
+    open_engine,
+    prepare_to_shrink,
+    public,
+    shrink,
+)
 from motet.service.database.presence import DatabaseReplaced, Presence
 from motet.service.database.tables import (
     AuditEntry,
@@ -106,6 +115,7 @@ class Store:
         self.tenants = Tenants(self.transaction)
         try:
             migrate(self._engine, lock_seconds)
+            prepare_to_shrink(self._engine)
             self.presence = Presence(self._engine)
         except (SQLAlchemyError, UnknownShape) as error:
             self._engine.dispose()
@@ -116,6 +126,11 @@ class Store:
         """Close the connections."""
         self.presence.close()
         self._engine.dispose()
+
+    def shrink(self) -> None:
+        """Give some of the space that deleted rows had back to the disk."""
+        self.presence.check_files()
+        shrink(self._engine)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Session]:

@@ -26,6 +26,8 @@ MOST_KEYS = 1000
 """Most keys of a tenant that have not ended, without sign-ins; also the most ended ones in a list."""
 PREFIX = "mk-"
 """Prefix of API keys."""
+_MOST_ENDED, _AT_ONCE = 2 * MOST_KEYS, 100
+"""Ended keys of a tenant that are kept, with sign-ins; older ones are deleted, so many at once."""
 _KNOWN_SECONDS = 1.0
 _MOST_KNOWN = 10_000
 """Keys whose tenants are kept in memory."""
@@ -112,6 +114,14 @@ def _check_number(session: Session, tenant: Tenant) -> None:
             f"the tenant {tenant.name!r} has {MOST_KEYS} keys that have not ended, the most of a tenant: end those that "
             "nobody uses with `motet keys revoke`, and give new ones `--expires-days`"
         )
+
+
+def _forget_ended(session: Session, tenant_id: str) -> None:
+    """Delete a tenant's ended keys but for the newest: those that are made again and again would stay for ever."""
+    ended = select(Key.id).where(Key.tenant_id == tenant_id, not_(_good()))
+    oldest = ended.order_by(Key.created.desc(), Key.id.desc()).offset(_MOST_ENDED).limit(_AT_ONCE)
+    if old := list(session.scalars(oldest)):
+        session.execute(delete(Key).where(Key.id.in_(old)))
 
 
 class Tenants:
@@ -214,6 +224,7 @@ class Tenants:
                 scope=None if scope is None else sorted(scope), made_by=made_by, person=person,
             )  # fmt: skip
             session.add(key)
+            _forget_ended(session, owner.id)
             if asker is not None:  # in this transaction: a failure after it would lose the text
                 session.add(audit_entry(asker, "create key", key.id))
             if person is not None:
@@ -295,6 +306,7 @@ class Tenants:
             session.add(key)
             session.execute(update(Key).where(Key.made_by == key_id).values(made_by=key.id))
             old.revoked = now()
+            _forget_ended(session, old.tenant_id)
             if asker is not None:
                 session.add(audit_entry(asker, "rotate key", key_id))
         return key, text

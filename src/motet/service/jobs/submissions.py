@@ -179,6 +179,8 @@ class Submissions:
             with self._queue.drafts(planned) as drafts, self._quotas.admitting(who.tenant_id, configs):
                 submitted = self._queue.submit(who, sealed, drafts, races)
                 for job in submitted:
+                    self._quotas.stored.changed(job.id)
+                for job in submitted:
                     self._quotas.stored.add(who.tenant_id, job.id, 0)
         except StoreError:
             if same := self._submitted(who, idempotency, len(jobs)):  # by a concurrent request

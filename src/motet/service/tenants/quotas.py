@@ -73,6 +73,10 @@ class Quotas:
                 self._known[tenant_id] = read, limits
         return limits
 
+    def shrink(self) -> None:
+        """See `Store.shrink`."""
+        self._store.shrink()
+
     def all(self) -> dict[str, LimitsConfig]:
         """Effective limits of all tenants, by id."""
         query = select(Tenant.id, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
@@ -132,7 +136,9 @@ class Quotas:
         """Lock to hold while jobs are queued: one request at a time, so that two cannot take the last place."""
         for config in configs:
             self.check_size(tenant_id, config)
-        self.check_storage(tenant_id, 0)  # it may look at many files
+        self.check_storage(
+            tenant_id, sum(len(config.model_dump_json()) for config in configs)
+        )  # may look at many files
         with self._admitting:
             self.check_queue(tenant_id, len(configs))
             if any(isinstance(config.algorithm, ClientDriven) for config in configs):
@@ -151,6 +157,13 @@ class Quotas:
             yield
             if part:
                 self.stored.add(tenant_id, part, size)
+
+    @contextlib.contextmanager
+    def storing_work(self, tenant_id: str, job_id: str, size: int) -> Iterator[None]:
+        """Lock to hold while work for reward workers is written to the database; see `storing`."""
+        with self.storing(tenant_id, size):
+            yield
+            self.stored.work_added(tenant_id, job_id, size)
 
     @contextlib.contextmanager
     def reserving(self, tenant_id: str, size: int, part: str) -> Iterator[None]:
@@ -301,7 +314,7 @@ class QuotaEnforcer:
     def rule(self, tenant_id: str) -> Rule:
         """Current rule for a tenant's jobs."""
         used = self._ledger.used_today(tenant_id).get(tenant_id, UsedToday())
-        return _rule(self._quotas.of(tenant_id), used, self._quotas.stored.of(tenant_id))
+        return _rule(self._quotas.of(tenant_id), used, self._quotas.stored.files_of_each((tenant_id,))[tenant_id])
 
     def rule_with_job(self, job: StoredJob) -> Rule:
         """Rule for a job, for the message that adds it to a host."""
@@ -336,11 +349,13 @@ class QuotaEnforcer:
                 _log.exception("quotas could not be enforced")
 
     def enforce(self) -> None:
-        """Store usage, and send the engine the rules that changed."""
+        """Store usage, give free space of the database back, and send the engine the rules that changed."""
         self._ledger.flush()
+        self._quotas.shrink()
         self._quotas.stored.measure(all_changed=False)
+        self._quotas.stored.prepared = self._hosts.prepared()
         used, every = self._ledger.used_today(), self._quotas.all()
-        stored = self._quotas.stored.of_each(every)
+        stored = self._quotas.stored.files_of_each(every)
         for tenant_id, limits in every.items():
             rule = _rule(limits, used.get(tenant_id, UsedToday()), stored[tenant_id])
             again = time.monotonic() < self._again.get(tenant_id, 0)

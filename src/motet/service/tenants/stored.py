@@ -1,26 +1,37 @@
 """Bytes stored by each tenant: added where the service writes, measured again where the engine writes.
 
+Files count in whole blocks, and rows of the database too: work for reward workers by its size, others by about their size.
+Jobs pause because of their tenant's files; rows only keep the tenant from writing more.
+
 A request walks no directories, except jobs that changed since they were measured, if a write would not fit.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Text, cast, func, select
+from sqlalchemy import ColumnElement, Select, Text, cast, func, select
 
 from motet.service.database.store import Store
-from motet.service.database.tables import StoredFile, StoredJob, UploadedAdapter
+from motet.service.database.tables import AuditEntry, Event, Key, ScoringUnit, StoredFile, StoredJob, UploadedAdapter
 from motet.service.storage import Storage
 
 SAMPLES = "samples"
 """The part for a tenant's samples, besides the ids of its jobs."""
 _BLOCK = 4096
+_BLOCKS_OF = {StoredFile: 1, UploadedAdapter: 3}
+"""Blocks of an upload besides its content: a file's rest, an adapter's two files and its directory."""
+_EVENT, _ENTRY = 1024, 512
+"""About the bytes of an event, and of a key or an entry of the audit log, with their indexes."""
+_COUNTED_SECONDS = 60.0
+"""Keys and entries of the audit log are counted again after this time."""
 _FILES = 100
 """Files looked at for each change: a job has some more with each step, and all of its steps would take the square of them."""
 
@@ -30,7 +41,7 @@ class Measured:
     """All files below a directory."""
 
     bytes: int
-    """In whole blocks; hard links count once."""
+    """In whole blocks, at least one for each file and directory; hard links count once."""
     files: int
 
 
@@ -38,6 +49,7 @@ def measured(directory: Path) -> Measured:
     """Look at all files below a directory."""
     total, files, seen = 0, 0, set[tuple[int, int]]()
     for root, _, names in os.walk(directory):
+        total += _BLOCK
         for name in names:
             try:
                 status = os.lstat(os.path.join(root, name))
@@ -51,18 +63,26 @@ def measured(directory: Path) -> Measured:
 
 
 def blocks(size: int) -> int:
-    """Disk space of a file with `size` bytes."""
-    return -(-size // _BLOCK) * _BLOCK
+    """Disk space of a file with `size` bytes; an empty one has an inode too."""
+    return max(1, -(-size // _BLOCK)) * _BLOCK
 
 
 class StoredBytes:
-    """Bytes of uploads, jobs with their configurations, and samples by tenant. Thread-safe."""
+    """Bytes of uploads, jobs with their rows in the database, and samples by tenant. Thread-safe."""
 
     def __init__(self, store: Store, storage: Storage) -> None:
         self._store, self._storage = store, storage
         self._lock = threading.Lock()
         self._bytes: dict[str, dict[str, int]] = {}
         """By tenant, and by job or `SAMPLES`; for tenants that were requested."""
+        self._work: dict[str, Counter[str]] = {}
+        """Work for reward workers in the database, by tenant and job."""
+        self._events: dict[str, dict[str, int]] = {}
+        """Events in the database in bytes, by tenant and job."""
+        self._entries: tuple[float, Counter[str]] = (-math.inf, Counter())
+        """When keys and entries of the audit log were counted, and their bytes by tenant."""
+        self.prepared = Counter[str]()
+        """Rows of jobs that hosts have in memory and in unlinked files, by tenant."""
         self._changed = Counter[tuple[str, str]]()
         """Changes since (tenant, part) was measured; an empty tenant must be looked up."""
         self._files: dict[tuple[str, str], int] = {}
@@ -78,10 +98,24 @@ class StoredBytes:
 
     def of_each(self, tenant_ids: Collection[str]) -> dict[str, int]:
         """Bytes stored by each of these tenants."""
+        files, entries = self.files_of_each(tenant_ids), self._counted_entries()
+        with self._lock:
+            return {
+                one: files[one]
+                + self._work[one].total()
+                + sum(self._events[one].values())
+                + entries[one]
+                + self.prepared[one]
+                for one in tenant_ids
+            }
+
+    def files_of_each(self, tenant_ids: Collection[str]) -> dict[str, int]:
+        """Bytes of files and configurations of each of these tenants: what makes jobs pause."""
         total = Counter[str]()
         with self._store.transaction() as session:
-            for table in (StoredFile, UploadedAdapter):
-                sums = select(table.tenant_id, func.sum(table.bytes)).where(table.tenant_id.in_(tenant_ids))
+            for table, more in _BLOCKS_OF.items():
+                size = (table.bytes + _BLOCK - 1) // _BLOCK * _BLOCK + (more - 1) * _BLOCK
+                sums = select(table.tenant_id, func.sum(size)).where(table.tenant_id.in_(tenant_ids))
                 for tenant_id, size in session.execute(sums.group_by(table.tenant_id)):
                     total[tenant_id] += int(size)
         for tenant_id in tenant_ids:
@@ -97,6 +131,19 @@ class StoredBytes:
             parts[part] = max(0, parts.get(part, 0) + size)
             self._changed[tenant_id, part] += 1
 
+    def work_added(self, tenant_id: str, job_id: str, size: int) -> None:
+        """Count work for reward workers."""
+        self._load(tenant_id)
+        with self._lock:
+            self._work[tenant_id][job_id] += size
+
+    def work_done(self, job_id: str, size: int | None = None) -> None:
+        """Count a job's work no longer: so many bytes, or all of it."""
+        with self._lock:
+            for work in self._work.values():
+                if job_id in work:
+                    work[job_id] = 0 if size is None else max(0, work[job_id] - size)
+
     def changed(self, job_id: str) -> None:
         """Schedule a job to be measured after a change."""
         with self._lock:
@@ -105,7 +152,7 @@ class StoredBytes:
     def forget(self, job_id: str) -> None:
         """Remove a deleted job."""
         with self._lock:
-            for parts in self._bytes.values():
+            for parts in (*self._bytes.values(), *self._work.values(), *self._events.values()):
                 parts.pop(job_id, None)
             self._files.pop(("", job_id), None)
 
@@ -128,7 +175,9 @@ class StoredBytes:
         with self._store.transaction() as session:
             owned = [(str(row[0]), str(row[1])) for row in session.execute(owners)] if jobs else []
         parts = {*owned, *(one for one in due if one[0]), *([further] if further else [])}
-        specs = self._specs(StoredJob.id.in_([part for _, part in parts])) if parts else {}
+        jobs = [part for _, part in parts]
+        specs = self._specs(StoredJob.id.in_(jobs)) if parts else {}
+        events = self._counted_events(Event.job_id.in_(jobs)) if parts else {}
         for tenant_id, part in parts:
             now = self._measured(tenant_id, part)
             with self._lock:
@@ -137,6 +186,7 @@ class StoredBytes:
                 self._files[("", part) if part != SAMPLES else (tenant_id, part)] = now.files
                 if tenant_id in self._bytes and (part in self._bytes[tenant_id] or (tenant_id, part) in owned):
                     self._bytes[tenant_id][part] = now.bytes + specs.get(part, 0)
+                    self._events[tenant_id] |= {part: events[part]} if part in events else {}
 
     def _load(self, tenant_id: str) -> None:
         with self._lock:
@@ -144,11 +194,39 @@ class StoredBytes:
                 return
         specs = self._specs(StoredJob.tenant_id == tenant_id)
         sizes = {part: self._measured(tenant_id, part).bytes + specs.get(part, 0) for part in (*specs, SAMPLES)}
+        of_tenant = select(StoredJob.id).where(StoredJob.tenant_id == tenant_id)
+        events, work = self._counted_events(Event.job_id.in_(of_tenant)), self._waiting_work(of_tenant)
         with self._lock:
-            self._bytes.setdefault(tenant_id, sizes)
+            if tenant_id not in self._bytes:
+                self._bytes[tenant_id], self._events[tenant_id], self._work[tenant_id] = sizes, events, work
 
     def _measured(self, tenant_id: str, part: str) -> Measured:
         return measured(self._storage.samples(tenant_id) if part == SAMPLES else self._storage.job(part).path)
+
+    def _counted_entries(self) -> Counter[str]:
+        """Bytes of keys and entries of the audit log by tenant, as of a minute ago or less."""
+        read, entries = self._entries
+        if time.monotonic() > read + _COUNTED_SECONDS:
+            read, entries = time.monotonic(), Counter[str]()
+            with self._store.transaction() as session:
+                for table in (AuditEntry, Key):
+                    for row in session.execute(select(table.tenant_id, func.count()).group_by(table.tenant_id)):
+                        entries[str(row[0])] += _ENTRY * int(row[1])
+            self._entries = read, entries
+        return entries
+
+    def _counted_events(self, which: ColumnElement[bool]) -> dict[str, int]:
+        with self._store.transaction() as session:
+            rows = session.execute(select(Event.job_id, func.count()).where(which).group_by(Event.job_id))
+            return {str(job): _EVENT * int(number) for job, number in rows}
+
+    def _waiting_work(self, jobs: Select[str]) -> Counter[str]:
+        """Characters of the work that waits for reward workers, by job; reads all of it."""
+        size = func.sum(func.length(cast(ScoringUnit.work, Text)))
+        waiting = select(ScoringUnit.job_id, size).where(ScoringUnit.job_id.in_(jobs), ScoringUnit.work.is_not(None))
+        with self._store.transaction() as session:
+            rows = session.execute(waiting.group_by(ScoringUnit.job_id))
+            return Counter({str(job): int(size) for job, size in rows})
 
     def _specs(self, which: ColumnElement[bool]) -> dict[str, int]:
         """Characters of jobs' configurations in the database."""

@@ -8,29 +8,33 @@ without texts, until no restart of the job can ask for them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from sqlalchemy import Text, cast, delete, func, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from motet.config import JobConfig, RewardConfig
-from motet.core.errors import ScorerAway
+from motet.core.errors import LimitError, ScorerAway
 from motet.core.json_text import json_pieces
+from motet.process.apart import ThreadTurns
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
 from motet.service.events import EventBus
+from motet.service.tenants.quotas import Quotas
 from motet.service.workers.attached import AttachedWorkers, Gone
-from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, from_wire
+from motet.tasks.reward_elsewhere import Chance, ScoreOrReason, Transcripts, from_wire
 
 MOST_LEASED = 2**24
 """Most characters of work leased at once, unless a single unit has more."""
+_THREADS, _WAITING = 2, 10**6
+"""Threads that keep work; each tenant uses one at a time."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +50,34 @@ class Leased:
 
 def key_of(work: Mapping[str, Any]) -> str:
     """The digest of a piece of work."""
-    digest = hashlib.sha256()
+    return _key_and_size(work)[0]
+
+
+def _key_and_size(work: Mapping[str, Any]) -> tuple[str, int]:
+    """Also its bytes as JSON. This takes milliseconds if it is large, so it is done in a thread."""
+    digest, size = hashlib.sha256(), 0
     dumps = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False)
     for piece in json_pieces(work, dumps, sort_keys=True):
-        digest.update(piece.encode("utf-8", "replace"))
-    return digest.hexdigest()
+        digest.update(part := piece.encode("utf-8", "replace"))
+        size += len(part)
+    return digest.hexdigest(), size
 
 
 class ScoringUnits:
-    """The units of all jobs. Every call is one short transaction."""
+    """The units of all jobs. Every call is one short transaction, but for `lease`, which looks at the units' sizes first."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, quotas: Quotas | None = None) -> None:
+        """`quotas` counts the work as stored bytes of the job's tenant."""
+        self._store, self._quotas = store, quotas
 
-    def ask(self, job_id: str, key: str, step: int, work: Mapping[str, Any]) -> list[Any] | None:
-        """Existing scores of a piece of work; otherwise queue it for workers. `step`: steps that the job has done."""
+    def ask(
+        self, job_id: str, key: str, step: int, work: Mapping[str, Any], tenant_id: str = "", size: int = 0
+    ) -> list[Any] | None:
+        """Existing scores of a piece of work; otherwise queue it for workers. `step`: steps that the job has done.
+
+        Raises:
+            LimitError: the tenant has no room for `size` more bytes.
+        """
         with self._store.transaction() as session:
             row = session.execute(
                 select(ScoringUnit.scores).where(ScoringUnit.job_id == job_id, ScoringUnit.key == key)
@@ -68,11 +85,9 @@ class ScoringUnits:
         if row is not None:
             return None if row.scores is None else list(row.scores)
         unit = ScoringUnit(job_id=job_id, key=key, step=step, work=dict(work), completions=len(work["completions"]))
-        try:
-            with self._store.transaction() as session:
-                session.add(unit)
-        except IntegrityError:  # requested concurrently, or the job was deleted
-            pass
+        room = contextlib.nullcontext() if self._quotas is None else self._quotas.storing_work(tenant_id, job_id, size)
+        with contextlib.suppress(IntegrityError), room, self._store.transaction() as session:
+            session.add(unit)  # unless it was requested concurrently, or the job was deleted
         return None
 
     def lease(
@@ -86,19 +101,22 @@ class ScoringUnits:
         waiting = (ScoringUnit.job_id == job_id, ScoringUnit.scores.is_(None))
         free = or_(ScoringUnit.leased_until.is_(None), ScoringUnit.leased_until < now())
         size = func.length(cast(ScoringUnit.work, Text))
-        oldest = select(ScoringUnit.id, size).where(*waiting, free).order_by(ScoringUnit.id).limit(most)
+        oldest = select(ScoringUnit.id).where(*waiting, free).order_by(ScoringUnit.id).limit(most)
         own = (*waiting, ScoringUnit.worker == worker)
         with self._store.transaction() as session:
             if holds is not None:
                 lost = update(ScoringUnit).where(*own, ScoringUnit.key.not_in(holds))
                 session.execute(lost.values(worker=None, leased_until=None))
             session.execute(update(ScoringUnit).where(*own).values(leased_until=until))
-            if most < 1:
-                return []
-            rows = session.execute(oldest).all()
-            sizes = accumulate(row[1] for row in rows)
-            chosen = [row[0] for row, size in zip(rows, sizes, strict=True) if size <= MOST_LEASED]
-            chosen = chosen or [row[0] for row in rows[:1]]
+        chosen, left = list[int](), MOST_LEASED
+        for unit_id in self._store.scalars(oldest) if most > 0 else ():  # one by one: a size reads the whole row
+            left -= self._store.scalar(select(size).where(ScoringUnit.id == unit_id)) or 0
+            if chosen and left < 0:
+                break
+            chosen.append(unit_id)
+        if not chosen:
+            return []
+        with self._store.transaction() as session:
             # Check `free` again, so that concurrent requests do not lease the same units.
             session.execute(
                 update(ScoringUnit)
@@ -130,13 +148,16 @@ class ScoringUnits:
 
     def settle(self, job_id: str, key: str, scores: Sequence[Any]) -> bool:
         """Store the scores of a unit; False if it has scores or does not exist."""
+        waiting = ScoringUnit.job_id == job_id, ScoringUnit.key == key, ScoringUnit.scores.is_(None)
         with self._store.transaction() as session:
+            size = session.scalar(select(func.length(cast(ScoringUnit.work, Text))).where(*waiting))
             done = session.execute(
-                update(ScoringUnit)
-                .where(ScoringUnit.job_id == job_id, ScoringUnit.key == key, ScoringUnit.scores.is_(None))
-                .values(scores=list(scores), work=None, leased_until=None)
+                update(ScoringUnit).where(*waiting).values(scores=list(scores), work=None, leased_until=None)
             )
-            return bool(done.rowcount)  # type: ignore[attr-defined]
+        settled = bool(done.rowcount)  # type: ignore[attr-defined]
+        if settled and self._quotas is not None:
+            self._quotas.stored.work_done(job_id, size or 0)
+        return settled
 
     def forget(self, job_id: str, before_step: int | None = None) -> None:
         """Delete a job's units: all, or scored ones from before a step."""
@@ -145,6 +166,8 @@ class ScoringUnits:
             old = old.where(ScoringUnit.step < before_step, ScoringUnit.scores.is_not(None))
         with self._store.transaction() as session:
             session.execute(old)
+        if before_step is None and self._quotas is not None:
+            self._quotas.stored.work_done(job_id)
 
 
 class RewardWorkers(AttachedWorkers):
@@ -152,10 +175,10 @@ class RewardWorkers(AttachedWorkers):
 
     kind, phase = "scoring", "waits for a reward worker"
 
-    def __init__(self, store: Store, bus: EventBus, lease_seconds: float) -> None:
-        """`lease_seconds`: how long a silent worker keeps its work."""
+    def __init__(self, store: Store, bus: EventBus, lease_seconds: float, quotas: Quotas | None = None) -> None:
+        """`lease_seconds`: how long a silent worker keeps its work. `quotas` counts work as stored by its tenant."""
         super().__init__(store, bus, lease_seconds)
-        self.units = ScoringUnits(store)
+        self.units, self._turns = ScoringUnits(store, quotas), ThreadTurns(_THREADS, _WAITING, "motet-scoring")
         self._waiting: defaultdict[str, dict[str, list[asyncio.Future[list[Any]]]]] = defaultdict(dict)
         self._pruned: dict[str, int] = {}
         self._owners: dict[tuple[str, str], str] = {}
@@ -175,11 +198,16 @@ class RewardWorkers(AttachedWorkers):
         self._start_checking()
         given = reward.model_dump(mode="json", exclude={"name", "weight"})
         work = {"reward": given, "problem": problem, "completions": completions, "transcripts": transcripts}
-        key, answer = await asyncio.to_thread(key_of, work), asyncio.get_running_loop().create_future()
+        key, size = await self._turns.run(job.tenant_id, lambda: _key_and_size(work))
+        answer = asyncio.get_running_loop().create_future()
         self._waiting[job.id].setdefault(key, []).append(answer)  # before the look-up, so that no answer is missed
         try:
             await self._prune(job)
-            known = await asyncio.to_thread(self.units.ask, job.id, key, job.step, work)
+            ask = functools.partial(self.units.ask, job.id, key, job.step, work, job.tenant_id, size)
+            try:
+                known = await self._turns.run(job.tenant_id, ask)
+            except LimitError as error:
+                return [Chance(f"cannot be kept for a reward worker: {error}")] * len(completions)
             if known is None:
                 self._publish(job.id)
                 known = await answer

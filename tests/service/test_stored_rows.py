@@ -1,0 +1,166 @@
+"""What a tenant stores counts where it is written: rows of the database, blocks and inodes, whatever they are for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import threading
+from collections.abc import ItemsView
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.config import RewardConfig
+from motet.config.service import LimitsConfig
+from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
+from motet.service.workers.rewards import RewardWorkers
+from tests.support.earlier import unpack
+from tests.support.house import House, open_house
+from tests.support.service_run import ROWS, tiny
+
+MB = 2**20
+
+
+def stored(house: House) -> int:
+    """Bytes of the tenant `us`."""
+    found: int = house.ask("GET", "/v1/limits").json()["stored_bytes"]
+    return found
+
+
+def job_of(house: House, name: str = "ended") -> StoredJob:
+    """A job of `us`."""
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    job = house.store.job(who, name)
+    assert job is not None
+    return job
+
+
+class Watched(dict[str, Any]):
+    """A row that knows which threads read all of it."""
+
+    def __init__(self, **columns: Any) -> None:
+        super().__init__(**columns)
+        self.readers = set[threading.Thread]()
+
+    def items(self) -> ItemsView[str, Any]:
+        """Its columns."""
+        self.readers.add(threading.current_thread())
+        return super().items()
+
+
+def test_work_for_reward_workers_takes_room_of_its_tenant_until_it_is_scored(tmp_path: Path) -> None:
+    with open_house(tmp_path, limits=LimitsConfig(storage_mb=8)) as house:
+        job, reward, before = job_of(house), RewardConfig(name="worker"), stored(house)
+        rows = [Watched(id=number, metadata={"text": "x" * MB}) for number in range(20)]
+
+        async def asked() -> tuple[list[Any], list[str]]:
+            workers = RewardWorkers(house.store, house.service.bus, 60.0, house.service.quotas)
+            asking = [asyncio.create_task(workers.ask(job, reward, row, ["yes"], [])) for row in rows]
+            refused, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            while len(refused) < 13:
+                await asyncio.sleep(0.01)
+                refused = {one for one in asking if one.done()}
+            assert stored(house) - before > 6 * MB
+            house.service.stored.work_added(job.tenant_id, job.id, 2 * MB)  # as if an earlier release had kept it
+            assert house.refused(403, "POST", "/v1/files", files={"file": ("rows.jsonl", ROWS)})
+            assert house.service.enforcer.rule(job.tenant_id).hold == "", "what runs may end"
+            house.service.stored.work_done(job.id, 2 * MB)
+            keys = list[str]()
+            while len(keys) < 7:
+                leased = await asyncio.to_thread(workers.units.lease, job.id, "w", 9, 60.0)
+                keys += [one.key for one in leased if one.key not in keys]
+            await workers.settle(job.id, {key: [1.0] for key in keys})
+            told = await asyncio.gather(*asking)
+            workers.close()
+            return told, keys
+
+        told, keys = asyncio.run(asked())
+        reasons = [one[0] for one in told if one != [1.0]]
+        assert (len(reasons), len(keys)) == (13, 7)
+        assert all("reward worker: storage_mb: this tenant stores" in one for one in reasons)
+        assert stored(house) - before < MB
+        assert all(threading.main_thread() not in row.readers for row in rows), "nor in the loop's thread"
+        assert (tmp_path / "motet.db").stat().st_size + (tmp_path / "motet.db-wal").stat().st_size < 30 * MB
+
+
+def test_work_that_waits_is_counted_after_a_restart_too(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        before = stored(house)
+        house.service.reward_workers.units.ask(job_of(house).id, "key", 0, {"text": "x" * MB, "completions": []})
+        assert stored(house) - before < MB, "this one bypassed the limit"
+        house.service.stored._bytes.clear()  # as in another process
+        assert stored(house) - before > MB
+        house.service.reward_workers.units.forget(job_of(house).id)
+        assert stored(house) - before < MB
+
+
+@pytest.mark.parametrize("what", ["files", "events", "keys and audit"])
+def test_many_small_things_count(tmp_path: Path, what: str) -> None:
+    with open_house(tmp_path) as house:
+        before, job = stored(house), job_of(house)
+        for number in range(20):
+            if what == "files":
+                house.ask("POST", "/v1/files", files={"file": (f"{number}.jsonl", b'{"prompt": "a", "answer": "b"}\n')})
+            elif what == "events":
+                house.recorder.record_step(job.id, {"step": 10 + number})
+            else:
+                key = house.ask("POST", "/v1/keys", json={"name": "more"}).json()
+                house.ask("DELETE", f"/v1/keys/{key['id']}")
+        house.service.stored._entries = (-1e9, house.service.stored._entries[1])  # a minute later
+        house.service.stored.measure()
+        least = {"files": 20 * 4096, "events": 20 * 1024, "keys and audit": 60 * 512}[what]
+        assert stored(house) - before >= least
+
+
+def test_ended_keys_are_bounded(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        tenants = house.store.tenants
+        with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
+            (us,) = database.execute("SELECT id FROM tenants WHERE name = 'us'").fetchone()
+            rows = [(f"key-old-{n}", us, f"{n}", "old", "member", float(n), 1.0) for n in range(2100)]
+            insert = (
+                "INSERT INTO keys (id, tenant_id, digest, name, role, created, revoked) VALUES (?, ?, ?, ?, ?, ?, ?)"
+            )
+            database.executemany(insert, rows)
+            database.commit()
+        for _ in range(2):
+            tenants.create_key("us", "new", "member")
+        with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
+            left = database.execute("SELECT id FROM keys WHERE name = 'old' ORDER BY created").fetchall()
+            assert len(left) <= 2000
+            assert left[-1] == ("key-old-2099",)
+        assert house.ask("GET", "/v1/jobs").status_code == 200
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["new", "earlier"])
+def test_the_database_gives_space_back(tmp_path: Path, earlier: bool) -> None:
+    place = unpack("served", tmp_path) / "motet.db" if earlier else tmp_path / "motet.db"
+    store = Store(f"sqlite:///{place}")
+    try:
+        with store.transaction() as session:
+            connection = session.connection()
+            connection.exec_driver_sql("CREATE TABLE large (text TEXT)")
+            for _ in range(30):
+                connection.exec_driver_sql("INSERT INTO large VALUES (zeroblob(1048576))")
+        with store.transaction() as session:
+            session.connection().exec_driver_sql("DROP TABLE large")
+        for _ in range(10):
+            store.shrink()
+    finally:
+        store.close()
+    assert place.stat().st_size < 18 * MB
+
+
+def test_configurations_are_stored_too(tmp_path: Path) -> None:
+    with open_house(tmp_path, limits=LimitsConfig(storage_mb=1)) as house:
+        large = tiny("large") | {"environment": {"name": "agent", "args": {"text": "x" * 2**19}}}
+        said = list[int]()
+        for number in range(4):
+            said.append(house.ask("POST", "/v1/jobs", json=large | {"name": f"large-{number}"}).status_code)
+            house.service.enforcer.enforce()
+        assert said[0] == 201
+        assert said[-1] == 403
