@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, event, func, inspect, select, text
+from sqlalchemy import Connection, create_engine, event, func, inspect, select, text
 from sqlalchemy.exc import InternalError, OperationalError, ProgrammingError
 from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateTable
@@ -26,10 +26,22 @@ from motet.service.bases import Bases
 from motet.service.database.opening import EVENTS, MIGRATING
 from motet.service.database.races import RaceRows
 from motet.service.database.store import MOST_OF_A_PAGE, Store, jobs_of, size_of
-from motet.service.database.tables import FineTuning, Key, Share, StoredJob, StoredRace, Table, Tenant, new_id, now
+from motet.service.database.tables import (
+    FineTuning,
+    Key,
+    Share,
+    StoredJob,
+    StoredRace,
+    Table,
+    Tenant,
+    TenantLimits,
+    new_id,
+    now,
+)
 from motet.service.database.tenants import MOST_KEYS
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.storage import Storage
+from motet.service.tenants.ledger import Ledger
 from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
 from tests.support.database import person, queued
 from tests.support.house import statements
@@ -109,7 +121,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0003"
+        assert context.get_current_revision() == "0004"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -125,6 +137,8 @@ def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: s
                 for index in table.indexes:
                     if "race" not in str(index.name):
                         index.create(connection)
+            elif table.name == "usage":
+                _usage_without_cpu(connection)
             elif table.name != "races":
                 table.create(connection)
         connection.execute(text("DROP INDEX ix_keys_made_by"))
@@ -145,7 +159,52 @@ def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: s
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
-        assert context.get_current_revision() == "0003"
+        assert context.get_current_revision() == "0004"
+    engine.dispose()
+
+
+def _usage_without_cpu(connection: Connection) -> None:
+    """The table as the last release made it."""
+    table = Table.metadata.tables["usage"]
+    lines = str(CreateTable(table).compile(connection)).splitlines()
+    connection.execute(text("\n".join(line for line in lines if "cpu_microseconds" not in line)))
+    for index in table.indexes:
+        index.create(connection)
+
+
+def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_new_limit(url: str) -> None:
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        for table in Table.metadata.sorted_tables:
+            if table.name == "usage":
+                _usage_without_cpu(connection)
+            else:
+                table.create(connection)
+        for line in (
+            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)",
+            "INSERT INTO alembic_version VALUES ('0003')",
+            "INSERT INTO tenants VALUES ('t', 'us', 0)",
+            "INSERT INTO tenants VALUES ('u', 'them', 0)",
+            """INSERT INTO limits VALUES ('u', '{"rank": 8}')""",
+            "INSERT INTO usage (day, tenant_id, job_id, job_name, tokens_prompt, tokens_sampled, tokens_trained, microseconds, "
+            "base) VALUES ('2026-01-01', 't', 'job-1', 'old', 1, 2, 3, 4000000, '')",
+        ):
+            connection.exec_driver_sql(line)
+    for _ in range(2):  # also when it is there already
+        store = Store(url)
+        (line,) = Ledger(store).report(None)
+        assert (line.tokens_trained, line.device_seconds, line.cpu_seconds) == (3, 4.0, 0.0)
+        with store.transaction() as session:
+            limits = {one.tenant_id: one.given for one in session.scalars(select(TenantLimits))}
+        assert limits == {
+            "t": {"cpu_seconds_per_day": None}, "u": {"cpu_seconds_per_day": None, "rank": 8},
+        }  # fmt: skip
+        store.tenants.made("new")
+        store.close()
+    with engine.begin() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Table.metadata) == []
+        assert context.get_current_revision() == "0004"
     engine.dispose()
 
 

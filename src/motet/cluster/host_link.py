@@ -120,8 +120,7 @@ class HostLink:
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
         self.progress: dict[str, m.JobStanding] = {}
-        self.prepared: Mapping[str, int] = {}
-        """Bytes of prepared rows, by tenant."""
+        self.prepared: Mapping[str, int] = {}  # bytes of rows, by tenant
         self.device: dict[str, float] = {}
         self.used: dict[str, float] = {}
         """Tokens by tenant since its start, each divided by the weight of its job."""

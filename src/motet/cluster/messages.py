@@ -294,6 +294,7 @@ class UsageWindow(ChannelMessage, frozen=True):
     microseconds: dict[str, int]
     """By account: a job, completions of a tenant, or nobody."""
     base: str = ""
+    cpu: dict[str, int] = {}  # microseconds of the processor by job: of its rewards, and of its preparation
 
 
 class ScoreRequest(ChannelMessage, frozen=True):

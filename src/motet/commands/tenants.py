@@ -65,7 +65,7 @@ def usage(
     rows = [
         ([line.day or ""] if days else []) + _usage_cells(line) + ([line.base or ""] if based else []) for line in lines
     ]
-    headings = ("day, " if days else "") + "tenant, job, >prompts, >sampled, >trained, >device" + ", base" * based
+    headings = ("day, " if days else "") + "tenant, job, >prompts, >sampled, >trained, >device, >cpu" + ", base" * based
     print_answer(lines, as_json, table(rows, headings, empty="nothing was used", folds=("job", "tenant", "base")))
 
 
@@ -74,7 +74,12 @@ def _usage_cells(line: UsageLine) -> list[str]:
 
     what = line.name or {"completions": "(completions)", "idle": "(idle)"}.get(line.kind, "")
     tokens = (line.tokens_prompt, line.tokens_sampled, line.tokens_trained)
-    return [line.tenant or "", what, *(f"{n:,}" for n in tokens), duration_text(line.device_seconds)]
+    return [
+        line.tenant or "",
+        what,
+        *(f"{n:,}" for n in tokens),
+        *map(duration_text, (line.device_seconds, line.cpu_seconds)),
+    ]
 
 
 tenants = typer.Typer(
@@ -137,6 +142,9 @@ def set_limits(
     device_seconds_per_day: Annotated[
         str | None, typer.Option(metavar="S", help="Device seconds per day (UTC).")
     ] = None,
+    cpu_seconds_per_day: Annotated[
+        str | None, typer.Option(metavar="S", help="CPU seconds of rewards per day (UTC).")
+    ] = None,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
@@ -177,7 +185,7 @@ def erase(
     typer.echo(f"{tenant} is erased")
 
 
-_FRACTIONS = ("share", "storage_mb", "cpu_seconds", "wall_seconds", "device_seconds_per_day")
+_FRACTIONS = ("share", "storage_mb", "cpu_seconds", "wall_seconds", "device_seconds_per_day", "cpu_seconds_per_day")
 
 
 def _limit(name: str, text: str) -> str | float | int | None:

@@ -25,7 +25,7 @@ from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.preparing import ReadData, Sources, bytes_of_rows, prepare
-from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports
+from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports, standing
 from motet.hosting.scores import AskedOfService
 from motet.hosting.workshop import Workshop
 from motet.process.channel import Parent
@@ -34,7 +34,6 @@ from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.pipeline import Pipeline
-from motet.runtime.progress import JobProgress
 from motet.runtime.race import too_few
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
@@ -77,7 +76,7 @@ class HostProcess:
         self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
         self._start = start
         info, self._alone = self.base.info, False
-        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest)
+        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._charge)
         agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
         alone = start.host is None
         self.host = Host(
@@ -106,6 +105,9 @@ class HostProcess:
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
         self._resting = set[str]()
         """Jobs that stop waiting as soon as no scorer is connected."""
+
+    def _charge(self, job: str, seconds: float) -> None:
+        self._usage.add_cpu(job, seconds)
 
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
@@ -237,7 +239,12 @@ class HostProcess:
                 if name not in self._wanted:  # cancelled
                     return
                 pace = self._pace(message, turn)
-                job = await asyncio.get_running_loop().run_in_executor(self._preparers, self._prepared, message, pace)
+                try:
+                    job = await asyncio.get_running_loop().run_in_executor(
+                        self._preparers, self._prepared, message, pace
+                    )
+                finally:
+                    self._charge(name, pace.used)
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._changes.pop(name, None)
             if self._wanted.pop(name, None) is not None:
@@ -324,7 +331,7 @@ class HostProcess:
             times = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
             device = {**times, "drafted": float(busy.drafted), "accepted": float(busy.accepted)}
             self._usage.send_due(_USAGE_SECONDS, _IDLE_SECONDS)
-            jobs = {job.name: _standing(job.progress) for job in running}
+            jobs = {job.name: standing(job.progress) for job in running}
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)
@@ -332,7 +339,11 @@ class HostProcess:
 
 
 def _rewards(
-    config: HostConfig, start: m.StartHost, scores: AskedOfService, rest: Callable[[str, bool], None]
+    config: HostConfig,
+    start: m.StartHost,
+    scores: AskedOfService,
+    rest: Callable[[str, bool], None],
+    charge: Callable[[str, float], None],
 ) -> RewardPool:
     """Rewards of other people's jobs."""
     return RewardPool(
@@ -341,6 +352,7 @@ def _rewards(
         {name: Installed(**one) for name, one in start.rewards.items()},
         rest,
         Walls(required=True, exempt=frozenset(start.unwalled)),
+        charge,
     )
 
 
@@ -382,16 +394,3 @@ def away_seconds(rollout: RolloutConfig) -> float:
 def _fault(task: asyncio.Task[None]) -> BaseException | None:
     """The error of a task that should not end."""
     return task.exception() if task.done() and not task.cancelled() else None
-
-
-def _standing(progress: JobProgress) -> m.JobStanding:
-    return m.JobStanding(
-        phase=progress.activity,
-        step=progress.step,
-        rollouts_done=progress.rollouts_done,
-        rollouts_wanted=progress.rollouts_wanted,
-        tokens=progress.tokens,
-        tokens_per_second=round(progress.tokens_per_second, 1),
-        seconds_left=progress.seconds_left,
-        warnings=list(progress.signs.warnings.values()),
-    )

@@ -15,6 +15,7 @@ from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import CommandObeyed, Executed, Job, JobEvent, JobObserver, StateChanged, StepDone
 from motet.runtime.meter import Meter
+from motet.runtime.progress import JobProgress
 from motet.tasks.plain_json import as_json
 
 Send = Callable[[m.FromHost], None]
@@ -84,8 +85,12 @@ class UsageReports:
 
     def __init__(self, meter: Meter, send: Send, engine: str, base: str) -> None:
         self._meter, self._send, self._engine, self._base = meter, send, engine, base
-        self._used = Counter[str]()
+        self._used, self._cpu = Counter[str](), Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
+
+    def add_cpu(self, job: str, seconds: float) -> None:
+        """Count CPU time of a job's rewards, or of its preparation."""
+        self._cpu[job] += round(1e6 * seconds)
 
     def send_due(self, every: float, idle: float) -> None:
         """Read the meter; send the result every `every` seconds, or every `idle` seconds without usage."""
@@ -95,8 +100,9 @@ class UsageReports:
             return
         self._measured = time.monotonic()
         self._windows += 1
-        self._send(m.UsageWindow(self._engine, self._windows, dict(self._used), self._base))
+        self._send(m.UsageWindow(self._engine, self._windows, dict(self._used), self._base, dict(self._cpu)))
         self._used.clear()
+        self._cpu.clear()
 
 
 class EveryStep:
@@ -125,3 +131,17 @@ class EveryStep:
             if self._next <= (step := int(record["step"])) < before:
                 self._next = step + 1
                 self._observe(StepDone({**record, **tokens.get(step, {})}, best=step == best, best_by=by))
+
+
+def standing(progress: JobProgress) -> m.JobStanding:
+    """The progress of a running job, as it is sent."""
+    return m.JobStanding(
+        phase=progress.activity,
+        step=progress.step,
+        rollouts_done=progress.rollouts_done,
+        rollouts_wanted=progress.rollouts_wanted,
+        tokens=progress.tokens,
+        tokens_per_second=round(progress.tokens_per_second, 1),
+        seconds_left=progress.seconds_left,
+        warnings=list(progress.signs.warnings.values()),
+    )

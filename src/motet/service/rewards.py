@@ -27,6 +27,7 @@ from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.events import within
+from motet.service.tenants.ledger import Ledger
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
@@ -44,8 +45,8 @@ Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Transcrip
 class Grading(Graders):
     """Grader processes of a service. Lives in its event loop."""
 
-    def __init__(self, hosts: Hosts, adapters: Adapters) -> None:
-        super().__init__(Walls(required=True))
+    def __init__(self, hosts: Hosts, adapters: Adapters, ledger: Ledger) -> None:
+        super().__init__(Walls(required=True), ledger.count_cpu)
         self._hosts, self._adapters = hosts, adapters
 
     async def grade(

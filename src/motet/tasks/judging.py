@@ -14,13 +14,14 @@ import json
 import random
 import re
 import sys
+import time
 import weakref
 import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from motet.config import RewardConfig
 from motet.core.errors import ConfigError, EngineError, RewardError
@@ -34,6 +35,7 @@ from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import last_number
 
+Result = TypeVar("Result")
 _LANES = 8
 _OF_ONE_OWNER = 4
 """Most rows in work for one owner, so that others need not wait for all that it asks."""
@@ -121,9 +123,10 @@ class Room:
 class Graders:
     """Runs graders. Lives in one event loop."""
 
-    def __init__(self, walls: Walls) -> None:
-        """`walls` says which graders run behind a wall. Processes start later."""
-        self._pool = RewardPool(_PROCESSES, walls=walls)
+    def __init__(self, walls: Walls, charge: Callable[[str, float], None] = lambda owner, seconds: None) -> None:
+        """`walls` says which graders run behind a wall; `charge` is called with an owner's CPU seconds, from any thread."""
+        self._charge = charge
+        self._pool = RewardPool(_PROCESSES, walls=walls, charge=lambda spec, used: charge(json.loads(spec)[0], used))
         self._filling = ThreadTurns(_FILLING, sys.maxsize, "motet-templates")
         self._lanes: OrderedDict[str, int] = OrderedDict()  # current users of each
         self._opening = asyncio.Lock()
@@ -183,7 +186,7 @@ class Graders:
         fillable = []
         for one in graded:
             try:
-                await self._filling.run(row.owner, functools.partial(_check, part, row.item, one.output))
+                await self._filled(row.owner, functools.partial(_check, part, row.item, one.output))
                 fillable.append(one)
             except UnfilledError as error:
                 one.faults["variable" if error.of_item else "sample"] = str(error)
@@ -228,6 +231,18 @@ class Graders:
         self._lanes[spec] += 1
         self._lanes.move_to_end(spec)
 
+    async def _filled(self, owner: str, work: Callable[[], Result]) -> Result:
+        """Fill in templates in a thread, in the owner's turn, which is charged for it."""
+
+        def charged() -> Result:
+            begun = time.thread_time()
+            try:
+                return work()
+            finally:
+                self._charge(owner, time.thread_time() - begun)
+
+        return await self._filling.run(owner, charged)
+
     async def _judged(self, row: _Row, name: str, judge: Judge, graded: Graded) -> None:
         said = await self._said(row, judge, graded)
         try:
@@ -240,9 +255,9 @@ class Graders:
         """A judge's answer; None if it failed, with the reason in `graded`."""
         room, shown = self._rooms.setdefault(row.owner, Room()), (judge, row.item, graded.output, ranked)
         try:
-            size = await self._filling.run(row.owner, lambda: sum(map(len, itertools.chain(*_pieces(*shown)))))
+            size = await self._filled(row.owner, lambda: sum(map(len, itertools.chain(*_pieces(*shown)))))
             async with room.take(size, _OPEN_CHARACTERS):
-                messages = await self._filling.run(row.owner, lambda: prompt(*shown))
+                messages = await self._filled(row.owner, lambda: prompt(*shown))
                 said, tokens = await row.asked(judge, messages)
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
             return said

@@ -30,16 +30,19 @@ class Pace:
         self._give_way, self._room, self._seconds = give_way, room, seconds
         self._begun, self._since = time.thread_time(), time.monotonic()
         self._bytes = 0
+        self.used = 0.0
+        """CPU seconds of this thread until now."""
         self.away = 0.0
         """Seconds in which others had their turn."""
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Keep this pace in the block."""
-        before = _PACE.set(self)
+        before, self._begun = _PACE.set(self), time.thread_time()
         try:
             yield
         finally:
+            self.used = time.thread_time() - self._begun
             _PACE.reset(before)
 
     def step(self, size: int) -> None:

@@ -13,6 +13,7 @@ CPU time or memory, and a call that ran out of memory or killed a used process i
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import time
@@ -117,6 +118,7 @@ class RewardPool:
         installed: Mapping[str, Installed] | None = None,
         rest: Callable[[str, bool], None] | None = None,
         walls: Walls | None = None,
+        charge: Callable[[str, float], None] = lambda job, seconds: None,
     ) -> None:
         """Processes start with the first job.
 
@@ -126,8 +128,9 @@ class RewardPool:
             installed: functions that jobs may use by name, besides the built-in rewards.
             rest: called with whether a job must pause instead of waiting for an absent scorer.
             walls: which processes run behind a wall.
+            charge: called with the CPU seconds that a job's processes use.
         """
-        self._workers, self._walls = workers, walls or Walls()
+        self._workers, self._walls, self._charge = workers, walls or Walls(), charge
         self._elsewhere, self._installed, self._rest = elsewhere or {}, installed or {}, rest
         scorers: Iterable[object] = self._elsewhere.values()
         self._judging = [one for one in scorers if isinstance(one, Judging)]
@@ -147,7 +150,8 @@ class RewardPool:
         for side in sorted(set(walled.values())):
             own = {index: rewards[index] for index in here if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side)
-            groups.append(WorkerGroup(request, log, own, self._may_start_another, self._most_waiting))
+            charge = functools.partial(self._charge, job)
+            groups.append(WorkerGroup(request, log, own, self._may_start_another, self._most_waiting, charge))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
         try:
             for group in groups:

@@ -108,6 +108,8 @@ class WorkerGroup:
     """Whether another process may be started."""
     most_waiting: Callable[[], int] = lambda: AT_ONCE
     """Most processes if the rewards wait rather than compute."""
+    charge: Callable[[float], None] = lambda _: None
+    """Called with the CPU seconds that the processes use."""
     loaded: m.RewardsLoaded = field(default_factory=lambda: m.RewardsLoaded((), ()))
     workers: list[Worker] = field(default_factory=list)
     closed: bool = False
@@ -122,7 +124,7 @@ class WorkerGroup:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
         link = self.workers[0].link = await RewardLink.start(self.request, self.log)
-        self.loaded = link.loaded
+        self.loaded, link.charge = link.loaded, self.charge
         self.give_back(self.workers[0])
         if self.loaded.waits:
             self.wait_together()
@@ -161,6 +163,7 @@ class WorkerGroup:
             link = await RewardLink.start(self.request, self.log)
         except RewardError as error:
             raise ProcessDiedError(f"could not be loaded again: {error}") from error
+        link.charge = self.charge
         if self.closed:  # while the process started
             await link.kill()
             raise ProcessDiedError("was not called: its job has ended")

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +45,9 @@ class WorkerLink:
     def __init__(self, piped: Piped, remains: subprocess.Popen[bytes]) -> None:
         """`remains` ends and removes what the process leaves (`worker_remains`)."""
         self._piped, self._remains = piped, remains
+        self.charge: Callable[[float], None] = lambda _: None
+        """Called with the CPU seconds that the process has used more."""
+        self._used = 0.0
 
     @classmethod
     async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
@@ -92,6 +97,7 @@ class WorkerLink:
         return reply
 
     async def _exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
+        begun = time.monotonic()
         answering = asyncio.ensure_future(self._answer(line))
         ending = asyncio.ensure_future(self._piped.hang_up())
         try:
@@ -104,6 +110,7 @@ class WorkerLink:
             if answering in done and (reply := answering.result()).endswith(b"\n"):  # else it ended while it wrote
                 return reply
         finally:
+            self._count(min(cpu_seconds, time.monotonic() - begun))
             answering.cancel()
             ending.cancel()
             await asyncio.gather(answering, ending, return_exceptions=True)
@@ -114,6 +121,12 @@ class WorkerLink:
             limit = f"{cpu_seconds:g} s of CPU time ({self.kind} field cpu_seconds)"
             how = f"took more than {limit} and could not be interrupted"
         raise ProcessDiedError(how)
+
+    def _count(self, most: float) -> None:
+        """Charge what the process has used since the last call; `most` for one that is gone and cannot be asked."""
+        used = cpu_seconds_of(self._piped.process.pid)
+        self.charge(most if used is None else max(0.0, used - self._used))
+        self._used = used or self._used
 
     async def _answer(self, line: bytes) -> bytes:
         try:
@@ -131,6 +144,15 @@ def _keep(sandboxes: str) -> subprocess.Popen[bytes]:
     """Start what removes a worker's sandboxes when its input ends."""
     command = [sys.executable, "-IS", _REMAINS, sandboxes]
     return subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", start_new_session=True)
+
+
+def cpu_seconds_of(pid: int) -> float | None:
+    """CPU seconds of a process and of those that it has waited for; None if the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def import_path() -> list[str]:

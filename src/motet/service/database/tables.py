@@ -6,7 +6,7 @@ import secrets
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, Text, UniqueConstraint, false
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, Integer, String, Text, UniqueConstraint, false, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 BIG = BigInteger().with_variant(Integer, "sqlite")  # SQLite only auto-increments INTEGER columns
@@ -273,6 +273,8 @@ class Usage(Table):
     tokens_trained: Mapped[int] = mapped_column(BIG)
     microseconds: Mapped[int] = mapped_column(BIG)
     """Device time."""
+    cpu_microseconds: Mapped[int] = mapped_column(BIG, default=0, server_default=text("0"))
+    """CPU time of rewards, graders and preparations."""
     base: Mapped[str] = mapped_column(Text, default="")
     """The name of the base, as for a job; empty for None."""
 

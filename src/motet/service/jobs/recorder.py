@@ -160,7 +160,7 @@ class EventRecorder:
 
     def record_usage(self, usage: UsageWindow) -> None:
         """Store device usage."""
-        self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds, usage.base))
+        self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds, usage.base, usage.cpu))
 
     def close(self) -> None:
         """Stop waiting for an unreachable database."""

@@ -178,8 +178,7 @@ def validate(who: Asker, service: ServiceDep, asked: s.GraderAsked) -> s.GraderV
 async def run(who: Asker, service: ServiceDep, request: Request, asked: s.GraderRun) -> s.GraderResult:
     """Score one sample, as a job would."""
     grader = await asyncio.to_thread(service.fine_tunings.checked_grader, who, asked.grader)
-    if judges(grader):
-        await asyncio.to_thread(service.quotas.check_day, who.tenant_id)
+    await asyncio.to_thread(service.quotas.check_day, who.tenant_id, device=bool(judges(grader)), cpu=True)
     started = time.monotonic()
     grading = service.grading.grade(who, grader, asked.item or {}, [asked.model_sample])
     (graded,) = await while_there(request, grading)

@@ -32,6 +32,8 @@ class UsageLine(Answer):
     tokens_trained: int
     device_seconds: float
     """Device time. An admin's lines, including idle ones, sum to the time that the engine was running."""
+    cpu_seconds: float = 0.0
+    """CPU time of rewards, graders and preparations of jobs."""
     base: str | None = None
     """The base; with `by=base`, and for each job if the service has several."""
 
@@ -58,6 +60,8 @@ class TenantInfo(Answer):
     tokens_today: int
     """Tokens sampled, trained and read as prompts of completions."""
     device_seconds_today: float
+    cpu_seconds_today: float = 0.0
+    """CPU time of rewards, graders and preparations of jobs."""
     stored_bytes: int
     """All stored data of the tenant, as counted by `storage_mb`."""
 

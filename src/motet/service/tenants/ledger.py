@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +28,7 @@ _WORKED = "worked/"
 """Prefix of a job's id in the name of a reading: a step, and its tokens counted so far."""
 _MOST_TOKENS = 2**40
 _KNOWN_SECONDS = 1.0
-_COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds")
+_COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds", "cpu_microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
 
 
@@ -42,6 +43,7 @@ class UsedToday:
 
     tokens: int = 0
     device_seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 class Ledger:
@@ -56,6 +58,8 @@ class Ledger:
         self._counting = threading.Lock()
         self._counted: dict[tuple[str, str], tuple[int, int]] = {}
         """Tokens of completions not yet stored, by tenant id and base: (prompt, sampled)."""
+        self._graded = Counter[str]()
+        """CPU microseconds of graders not yet stored, by tenant id."""
 
     def step(self, job_id: str, data: Mapping[str, Any]) -> Callable[[Session], None]:
         """Returns the update for a step's event, to run in the event's transaction."""
@@ -81,8 +85,15 @@ class Ledger:
                 counts = {"tokens_trained": tokens - before}
                 self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
-    def window(self, engine: str, number: int, microseconds: Mapping[str, int], base: str = "") -> bool:
-        """Store a window of device time, with a number that increases; False if it is stored already.
+    def window(
+        self,
+        engine: str,
+        number: int,
+        microseconds: Mapping[str, int],
+        base: str = "",
+        cpu: Mapping[str, int] | None = None,
+    ) -> bool:
+        """Store a window of device time and CPU time, with a number that increases; False if it is stored already.
 
         `microseconds` are by job, by tenant (`COMPLETIONS` and its id), and `IDLE`. A job's usage counts for the base
         stored with the job, other usage for `base`.
@@ -90,13 +101,14 @@ class Ledger:
         with self._store.transaction() as session:
             if not _is_new(session, engine, number):
                 return False
-            owners = _owners(session, [name for name in microseconds if name.startswith("job-")])
+            counts = Counter(microseconds), Counter(cpu or {})
+            owners = _owners(session, [name for name in {**counts[0], **counts[1]} if name.startswith("job-")])
             more = list[tuple[_Owner, Mapping[str, int]]]()
-            for name in sorted(microseconds):  # a fixed order, so that transactions cannot deadlock
+            for name in sorted({**counts[0], **counts[1]}):  # a fixed order, so that transactions cannot deadlock
                 owner = owners.get(name, ("", "" if name == IDLE else name, "", base))
                 if name.startswith(COMPLETIONS):
                     owner = (name.removeprefix(COMPLETIONS), "", "", base)
-                more.append((owner, {"microseconds": microseconds[name]}))
+                more.append((owner, {"microseconds": counts[0][name], "cpu_microseconds": counts[1][name]}))
             self._add(session, more)
         return True
 
@@ -106,11 +118,17 @@ class Ledger:
             before = self._counted.get((tenant_id, base), (0, 0))
             self._counted[tenant_id, base] = (before[0] + prompt, before[1] + sampled)
 
+    def count_cpu(self, tenant_id: str, seconds: float) -> None:
+        """Count CPU time of a tenant's graders until `flush` stores it."""
+        with self._counting:
+            self._graded[tenant_id] += round(1e6 * seconds)
+
     def flush(self) -> None:
-        """Store the counted completions."""
+        """Store the counted completions and graders."""
         with self._counting:
             counted, self._counted = self._counted, {}
-        if not counted:
+            graded, self._graded = self._graded, Counter[str]()
+        if not counted and not graded:
             return
         try:
             with self._store.transaction() as session:
@@ -119,18 +137,25 @@ class Ledger:
                     for (tenant, base), (prompt, sampled) in sorted(counted.items())
                 ]
                 self._add(session, more)
+                cpu = [((tenant, "", "", ""), {"cpu_microseconds": graded[tenant]}) for tenant in sorted(graded)]
+                self._add(session, cpu)
         except AWAY:
+            with self._counting:
+                self._graded.update(graded)
             for asked, tokens in counted.items():
                 self.count_completion(*asked, *tokens)  # kept for the next call, when the database may be back
             raise
 
     def used_today(self, tenant_id: str | None = None) -> dict[str, UsedToday]:
         """Usage of the current day by tenant id, of all tenants or of one."""
-        query = select(Usage.tenant_id, func.sum(_TOKENS), func.sum(Usage.microseconds))
+        query = select(Usage.tenant_id, *map(func.sum, (_TOKENS, Usage.microseconds, Usage.cpu_microseconds)))
         query = query.where(Usage.day == self.day()).group_by(Usage.tenant_id)
         query = query if tenant_id is None else query.where(Usage.tenant_id == tenant_id)
         with self._store.transaction() as session:
-            return {str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6) for row in session.execute(query)}
+            return {
+                str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6, int(row[3]) / 1e6)
+                for row in session.execute(query)
+            }
 
     def used_lately(self, tenant_id: str) -> UsedToday:
         """Usage of the current day of a tenant; what another process stored is seen within a second."""
@@ -206,7 +231,7 @@ class Ledger:
 
 def _sum(one: UsageLine, other: UsageLine) -> UsageLine:
     """Add two lines stored under two names of one base."""
-    names = ("tokens_prompt", "tokens_sampled", "tokens_trained", "device_seconds")
+    names = ("tokens_prompt", "tokens_sampled", "tokens_trained", "device_seconds", "cpu_seconds")
     return one.model_copy(update={name: getattr(one, name) + getattr(other, name) for name in names})
 
 
@@ -227,6 +252,7 @@ def _line(row: Mapping[Any, Any], by: Sequence[By], base: str | None) -> UsageLi
         tokens_sampled=int(row["tokens_sampled"]),
         tokens_trained=int(row["tokens_trained"]),
         device_seconds=int(row["microseconds"]) / 1e6,
+        cpu_seconds=int(row["cpu_microseconds"]) / 1e6,
         base=base,
     )
 

@@ -113,6 +113,7 @@ class Quotas:
                 waiting=jobs[tenant.id, JobState.QUEUED.value] + jobs[tenant.id, JobState.PAUSED.value],
                 tokens_today=today.get(tenant.id, UsedToday()).tokens,
                 device_seconds_today=today.get(tenant.id, UsedToday()).device_seconds,
+                cpu_seconds_today=today.get(tenant.id, UsedToday()).cpu_seconds,
                 stored_bytes=stored[tenant.id],
             )
             for tenant, given in rows
@@ -264,12 +265,9 @@ class Quotas:
                 403,
             )
 
-    def check_day(self, tenant_id: str) -> None:
-        """Check the daily limits."""
-        limits = self.of(tenant_id)
-        if limits.tokens_per_day is None and limits.device_seconds_per_day is None:
-            return
-        if spent := _spent(limits, self._ledger.used_lately(tenant_id)):
+    def check_day(self, tenant_id: str, *, device: bool = True, cpu: bool = False) -> None:
+        """Check the daily limits: those of tokens and of device time, with `cpu` that of CPU time."""
+        if spent := _spent(self.of(tenant_id), self._ledger.used_lately(tenant_id), device=device, cpu=cpu):
             reason, option = spent
             raise LimitError(f"{reason}; new ones come at 00:00 UTC, or {_ASK} {option}", 429, _until_tomorrow())
 
@@ -385,12 +383,16 @@ def _until_tomorrow() -> int:
     return int(_DAY - now() % _DAY) + 1
 
 
-def _spent(limits: LimitsConfig, used: UsedToday) -> tuple[str, str] | None:
+def _spent(limits: LimitsConfig, used: UsedToday, *, device: bool = True, cpu: bool = True) -> tuple[str, str] | None:
     """Why a tenant must wait for the next day, and the option that raises its limit."""
-    most, seconds = limits.tokens_per_day, limits.device_seconds_per_day
+    most, seconds = (limits.tokens_per_day, limits.device_seconds_per_day) if device else (None, None)
+    processor = limits.cpu_seconds_per_day if cpu else None
     if most is not None and used.tokens >= most:
         return f"tokens_per_day: the {most} tokens of this tenant for this day are spent", "--tokens-per-day"
     if seconds is not None and used.device_seconds >= seconds:
         reason = f"device_seconds_per_day: the {seconds:g} device seconds of this tenant for this day are spent"
         return reason, "--device-seconds-per-day"
+    if processor is not None and used.cpu_seconds >= processor:
+        reason = f"cpu_seconds_per_day: the {processor:g} CPU seconds of this tenant's rewards for this day are spent"
+        return reason, "--cpu-seconds-per-day"
     return None

@@ -1,0 +1,124 @@
+"""CPU seconds of rewards and graders: they are counted, shown and limited, and earlier tenants have no limit on them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from motet.cluster.messages import UsageWindow
+from motet.config import RewardConfig
+from motet.config.service import LimitsConfig
+from motet.core.types import Problem
+from motet.service.database.store import Store
+from motet.tasks.judging import Graders
+from motet.tasks.reward_pool import RewardPool
+from motet.tasks.reward_walls import Walls
+from tests.support.earlier import unpack
+from tests.support.house import House, open_house
+
+BUSY = """
+import time
+
+def busy(problem, completion):
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    return 1.0
+
+def gone(problem, completion):
+    busy(problem, completion)
+    import os
+    os._exit(3)
+"""
+
+
+@pytest.mark.parametrize("name", ["busy", "gone"])
+def test_what_a_jobs_rewards_take_of_the_processor_is_charged_to_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "rewards.py").write_text(BUSY)
+
+    async def scenario() -> Counter[str]:
+        used = Counter[str]()
+        pool = RewardPool(1, charge=lambda job, seconds: used.update({job: round(1e6 * seconds)}))
+        try:
+            await pool.register("job", [RewardConfig(name=f"{tmp_path / 'rewards.py'}:{name}", cpu_seconds=5)])
+            before = used.total()
+            await pool.score("job", Problem(0, (), ""), ["a", "b"])
+            assert used.total() - before >= 2 * 250_000
+        finally:
+            await pool.close()
+        return used
+
+    assert set(asyncio.run(scenario())) == {"job"}
+
+
+def window(house: House, number: int, seconds: float) -> None:
+    """What an engine tells of a job's rewards."""
+    job = house.job["id"]
+    house.recorder.record_usage(UsageWindow("engine", number, {"": 5}, "", {job: round(1e6 * seconds)}))
+
+
+def test_cpu_seconds_are_shown_and_at_their_limit_jobs_pause(tmp_path: Path) -> None:
+    with open_house(tmp_path, limits=LimitsConfig(cpu_seconds_per_day=10)) as house:
+        us = house.store.tenants.made("us").id
+        window(house, 1, 4.0)
+        window(house, 1, 4.0)  # once more, after a crash
+        house.service.ledger.count_cpu(us, 1.0)
+        house.service.enforcer.enforce()
+        assert house.ask("GET", "/v1/limits").json()["cpu_seconds_today"] == 5.0
+        lines = house.ask("GET", "/v1/usage?by=job").json()["data"]
+        assert {line["job"]: line["cpu_seconds"] for line in lines if line["cpu_seconds"]} == {
+            house.job["id"]: 4.0,
+            None: 1.0,
+        }
+        assert house.service.enforcer.rule(us).hold == ""
+        window(house, 2, 5.0)
+        assert house.service.enforcer.rule(us).hold.startswith("cpu_seconds_per_day: the 10 CPU seconds")
+        grading = {"grader": {"type": "string_check", "name": "a", "input": "a", "reference": "a", "operation": "eq"}}
+        told = house.refused(429, "POST", "/v1/fine_tuning/alpha/graders/run", json={**grading, "model_sample": "a"})
+        assert "cpu_seconds_per_day" in told["message"]
+        house.service.quotas.check_day(us)  # chats take no such time
+        assert house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"cpu_seconds_per_day": None}).status_code == 200
+        assert house.service.enforcer.rule(us).hold == ""
+
+
+def test_graders_are_charged_to_their_owner() -> None:
+    used = Counter[str]()
+    graders = Graders(Walls(), lambda owner, seconds: used.update({owner: 1 + round(1e6 * seconds)}))
+    from motet.tasks.graders.shapes import parse
+
+    async def scenario() -> None:
+        async def nobody(judge: object, messages: object) -> tuple[str, int]:
+            raise AssertionError
+
+        given = {
+            "type": "string_check",
+            "name": "a",
+            "input": "{{sample.output_text}}",
+            "reference": "a",
+            "operation": "eq",
+        }
+        try:
+            assert (await graders.graded("us", parse(given), {}, ["a"], nobody))[0].reward == 1.0
+        finally:
+            await graders.close()
+
+    asyncio.run(scenario())
+    assert set(used) == {"us"}
+
+
+def test_tenants_that_an_earlier_release_made_have_no_limit_and_new_ones_have(tmp_path: Path) -> None:
+    directory = unpack("served", tmp_path)
+    with contextlib.closing(sqlite3.connect(directory / "motet.db")) as database:
+        before = {name for (name,) in database.execute("SELECT name FROM tenants")}
+    with open_house(directory) as house:
+        limits = {one.name: one.limits for one in house.service.quotas.used()}
+        assert {limits[name].cpu_seconds_per_day for name in before} == {None}
+        assert limits["us"].cpu_seconds_per_day == LimitsConfig().cpu_seconds_per_day == 200_000
+        assert limits["globex"].tokens_per_day == 1_000_000, "what an admin has set stays"
+    store = Store(f"sqlite:///{directory / 'motet.db'}")  # once more: nothing changes
+    store.close()
