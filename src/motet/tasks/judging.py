@@ -44,8 +44,7 @@ _OPEN_CHARACTERS = 2**24
 _PROCESSES = 2
 _CPU_SECONDS = 10.0
 _WALL_SECONDS = 30.0
-_FILLING = 2
-"""Threads that fill in templates: a row and an answer may have megabytes."""
+_FILLING = 2  # threads that fill in templates: a row and an answer may have megabytes
 _RESULT = re.compile(r'"result"\s*:\s*"?(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)')
 _OBJECT = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\}")
 MAX_TOKENS = 512
