@@ -192,8 +192,8 @@ def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_n
             connection.exec_driver_sql(line)
     for _ in range(2):  # also when it is there already
         store = Store(url)
-        (line,) = Ledger(store).report(None)
-        assert (line.tokens_trained, line.device_seconds, line.cpu_seconds) == (3, 4.0, 0.0)
+        (used,) = Ledger(store).report(None)
+        assert (used.tokens_trained, used.device_seconds, used.cpu_seconds) == (3, 4.0, 0.0)
         with store.transaction() as session:
             limits = {one.tenant_id: one.given for one in session.scalars(select(TenantLimits))}
         assert limits == {

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
-from collections.abc import ItemsView
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ class Watched(dict[str, Any]):
         super().__init__(**columns)
         self.readers = set[threading.Thread]()
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         """Its columns."""
         self.readers.add(threading.current_thread())
         return super().items()

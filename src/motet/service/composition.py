@@ -80,7 +80,7 @@ class Service:
         self.enforcer = QuotaEnforcer(self.quotas, self.ledger, self.hosts)
         self.reward_workers = RewardWorkers(store, self.bus, config.lease_seconds, self.quotas)
         self.agent_workers = AgentWorkers(store, self.bus, config.lease_seconds)
-        self.grading = Grading(self.hosts, self.adapters, self.ledger)
+        self.grading = Grading(self.hosts, self.adapters, self.ledger.count_cpu)
         allowed = Allowed.by(settings)
         asking = secrets.asking(HttpRewards(allowed.addresses))
         self.scoring = Scoring(store, asking, self.reward_workers, self.grading)

@@ -27,7 +27,6 @@ from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.events import within
-from motet.service.tenants.ledger import Ledger
 from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
@@ -45,8 +44,10 @@ Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Transcrip
 class Grading(Graders):
     """Grader processes of a service. Lives in its event loop."""
 
-    def __init__(self, hosts: Hosts, adapters: Adapters, ledger: Ledger) -> None:
-        super().__init__(Walls(required=True), ledger.count_cpu)
+    def __init__(
+        self, hosts: Hosts, adapters: Adapters, charge: Callable[[str, float], None] = lambda tenant, seconds: None
+    ) -> None:
+        super().__init__(Walls(required=True), charge)
         self._hosts, self._adapters = hosts, adapters
 
     async def grade(

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from motet.service.storage import Storage
 SAMPLES = "samples"
 """The part for a tenant's samples, besides the ids of its jobs."""
 _BLOCK = 4096
-_BLOCKS_OF = {StoredFile: 1, UploadedAdapter: 3}
+_BLOCKS_OF: Mapping[type[StoredFile | UploadedAdapter], int] = {StoredFile: 1, UploadedAdapter: 3}
 """Blocks of an upload besides its content: a file's rest, an adapter's two files and its directory."""
 _EVENT, _ENTRY = 1024, 512
 """About the bytes of an event, and of a key or an entry of the audit log, with their indexes."""
