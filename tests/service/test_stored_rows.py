@@ -15,6 +15,7 @@ from motet.config import RewardConfig
 from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
+from motet.service.storage import Storage
 from motet.service.workers.rewards import RewardWorkers
 from tests.support.earlier import unpack
 from tests.support.house import House, open_house
@@ -152,6 +153,25 @@ def test_the_database_gives_space_back(tmp_path: Path, earlier: bool) -> None:
     finally:
         store.close()
     assert place.stat().st_size < 18 * MB
+
+
+def test_logs_of_hosts_are_bounded_while_they_are_written(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    for name in ("engine.log", "engine-3.log", "run/server-0.log"):
+        log = tmp_path / name
+        log.parent.mkdir(exist_ok=True)
+        with log.open("ab", buffering=0) as writer:
+            writer.write(b"short\n")
+            storage.bound_logs()
+            assert log.read_bytes() == b"short\n"
+            for text in (b"first", b"second"):
+                writer.write(text + b"x" * 2**25)
+                storage.bound_logs()
+                assert log.stat().st_size == 0
+            writer.write(b"last\n")
+            assert log.read_bytes() == b"last\n"
+        assert {one.name for one in log.parent.glob(f"{log.name}*")} == {log.name, f"{log.name}.1"}
+        assert log.with_name(f"{log.name}.1").read_bytes().startswith(b"second")
 
 
 def test_configurations_are_stored_too(tmp_path: Path) -> None:

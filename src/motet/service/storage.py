@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -14,6 +15,10 @@ from motet.process import ending, wall
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.receipts import RECEIPT, RECEIPTS, receipt_numbers
 
+_LOGS = "engine*.log", "run/*.log"
+"""What hosts, their ranks and their servers print; processes have these files open."""
+_LOG_BYTES = 32 * 2**20
+"""Size at which such a file is moved aside; the one moved before is deleted."""
 MOST_RECEIPTS = 1000
 """Receipts that an adapter's archive has, of some kilobytes each."""
 _TRACEBACK = "Traceback (most recent call last):"
@@ -84,6 +89,14 @@ class Storage:
     def remove_arriving(self) -> None:
         """Delete uploads that never ended, because the process of the service was killed."""
         shutil.rmtree(self._arriving, ignore_errors=True)
+
+    def bound_logs(self) -> None:
+        """Move long logs of hosts aside. They are copied and cut, because their writers append to the file that they have."""
+        for log in (path for kind in _LOGS for path in self.directory.glob(kind)):
+            with contextlib.suppress(OSError):  # a full disk: the next try may succeed
+                if log.stat().st_size > _LOG_BYTES:
+                    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                    os.truncate(log, 0)
 
     def without_places(self, text: str) -> str:
         """Remove this machine's paths from a text, but for their last parts; of a traceback, only the error stays."""

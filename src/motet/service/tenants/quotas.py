@@ -74,8 +74,9 @@ class Quotas:
         return limits
 
     def shrink(self) -> None:
-        """See `Store.shrink`."""
+        """Give free space of the database back, and bound the logs of hosts."""
         self._store.shrink()
+        self.stored.storage.bound_logs()
 
     def all(self) -> dict[str, LimitsConfig]:
         """Effective limits of all tenants, by id."""
