@@ -114,8 +114,8 @@ class StoredBytes:
         total = Counter[str]()
         with self._store.transaction() as session:
             for table, more in _BLOCKS_OF.items():
-                size = (table.bytes + _BLOCK - 1) // _BLOCK * _BLOCK + (more - 1) * _BLOCK
-                sums = select(table.tenant_id, func.sum(size)).where(table.tenant_id.in_(tenant_ids))
+                taken = (table.bytes + _BLOCK - 1) // _BLOCK * _BLOCK + (more - 1) * _BLOCK
+                sums = select(table.tenant_id, func.sum(taken)).where(table.tenant_id.in_(tenant_ids))
                 for tenant_id, size in session.execute(sums.group_by(table.tenant_id)):
                     total[tenant_id] += int(size)
         for tenant_id in tenant_ids:
