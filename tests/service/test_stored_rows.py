@@ -149,7 +149,7 @@ def test_the_database_gives_space_back(tmp_path: Path, earlier: bool) -> None:
         with store.transaction() as session:
             session.connection().exec_driver_sql("DROP TABLE large")
         for _ in range(10):
-            store.shrink()
+            store.presence.shrink()
     finally:
         store.close()
     assert place.stat().st_size < 18 * MB

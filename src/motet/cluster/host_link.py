@@ -115,8 +115,7 @@ class HostLink:
         """Monotonic time of the last message; a loading process sends none until it is ready."""
         self.failure = ""
         """Why it is not available, for a person."""
-        self.away = ""
-        """Why it answers no questions although it runs: its servers are away."""
+        self.away = ""  # why it answers no questions although it runs: its servers are away
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
         self.progress: dict[str, m.JobStanding] = {}
@@ -126,8 +125,7 @@ class HostLink:
         """Tokens by tenant since its start, each divided by the weight of its job."""
         self.speed = ("", 0.0)
         """Its device, and tokens a second as it measured them at its start."""
-        self.positions = 0
-        """Tokens of the longest sequence of its base; 0 before it was ready."""
+        self.positions = 0  # tokens of the longest sequence of its base; 0 before it was ready
         self.starts = 0
 
     def adopt(self, child: HostChild) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,9 @@ from motet.hosting.answers import Answers, reason
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
+from motet.hosting.preparers import Preparers
 from motet.hosting.preparing import ReadData, Sources, bytes_of_rows, prepare
-from motet.hosting.reports import EveryStep, HandedOver, JobReports, UsageReports, standing
+from motet.hosting.reports import CpuTime, EveryStep, HandedOver, JobReports, UsageReports, standing
 from motet.hosting.scores import AskedOfService
 from motet.hosting.workshop import Workshop
 from motet.process.channel import Parent
@@ -37,8 +37,6 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.race import too_few
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
-from motet.runtime.start_turns import MOST_PREPARING, PreparingTurn
-from motet.tasks.pace import Pace
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
@@ -75,8 +73,8 @@ class HostProcess:
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
         self._start = start
-        info, self._alone = self.base.info, False
-        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._charge)
+        info, self._alone, self._cpu = self.base.info, False, CpuTime()
+        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._cpu.add)
         agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
         alone = start.host is None
         self.host = Host(
@@ -89,25 +87,16 @@ class HostProcess:
         room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._usage = UsageReports(
-            Meter(self.workshop.device.busy), parent.send, self._shared.engine_suffix, start.serves
-        )
+        meter, names = Meter(self.workshop.device.busy), (self._shared.engine_suffix, start.serves)
+        self._usage = UsageReports(meter, self._cpu, parent.send, *names)
         self._servers = _Servers(self.workshop, away_seconds(config.rollout))
-        self._changes: dict[str, m.ChangeJob] = {}
-        """Of jobs that are being prepared: another budget or priority."""
-        self._leaving: set[str] = set()
-        """Jobs that are to save and go to another host."""
-        self._read = WeakValueDictionary[str, ReadData]()
-        """Data of the jobs that are here: those of a sweep share it."""
-        self._preparers = ThreadPoolExecutor(MOST_PREPARING, "motet-preparing")
-        self._wanted: dict[str, Wanted] = {}
-        """Of jobs that are being prepared."""
+        self._changes: dict[str, m.ChangeJob] = {}  # of jobs that are being prepared: another budget or priority
+        self._leaving: set[str] = set()  # jobs that are to save and go to another host
+        self._read = WeakValueDictionary[str, ReadData]()  # of the jobs that are here: those of a sweep share it
+        self._preparers = Preparers(directory, self._shared.room, self._cpu.add, own_jobs=start.own_jobs)
+        self._wanted: dict[str, Wanted] = {}  # of jobs that are being prepared
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
-        self._resting = set[str]()
-        """Jobs that stop waiting as soon as no scorer is connected."""
-
-    def _charge(self, job: str, seconds: float) -> None:
-        self._usage.add_cpu(job, seconds)
+        self._resting = set[str]()  # jobs that stop waiting as soon as no scorer is connected
 
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
@@ -150,7 +139,7 @@ class HostProcess:
 
     def close(self) -> None:
         """Release the resources of `serve`."""
-        self._preparers.shutdown(wait=False, cancel_futures=True)
+        self._preparers.close()
         self.host.close()
         self._opened.close()
 
@@ -238,13 +227,8 @@ class HostProcess:
             async with self._shared.starts.preparing(message.tenant, free=message.resumes) as turn:
                 if name not in self._wanted:  # cancelled
                     return
-                pace = self._pace(message, turn)
-                try:
-                    job = await asyncio.get_running_loop().run_in_executor(
-                        self._preparers, self._prepared, message, pace
-                    )
-                finally:
-                    self._charge(name, pace.used)
+                held = bytes_of_rows(self.pipeline.jobs.values()).get(message.tenant, 0)
+                job = await self._preparers.run(message, turn, held, lambda: self._prepared(message))
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._changes.pop(name, None)
             if self._wanted.pop(name, None) is not None:
@@ -257,25 +241,10 @@ class HostProcess:
                 self._change(change)
             self._steer(name, self._wanted.pop(name))
 
-    def _pace(self, message: m.AddJob, turn: PreparingTurn) -> Pace:
-        """How another person's job is prepared; one that has done a step keeps what it began with, whatever it takes."""
-        loop = asyncio.get_running_loop()
-
-        def give_way() -> None:
-            asyncio.run_coroutine_threadsafe(turn.give_way(), loop).result()
-
-        if self._start.own_jobs or self.directory.job(str(message.job["name"])).newest() is not None:
-            return Pace(give_way, seconds=math.inf)
-        return Pace(give_way, self._shared.room.of(message.tenant) - self._rows().get(message.tenant, 0))
-
-    def _rows(self) -> dict[str, int]:
-        return bytes_of_rows(self.pipeline.jobs.values())
-
-    def _prepared(self, message: m.AddJob, pace: Pace) -> Job:
+    def _prepared(self, message: m.AddJob) -> Job:
         start, info = self._start, self.base.info
         sources = Sources(None if start.own_jobs else OF_A_JOB)
-        with pace.kept():
-            job, _ = prepare(JobConfig.model_validate(message.job), info, self.directory, sources, self._read)
+        job, _ = prepare(JobConfig.model_validate(message.job), info, self.directory, sources, self._read)
         if message.until is not None and (why := too_few(job.config.data, len(job.data.holdout))):
             raise ConfigError(why)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
@@ -335,7 +304,8 @@ class HostProcess:
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)
-            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away, self._rows()))
+            rows = bytes_of_rows(self.pipeline.jobs.values())
+            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away, rows))
 
 
 def _rewards(

@@ -80,17 +80,29 @@ class HandedOver:
         ]
 
 
+class CpuTime:
+    """CPU time of jobs' rewards and preparations that was not reported yet."""
+
+    def __init__(self) -> None:
+        self._used = Counter[str]()
+
+    def add(self, job: str, seconds: float) -> None:
+        """Count more of a job."""
+        self._used[job] += round(1e6 * seconds)
+
+    def take(self) -> dict[str, int]:
+        """Microseconds by job since the last call."""
+        used, self._used = self._used, Counter[str]()
+        return dict(used)
+
+
 class UsageReports:
     """Sends device usage, in numbered windows."""
 
-    def __init__(self, meter: Meter, send: Send, engine: str, base: str) -> None:
-        self._meter, self._send, self._engine, self._base = meter, send, engine, base
-        self._used, self._cpu = Counter[str](), Counter[str]()
+    def __init__(self, meter: Meter, cpu: CpuTime, send: Send, engine: str, base: str) -> None:
+        self._meter, self._cpu, self._send, self._engine, self._base = meter, cpu, send, engine, base
+        self._used = Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
-
-    def add_cpu(self, job: str, seconds: float) -> None:
-        """Count CPU time of a job's rewards, or of its preparation."""
-        self._cpu[job] += round(1e6 * seconds)
 
     def send_due(self, every: float, idle: float) -> None:
         """Read the meter; send the result every `every` seconds, or every `idle` seconds without usage."""
@@ -100,9 +112,8 @@ class UsageReports:
             return
         self._measured = time.monotonic()
         self._windows += 1
-        self._send(m.UsageWindow(self._engine, self._windows, dict(self._used), self._base, dict(self._cpu)))
+        self._send(m.UsageWindow(self._engine, self._windows, dict(self._used), self._base, self._cpu.take()))
         self._used.clear()
-        self._cpu.clear()
 
 
 class EveryStep:

@@ -21,8 +21,6 @@ _LOG_BYTES = 64 * 2**20
 """Largest log file that SQLite keeps when it has written the log to the database."""
 _SMALL_BYTES = 256 * 2**20
 """Files of an earlier release up to this size are written once more, so that they can give pages back."""
-_FREE_PAGES, _PAGES = 4096, 1000
-"""Free pages that a file keeps, and how many are given back at once."""
 _LOCKED = "55P03"
 """PostgreSQL's error code for a lock timeout."""
 
@@ -52,10 +50,8 @@ def open_engine(url: str) -> Engine:
     return engine
 
 
-def prepare_to_shrink(engine: Engine) -> None:
+def _prepare_to_shrink(engine: Engine) -> None:
     """Let a small SQLite file of an earlier release give pages back from now on; larger ones reuse theirs."""
-    if engine.dialect.name != "sqlite":
-        return
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         mode, pages, size = (
             connection.exec_driver_sql(f"PRAGMA {name}").scalar() or 0
@@ -65,16 +61,6 @@ def prepare_to_shrink(engine: Engine) -> None:
             with contextlib.suppress(OperationalError):  # a full disk; the next start tries again
                 connection.exec_driver_sql(f"PRAGMA {_SHRINKS}")
                 connection.exec_driver_sql("VACUUM")
-
-
-def shrink(engine: Engine) -> None:
-    """Give some free pages of an SQLite file back to the disk, if there are many."""
-    if engine.dialect.name != "sqlite":
-        return
-    with contextlib.closing(engine.raw_connection()) as connection, contextlib.closing(connection.cursor()) as cursor:
-        cursor.execute("PRAGMA freelist_count")
-        if cursor.fetchall()[0][0] > _FREE_PAGES:
-            cursor.executescript(f"PRAGMA incremental_vacuum({_PAGES})")  # `execute` would give one page back
 
 
 def public(url: str) -> str:
@@ -131,6 +117,8 @@ def migrate(engine: Engine, lock_seconds: float) -> None:
             _bring_up(connection, new=not known)
         if known:
             _check_columns(connection)
+    if engine.dialect.name == "sqlite":
+        _prepare_to_shrink(engine)
 
 
 def _check_columns(connection: Connection) -> None:

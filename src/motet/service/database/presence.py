@@ -15,6 +15,8 @@ from sqlalchemy.orm import Session
 from motet.service.database.tables import ServiceStart, new_id
 
 _LOOK_SECONDS = 1.0
+_FREE_PAGES, _PAGES = 4096, 1000
+"""Free pages that an SQLite file keeps, and how many are given back at once."""
 _MESSAGE = (
     "the database of this service was removed or replaced while the service ran, so nothing can be kept: stop the service, put "
     "the database back from a backup, and start the service again"
@@ -34,6 +36,7 @@ class Presence:
     def __init__(self, engine: Engine) -> None:
         """The tables must exist."""
         place = engine.url.database if engine.dialect.name == "sqlite" else None
+        self._engine = engine
         self._files: dict[Path, tuple[int, int]] = {}
         self._anchor: sqlite3.Connection | None = None
         self.token, self._looked = new_id("start"), time.monotonic()
@@ -66,6 +69,16 @@ class Presence:
         if there is None:
             raise DatabaseReplaced
         self._looked = time.monotonic()
+
+    def shrink(self) -> None:
+        """Give some free pages of an SQLite file back to the disk, if there are many."""
+        if self._anchor is None:
+            return
+        self.check_files()
+        with closing(self._engine.raw_connection()) as connection, closing(connection.cursor()) as cursor:
+            cursor.execute("PRAGMA freelist_count")
+            if cursor.fetchall()[0][0] > _FREE_PAGES:
+                cursor.executescript(f"PRAGMA incremental_vacuum({_PAGES})")  # `execute` would give one page back
 
     def close(self) -> None:
         """Close the file."""

@@ -22,9 +22,7 @@ from motet.service.database.opening import (
     lock,
     migrate,
     open_engine,
-    prepare_to_shrink,
     public,
-    shrink,
 )
 from motet.service.database.presence import DatabaseReplaced, Presence
 from motet.service.database.tables import (
@@ -115,7 +113,6 @@ class Store:
         self.tenants = Tenants(self.transaction)
         try:
             migrate(self._engine, lock_seconds)
-            prepare_to_shrink(self._engine)
             self.presence = Presence(self._engine)
         except (SQLAlchemyError, UnknownShape) as error:
             self._engine.dispose()
@@ -126,11 +123,6 @@ class Store:
         """Close the connections."""
         self.presence.close()
         self._engine.dispose()
-
-    def shrink(self) -> None:
-        """Give some of the space that deleted rows had back to the disk."""
-        self.presence.check_files()
-        shrink(self._engine)
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Session]:

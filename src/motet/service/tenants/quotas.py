@@ -73,11 +73,6 @@ class Quotas:
                 self._known[tenant_id] = read, limits
         return limits
 
-    def shrink(self) -> None:
-        """Give free space of the database back, and bound the logs of hosts."""
-        self._store.shrink()
-        self.stored.storage.bound_logs()
-
     def all(self) -> dict[str, LimitsConfig]:
         """Effective limits of all tenants, by id."""
         query = select(Tenant.id, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
@@ -350,7 +345,7 @@ class QuotaEnforcer:
     def enforce(self) -> None:
         """Store usage, give free space of the database back, and send the engine the rules that changed."""
         self._ledger.flush()
-        self._quotas.shrink()
+        self._quotas.stored.tidy()
         self._quotas.stored.measure(all_changed=False)
         self._quotas.stored.prepared = self._hosts.prepared()
         used, every = self._ledger.used_today(), self._quotas.all()

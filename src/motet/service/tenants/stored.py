@@ -71,7 +71,7 @@ class StoredBytes:
     """Bytes of uploads, jobs with their rows in the database, and samples by tenant. Thread-safe."""
 
     def __init__(self, store: Store, storage: Storage) -> None:
-        self._store, self.storage = store, storage
+        self._store, self._storage = store, storage
         self._lock = threading.Lock()
         self._bytes: dict[str, dict[str, int]] = {}
         """By tenant, and by job or `SAMPLES`; for tenants that were requested."""
@@ -122,6 +122,11 @@ class StoredBytes:
             self._load(tenant_id)
         with self._lock:
             return {one: total[one] + sum(self._bytes[one].values()) for one in tenant_ids}
+
+    def tidy(self) -> None:
+        """Give free space of the database back, and bound the logs of hosts."""
+        self._store.presence.shrink()
+        self._storage.bound_logs()
 
     def add(self, tenant_id: str, part: str, size: int) -> None:
         """Count bytes written to a part; negative if removed."""
@@ -201,7 +206,7 @@ class StoredBytes:
                 self._bytes[tenant_id], self._events[tenant_id], self._work[tenant_id] = sizes, events, work
 
     def _measured(self, tenant_id: str, part: str) -> Measured:
-        return measured(self.storage.samples(tenant_id) if part == SAMPLES else self.storage.job(part).path)
+        return measured(self._storage.samples(tenant_id) if part == SAMPLES else self._storage.job(part).path)
 
     def _counted_entries(self) -> Counter[str]:
         """Bytes of keys and entries of the audit log by tenant, as of a minute ago or less."""
