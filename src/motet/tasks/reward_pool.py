@@ -3,7 +3,6 @@
 Every job has its own processes. So a hanging reward delays only its own job, and changes to a process (modules, random
 state, environment) cannot affect another job's scores. A single job uses up to `workers` processes; with several jobs,
 each keeps at least one. Rewards that wait rather than compute get more processes, so that many calls wait at once.
-
 Rewards that are scored elsewhere (`reward_elsewhere`) need no process: the pool calls the given function.
 
 A call's outcome must not depend on what its process did before. So a process is replaced after a call that ran out of
@@ -53,14 +52,11 @@ from motet.tasks.worker_messages import ScoreCompletions, Scores
 class ScoreOutcome:
     """The result of scoring one completion."""
 
-    reward: float
-    """The weighted sum of the parts; NaN if one of them failed."""
+    reward: float  # the weighted sum of the parts; NaN if one of them failed
     parts: Mapping[str, float]
     """Each reward that applies by name, before its weight; a second reward of the same name is `name#2`."""
-    error: str = ""
-    """Why the reward is missing."""
-    clock_limited: bool = False
-    """Whether the clock or the network affected the result, so that another run may differ."""
+    error: str = ""  # why the reward is missing
+    clock_limited: bool = False  # the clock or the network affected the result, so another run may differ
 
 
 @dataclass(frozen=True)
@@ -84,8 +80,7 @@ class AnswerToScore:
     """An answer to score."""
 
     text: str
-    transcript: Transcript = ()
-    """The messages; empty if they are only the prompt and the text."""
+    transcript: Transcript = ()  # the messages; empty if they are only the prompt and the text
 
     def whole(self, problem: Problem) -> list[dict[str, Any]]:
         """The conversation in the form that rewards get."""
@@ -106,6 +101,10 @@ class _Job:
     def group_of(self, index: int) -> WorkerGroup | None:
         """The processes that score a reward; None if it is scored elsewhere."""
         return next((group for group in self.groups if index in group.rewards), None)
+
+
+def _known(installed: Mapping[str, Installed], reward: RewardConfig) -> Installed | None:
+    return installed.get(reward.name) if reward.function is None else None
 
 
 class RewardPool:
@@ -145,13 +144,13 @@ class RewardPool:
         """
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
-        walled = {index: self._walls.around(rewards[index], self._known(rewards[index])) for index in here}
+        walled = {index: self._walls.around(rewards[index], _known(self._installed, rewards[index])) for index in here}
         groups = []
         for side in sorted(set(walled.values())):
             own = {index: rewards[index] for index in here if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side)
-            charge = functools.partial(self._charge, job)
-            groups.append(WorkerGroup(request, log, own, self._may_start_another, self._most_waiting, charge))
+            others = self._may_start_another, self._most_waiting, functools.partial(self._charge, job)
+            groups.append(WorkerGroup(request, log, own, *others))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
         try:
             for group in groups:
@@ -248,12 +247,9 @@ class RewardPool:
         reward_elsewhere.check(reward)
         return True
 
-    def _known(self, reward: RewardConfig) -> Installed | None:
-        return self._installed.get(reward.name) if reward.function is None else None
-
     def _located(self, reward: RewardConfig) -> RewardConfig:
         """The reward, with an installed name replaced by its function."""
-        known = self._known(reward)
+        known = _known(self._installed, reward)
         if known is None:
             return reward
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
@@ -266,7 +262,7 @@ class RewardPool:
         if group is None:
             return await self._asked(job, reward, problem, answers)
         scores = await self._in_process(group, index, problem, answers)
-        known = self._known(reward)
+        known = _known(self._installed, reward)
         if known is None:
             return scores
         return [type(one)(without_folder(one, known.target)) if isinstance(one, str) else one for one in scores]
