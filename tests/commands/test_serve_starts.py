@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import json
+import re
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from motet.commands.listening import bound, url_of
 from motet.commands.serve import application
 from motet.core.errors import ConfigError
 from motet.service.settings import Settings
+from tests.conftest import ROOT
 from tests.support.commands import NOBODY, Motet, says
 
 __all__ = ["says"]
@@ -99,3 +106,31 @@ def test_a_url_is_of_ipv4_where_there_is_one() -> None:
         four.bind(("127.0.0.1", 0))
         assert url_of([six]) == f"http://[::1]:{six.getsockname()[1]}"
         assert url_of([six, four]) == f"http://127.0.0.1:{four.getsockname()[1]}"
+
+
+def _blocks(kind: str) -> list[str]:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
+
+
+def test_the_pages_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    (unit,) = _blocks("ini")
+    assert {"Restart=on-failure", "KillMode=process"} <= set(unit.splitlines())
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not there")
+    here = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit, flags=re.M).replace("User=motet", "User=root")
+    (tmp_path / "motet.service").write_text(here)
+    done = subprocess.run([analyze, "verify", tmp_path / "motet.service"], capture_output=True, text=True, check=False)
+    told = [line for line in done.stderr.splitlines() if "motet.service" in line]
+    assert (told, done.returncode) == ([], 0), done.stderr
+
+
+def test_the_pages_compose_file_names_what_the_image_has() -> None:
+    (compose,) = [one for one in map(yaml.safe_load, _blocks("yaml")) if "services" in one]
+    service = compose["services"]["motet"]
+    image = (ROOT / "Containerfile").read_text(encoding="utf-8")
+    assert service["volumes"] == ["motet:/served"]
+    assert '"/served"' in image
+    assert service["command"].split() == json.loads(image.rpartition("CMD ")[2])
+    assert (service["restart"], service["stop_grace_period"]) == ("on-failure", "180s")
+    compile(service["healthcheck"]["test"][-1], "the healthcheck", "exec")

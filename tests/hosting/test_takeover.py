@@ -29,7 +29,8 @@ from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.process import HostProcess
 from motet.hosting.scores import AskedOfService
 from motet.native.choice import Choice
-from motet.process.channel import ChannelMessage, decode, encode
+from motet.process.alive import Pulse
+from motet.process.channel import Alive, ChannelMessage, decode, encode
 from motet.runtime.rundir import RunDirectory
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.service_run import Service, tiny
@@ -266,7 +267,7 @@ def test_a_host_whose_device_breaks_down_ends(short_path: Path) -> None:
         async with begun(short_path) as (made, first, _):
             host = HostProcess(config, RunDirectory(short_path / "run"), START, made.line)
             with contextlib.closing(host):
-                serving = asyncio.create_task(host.serve())
+                serving = asyncio.create_task(host.serve(Pulse(lambda still: None)))
                 (ready,) = await asyncio.to_thread(first.hears, 1)
                 assert isinstance(ready, m.HostReady)
                 host.workshop.device.add_tick(tick)
@@ -336,7 +337,7 @@ def test_where_no_socket_can_be_an_engine_ends_with_its_service(
         engine = await LocalHosts(tmp_path).host(0, tmp_path / "engine.log")
         engine.close_input()
         async with asyncio.timeout(60):
-            assert [message async for message in engine.messages()] == []
+            assert [one async for one in engine.messages() if not isinstance(one, Alive)] == []
         await engine.kill()
 
     asyncio.run(work())

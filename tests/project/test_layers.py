@@ -66,6 +66,8 @@ NAMESPACES = ("service.schemas", "service.database.tables", "service.tinker.requ
 SHARED = frozenset({"Adapters", "Asked", "Models", "Tenants"})
 """What a service keeps, and its answers about it."""
 
+FORKS = frozenset({"process.breaking_out", "process.supervised"})
+"""Where a process forks: for one call, and in a parent that does nothing else."""
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
 HEAVY_HOMES = ("model", "native", "training", "rollout", "algorithms.losses")
 SERVERS = (
@@ -341,7 +343,7 @@ def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
         for node in ast.walk(module.tree):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             name = str(node.arg) if isinstance(node, ast.keyword) else name
-            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name != "process.breaking_out":
+            if name in ("os.fork", "os.forkpty", "preexec_fn") and module.name not in FORKS:
                 assert isinstance(node, ast.expr | ast.keyword)
                 yield f"{module.name}:{node.lineno} {name}: start a new program"
 

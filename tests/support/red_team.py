@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import psutil  # type: ignore[import-untyped]
 
 from tests.support.service_run import FINAL, ROWS, Json, Service, tiny
 from tests.support.tenants import CHAT, Tenants
@@ -66,8 +65,7 @@ class Ring:
     @property
     def http_process(self) -> Any:
         """The process that answers."""
-        assert self.service.process is not None
-        return psutil.Process(self.service.process.pid)
+        return self.service.http()
 
     def ask(self, method: str, path: str, who: str = "mallory", **request: Any) -> httpx2.Response:
         """Any answer."""

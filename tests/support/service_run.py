@@ -92,6 +92,12 @@ class Service:
             return self._http.get(path).status_code == 200
         return False
 
+    def http(self) -> Any:
+        """The process that answers; `process` is its small parent, which starts it again."""
+        assert self.process is not None
+        commands = [one for one in psutil.Process(self.process.pid).children() if "motet.hosting" not in one.cmdline()]
+        return min(commands, key=psutil.Process.create_time)
+
     def engine(self) -> Any:
         """The engine's process."""
         (one,) = self.engines()

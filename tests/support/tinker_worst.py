@@ -111,10 +111,11 @@ def samples(sampler: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         params = types.SamplingParams(**{"max_tokens": 2, **given})
         return sampler.sample(prompt=prompt or text(TOKENS), num_samples=n, sampling_params=params)
 
-    for field, values in {
+    fields: dict[str, list[Any]] = {
         "temperature": [*ODD, 1e-30, 1e30], "top_p": [*ODD, 0.0], "top_k": [0, *WIDE], "max_tokens": [0, *WIDE],
         "seed": [2**70, *WIDE], "stop": [HALF, [HALF], ["x"] * 1000, [2**31], [-1], [""], ""],
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for field, values in fields.items():
         for value in values:
             yield f"{field} {value!r}"[:40], lambda field=field, value=value: asked(**{field: value})  # type: ignore[misc]
     for n in (0, *WIDE):
@@ -129,8 +130,8 @@ OF_SERVICE = ("ok", "never", "RequestFailedError", "BadRequestError", "NotFoundE
 def worst(service: Any) -> Found:
     """How every command ends, and the steps that follow; a command that the package could not send ends its model's use."""
     found: Found = {"lost": {}, "steps": {}}
-    requests: Callable[[Any], Iterator[tuple[str, Callable[[], Any]]]]
-    for requests in (gradients, steps, saves):
+    kinds: tuple[Any, ...] = (gradients, steps, saves)
+    for requests in kinds:
         client = new(service)
         for index in range(len(list(requests(client)))):
             name, call = list(requests(client))[index]

@@ -22,13 +22,15 @@ from msgspec.structs import replace
 from motet.agents import episode_messages as e
 from motet.cluster import messages as m
 from motet.core.errors import ConfigError, EngineError, HostGone, MotetError
-from motet.process.channel import Child
+from motet.process.alive import LifeSigns
+from motet.process.channel import Alive, Child
 
 _log = logging.getLogger(__name__)
 
 _QUICK_SECONDS = 10.0
 _LONGEST_WAIT = 60.0
 _STOP_SECONDS = 120.0
+NO_ANSWER = "the engine does not answer"
 CLOSE_SECONDS = 60.0
 """For a process whose jobs have stopped to unload versions and end servers; a machine that is cut off never ends it."""
 HostChild = Child[m.FromHost]
@@ -108,9 +110,9 @@ class HostLink:
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
         self._payers: dict[int, str] = {}  # of completions by key, also of abandoned ones, until they are answered
         self._keys = itertools.count(secrets.randbits(32) << 20)  # different from keys of an earlier service
-        self._stopped = asyncio.Event()
-        self._closing = asyncio.Event()
+        self._stopped, self._closing = asyncio.Event(), asyncio.Event()
         self._ready_since, self.ready = math.inf, False
+        self._signs = LifeSigns()
         self.heard_at = -math.inf
         """Monotonic time of the last message; a loading process sends none until it is ready."""
         self.failure = ""
@@ -253,10 +255,22 @@ class HostLink:
         self.heard_at = -math.inf
         self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
         self._child.send(self._start)
-        async for message in self._child.messages():
-            self.heard_at = time.monotonic()
-            await self._handle(message)
-        self._how = await self._child.how_it_ended()
+        signs = self._signs = LifeSigns()
+        watching = asyncio.create_task(self._end_silent(self._child, signs))
+        try:
+            async for message in self._child.messages():
+                self.heard_at = time.monotonic()
+                with signs.heard():  # none is waited for: the database may be away, which is not its fault
+                    await self._handle(message)
+            self._how = await self._child.how_it_ended()
+        finally:
+            watching.cancel()
+
+    async def _end_silent(self, child: HostChild, signs: LifeSigns) -> None:
+        """End the process when it does not answer; the next one resumes its jobs from their last commits."""
+        _log.error("the process of host %d %s: it is ended", self.number, await signs.lost())
+        self.ready, self.failure = False, NO_ANSWER
+        await child.kill()
 
     async def _clean_up(self) -> None:
         """Remove all state of an ended process, and inform waiting callers."""
@@ -300,15 +314,17 @@ class HostLink:
                 if bool(before) != bool(self.away):
                     self._heard(self, message)
             case m.ScoreRequest():
-                self._begin(self._scoring, message.key, handlers.score(message))
+                _begin(self.send, self._scoring, message.key, handlers.score(message))
             case m.CancelScore():
                 _cancel(self._scoring, message.key)
             case e.OfferEpisode():
-                self._begin(self._episodes, message.episode, handlers.episode(self, message))
+                _begin(self.send, self._episodes, message.episode, handlers.episode(self, message))
             case e.WithdrawEpisode():
                 _cancel(self._episodes, message.episode)
             case m.Obeyed():
                 handlers.obeyed(message.job)
+            case Alive():
+                self._signs.alive = message
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
             case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.UsageWindow():
@@ -322,19 +338,22 @@ class HostLink:
             case _:
                 self.hear(message)
 
-    def _begin(self, tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToHost]) -> None:
-        """Send an answer when it is ready."""
 
-        async def answered() -> None:
-            self.send(await answer)
+def _begin(
+    send: Callable[[m.ToHost], None], tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToHost]
+) -> None:
+    """Send an answer when it is ready."""
 
-        def forget(task: asyncio.Task[None]) -> None:
-            if tasks.get(key) is task:
-                del tasks[key]
+    async def answered() -> None:
+        send(await answer)
 
-        _cancel(tasks, key)  # requested again
-        task = tasks[key] = asyncio.create_task(answered())
-        task.add_done_callback(forget)
+    def forget(task: asyncio.Task[None]) -> None:
+        if tasks.get(key) is task:
+            del tasks[key]
+
+    _cancel(tasks, key)  # requested again
+    task = tasks[key] = asyncio.create_task(answered())
+    task.add_done_callback(forget)
 
 
 def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:

@@ -27,7 +27,8 @@ from motet.process.ending import EXIT_SECONDS, how_it_ended
 _log = logging.getLogger(__name__)
 USAGE = ".usage"
 """Suffix of a file beside a host's socket with the device usage that no service has stored."""
-_ANSWER_SECONDS = 20.0
+_ANSWER_SECONDS = 10.0
+"""For a process to show its half of the token, in a thread that does nothing else."""
 _STOP_SECONDS = 120.0
 _PACKAGES = ("motet", "torch", "transformers")
 _VARIABLES = (
@@ -101,6 +102,11 @@ class LocalHosts:
             with contextlib.suppress(OSError):  # its service was killed before the process listened
                 return _Connected(reader, writer, _host_process(pid), (socket_file, token_file))
         writer.close()
+        if uid == os.getuid() and not answer and _serves(pid, socket_file):  # stopped, it would keep its jobs
+            _log.warning("%s: process %d there does not answer: it is ended", socket_file, pid)
+            with contextlib.suppress(OSError):
+                await _end(_host_process(pid))
+            return None
         _log.warning("%s: process %d there is no engine of this service; another is started", socket_file, pid)
         return None
 
@@ -177,9 +183,7 @@ class _Connected(Child[m.FromHost]):
         if self._process < 0:
             return
         process, self._process = self._process, -1
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        await _ended(process)
+        await _end(process)
         if self.child is not None:
             await self.child.wait()  # so that asyncio releases it
         for path in self._files:
@@ -195,8 +199,17 @@ def _host_process(pid: int) -> int:
     raise ProcessLookupError(f"process {pid} is no host")
 
 
-async def _ended(process: int) -> None:
-    """Wait until a process has ended, and close its descriptor."""
+def _serves(pid: int, socket_file: Path) -> bool:
+    """Whether a process was started for this socket."""
+    with contextlib.suppress(OSError):
+        return os.fsencode(socket_file) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+async def _end(process: int) -> None:
+    """Kill a process, wait until it has ended, and close its descriptor."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
     loop, there = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process, there.set)
     try:

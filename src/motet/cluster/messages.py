@@ -11,7 +11,7 @@ from motet.config.service import Largest
 from motet.core.types import Chunk, FloatArray, IntArray, JobState, SamplingParams, Wanted
 from motet.core.types import Message as ChatMessage
 from motet.native.choice import Choice
-from motet.process.channel import ChannelMessage
+from motet.process.channel import Alive, ChannelMessage
 from motet.runtime.slots import Rule
 
 # --- to a host -------------------------------------------------------------------------------------------------------
@@ -389,5 +389,5 @@ Answer = (
 FromHost = (
     HostReady | HostFailed | Stopped | Progress | JobChanged | JobStepped | JobWorked | Released | Obeyed | UsageWindow
     | ScoreRequest | CancelScore | Rest | PromptRead | PromptScored | Tokens | AdapterExamined | Unfit | Answered
-    | QuestionRefused | e.OfferEpisode | e.WithdrawEpisode | e.EpisodeAnswered
+    | QuestionRefused | Alive | e.OfferEpisode | e.WithdrawEpisode | e.EpisodeAnswered
 )  # fmt: skip

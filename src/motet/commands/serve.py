@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from motet.hosting.launch import check_directories
 from motet.model.find import find_files
 from motet.process import importable, wall
 from motet.process.allocator import without_collections
+from motet.process.supervised import Heart, supervised
 from motet.tasks.reward_installed import install
 from motet.view.text import plain_console, safe
 
@@ -90,12 +92,21 @@ def serve(
             base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions, public_url=public
         )  # fmt: skip
         app = application(settings)
-        if not heard:
+        if heart.first and not heard:
             _greet(app, f"http://{host}:{port}")
         return app
 
+    heart = supervised(say, "the HTTP process", _import_all, sockets)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(make, config, directory, sockets))
+        asyncio.run(_run(make, config, directory, sockets, heart))
+
+
+@without_collections()
+def _import_all() -> None:
+    """Import what serves, which takes most of the time until a process answers."""
+    importlib.import_module("uvicorn")
+    importlib.import_module("motet.service.app")
+    gc.freeze()
 
 
 @without_collections()
@@ -152,7 +163,11 @@ def _check_bases(base: str | None, config: ServiceConfig) -> None:
 
 
 async def _run(
-    make: Callable[[Sequence[int]], FastAPI], config: ServiceConfig, directory: Path, sockets: Sequence[socket.socket]
+    make: Callable[[Sequence[int]], FastAPI],
+    config: ServiceConfig,
+    directory: Path,
+    sockets: Sequence[socket.socket],
+    heart: Heart,
 ) -> None:
     """Create the application and serve it; hosts on this machine start first, because both take seconds to load."""
     hosts = lasting(config, directory)
@@ -186,8 +201,10 @@ async def _run(
             await super().startup(sockets)
             for one in sockets or ():
                 one.listen(QUEUE)  # more may wait than are accepted in one turn of the event loop
+            self.turning = asyncio.create_task(heart.turn())
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            self.turning.cancel()
             lifecycle.drain(_GRACE_SECONDS / 2)
             await super().shutdown(sockets)
             await client.kill()  # after a second Ctrl-C, which skips the rest
@@ -198,7 +215,8 @@ async def _run(
     server = Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)
     )  # fmt: skip
-    looking = asyncio.create_task(_look_for_wall(lambda: server.should_exit))  # takes a moment; nobody waits for it
+    # takes a moment; nobody waits for it, and it is told once
+    looking = asyncio.create_task(_look_for_wall(lambda: server.should_exit or not heart.first))
     await server.serve(list(sockets))
     looking.cancel()
     if not server.started:

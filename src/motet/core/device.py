@@ -148,6 +148,8 @@ class Device:
         self._ticks: list[Callable[[], bool]] = []
         self._wake = threading.Condition()
         self._closed = False
+        self.beat = 0
+        """Counts begins and ends of turns: odd while one runs."""
         self._lost: DeviceLost | None = None
         self._on_loss: Callable[[], object] = lambda: None
         self._woken = False
@@ -274,6 +276,7 @@ class Device:
         working, owed = False, 0.0
         call: _QueuedCall | None = None
         while True:
+            self.beat += self.beat % 2
             with self._wake:
                 if call is not None and owed < 0 and working and not self._calls:
                     self._wake.wait(_NEXT_CALL_SECONDS)
@@ -284,6 +287,7 @@ class Device:
                 self._woken = False
                 call = self._next_call(owed, working=working)
                 ticks = list(self._ticks)
+            self.beat += 1
             try:
                 if call is not None:
                     self._turn_to(calling=not call.light)

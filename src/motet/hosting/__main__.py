@@ -21,7 +21,8 @@ from motet.hosting.answers import reason
 from motet.hosting.launch import warm_up
 from motet.hosting.line import ServiceLine
 from motet.hosting.process import HostProcess
-from motet.process.channel import Parent
+from motet.process.alive import DeviceWatch, Pulse
+from motet.process.channel import Alive, Parent
 from motet.runtime.rundir import RunDirectory
 
 _LOCK_SECONDS = 60.0
@@ -33,6 +34,13 @@ def main() -> None:
     """Load modules and the base, report that the host is ready, and serve until the input ends."""
     address, token = os.environ.pop(ADDRESS, ""), os.environ.pop(TOKEN, "")
     serving, parent = threading.Event(), _line(token) if len(sys.argv) > 1 else _parent(address, token)
+    watched: list[DeviceWatch] = []
+
+    def say(still: int | None) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the parent is gone
+            parent.send(Alive(still or 0, watched[0].look() if watched else 0))
+
+    pulse = Pulse(say)
     if isinstance(parent, Parent):  # while this one loads, the next engine needs the cores and the directory
         parent.on_hang_up(lambda: None if serving.is_set() else os._exit(0))
     warm_up()
@@ -51,7 +59,9 @@ def main() -> None:
             server = HostProcess(config, _run_directory(Path(start.run), start.host), start, parent)
             stack.callback(server.close)
             serving.set()
-            asyncio.run(server.serve())
+            if server.base.info.device == "cpu" and engine.n_ranks == 1:  # others compute elsewhere
+                watched.append(DeviceWatch(server.workshop.device))
+            asyncio.run(server.serve(pulse))
     except Exception as error:  # the parent shows the reason and starts it again
         sys.stderr.write(f"{(failure := reason(error))}\n")
         parent.send(HostFailed(failure, isinstance(error, DeviceLost)))

@@ -24,7 +24,7 @@ from msgspec import structs
 from motet.cluster import messages as m
 from motet.core.checksums import replace_file
 from motet.core.errors import DiskFull
-from motet.process.channel import ChannelMessage, decode, encode
+from motet.process.channel import Alive, ChannelMessage, decode, encode
 
 KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.UsageWindow)
 """Messages that wait until the service has written them down (`EventKept`)."""
@@ -109,7 +109,7 @@ class ServiceLine:
             if isinstance(message, KEPT):
                 self._kept.append(line)
                 self._waiting += len(line)
-            if self._peer is not None and (not self._replaced or isinstance(message, (*KEPT, m.Stopped))):
+            if self._peer is not None and (not self._replaced or isinstance(message, (*KEPT, m.Stopped, Alive))):
                 self._write(line)
             alone = self._peer is None
         if alone and isinstance(message, m.Stopped | m.HostFailed):

@@ -28,6 +28,7 @@ from motet.hosting.preparing import ReadData, Sources, bytes_of_rows, prepare
 from motet.hosting.reports import CpuTime, EveryStep, HandedOver, JobReports, UsageReports, standing
 from motet.hosting.scores import AskedOfService
 from motet.hosting.workshop import Workshop
+from motet.process.alive import Pulse
 from motet.process.channel import Parent
 from motet.protocols import RolloutEngine
 from motet.runtime.identity import of_config
@@ -103,9 +104,9 @@ class HostProcess:
         if self._scores.asked or self._episodes.offered:
             self._parent.send(m.Rest(job, wanted))
 
-    async def serve(self) -> None:
-        """Handle messages until the input ends."""
-        messages = self._parent.queue()
+    async def serve(self, pulse: Pulse) -> None:
+        """Handle messages until the input ends; `pulse` says meanwhile that this process answers."""
+        messages, turning = self._parent.queue(), asyncio.create_task(pulse.turn())
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "motet-files"))
         async with self.host.open():
             running, watching = asyncio.create_task(self.pipeline.run()), asyncio.create_task(self._watch())
@@ -130,7 +131,7 @@ class HostProcess:
                     else:
                         self.handle(message)
             finally:  # also when a rank has died, and before servers are closed that jobs still ask
-                for task in (running, watching, *self._tasks):
+                for task in (turning, running, watching, *self._tasks):
                     task.cancel()
                 faults = [fault for task in (running, watching) if (fault := _fault(task)) is not None]
                 await asyncio.gather(running, watching, *self._tasks, return_exceptions=True)

@@ -47,6 +47,15 @@ class ProcessFault(ChannelMessage, frozen=True):
     error: str
 
 
+class Alive(ChannelMessage, frozen=True):
+    """A sign of life, once a second (`motet.process.alive`)."""
+
+    loop: int
+    """Seconds for which the event loop has not turned; 0 while the process starts or stops."""
+    device: int
+    """Seconds for which the current turn of the device has used neither processor nor disk."""
+
+
 Received = TypeVar("Received")
 
 

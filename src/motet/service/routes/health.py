@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from sqlalchemy import func, select
 
+from motet.cluster.host_link import NO_ANSWER
 from motet.cluster.hosts import Hosts
 from motet.core.types import JobState
 from motet.service.database.store import Store
@@ -41,7 +42,7 @@ def ready(request: Request, service: ServiceDep) -> JSONResponse:
     message = away or service.hosts.failure or ("" if service.hosts.ready else _STARTING) or service.recorder.failure
     status = "unavailable" if message else "ok"
     gone = [name for name, there in service.hosts.there.items() if not there.is_set()]
-    if not away and not known and message not in ("", _STARTING):
+    if not away and not known and message not in ("", _STARTING, NO_ANSWER):
         message = "the engine or the database is not available; send a key to see the reason"
     if not message and gone:  # jobs on other bases can run
         reasons = {name: (service.hosts.failure_of(name) if known else "") or "is not there yet" for name in gone}

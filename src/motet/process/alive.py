@@ -1,0 +1,113 @@
+"""Signs of life of a process, from a thread of its own: a busy event loop, or a long turn of a device, is no silence.
+
+Seconds are counted by those who wait, and not read from a clock, so that a pause of the whole machine is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from motet.process.channel import Alive
+
+SILENT = 9
+"""Seconds without a sign of life, or in which the process's event loop does not turn, after which it is ended."""
+BEAT_SECONDS = 1.0
+_FIRST_SECONDS = 120
+"""As `SILENT`, until the first sign: on a busy machine a process imports its modules for long."""
+_IDLE_SHARE = 0.01
+"""Of a second: a thread that computes gets more, also beside many others."""
+
+
+class Pulse:
+    """Says once a second how long the event loop of this process has not turned."""
+
+    def __init__(self, say: Callable[[int | None], object]) -> None:
+        """`say` is called in a thread; with None while the loop is not judged: the process starts, or stops."""
+        self._say = say
+        self._judged = self._turned = False
+        threading.Thread(target=self._beat, name="motet-pulse", daemon=True).start()
+
+    async def turn(self) -> None:
+        """Say that the process works, and keep saying that its loop turns; cancel it when the process stops."""
+        self._judged = True
+        try:
+            while True:
+                self._turned = True
+                await asyncio.sleep(BEAT_SECONDS / 2)
+        finally:
+            self._judged = False
+
+    def _beat(self) -> None:
+        still = 0
+        while True:
+            still, self._turned = 0 if self._turned else still + 1, False
+            self._say(still if self._judged else None)
+            time.sleep(BEAT_SECONDS)
+
+
+class LifeSigns:
+    """What a process's owner knows of its life."""
+
+    def __init__(self) -> None:
+        self._silent, self._handling = 0, False
+        self.alive: Alive | None = None
+        """The last sign of life."""
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """A message came; while it is handled, no other is waited for."""
+        self._handling = True
+        try:
+            yield
+        finally:
+            self._silent, self._handling = 0, False
+
+    async def lost(self) -> str:
+        """Wait until the process does not answer; says in which way."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            self._silent += not self._handling
+            alive, most = self.alive or Alive(0, 0), SILENT if self.alive else _FIRST_SECONDS
+            signs = {
+                "gives no sign of life": self._silent,
+                "does not turn its event loop": alive.loop,
+                "makes no progress on its device": alive.device,
+            }
+            if found := [f"{what} for {seconds} s" for what, seconds in signs.items() if seconds >= most]:
+                return found[0]
+
+
+class TakesTurns(Protocol):
+    """A device."""
+
+    beat: int
+    """Counts begins and ends of its turns: odd while one runs."""
+
+
+class DeviceWatch:
+    """Judges turns of a device on this processor by their progress, not by their length."""
+
+    def __init__(self, device: TakesTurns) -> None:
+        self._device = device
+        self._seen, self._still = (0, 0.0, 0), 0
+
+    def look(self) -> int:
+        """Called once a second: for how many of these the current turn has used neither processor nor disk."""
+        beat, (before, worked, moved) = self._device.beat, self._seen
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        # those of the device, its team and its helpers: without the event loop, and this thread
+        now = time.process_time() - time.thread_time() - _time_of(threading.main_thread().ident)
+        disk = used.ru_majflt + used.ru_inblock + used.ru_oublock
+        idle = beat % 2 == 1 and beat == before and now - worked < _IDLE_SHARE * BEAT_SECONDS and disk == moved
+        self._seen, self._still = (beat, now, disk), self._still + 1 if idle else 0
+        return self._still
+
+
+def _time_of(thread: int | None) -> float:
+    return 0.0 if thread is None else time.clock_gettime(time.pthread_getcpuclockid(thread))

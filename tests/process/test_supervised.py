@@ -1,0 +1,210 @@
+"""A process that its small parent starts again, and signs of life: a long step is none of silence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from motet.core.device import Device
+from motet.process.alive import DeviceWatch, Pulse
+from motet.process.supervised import GAVE_UP
+
+SERVER = """
+import asyncio, os, socket, sys
+from motet.process.supervised import supervised
+listening = socket.create_server(("127.0.0.1", 0))
+print("port", listening.getsockname()[1], flush=True)
+say = lambda text: print("said", text, flush=True)
+heart = supervised(say, "the child", lambda: print("prepared", flush=True), [listening])
+
+async def main():
+    listening.setblocking(False)
+    loop, turning = asyncio.get_running_loop(), asyncio.create_task(heart.turn())
+    await asyncio.sleep(0.1)
+    print("child", os.getpid(), heart.first, flush=True)
+    while True:
+        connection, _ = await loop.sock_accept(listening)
+        word = await loop.sock_recv(connection, 10)
+        if word == b"stick":
+            while True:
+                pass
+        if word.isdigit():
+            sys.exit(int(word))
+        connection.close()
+
+asyncio.run(main())
+"""
+
+
+class Supervised:
+    """A program whose child listens."""
+
+    def __init__(self, code: str = SERVER) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.port = int(self.hears("port"))
+
+    def hears(self, word: str) -> str:
+        """The rest of the next line, which has to begin so; what is prepared may come at any time."""
+        assert self.process.stdout is not None
+        while (line := self.process.stdout.readline()).startswith("prepared") and word != "prepared":
+            pass
+        assert line.startswith(word), line
+        return line.removeprefix(word).strip()
+
+    def child(self, *, first: bool) -> int:
+        """The process that serves now."""
+        pid, told = self.hears("child").split()
+        assert told == str(first)
+        return int(pid)
+
+    def close(self) -> None:
+        """Leave nothing running."""
+        self.process.kill()
+        self.process.communicate()
+
+    def says(self, word: bytes) -> None:
+        """Connect and say a word to the child."""
+        with socket.create_connection(("127.0.0.1", self.port)) as connection:
+            connection.sendall(word)
+
+
+@pytest.fixture
+def program() -> Iterator[Supervised]:
+    with contextlib.closing(Supervised()) as made:
+        yield made
+
+
+def test_a_child_that_dies_is_started_again_with_its_sockets(program: Supervised) -> None:
+    before = program.child(first=True)
+    assert program.hears("prepared") == ""
+    os.kill(before, signal.SIGKILL)
+    assert program.hears("said") == "the child was killed by signal 9: it is started again"
+    after = program.child(first=False)
+    assert after != before
+    program.says(b"7")  # the port is the same, and was never closed
+    assert program.hears("said") == "the child ended with status 7: it is started again"
+    os.kill(program.child(first=False), signal.SIGSEGV)
+    assert program.hears("said").endswith("3 times within 60 s: motet stops; start it again")
+    assert program.process.wait(20) == GAVE_UP
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_goes_through_and_the_end_is_the_childs(program: Supervised, number: int) -> None:
+    child = program.child(first=True)
+    program.process.send_signal(number)
+    status = program.process.wait(20)
+    assert not psutil.pid_exists(child)
+    assert status in (-number, 1), "as a Python program that is not supervised: by its signal, or a KeyboardInterrupt"
+    with pytest.raises(ConnectionRefusedError):
+        program.says(b"")
+
+
+def test_what_ends_before_it_serves_or_by_itself_is_not_started_again() -> None:
+    first = SERVER.replace('print("child"', 'sys.exit(3)\n    print("child"').replace(
+        "asyncio.create_task(heart.turn())", "None"
+    )
+    with contextlib.closing(Supervised(first)) as program:
+        assert program.process.wait(20) == 3
+    with contextlib.closing(Supervised()) as program:
+        program.child(first=True)
+        program.says(b"0")
+        assert program.process.wait(20) == 0
+
+
+def test_a_child_ends_with_its_parent_also_when_it_is_stopped(program: Supervised) -> None:
+    child = psutil.Process(program.child(first=True))
+    child.suspend()
+    program.process.kill()
+    program.process.wait()
+    assert psutil.wait_procs([child], timeout=20)[1] == []
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_a_child_that_does_not_answer_is_ended_and_started_again(program: Supervised, how: str) -> None:
+    child = program.child(first=True)
+    program.hears("prepared")  # it serves
+    if how == "stopped":
+        os.kill(child, signal.SIGSTOP)
+    else:
+        program.says(b"stick")
+    assert program.hears("said") == "the child did not answer for 9 s and was ended: it is started again"
+    program.child(first=False)
+    program.process.terminate()
+
+
+# --- signs of life ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_of_the_device_is_judged_by_its_progress_and_not_by_its_length() -> None:
+    device, go = Device(), threading.Event()
+    try:
+        watch = DeviceWatch(device)
+
+        def works() -> None:
+            """A step that takes as long as it likes."""
+            while not go.is_set():
+                pass
+
+        working = device.submit(works)
+        found = []
+        for _ in range(12):
+            used = time.process_time() - time.thread_time()
+            while time.process_time() - time.thread_time() < used + 0.03:
+                time.sleep(0.001)
+            found.append(watch.look())
+        assert set(found) == {0}
+        go.set()
+        working.result()
+        assert [watch.look() for _ in range(12)][-1] == 0, "a device without work waits"
+        go.clear()
+        waiting = device.submit(go.wait)  # as in a deadlock
+        while device.beat % 2 == 0:
+            time.sleep(0.001)
+        watch.look()
+        assert [watch.look() for _ in range(12)] == list(range(1, 13))
+        go.set()
+        waiting.result()
+    finally:
+        device.close()
+
+
+def test_a_loop_that_turns_is_not_still_and_before_and_after_it_is_not_judged() -> None:
+    said: list[int | None] = []
+    heard = threading.Event()
+
+    def say(still: int | None) -> None:
+        said.append(still)
+        heard.set()
+
+    pulse = Pulse(say)
+
+    def until(wanted: int | None) -> None:
+        while True:
+            heard.clear()
+            if said and said[-1] == wanted:
+                return
+            assert heard.wait(30)
+
+    async def work() -> None:
+        until(None)
+        turning = asyncio.create_task(pulse.turn())
+        await asyncio.to_thread(until, 0)
+        until(2)  # the loop stands
+        turning.cancel()
+        await asyncio.gather(turning, return_exceptions=True)
+        until(None)
+
+    asyncio.run(work())
