@@ -215,7 +215,6 @@ async def _run(
     server = Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)
     )  # fmt: skip
-    # takes a moment; nobody waits for it, and it is told once
     looking = asyncio.create_task(_look_for_wall(lambda: server.should_exit or not heart.first))
     await server.serve(list(sockets))
     looking.cancel()
