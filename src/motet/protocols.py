@@ -80,8 +80,11 @@ class Trainer(Protocol):
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
 
-    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """Write PEFT files and, if asked, the optimizer's state; may run outside of the device's turns, while others train."""
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
+        """Write PEFT files and, if asked, the optimizer's state; may run outside of the device's turns, while others train.
+
+        The optimizer's state includes a gradient that waits for its step, unless `gradient` is False.
+        """
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""

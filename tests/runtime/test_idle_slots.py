@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from motet.core.types import JobState, Problem
-from motet.runtime.slot_turns import IdleSlotTimeouts
+from motet.runtime.slot_turns import SlotTimeouts
 from motet.tasks.reward_pool import ScoreOutcome, Transcript
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import PATIENCE, until
@@ -70,7 +70,7 @@ def test_a_job_that_is_to_pause_does_not_wait_for_scores_that_do_not_come(tmp_pa
 
 def test_whoever_is_slow_is_given_twice_as_long() -> None:
     now = 0.0
-    timeouts = IdleSlotTimeouts(10.0, lambda: now)
+    timeouts = SlotTimeouts(10.0, lambda: now)
 
     def waits_until_sent(step: int) -> float:
         nonlocal now

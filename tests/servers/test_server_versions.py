@@ -131,7 +131,7 @@ def test_a_version_that_cannot_be_written(tmp_path: Path) -> None:
 class FullTrainer(FakeTrainer):
     """There is no room where it writes adapters."""
 
-    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
         (directory / "adapter_config.json").touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory / "adapter_model.safetensors"))
 
@@ -356,9 +356,9 @@ def test_a_publish_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
         await until(lambda: server.entries == ())
 
     class Slow(FakeTrainer):
-        def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
             time.sleep(0.05)
-            super().save_adapter(name, directory, optimizer=optimizer)
+            super().save_adapter(name, directory, optimizer=optimizer, gradient=gradient)
 
     trainer = trainer_of("job", kind=Slow)
     with ProtocolServer() as server:

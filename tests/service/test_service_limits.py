@@ -399,6 +399,22 @@ def test_a_gradient_that_takes_more_than_is_left_is_refused(house: House) -> Non
     house.recorder.record_step(job, {"step": 1, "tokens_trained": 10})
     assert ledger.tokens_of(job) == 30, "of the step's tokens four were counted before"
 
+    counted = []
+    for step_, sampled, ends in (
+        (2, 50, None),  # an unfinished step, and rollouts ahead of it
+        (2, 30, None),  # sampled again after a crash
+        (2, 50, 40),  # ten are of a later step
+        (3, 25, None),
+        (3, 25, 60),
+        (1, 500, None),  # late: those are counted with the step
+        (4, 7, None),  # the job is cancelled
+    ):
+        ledger.worked(job, step_, 0, sampled)
+        if ends is not None:
+            house.recorder.record_step(job, {"step": step_, "tokens_sampled": ends})
+        counted.append(ledger.tokens_of(job) - 30)
+    assert counted == [50, 50, 50, 65, 100, 100, 107]
+
 
 def test_a_gradient_that_is_done_counts_once_before_and_after_the_ledger_has_it(house: House) -> None:
     ledger, model = house.part(Ledger), made(house)

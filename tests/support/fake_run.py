@@ -17,7 +17,7 @@ from motet.config.candidates import raced
 from motet.config.jobfile import merge
 from motet.core.device import Device
 from motet.core.types import JobState, Message, Problem
-from motet.model.fake import END, FakeTokenizer
+from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Job, Services
@@ -135,6 +135,8 @@ class Setting:
     """Of tenants."""
     max_idle: float | None = None
     """Seconds after which jobs that only wait for scores lose their slots; the pipeline then stays when its jobs have ended."""
+    most_step: float = 60.0
+    """Seconds that a step may go on after its job must give its slot away."""
     ordered: Callable[[list[JobConfig]], Sequence[JobConfig]] = list
     """In which order the pipeline gets the jobs."""
     late: frozenset[str] = frozenset()
@@ -186,6 +188,8 @@ async def _run(
         probe_tolerance=setting.tolerance,
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
         threads=setting.threads,
+        positions=4096,
+        vocabulary=VOCABULARY,
     )
     ordinary, plans = raced(configs)
     made = [make_job(config, directory, setting) for config in setting.ordered(ordinary)]
@@ -200,7 +204,8 @@ async def _run(
     races = [Race(plan, jobs, directory.path, join) for plan in plans]
     taken = [one for one in jobs.values() if one.name not in setting.late]
     stays = setting.max_idle is not None
-    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=setting.max_idle or 0.0, races=races)
+    idle, step = setting.max_idle or 0.0, setting.most_step
+    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=idle, most_step=step, races=races)
     for tenant, rule in setting.rules.items():
         pipeline.rule(tenant, rule)
     run = FakeRun(pipeline, jobs, services, engine, trainer)

@@ -42,6 +42,11 @@ class Algorithm(Config):
     """A name, or `file.py:Class` for your own."""
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps of each adapter in a step."""
+        return 1
+
+    @property
     def lag(self) -> int:
         """The largest number of versions between the sampled data and the trained version."""
         return 0

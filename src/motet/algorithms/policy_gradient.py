@@ -122,6 +122,11 @@ class PolicyGradient(Algorithm):
         return self
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps of each adapter in a step."""
+        return self.updates_per_batch
+
+    @property
     def lag(self) -> int:
         """The largest number of versions between the sampled data and the trained version."""
         return self.max_off_policy_steps

@@ -33,6 +33,7 @@ class StartHost(ChannelMessage, frozen=True):
     """Rewards that may run without a wall."""
     patience_seconds: float
     largest: Largest
+    step_seconds: float = 60.0
     serves: str = ""
     """The base's name, on a service with several bases."""
     host: int | None = None
@@ -265,13 +266,15 @@ class JobStepped(ChannelMessage, frozen=True):
 
 
 class JobWorked(ChannelMessage, frozen=True):
-    """A part of a client-driven step is done, whether or not the step is ever finished."""
+    """A part of a step is done, whether or not the step is ever finished."""
 
     job: str
     step: int
     """The version that the step started from."""
     tokens: int
-    """Tokens of the step so far, times the targets of each."""
+    """Tokens trained in the step so far, times the targets of each."""
+    sampled: int = 0
+    """Tokens sampled so far that are in no finished step."""
 
 
 class Released(ChannelMessage, frozen=True):

@@ -265,6 +265,10 @@ class ServiceConfig(Config):
     patience_seconds: float = Field(120.0, gt=0, le=86400)
     """Time that a job keeps a slot that another job needs while it waits for scores or an agent and asks nothing of the
     device. If it must give the slot up again before it finishes a step, it gets twice as long."""
+    step_seconds: float = Field(60.0, gt=0, le=86400)
+    """Time that a step may go on after its job must give its slot to another tenant's. Then the job stops within the step, and
+    later goes on there. Operators with slow devices raise it, so that most steps end. A job that finishes no part of its step
+    in this time gets twice as long at its next turn."""
     takeover_seconds: float = Field(600.0, ge=0, le=86400)
     """Time that the engine keeps training after `motet serve` was killed. A new `motet serve` can take it over in
     this time. After this time, its jobs save and it ends. 0 ends it at once."""

@@ -40,8 +40,8 @@ class JobReports:
         match event:
             case CommandObeyed():
                 self._send(m.Obeyed(job.name))
-            case Executed(step, tokens):
-                self._send(m.JobWorked(job.name, step, tokens))
+            case Executed(step, tokens, sampled):
+                self._send(m.JobWorked(job.name, step, tokens, sampled))
             case StepDone(line, best, best_by):
                 self._send(m.JobStepped(job.name, as_json(line), best, best_by))
             case StateChanged(state, message, inexact):

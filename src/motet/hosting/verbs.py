@@ -69,7 +69,7 @@ class _Adapter:
         """Give the slot back."""
         session, opened = self.session, self.session.versions.latest >= 0
         try:
-            if self.commits and opened and not session.moved:
+            if self.commits and opened and not session.work.moved:
                 await session.commit(closed=True)
         finally:
             await session.close()
@@ -79,7 +79,7 @@ class _Adapter:
 
     async def forward_backward(self, segments: tuple[Segment, ...]) -> Trained:
         """Add a gradient."""
-        parts = await self.session.forward_backward(segments)
+        parts = await self.session.work.forward_backward(segments)
         trained = Trained(
             sum((one.stats for one in parts), LossStats()), tuple(each for one in parts for each in one.logprobs)
         )
@@ -254,7 +254,9 @@ class Verbs:
         if not self._commits:
             job.directory.materials = None  # receipts of what nobody keeps
         job.starts = self._starts[name]
-        adapter = _Adapter(Session(job, host.services, await asyncio.to_thread(job.directory.restore)), self._commits)
+        session = Session(job, host.services, await asyncio.to_thread(job.directory.restore))
+        session.work.may_give_way = False
+        adapter = _Adapter(session, self._commits)
         self._starts[name] = job.starts
         await adapter.open()
         self._adapters[name] = adapter
@@ -273,11 +275,11 @@ class Verbs:
         self, segments: Mapping[str, tuple[Segment, ...]], *, base: bool
     ) -> dict[str, tuple[FloatArray, ...]]:
         sessions = {name: self._adapter(name).session for name in segments}
-        passes = (sessions[name].forward(parts, base=base) for name, parts in segments.items())
+        passes = (sessions[name].work.forward(parts, base=base) for name, parts in segments.items())
         return dict(zip(segments, map(tuple, await asyncio.gather(*passes)), strict=True))
 
     async def _step(self, adapter: _Adapter, adamw: AdamW) -> OptimStats:
-        stats = await adapter.session.optim_step(adamw)
+        stats = await adapter.session.work.optim_step(adamw)
         await adapter.finish(stats)
         return stats
 

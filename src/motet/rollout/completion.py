@@ -13,7 +13,7 @@ from motet.core.errors import EngineError
 from motet.core.stops import Decode, GrowingText, certain, ending, until_stop
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 
-_LONG = 256
+_LONG = 16
 """`max_tokens` from which servers stream completions with `keep_aborted` to Motet. A stream costs more."""
 
 

@@ -48,6 +48,7 @@ class ClientLoop(Driver):
         self._next = self.session.done.position
         """Number of the next command."""
         self._journal.reveal(self._next)
+        self.session.work.keeps_logprobs = True
         self._waiting = self._rest = False
         self._stats, self._samples, self._undone = LossStats(), 0, 0
         """Of the gradient that is accumulating, and how often it was undone."""
@@ -136,7 +137,8 @@ class ClientLoop(Driver):
     async def _gradient(self, number: int, command: j.ForwardBackward) -> None:
         """Execute a gradient command unless the client cancels it first."""
         if await asyncio.to_thread(self._journal.cancelled, number):
-            await self._answer(number, _CANCELLED)
+            partly = bool(self.session.work.kept.of_call(str(number)))  # before the session gave its slot away
+            await self._cancel(number, undo=partly and not command.forward_only)
             return
         before, forward_tokens = self._tokens, self._forward_tokens
         ends = command.forward_only or not self._samples or self._undone < _MOST_UNDONE
@@ -150,15 +152,21 @@ class ClientLoop(Driver):
                 work.exception()  # nobody else reads this exception once the job ended or the client cancelled
         if not cancelled:
             await self._answer(number, work.result(), keep=not command.forward_only)
+            if command.forward_only:
+                self.session.work.answered(str(number))
             return
-        if not command.forward_only:  # earlier gradients of the step are computed again, and charged again
+        self._forward_tokens = forward_tokens + self._tokens - before if command.forward_only else self._tokens
+        await asyncio.to_thread(self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens)
+        await self._cancel(number, undo=not command.forward_only)
+
+    async def _cancel(self, number: int, *, undo: bool) -> None:
+        """Answer a cancelled command; with `undo`, earlier gradients of the step are computed again, and charged again."""
+        if undo:
             self._undone += bool(self._samples)
             await self.session.undo()
             self._stats, self._samples = LossStats(), 0
-        self._forward_tokens = forward_tokens + self._tokens - before if command.forward_only else self._tokens
-        await asyncio.to_thread(self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens)
         await self._answer(number, _CANCELLED)
-        if not command.forward_only:
+        if undo:
             self._next = self.session.done.position
 
     async def _cancelled_before(self, number: int, work: asyncio.Task[j.AnyOutcome], ends: bool) -> bool:
@@ -183,10 +191,10 @@ class ClientLoop(Driver):
         try:
             with self.services.scheduler.working(self.job.name):
                 if command.forward_only:
-                    logprobs = await self.session.forward(segments, executed)
+                    logprobs = await self.session.work.forward(segments, executed, call=str(number))
                     value = _value(loss, segments, logprobs, self.services.functions)
                 else:
-                    trained = await self.session.forward_backward(segments, self._executed)
+                    trained = await self.session.work.forward_backward(segments, self._executed, call=str(number))
                     logprobs = [values for one in trained for values in one.logprobs]
                     stats = sum((one.stats for one in trained), LossStats())
                     self._stats, self._samples = self._stats + stats, self._samples + len(samples)
@@ -226,7 +234,7 @@ class ClientLoop(Driver):
         started = time.monotonic()
         clip = math.inf if command.clip_norm is None else command.clip_norm
         adamw = AdamW(command.lr, command.betas, command.eps, command.weight_decay, clip)
-        optim = await self.session.optim_step(adamw)
+        optim = await self.session.work.optim_step(adamw)
         metrics = {"grad_norm:mean": optim.grad_norm, "lr:mean": optim.lr, "skipped:sum": float(optim.skipped)}
         await self._finish(number, j.Done({"metrics": metrics}), optim, {"train": time.monotonic() - started})
 
@@ -258,6 +266,7 @@ class ClientLoop(Driver):
         await self._finish(number, j.Done(command.answer), None, {"train": 0.0})
 
     async def _save(self, number: int, command: j.Save) -> j.AnyOutcome:
+        await self.session.work.take_up()
         trainer, name = self.services.trainer, self.job.name
         final = self.job.directory.path / "checkpoints" / command.place
 

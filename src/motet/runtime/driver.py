@@ -44,6 +44,8 @@ class Driver:
                 job.progress.spent = self.spent
                 if self._pause or self._stops:
                     await session.commit(closed=True)
+                    if session.work.kept.passes:
+                        await self._keep()
                     return JobState.PAUSED
                 await self.step(session.done.step)
                 await self._publish()
@@ -54,8 +56,10 @@ class Driver:
         except (ScorerAway, ExceptionGroup) as error:
             if not _only_away(error):
                 raise
-            if not session.moved:
+            if not session.work.stepped:
                 await session.commit()
+            if session.work.giving_way.is_set():
+                await self._keep()
             return JobState.PAUSED if self._pause else JobState.QUEUED
         finally:
             async with contextlib.AsyncExitStack() as rest:  # close in reverse order, even if one call is cancelled
@@ -63,6 +67,12 @@ class Driver:
                 rest.push_async_callback(self.reference.close)
                 rest.callback(scheduler.leave, job.name)
                 await self.leave()
+
+    async def _keep(self) -> None:
+        """Keep what is done of the step, if the job can go on there."""
+        if self.session.done.step in self.job.directory.steps():
+            await self.stop_sampling()
+            await self.session.work.keep(self.session.done.step)
 
     # --- methods of subclasses ----------------------------------------------------------------------------------------
 
@@ -79,6 +89,9 @@ class Driver:
     async def evaluated(self) -> Evaluated | None:
         """The evaluation of the current step's starting version; None if that version is not evaluated."""
         return None
+
+    async def stop_sampling(self) -> None:
+        """End what is sampled now."""
 
     async def leave(self) -> None:
         """Stop what `begin` started; called before the session closes."""
@@ -106,6 +119,11 @@ class Driver:
         """Stop after the current step; at once if it waits for scores and no scorer is connected."""
         self._pause = True
 
+    def give_way(self) -> None:
+        """Stop within the current step, which was asked to be the last one; the job goes on there when it has a slot again."""
+        self._pause = True
+        self.session.work.give_way()
+
     def go_on(self) -> None:
         """Cancel `pause`."""
         self._pause = False
@@ -130,10 +148,11 @@ class Driver:
 
     @property
     def commits(self) -> bool:
-        """Whether the current step is committed: also if it may be the best version, or if a resumed job samples from it."""
+        """Whether the current step is committed: also if it may be the best version, or if a resumed job needs it."""
         config, version = self.job.config, self.session.done.step + 1
         wanted = version % config.checkpoint.every == 0 or version in (config.steps, self.job.until) or self._pause
-        return wanted or self.job.evaluates(version) or config.algorithm.lag > 0
+        lasting = config.algorithm.lag > 0 or config.algorithm.updates > 1
+        return wanted or self.job.evaluates(version) or lasting
 
     async def _publish(self) -> None:
         """Publish the newest version, unless nothing was trained, or nothing samples from it before the job is opened again."""

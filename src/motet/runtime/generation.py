@@ -7,6 +7,7 @@ The next request sends prompt and draft, with a new random seed for the remainin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from array import array
 from collections.abc import Coroutine, Iterable
@@ -19,11 +20,14 @@ from motet.core import seeds
 from motet.core.stops import certain, ending, until_stop
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 from motet.protocols import RolloutEngine
+from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
 
 Result = TypeVar("Result")
 
+_GIVE_UP_SECONDS = 5.0
+"""How long an engine may take to end aborted requests."""
 _numbers = itertools.count()
 
 
@@ -195,6 +199,7 @@ class Generation:
                 seeds.key(keys[index], "continued", len(so_far)) if so_far else keys[index] for index in drafts
             ),
             stream=self._renews(sampling) or self.can_stop,
+            keep_aborted=bool(self.payer[0]),  # an answer that is given up is charged
             episodes=tuple(self._episode(index, role) for index in drafts) if self.turns else (),
             tenant=self.payer[0],
             share=self.payer[1],
@@ -227,9 +232,20 @@ class Generation:
         events += [self.stop.wait()] if self.can_stop else []
         watching = [asyncio.create_task(self._abort_when(event, ids)) for event in events]
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*map(asyncio.shield, tasks))
+        except asyncio.CancelledError:
+            await uninterrupted(self._give_up(tasks, ids))
+            raise
         finally:
             await ended((*tasks, *watching))
+
+    async def _give_up(self, tasks: list[asyncio.Task[None]], ids: list[str]) -> None:
+        """Abort requests that nobody waits for, and take the tokens that were sampled for them, because they are charged."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GIVE_UP_SECONDS):
+                for name in ids:
+                    await self.engine.abort(name)
+                await asyncio.wait(tasks)
 
     async def _abort_when(self, event: Coroutine[Any, Any, Any], ids: list[str]) -> None:
         await event

@@ -18,6 +18,7 @@ from motet.core.types import JobState, SamplingParams
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.learner import Learner
+from motet.runtime.open_work import OpenWork
 from motet.runtime.progress import JobProgress
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.start_turns import StartTurns
@@ -55,12 +56,14 @@ class StepDone:
 
 @dataclass(frozen=True)
 class Executed:
-    """Part of a client-driven step was computed; it counts even if the step never completes."""
+    """Part of a step was computed; it counts even if the step never completes."""
 
     step: int
     """Version that the step started from."""
     tokens: int
-    """Total of the step so far, times the number of targets."""
+    """Total trained in the step so far, times the number of targets."""
+    sampled: int = 0
+    """Total sampled so far that is in no finished step."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,12 @@ class Job:
     """What lives as long as a job needs it, such as data that jobs share."""
     until: int | None = None
     """Steps after which it waits for a decision of its race; None where it trains to the end."""
+
+    def __post_init__(self) -> None:
+        """Count its work from now on."""
+        work = self.open_work = OpenWork(
+            lambda: self.observer(Executed(self.progress.step, work.trained, work.sampled))
+        )
 
     @property
     def name(self) -> str:

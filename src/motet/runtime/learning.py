@@ -13,6 +13,7 @@ from motet.config import AdapterConfig
 from motet.core import seeds
 from motet.core.batch import LossStats, OptimStats, Segment, Trained
 from motet.core.types import FloatArray
+from motet.protocols import Trainer
 from motet.runtime.learning_rate import adamw
 from motet.runtime.reference import Reference
 from motet.runtime.session import Session, Slot
@@ -30,14 +31,12 @@ class Critic:
         self._slot = Slot(session, self._name)
 
     async def open(self) -> None:
-        """Take a slot and load the committed state, before the session opens, which then commits the critic too."""
+        """Take a slot, before the session opens, which then loads and commits the critic too."""
         session, config = self._session, self.config
         shape = AdapterConfig(rank=config.rank, target_modules=session.job.config.adapter.target_modules)
         seed = seeds.key(session.job.seed, "critic") % (1 << 48)
         await self._slot.take(shape, seed, head=True)
-        if (committed := session.committed) is not None:
-            await session.on_device(lambda trainer: trainer.load_adapter(self._name, _place(committed), optimizer=True))
-        session.also_saved.append(self._save)
+        session.beside.append(self)
 
     async def close(self) -> None:
         """Release the slot."""
@@ -45,7 +44,7 @@ class Critic:
 
     async def values(self, batch: StepBatch) -> Sequence[FloatArray]:
         """Predicted values of sampled tokens, [T] for each sample."""
-        return await self._session.forward(self.segments(batch))
+        return await self._session.work.forward(self.segments(batch))
 
     def segments(self, batch: StepBatch) -> tuple[Segment, ...]:
         """Micro-batches of samples for the critic."""
@@ -56,13 +55,17 @@ class Critic:
         job = self._session.job
         rate = job.base_rate if self.config.lr == "auto" else self.config.lr
         settings = adamw(job.config.optimizer, rate, step, job.config.steps)
-        return await self._session.on_device(lambda trainer: trainer.optim_step(self._name, settings))
+        return await self._session.work.optim_step(settings, name=self._name)
 
-    def _save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, gradient: bool) -> None:
         """Write adapter, head and moments into a commit."""
         place = _place(directory)
         place.mkdir()
-        self._session.services.trainer.save_adapter(self._name, place, optimizer=True)
+        self._session.services.trainer.save_adapter(self._name, place, optimizer=True, gradient=gradient)
+
+    def load(self, trainer: Trainer, directory: Path) -> None:
+        """Read what `save` wrote."""
+        trainer.load_adapter(self._name, _place(directory), optimizer=True)
 
 
 def _place(directory: Path) -> Path:
@@ -126,7 +129,7 @@ async def _share(
         batch = batch.with_logprobs("reference_logprobs", logprobs)
     batch = algorithm.weighed(batch) if batch.samples else batch
     if batch.samples and algorithm.needs_proximal:
-        batch = batch.with_logprobs("proximal_logprobs", await session.forward(_segments(session, batch, role)))
+        batch = batch.with_logprobs("proximal_logprobs", await session.work.forward(_segments(session, batch, role)))
     return Share(batch, _segments(session, batch, role), role)
 
 
@@ -144,11 +147,11 @@ async def train(
         return [LearnedStep(share.batch, LossStats(), None, 0) for share in shares]
     with session.services.scheduler.working(job.name):
         for update in range(updates):
-            trained = await session.forward_backward((*(one for own in segments for one in own), *beside))
+            trained = await session.work.forward_backward((*(one for own in segments for one in own), *beside))
             for place, (share, own) in enumerate(zip(shares, segments, strict=True)):
                 if own:
                     settings = adamw(job.config.optimizer, job.rate_of(share.role), step, job.config.steps)
-                    optims[place] = await session.optim_step(settings, share.role)
+                    optims[place] = await session.work.optim_step(settings, share.role)
             if lesson is not None:
                 await lesson.critic.optim_step(step)
             if update == 0:

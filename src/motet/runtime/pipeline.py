@@ -19,7 +19,7 @@ from motet.runtime.race import Race, let_decide, refused
 from motet.runtime.rundir import read_commands
 from motet.runtime.running_job import Running, cut_off, driver_of, outcome
 from motet.runtime.scheduler import weight_of
-from motet.runtime.slot_turns import MAX_IDLE, IdleSlotTimeouts, SlotTurns
+from motet.runtime.slot_turns import MAX_IDLE, MOST_STEP, SlotTimeouts, SlotTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.runtime.uninterrupted import uninterrupted
 
@@ -39,11 +39,16 @@ class Pipeline:
         *,
         stays: bool = False,
         max_idle: float = MAX_IDLE,
+        most_step: float = MOST_STEP,
         turns: SlotTurns | None = None,
         races: Sequence[Race[Job]] = (),
     ) -> None:
-        """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
-        self._turns, self._stays, self._timeouts = turns or SlotTurns(), stays, IdleSlotTimeouts(max_idle)
+        """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots.
+
+        `most_step`: seconds that a step may go on after its job must give its slot away.
+        """
+        self._turns, self._stays = turns or SlotTurns(), stays
+        self._timeouts, self._cuts = SlotTimeouts(max_idle), SlotTimeouts(most_step)
         self.jobs = {job.name: job for job in jobs}
         self._services, self._slots, self._races = services, slots, races
         self._running: dict[str, Running] = {}
@@ -99,6 +104,7 @@ class Pipeline:
             self.jobs.pop(name, None)
             self._disk_gate.forget(name)
             self._timeouts.forget(name)
+            self._cuts.forget(name)
 
     def steer(self, name: str, wanted: Wanted) -> None:
         """Let a job run, pause or end; nothing changes if it does that already."""
@@ -251,10 +257,19 @@ class Pipeline:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
                 self._preempt_idle()
+            self._cut_steps()
             if self._disk_gate.may_open() or self._turns.due:
                 self._changed.set()
             for name, wanted in read_commands(list(self.jobs.values()), turn):
                 self.steer(name, wanted)
+
+    def _cut_steps(self) -> None:
+        """Take slots in the middle of steps that last, from jobs that must give them away."""
+        for name, one in self._running.items():
+            progress = one.job.progress.step + one.job.progress.kept
+            if self._cuts.expired(name, progress, waits=one.must_go and one.loop is not None):
+                self._cuts.preempted(name, progress)
+                one.give_way()
 
     def _preempt_idle(self) -> None:
         """Take slots from jobs that only wait for scores, if they must stop anyway or another job needs the slot."""

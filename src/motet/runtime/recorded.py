@@ -22,8 +22,7 @@ from motet.core.errors import RunError
 from motet.core.types import Branch, Group, Message, Problem, Rollout, Turn
 from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.job import Job
-from motet.runtime.sampling import Supply
-from motet.runtime.steps import SampledStep
+from motet.runtime.steps import SampledStep, Supply
 
 _DIGITS = 8
 """Of the sum of a field, which tells where a file was edited; that it was, the sum of the file tells."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from motet.config import AdapterConfig
 from motet.core.batch import Sample, Segment
-from motet.core.errors import AdapterError
+from motet.core.errors import AdapterError, GaveWay
 from motet.core.model_info import ALL_LINEAR, with_experts
 from motet.core.types import ADAPTER_CONFIG, FloatArray
 from motet.model.find import find_adapter
@@ -47,7 +47,7 @@ class BaseReference(Reference):
 
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
         """Logprobs [T] of each sample."""
-        return await self._session.forward(segments, base=True)
+        return await self._session.work.forward(segments, base=True)
 
 
 class AdapterReference(Reference):
@@ -72,7 +72,7 @@ class AdapterReference(Reference):
 
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
         """Logprobs [T] of each sample."""
-        return await self._session.forward(tuple(replace(segment, adapter=self._name) for segment in segments))
+        return await self._session.work.forward(tuple(replace(segment, adapter=self._name) for segment in segments))
 
     async def close(self) -> None:
         """Release the slot."""
@@ -101,7 +101,13 @@ class ServerReference(Reference):
                 values = await self._server.logprobs(sample.token_ids)
             return np.where(sample.loss_mask, values, np.float32(0)).astype(np.float32)
 
-        return await asyncio.gather(*(scored(sample) for segment in segments for sample in segment.samples))
+        asked = asyncio.gather(*(scored(sample) for segment in segments for sample in segment.samples))
+        try:
+            return await self._session.work.unless_giving_way(asked)
+        except GaveWay:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            raise
 
     async def close(self) -> None:
         """Close connections."""

@@ -14,14 +14,15 @@ from motet.core.errors import JobFailed
 from motet.core.types import Group
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
+from motet.runtime.generation import ended
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import Critic, learn
 from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
 from motet.runtime.race_rule import deciding, mean_of
 from motet.runtime.recorded import RecordedSampler, exact_rows
-from motet.runtime.sampling import JobSampler, Supply
+from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
-from motet.runtime.steps import SampledStep
+from motet.runtime.steps import SampledStep, Supply
 
 
 class RolloutLoop(Driver):
@@ -34,7 +35,7 @@ class RolloutLoop(Driver):
         done = self.session.done
         supply = Supply(done.position, set(done.pending))
         self._sampler: JobSampler | RecordedSampler = (
-            JobSampler(job, services, self.session.versions, supply)
+            JobSampler(job, services, self.session.versions, supply, self.session.work.kept.groups)
             if job.recorded is None
             else RecordedSampler(job, job.recorded, supply)
         )
@@ -72,6 +73,8 @@ class RolloutLoop(Driver):
             errors=errors_of(sampled.groups),
         )
         await self.session.finish(finished, evaluated, commit=self.commits)
+        self.session.work.kept.groups.forget("train", step)
+        self.session.work.kept.groups.forget("eval", self.session.done.evaluated)
 
     def published(self, version: int) -> None:
         """Start the sampling that this version allows."""
@@ -88,7 +91,7 @@ class RolloutLoop(Driver):
         if self._evaluation is None:
             return None
         self.job.progress.phase = "evaluating"
-        sampled = await self._evaluation
+        sampled = await self.session.work.unless_giving_way(self._evaluation)
         self._evaluation = None
         check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
         lines = rollout_records(sampled, "eval", self.job.chat.token_texts)
@@ -101,12 +104,13 @@ class RolloutLoop(Driver):
             score = mean_of(deciding(rows))
         return Evaluated(sampled.version, record, score, tokens=sampled.tokens)
 
+    async def stop_sampling(self) -> None:
+        """End what is sampled now."""
+        await ended([*self._steps.values(), *([self._evaluation] if self._evaluation else [])])
+
     async def leave(self) -> None:
         """Stop sampling, and close rewards and environment."""
-        tasks = [*self._steps.values(), *([self._evaluation] if self._evaluation else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.stop_sampling()
         try:
             await self._sampler.close()
         finally:
@@ -139,7 +143,7 @@ class RolloutLoop(Driver):
 
     async def _sampled(self, step: int) -> SampledStep:
         task = self._begin(step)
-        sampled = await task
+        sampled = await self.session.work.unless_giving_way(task)
         del self._steps[step]
         check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
         return sampled

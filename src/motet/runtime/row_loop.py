@@ -69,5 +69,5 @@ class RowLoop(Driver):
 
     async def _scored(self, batch: StepBatch) -> RowLogprobs:
         segments = batch.segments(self.job.name, None, 1.0, self.services.micro_batch_tokens)
-        policy = await self.session.forward(segments)
+        policy = await self.session.work.forward(segments)
         return RowLogprobs(policy, await self.reference.logprobs(segments) if self._algorithm.compares else ())

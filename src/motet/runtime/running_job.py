@@ -36,9 +36,19 @@ class Running:
             self.loop.pause()
 
     def preempt(self) -> None:
-        """Give the slot to another job after the current step."""
+        """Give the slot to another job after the current step, or within it if it lasts (`give_way`)."""
         self.preempted = True
         self.stop_after_step()
+
+    @property
+    def must_go(self) -> bool:
+        """Whether the job may not keep the slot until its step ends, however long that takes."""
+        return self.pause is not None and (self.preempted or self.job.held)
+
+    def give_way(self) -> None:
+        """Release the slot within the step."""
+        if self.loop is not None:
+            self.loop.give_way()
 
 
 def driver_of(job: Job) -> type[Driver]:

@@ -8,131 +8,29 @@ versions (`algorithm.in_flight`), and taking the groups that finish first (`algo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from motet.config import JobConfig
-from motet.core import seeds
 from motet.core.errors import EngineError, ScorerAway
-from motet.core.types import Chunk, Group, IntArray, Message, Problem, Rollout, SamplingParams
-from motet.runtime.generation import Generation, PutAside, Result, ended, together
+from motet.core.types import Group, Message, Problem, Rollout
+from motet.runtime.generation import Generation, PutAside, Result, ended
+from motet.runtime.group_requests import GroupRequests, GroupTask, SamplingCost, SamplingPurpose
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
 from motet.runtime.scheduler import FairScheduler
-from motet.runtime.steps import SampledStep
+from motet.runtime.steps import SampledStep, Supply
+from motet.runtime.unfinished import FinishedGroups
 from motet.runtime.versions import Versions
-from motet.tasks.episode import ENVIRONMENTS, Generate, GroupContext, OwnEnvironment
+from motet.tasks.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
 from motet.tasks.reward_pool import ScoreOutcome
 
 _BEGUN_AT_ONCE = 16
 """Groups started before other tasks get the event loop."""
 _WAITING = 64
 """Waiting requests of a job at which it starts no further groups, to limit the process's time and memory."""
-
-
-@dataclass
-class _Cost:
-    tokens: int = 0
-    reward_seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class _Task:
-    """One group; a group that was put aside resumes with its drafts."""
-
-    problem: Problem
-    position: int
-    """In the step's window; with over-provisioning, in the whole sequence of problems."""
-    step: int
-    """The step that it was begun for; its seeds depend on it."""
-    generation: Generation
-    rollouts: tuple[Rollout, ...] | None = None
-    """Set once it is complete."""
-
-
-@dataclass(frozen=True)
-class _Purpose:
-    """Sampling settings for training or evaluation."""
-
-    name: str
-    """`train` or `eval`; part of the random seed."""
-    seed: int
-    """The job's for training; for evaluation that of the held-out problems."""
-    n: int
-    """Completions per problem."""
-    sampling: SamplingParams
-    renew: bool = False
-    can_stop: bool = False
-    common_numbers: bool = False
-    """Whether every step uses the same random numbers."""
-
-    def key(self, task: _Task, *parts: int) -> int:
-        """The random key of a group."""
-        step = 0 if self.common_numbers else task.step
-        return seeds.key(self.seed, self.name, step, task.position, task.problem.id, *parts)
-
-
-@dataclass(eq=False)
-class _Requests:
-    """What one group asks the engine for."""
-
-    job: Job
-    services: Services
-    task: _Task
-    version: int
-    purpose: _Purpose
-    cost: _Cost
-    open: set[asyncio.Task[list[Chunk]]] = field(default_factory=set)
-
-    def generator(self, role: str = "") -> Generate:
-        """What draws completions of the job's adapter, or of a role's of its team."""
-
-        async def generate(
-            prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
-        ) -> list[Chunk]:
-            call = asyncio.create_task(self._complete(role, prompt_ids, indices, turn, sampling))
-            self.open.add(call)
-            return await self.task.generation.result_of(call)
-
-        return generate
-
-    async def _complete(
-        self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
-    ) -> list[Chunk]:
-        pieces = self.services.scheduler.pieces(len(indices))
-        asked = [self._piece(role, prompt_ids, indices[part], turn, sampling) for part in pieces]
-        return [chunk for chunks in await together(asked) for chunk in chunks]
-
-    async def _piece(
-        self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
-    ) -> list[Chunk]:
-        job, services, generation = self.job, self.services, self.task.generation
-        keys = {index: self.purpose.key(self.task, index, turn) for index in indices}
-        async with contextlib.AsyncExitStack() as admitted:
-            permit = services.scheduler.permit(job.name, len(indices))
-            await generation.unless_stopped(admitted.enter_async_context(permit))
-            before = generation.sampled(turn, indices)
-            try:
-                return await generation.complete(prompt_ids, keys, turn, self.version, sampling, role)
-            finally:
-                tokens = generation.sampled(turn, indices) - before
-                services.scheduler.spend(job.name, tokens)  # before the next request is chosen
-                self.cost.tokens += tokens
-                job.progress.tokens += tokens
-
-
-@dataclass
-class Supply:
-    """Progress through the sequence of problems, where steps do not take fixed windows."""
-
-    position: int = 0
-    """The first problem that was never begun."""
-    pending: set[int] = field(default_factory=set)
-    """Problems begun but not trained."""
 
 
 async def _begun(
@@ -151,12 +49,21 @@ async def _begun(
 class JobSampler:
     """Samples the steps and evaluations of one job."""
 
-    def __init__(self, job: Job, services: Services, versions: Versions, supply: Supply | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        services: Services,
+        versions: Versions,
+        supply: Supply | None = None,
+        finished: FinishedGroups | None = None,
+    ) -> None:
+        """Groups that are `finished` are not sampled again."""
         self._job, self._services, self._versions = job, services, versions
+        self._finished = finished or FinishedGroups()
         self.supply = supply or Supply()
         self._unfinished = sorted(self.supply.pending)
         """Positions that an earlier process began."""
-        self._aside: list[_Task] = []
+        self._aside: list[GroupTask] = []
         self._scoring: set[asyncio.Task[list[ScoreOutcome]]] = set()
         self._own_environment: OwnEnvironment | None = None
 
@@ -204,9 +111,10 @@ class JobSampler:
         width, over = self._width, algorithm.over_provision
         job.progress.phase, job.progress.rollouts_done = "sampling", 0
         job.progress.rollouts_wanted = (width if over > 1 else algorithm.groups_per_step) * algorithm.group_size
-        purpose = _Purpose(
-            "train", job.seed, algorithm.group_size, job.sampling(), algorithm.in_flight == "continue", over > 1
-        )
+        purpose = SamplingPurpose(
+            "train", job.seed, algorithm.group_size, job.sampling(), algorithm.in_flight == "continue",
+            can_stop=over > 1, keeps=over == 1,
+        )  # fmt: skip
         if purpose.renew:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
@@ -219,12 +127,14 @@ class JobSampler:
         job = self._job
         config, seed = job.config.eval, job.data.evaluation_seed if seed is None else seed
         common = config.common_random_numbers
-        purpose = _Purpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
+        purpose = SamplingPurpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
         return await self._all(job.data.holdout[part], version, version, purpose, part.start or 0)
 
     # --- choice of groups ---------------------------------------------------------------------------------------------
 
-    async def _until_full(self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose) -> SampledStep:
+    async def _until_full(
+        self, problems: Sequence[Problem], step: int, version: int, purpose: SamplingPurpose
+    ) -> SampledStep:
         """Dynamic sampling: take problems in data order until enough groups have a signal.
 
         Their number depends on rewards alone. Without oversampling, all problems are taken.
@@ -242,10 +152,10 @@ class JobSampler:
         return sampled
 
     async def _all(
-        self, problems: Sequence[Problem], step: int, version: int, purpose: _Purpose, first: int = 0
+        self, problems: Sequence[Problem], step: int, version: int, purpose: SamplingPurpose, first: int = 0
     ) -> SampledStep:
         """`first` is the index of the first problem in the step's window."""
-        cost, started = _Cost(), time.monotonic()
+        cost, started = self._finished.cost(purpose.batch(step)), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 wanted = (self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first))
@@ -255,13 +165,15 @@ class JobSampler:
         groups = [Group(one, step, version, task.result() or ()) for one, task in zip(problems, running, strict=True)]
         return SampledStep(step, version, groups, time.monotonic() - started, cost.reward_seconds, cost.tokens)
 
-    async def _first_done(self, step: int, version: int, width: int, begin: int, purpose: _Purpose) -> SampledStep:
+    async def _first_done(
+        self, step: int, version: int, width: int, begin: int, purpose: SamplingPurpose
+    ) -> SampledStep:
         """Begin more groups than a step trains, take those that finish first, and put the rest aside.
 
         The next steps wait for groups put aside, oldest first, so that each is trained within a few steps.
         """
         self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
-        cost, started = _Cost(), time.monotonic()
+        cost, started = SamplingCost(), time.monotonic()
         due = [*self._aside, *(self._task_at(position, step, purpose) for position in self._unfinished)]
         due.sort(key=lambda task: task.position)
         self._aside, self._unfinished = [], []
@@ -287,19 +199,19 @@ class JobSampler:
         seconds, positions = time.monotonic() - started, tuple(task.position for task in taken)
         return SampledStep(step, version, groups, seconds, cost.reward_seconds, cost.tokens, positions)
 
-    def _next_tasks(self, n: int, step: int, purpose: _Purpose) -> list[_Task]:
+    def _next_tasks(self, n: int, step: int, purpose: SamplingPurpose) -> list[GroupTask]:
         job, first = self._job, self.supply.position
         problems = job.data.window(first, n, job.seed, self._width) if n else []
         self.supply.position += n
         self.supply.pending.update(range(first, first + n))
         return [self._task(problem, position, step, purpose) for position, problem in enumerate(problems, first)]
 
-    def _task_at(self, position: int, step: int, purpose: _Purpose) -> _Task:
+    def _task_at(self, position: int, step: int, purpose: SamplingPurpose) -> GroupTask:
         job = self._job
         (problem,) = job.data.window(position, 1, job.seed, self._width)
         return self._task(problem, position, step, purpose)
 
-    def _task(self, problem: Problem, position: int, step: int, purpose: _Purpose) -> _Task:
+    def _task(self, problem: Problem, position: int, step: int, purpose: SamplingPurpose) -> GroupTask:
         job = self._job
         generation = Generation(
             job=job.name,
@@ -313,15 +225,17 @@ class JobSampler:
             turns=job.config.environment.name != "single",
             payer=self._services.scheduler.payer(job.name),
         )
-        return _Task(problem, position, step, generation)
+        return GroupTask(problem, position, step, generation)
 
     # --- one group ----------------------------------------------------------------------------------------------------
 
-    async def _sample(self, task: _Task, version: int, purpose: _Purpose, cost: _Cost) -> tuple[Rollout, ...] | None:
+    async def _sample(
+        self, task: GroupTask, version: int, purpose: SamplingPurpose, cost: SamplingCost
+    ) -> tuple[Rollout, ...] | None:
         """Sample and score one group; None if it was put aside."""
         job, services, problem, generation = self._job, self._services, task.problem, task.generation
         generation.stop.clear()
-        requests = _Requests(job, services, task, version, purpose, cost)
+        requests = GroupRequests(job, services, task, version, purpose, cost)
 
         under_way = job.progress.training if purpose.name == "train" else job.progress.held_out
 
@@ -334,6 +248,9 @@ class JobSampler:
                 job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
             return scored
 
+        batch = purpose.batch(task.step)
+        if task.rollouts is None and purpose.keeps:
+            task.rollouts = self._finished.find(batch, task.position, problem, cost)
         if task.rollouts is None:
             try:
                 seed = purpose.key(task)
@@ -360,6 +277,9 @@ class JobSampler:
             finally:
                 await ended(requests.open)
                 await generation.release(*range(purpose.n))
+            if purpose.keeps:
+                tokens = sum(draft.sampled for draft in generation.drafts.values())
+                self._finished.add(batch, task.position, task.rollouts, tokens)
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
@@ -398,7 +318,7 @@ def _transcripts(config: JobConfig, rollouts: Sequence[Rollout]) -> list[tuple[M
 
 
 async def _until_done(
-    running: dict[asyncio.Task[tuple[Rollout, ...] | None], _Task], due: list[_Task], width: int
+    running: dict[asyncio.Task[tuple[Rollout, ...] | None], GroupTask], due: list[GroupTask], width: int
 ) -> None:
     """Wait until `width` groups are done, and all that are due."""
     waiting = set(running)

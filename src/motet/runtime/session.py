@@ -13,22 +13,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from motet.config import AdapterConfig
 from motet.config.job import SEED_BITS
 from motet.core import seeds
-from motet.core.batch import AdamW, LossStats, OptimStats, Segment, Trained
+from motet.core.batch import LossStats, OptimStats
 from motet.core.device import used_by
 from motet.core.errors import JobFailed
-from motet.core.types import FloatArray
 from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed, kept_of
 from motet.runtime.held_out import best_after, first_trained, lines_of, unchanged, untrained
 from motet.runtime.job import Job, Services, StepDone
-from motet.runtime.learner import Executed, unheard
 from motet.runtime.metrics import timing_record, trained_record
 from motet.runtime.probe import Probe, probe_ids
+from motet.runtime.step_work import StepWork
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions, adapter_name
@@ -126,21 +125,36 @@ class Member:
         return directory / self.role
 
 
+class Beside(Protocol):
+    """An adapter that is trained beside the job's own, and is part of its commits."""
+
+    def save(self, directory: Path, *, gradient: bool) -> None:
+        """Write it into a commit's directory, and with `gradient` one that waits for its step."""
+
+    def load(self, trainer: Trainer, directory: Path) -> None:
+        """Read what `save` wrote."""
+
+
 class Session:
     """The slots of a job's adapters, their versions and their commits."""
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         self.job, self.services = job, services
         self.done = committed or Committed()
-        self.moved = False
-        """Whether the trainer has changes that are not in `done`."""
+        self.work = StepWork(
+            job,
+            services,
+            self.on_device,
+            lambda path: self._save(path, gradient=True),
+            lambda path: self._load(path, optimizer=True),
+        )
         self._resumed = committed is not None
         self._trained = self._resumed and first_trained(lines_of(job.directory.metrics)) is not None
         """Whether the adapter differs from the one that the job began with."""
         when = job.config.stop_when
         self.stopping = Stopping(when, job.directory.read_metrics(self.done) if when.rules else ())
-        self.also_saved: list[Callable[[Path], None]] = []
-        """Callbacks that write more files into a commit's directory."""
+        self.beside: list[Beside] = []
+        """Further adapters in a commit's directory."""
         # a version trained again after a pause or failure gets another engine-side name, as after a crash
         job.starts += 1
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
@@ -160,11 +174,6 @@ class Session:
     def oldest_needed(self) -> int:
         """The oldest version that an untrained step samples from."""
         return max(0, self.done.step - self.job.config.algorithm.lag)
-
-    @property
-    def committed(self) -> Path | None:
-        """The commit that the session resumes from."""
-        return self.job.directory.path / "state" / str(self.done.step) if self._resumed else None
 
     async def open(self) -> None:
         """Take slots, restore the committed state, and load the versions that may be sampled from."""
@@ -189,10 +198,12 @@ class Session:
                     job.note(f"starts from an untrained adapter: {why}")
             self.done = replace(self.done, threads=services.threads, best_by=job.best_by)
             await self.commit()
+        await self.work.open(start)
         job.progress.begin(start)
 
     async def close(self) -> None:
         """Unload all versions and release the slots, also after an error."""
+        self.job.open_work.report()
         async with contextlib.AsyncExitStack() as slots:
             for one in self.members:
                 slots.push_async_callback(one.slot.give_back)
@@ -204,6 +215,8 @@ class Session:
         def load(trainer: Trainer) -> None:
             for one in self.members:
                 trainer.load_adapter(one.name, one.place(directory), optimizer=optimizer)
+            for beside in self.beside if optimizer else ():
+                beside.load(trainer, directory)
 
         await self.on_device(load)
 
@@ -211,30 +224,18 @@ class Session:
         """Run a trainer call on the device; its time is charged to the job."""
         return await self.services.on_device(self.job.name, lambda: call(self.services.trainer))
 
-    # --- training ----------------------------------------------------------------------------------------------------
-
-    async def forward_backward(
-        self, segments: tuple[Segment, ...], executed: Executed = unheard
-    ) -> tuple[Trained, ...]:
-        """Add the gradients of segments in order; they may share a packed batch with other sessions."""
-        self.moved = True
-        return await self.services.learner.train(self.job.name, segments, executed)
-
-    async def forward(
-        self, segments: tuple[Segment, ...], executed: Executed = unheard, *, base: bool = False
-    ) -> list[FloatArray]:
-        """Logprobs [T] of each sample; `base=True` disables the adapter."""
-        return await self.services.learner.score(self.job.name, segments, executed, base=base)
-
-    async def optim_step(self, adamw: AdamW, role: str = "") -> OptimStats:
-        """Clip the gradient, update, and clear the gradient; the next version can then be committed and published."""
-        name = adapter_name(self.job.name, role)
-        return await self.on_device(lambda trainer: trainer.optim_step(name, adamw))
-
     async def undo(self) -> None:
         """Drop the gradient by loading the last step's adapter and optimizer, which must be committed."""
         await self._load(self.job.directory.path / "state" / str(self.done.step), optimizer=True)
-        self.moved = False
+        await self.work.finished()
+
+    def _save(self, path: Path, *, gradient: bool) -> None:
+        """Write all adapters with their optimizers, and with `gradient` what waits for its step."""
+        for one in self.members:
+            one.place(path).mkdir(exist_ok=True)
+            self.services.trainer.save_adapter(one.name, one.place(path), optimizer=True, gradient=gradient)
+        for beside in self.beside:
+            beside.save(path, gradient=gradient)
 
     # --- records, commits, versions ----------------------------------------------------------------------------------
 
@@ -270,16 +271,18 @@ class Session:
             threads=self.services.threads,
             inexact=tuple(job.inexact),
         )
-        self.moved, self._trained = False, self._trained or not unchanged(record)
+        self._trained = self._trained or not unchanged(record)
         self.stopping.see(record)
         if commit:
             await self.commit()
+        await self.work.finished()
         job.progress.step = self.done.step
         job.progress.tokens += step.tokens_trained
         beside = {"errors": dict(step.errors) or None, "adapter_norm": norm}
         line = {**record, **{name: value for name, value in beside.items() if value is not None}}
         job.progress.stepped(line)
         best = self.done.best_version == record["step"]
+        job.open_work.finished(tokens["tokens_sampled"])
         job.observer(StepDone({**line, **tokens, "seconds": seconds}, best=best, best_by=self.done.best_by))
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
@@ -291,23 +294,20 @@ class Session:
             done = replace(self.done, tokens_sampled=self.done.tokens_sampled + evaluated.tokens)
             self.done = self._with_evaluation(done, evaluated)
             best = self.done.best_version == evaluated.version
+            self.job.open_work.finished(evaluated.tokens)
             self.job.observer(StepDone({**record, **tokens}, best=best, best_by=self.done.best_by))
         await self.commit(closed=True)
 
     async def commit(self, *, closed: bool = False) -> None:
         """Commit the current step; `closed` if nothing follows before the job is opened again."""
-        job, trainer, done = self.job, self.services.trainer, self.done
+        job, done = self.job, self.done
         job.progress.phase = "saving"
         lag, known = job.config.algorithm.lag, job.directory.steps()
         keep = max(job.config.checkpoint.keep, lag + 1)
         grows = len(kept_of(sorted({*known, done.step}), done.best_version, keep, lag)) > len(known)
 
         def save(path: Path) -> None:
-            for one in self.members:
-                one.place(path).mkdir(exist_ok=True)
-                trainer.save_adapter(one.name, one.place(path), optimizer=True)
-            for also in self.also_saved:
-                also(path)
+            self._save(path, gradient=False)
             if grows:  # otherwise an older commit is deleted
                 self.services.room.take(job.tenant, path)
 

@@ -16,6 +16,8 @@ long.
 """
 LOOK_SECONDS = 6.0
 """Seconds between checks whether a turn is over."""
+MOST_STEP = 60.0
+"""Seconds that a step may go on after its job must give the slot away."""
 MAX_IDLE = 120.0
 """Seconds that a job keeps its slot while it waits for scores without using the device."""
 
@@ -67,10 +69,10 @@ class SlotTurns:
         self._holding = tuple(running)
 
 
-class IdleSlotTimeouts:
-    """Decides when a job that only waits loses its slot.
+class SlotTimeouts:
+    """Decides when a job that only waits, or whose step lasts, loses its slot.
 
-    The limit doubles with each preemption without a step in between, so that jobs with slow rewards still progress.
+    The limit doubles with each preemption without progress in between, so that slow jobs still progress.
     """
 
     def __init__(self, seconds: float = MAX_IDLE, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,10 +80,10 @@ class IdleSlotTimeouts:
         self._seconds, self._clock = seconds, clock
         self._since: dict[str, float] = {}
         self._preemptions: dict[str, tuple[int, int]] = {}
-        """The step of a job's last preemption, and the number of preemptions at that step."""
+        """The progress at a job's last preemption, and the number of preemptions there."""
 
     def expired(self, job: str, step: int, *, waits: bool) -> bool:
-        """Whether a job that has done `step` steps has waited too long; call it repeatedly."""
+        """Whether a job that has done `step` steps, or other parts, has waited too long; call it repeatedly."""
         if not waits:
             self._since.pop(job, None)
             return False

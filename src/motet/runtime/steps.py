@@ -67,3 +67,13 @@ class LearnedStep:
     """Set with a critic."""
     roles: Mapping[str, LearnedStep] = field(default_factory=dict)
     """Of a team, by role; the fields above are then of all roles together."""
+
+
+@dataclass
+class Supply:
+    """Progress through the sequence of problems, where steps do not take fixed windows."""
+
+    position: int = 0
+    """The first problem that was never begun."""
+    pending: set[int] = field(default_factory=set)
+    """Problems begun but not trained."""

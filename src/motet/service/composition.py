@@ -152,6 +152,7 @@ def _start(settings: Settings, storage: Storage, store: Store, base: str) -> Sta
         rewards={name: asdict(one) for name, one in settings.rewards.items()},
         unwalled=list(config.unwalled),
         patience_seconds=config.patience_seconds,
+        step_seconds=config.step_seconds,
         largest=config.largest(settings.hosts[base]),
         own=own,
         takeover_seconds=config.takeover_seconds if lasts else 0.0,

@@ -191,12 +191,12 @@ class AdapterArena:
             self._adamw.state[self.masters].update(dict(zip(MOMENTS, back, strict=True)))
         self.parked = 0
 
-    def save_optimizer(self, directory: Path) -> None:
-        """Write AdamW's moments and step count, and a pending gradient."""
+    def save_optimizer(self, directory: Path, *, gradient: bool = True) -> None:
+        """Write AdamW's moments and step count, and with `gradient` a pending one."""
         state = self._adamw.state.get(self.masters, {})
         moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in MOMENTS}
         tensors = {**moments, "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu()}
-        if self.pending:
+        if self.pending and gradient:
             tensors["gradient"] = self.gradient.cpu()
         save_tensors(tensors, directory / OPTIMIZER, self._metadata())
 

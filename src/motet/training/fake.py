@@ -111,7 +111,7 @@ class FakeTrainer:
         slot.adapter = replace(slot.adapter, b=decayed - lr * update)
         return OptimStats(norm, lr, skipped=False)
 
-    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
         """Write the adapter under PEFT's file names, with `optimizer` also the optimizer's state; the directory exists."""
         slot = self._slot(name)
         write_adapter(directory, slot.adapter)
@@ -120,7 +120,7 @@ class FakeTrainer:
                 "first": slot.first,
                 "second": slot.second,
                 "count": np.array([slot.count]),
-                "gradient": slot.gradient,
+                "gradient": slot.gradient if gradient else np.zeros(VOCABULARY),
             }
             write_files(directory, {OPTIMIZER: save(state)})
 

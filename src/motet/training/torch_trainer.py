@@ -144,14 +144,14 @@ class TorchTrainer:
         with self._using(name) as (arena,):
             return arena.step(adamw)
 
-    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
         """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. May run during device calls."""
         with self._using(name) as (arena,), _no_openmp_team():
             shape = arena.shape
             write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
             arena.save_head(directory)
             if optimizer:
-                arena.save_optimizer(directory)
+                arena.save_optimizer(directory, gradient=gradient)
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""

@@ -128,7 +128,7 @@ class EventRecorder:
             self.record_step(event.job, event.line, best=event.best, best_by=event.best_by)
             self._observe(event.job, JobState.RUNNING)
         elif isinstance(event, JobWorked):
-            self._write(lambda: self._ledger.worked(event.job, event.step, event.tokens))
+            self._write(lambda: self._ledger.worked(event.job, event.step, event.tokens, event.sampled))
         elif not (self._closing and event.state in (JobState.PAUSED, JobState.QUEUED)):
             self.record_state(event.job, event.state, event.message, event.inexact, event.key)
 

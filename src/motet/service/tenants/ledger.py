@@ -1,7 +1,8 @@
 """The usage ledger: tokens and device time by day, tenant and job.
 
-A step's tokens are counted in the transaction that stores its event, and events are stored once. So steps repeated
-after a crash count once. Device time arrives in numbered windows, and each window is stored once.
+Tokens are counted when they are sampled or trained, whether or not their step ends. A step's event counts what is left of
+it in its own transaction, and events are stored once. Work repeated after a crash reports smaller totals, so it counts once.
+Device time arrives in numbered windows, and each window is stored once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from motet.service.schemas.usage import By, UsageLine
 
 _WORKED = "worked/"
 """Prefix of a job's id in the name of a reading: a step, and its tokens counted so far."""
+_SAMPLED = "sampled/"
+"""Prefix of a job's id in the name of a reading: tokens counted as sampled that are in no finished step."""
 _MOST_TOKENS = 2**40
 _KNOWN_SECONDS = 1.0
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds", "cpu_microseconds")
@@ -70,20 +73,28 @@ class Ledger:
                 counts = {name: int(data.get(name) or 0) for name in ("tokens_sampled", "tokens_trained")}
                 counted = _counted(session, job.id, int(data.get("step", -1)))
                 counts["tokens_trained"] = max(0, counts["tokens_trained"] - counted)
+                sampled, before = counts["tokens_sampled"], _reading(session, _SAMPLED + job.id)
+                counts["tokens_sampled"] = max(0, sampled - before)
+                if before:
+                    _set_reading(session, _SAMPLED + job.id, max(0, before - sampled))
                 self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
         return add
 
-    def worked(self, job_id: str, step: int, tokens: int) -> None:
-        """Count the tokens that a client's job trained in a step so far, whether or not the step completes.
-
-        Work repeated after a crash has a smaller total, so it counts once.
-        """
+    def worked(self, job_id: str, step: int, trained: int, sampled: int = 0) -> None:
+        """Count the tokens that a job has trained in a step so far, and those sampled that are in no finished step."""
         with self._store.transaction() as session:
-            job, before = find_job(session, job_id), _counted(session, job_id, step)
-            if job is not None and _is_new(session, _WORKED + job_id, step * _MOST_TOKENS + tokens):
-                counts = {"tokens_trained": tokens - before}
-                self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
+            if (job := find_job(session, job_id)) is None:
+                return
+            counts = {"tokens_trained": 0, "tokens_sampled": 0}
+            before = _counted(session, job_id, step)
+            if trained and _is_new(session, _WORKED + job_id, step * _MOST_TOKENS + trained):
+                counts["tokens_trained"] = trained - before
+            before = _reading(session, _SAMPLED + job_id)
+            if step >= job.step and sampled > before:  # earlier steps are repeated after a crash
+                counts["tokens_sampled"] = sampled - before
+                _set_reading(session, _SAMPLED + job_id, sampled)
+            self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
 
     def window(
         self,
@@ -277,9 +288,18 @@ def _is_new(session: Session, engine: str, number: int) -> bool:
 
 def _counted(session: Session, job_id: str, step: int) -> int:
     """Tokens of an unfinished step that were counted already."""
-    query = select(MeterReading.window).where(MeterReading.engine == _WORKED + job_id)
-    of, tokens = divmod(session.scalar(query) or 0, _MOST_TOKENS)
+    of, tokens = divmod(_reading(session, _WORKED + job_id), _MOST_TOKENS)
     return tokens if of == step else 0
+
+
+def _reading(session: Session, name: str) -> int:
+    """A reading; 0 if there is none."""
+    return session.scalar(select(MeterReading.window).where(MeterReading.engine == name)) or 0
+
+
+def _set_reading(session: Session, name: str, value: int) -> None:
+    row = _insert(session)(MeterReading).values(engine=name, window=value)
+    session.execute(row.on_conflict_do_update(index_elements=["engine"], set_={"window": value}))
 
 
 def _owners(session: Session, jobs: Sequence[str]) -> dict[str, _Owner]:

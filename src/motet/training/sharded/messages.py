@@ -124,6 +124,7 @@ class SaveAdapter(ChannelMessage, frozen=True):
     name: str
     directory: str
     optimizer: bool
+    gradient: bool = True
 
 
 class ReadAdapter(ChannelMessage, frozen=True):

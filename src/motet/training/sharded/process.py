@@ -117,7 +117,9 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
             return m.RankDone() if stats is None else m.Stepped(stats)
         case m.SaveAdapter():
             try:
-                trainer.save(message.name, Path(message.directory), optimizer=message.optimizer)
+                trainer.save(
+                    message.name, Path(message.directory), optimizer=message.optimizer, gradient=message.gradient
+                )
             except (OSError, MotetError) as error:  # a full disk affects only this job
                 return _refused(error)
         case m.ExamineOnRank():

@@ -156,9 +156,9 @@ class RankTrainer:
         self._hand_out(name)
         return stats
 
-    def save(self, name: str, directory: Path, *, optimizer: bool) -> None:
+    def save(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
         """Write an adapter that this rank owns."""
-        self._owned.save_adapter(name, directory, optimizer=optimizer)
+        self._owned.save_adapter(name, directory, optimizer=optimizer, gradient=gradient)
 
     def read(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read an adapter.

@@ -67,9 +67,9 @@ class ShardedTrainer:
         assert isinstance(answer, m.Stepped)
         return answer.stats
 
-    def save_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
+    def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
         """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. Waits for the owner's turn."""
-        self._group.ask({self._owner(name): m.SaveAdapter(name, str(directory.absolute()), optimizer)})
+        self._group.ask({self._owner(name): m.SaveAdapter(name, str(directory.absolute()), optimizer, gradient)})
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Read what `save_adapter` wrote, or any plain PEFT LoRA directory (`optimizer=False`)."""
