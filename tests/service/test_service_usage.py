@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.support.commands import Motet
-from tests.support.service_run import Json, Service, serving, tiny
+from tests.support.service_run import ENGINE, Json, Service, serving, tiny
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -24,8 +24,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One that is up for the whole file."""
-    with serving(tmp_path_factory.mktemp("usage") / "served") as found:
+    """One that is up for the whole file; steps are cut soon."""
+    place = tmp_path_factory.mktemp("usage")
+    (place / "serve.yaml").write_text(f"{ENGINE}\nstep_seconds: 0.2\n")
+    with serving(place / "served", "--config", str(place / "serve.yaml")) as found:
         yield found
 
 
@@ -181,6 +183,35 @@ def test_a_day_that_is_spent_holds_the_tenant_until_the_limit_is_raised(service:
     assert service.ended("later") == "succeeded"
     service.reaches("daily", held["step"] + 1)
     service.steer("daily", "cancel")
+
+
+def test_a_long_step_is_charged_while_it_lasts_and_a_limit_cuts_it_without_changing_a_byte(service: Service) -> None:
+    long = {**tiny("undisturbed", 1), "seed": 7, "sampling": {"max_tokens": 24}}
+    long |= {"algorithm": {"group_size": 8, "groups_per_step": 48}, "eval": {"every": 0}}
+    service.submit(long)
+    assert service.ended("undisturbed") == "succeeded"
+
+    def sampled() -> int:
+        lines = [one for one in service.ask("GET", "/v1/usage")["data"] if one["name"] == "cut"]
+        return sum(one["tokens_sampled"] for one in lines)
+
+    service.submit({**long, "name": "cut"})
+    cuts = 0
+    while service.job("cut")["state"] not in ("succeeded", "failed"):
+        before = sampled()
+        service.until(lambda: sampled() > before or service.job("cut")["step"] > 0)  # noqa: B023
+        if service.job("cut")["step"]:
+            break
+        service.ask("PUT", "/v1/tenants/local/limits", json={"tokens_per_day": 1})
+        if (held := service.becomes("cut", "paused", "succeeded"))["state"] == "paused":
+            assert "tokens_per_day" in held["message"]
+            cuts += held["step"] == 0
+        service.ask("PUT", "/v1/tenants/local/limits", json={})
+    assert service.ended("cut") == "succeeded"
+    assert cuts, "the test of cuts never saw one"
+    assert service.weights("cut") == service.weights("undisturbed")
+    assert tokens(used(service, "cut")) == committed(service, "cut")
+    assert sampled() >= committed(service, "undisturbed")[0]
 
 
 def test_running_jobs_of_a_tenant_are_limited(service: Service) -> None:
