@@ -82,11 +82,9 @@ class HostProcess:
             self.base, config, directory, [USUAL], start.largest, alone=alone, rewards=rewards, agents=agents
         )
         self.workshop, self._shared = self.host.workshop, self.host.services
-        turns = SlotTurns("" if start.host is None else f"{start.host}")
+        turns, slots = SlotTurns("" if start.host is None else f"{start.host}"), config.engine.slots
         idle, step = start.patience_seconds, start.step_seconds
-        self.pipeline = Pipeline(
-            [], self._shared, config.engine.slots, stays=True, max_idle=idle, most_step=step, turns=turns
-        )
+        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=idle, most_step=step, turns=turns)
         room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()

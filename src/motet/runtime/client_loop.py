@@ -183,7 +183,7 @@ class ClientLoop(Driver):
     async def _forward_backward(self, number: int, command: j.ForwardBackward) -> j.AnyOutcome:
         loss = ClientLoss(command.loss, command.settings)
         samples = tuple(datum.sample() for datum in command.data)
-        if (reason := self._misfit(command)) is not None:
+        if (reason := _misfit(self.services, command)) is not None:
             return j.Failed(reason)
         segments = batch_of(samples).segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
         self.job.progress.phase = "training"
@@ -218,17 +218,6 @@ class ClientLoop(Driver):
     def _note_work(self) -> None:
         self._noted = time.monotonic()
         self.job.observer(Executed(self.session.done.step, self._tokens))
-
-    def _misfit(self, command: j.ForwardBackward) -> str | None:
-        """Why the data do not fit the base; None if they do."""
-        positions, vocabulary = self.services.positions, self.services.vocabulary
-        for index, datum in enumerate(command.data):
-            largest = max(int(np.frombuffer(ids, "<i4").max()) for ids in (datum.tokens, datum.targets))
-            if largest >= vocabulary:
-                return f"data[{index}] has the token id {largest}; those of this base go from 0 to {vocabulary - 1}"
-            if datum.length >= positions:
-                return f"data[{index}] has {datum.length} tokens; this base has positions for {positions - 1}"
-        return None
 
     async def _optim_step(self, number: int, command: j.OptimStep) -> None:
         started = time.monotonic()
@@ -297,6 +286,18 @@ class ClientLoop(Driver):
         except StorageFull as error:
             return j.Failed(str(error).removeprefix("waits: "))
         return j.Done(command.answer)
+
+
+def _misfit(services: Services, command: j.ForwardBackward) -> str | None:
+    """Why the data do not fit the base; None if they do."""
+    positions, vocabulary = services.positions, services.vocabulary
+    for index, datum in enumerate(command.data):
+        largest = max(int(np.frombuffer(ids, "<i4").max()) for ids in (datum.tokens, datum.targets))
+        if largest >= vocabulary:
+            return f"data[{index}] has the token id {largest}; those of this base go from 0 to {vocabulary - 1}"
+        if datum.length >= positions:
+            return f"data[{index}] has {datum.length} tokens; this base has positions for {positions - 1}"
+    return None
 
 
 def _saved(checkpoint: Path, number: int, *, overwrite: bool) -> bool:

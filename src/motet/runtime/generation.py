@@ -110,6 +110,11 @@ class Generation:
     """By turn and index; finished ones are not sampled again."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled so far."""
+        return sum(draft.sampled for draft in self.drafts.values())
+
     def sampled(self, turn: int, indices: Iterable[int]) -> int:
         """Tokens sampled so far for the given completions."""
         return sum(self.drafts[turn, index].sampled for index in indices if (turn, index) in self.drafts)

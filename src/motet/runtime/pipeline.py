@@ -43,10 +43,7 @@ class Pipeline:
         turns: SlotTurns | None = None,
         races: Sequence[Race[Job]] = (),
     ) -> None:
-        """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots.
-
-        `most_step`: seconds that a step may go on after its job must give its slot away.
-        """
+        """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
         self._turns, self._stays = turns or SlotTurns(), stays
         self._timeouts, self._cuts = SlotTimeouts(max_idle), SlotTimeouts(most_step)
         self.jobs = {job.name: job for job in jobs}
@@ -257,19 +254,11 @@ class Pipeline:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
                 self._preempt_idle()
-            self._cut_steps()
+            _cut_steps(self._running.values(), self._cuts)
             if self._disk_gate.may_open() or self._turns.due:
                 self._changed.set()
             for name, wanted in read_commands(list(self.jobs.values()), turn):
                 self.steer(name, wanted)
-
-    def _cut_steps(self) -> None:
-        """Take slots in the middle of steps that last, from jobs that must give them away."""
-        for name, one in self._running.items():
-            progress = one.job.progress.step + one.job.progress.kept
-            if self._cuts.expired(name, progress, waits=one.must_go and one.loop is not None):
-                self._cuts.preempted(name, progress)
-                one.give_way()
 
     def _preempt_idle(self) -> None:
         """Take slots from jobs that only wait for scores, if they must stop anyway or another job needs the slot."""
@@ -287,6 +276,15 @@ class Pipeline:
         for name, loop in waiting.items():
             if name == preempted or self._pauses(name):
                 loop.rest()
+
+
+def _cut_steps(running: Iterable[Running], timeouts: SlotTimeouts) -> None:
+    """Take slots in the middle of steps that last, from jobs that must give them away."""
+    for one in running:
+        progress = one.job.progress.step + one.job.progress.kept
+        if timeouts.expired(one.job.name, progress, waits=one.must_go and one.loop is not None):
+            timeouts.preempted(one.job.name, progress)
+            one.give_way()
 
 
 def _move(job: Job, state: JobState, message: str = "") -> None:

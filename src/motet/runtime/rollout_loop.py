@@ -34,11 +34,12 @@ class RolloutLoop(Driver):
         super().__init__(job, services, committed)
         done = self.session.done
         supply = Supply(done.position, set(done.pending))
-        self._sampler: JobSampler | RecordedSampler = (
-            JobSampler(job, services, self.session.versions, supply, self.session.work.kept.groups)
-            if job.recorded is None
-            else RecordedSampler(job, job.recorded, supply)
-        )
+        self._sampler: JobSampler | RecordedSampler
+        if job.recorded is None:
+            self._sampler = JobSampler(job, services, self.session.versions, supply)
+            self._sampler.finished = self.session.work.kept.groups
+        else:
+            self._sampler = RecordedSampler(job, job.recorded, supply)
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
         self._evaluation: asyncio.Task[SampledStep] | None = None
         critic = job.config.rl.needs_values

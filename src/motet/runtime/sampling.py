@@ -49,17 +49,9 @@ async def _begun(
 class JobSampler:
     """Samples the steps and evaluations of one job."""
 
-    def __init__(
-        self,
-        job: Job,
-        services: Services,
-        versions: Versions,
-        supply: Supply | None = None,
-        finished: FinishedGroups | None = None,
-    ) -> None:
-        """Groups that are `finished` are not sampled again."""
+    def __init__(self, job: Job, services: Services, versions: Versions, supply: Supply | None = None) -> None:
         self._job, self._services, self._versions = job, services, versions
-        self._finished = finished or FinishedGroups()
+        self.finished = FinishedGroups()
         self.supply = supply or Supply()
         self._unfinished = sorted(self.supply.pending)
         """Positions that an earlier process began."""
@@ -155,7 +147,7 @@ class JobSampler:
         self, problems: Sequence[Problem], step: int, version: int, purpose: SamplingPurpose, first: int = 0
     ) -> SampledStep:
         """`first` is the index of the first problem in the step's window."""
-        cost, started = self._finished.cost(purpose.batch(step)), time.monotonic()
+        cost, started = self.finished.cost(purpose.batch(step)), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 wanted = (self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first))
@@ -250,10 +242,9 @@ class JobSampler:
 
         batch = purpose.batch(task.step)
         if task.rollouts is None and purpose.keeps:
-            task.rollouts = self._finished.find(batch, task.position, problem, cost)
+            task.rollouts = self.finished.find(batch, task.position, problem, cost)
         if task.rollouts is None:
             try:
-                seed = purpose.key(task)
                 judged = bool(job.config.rewards)
                 context = GroupContext(
                     problem,
@@ -261,7 +252,7 @@ class JobSampler:
                     purpose.n,
                     requests.generator(),
                     score,
-                    seed,
+                    purpose.key(task),
                     judged,
                     purpose.sampling,
                     generation.release,
@@ -278,8 +269,7 @@ class JobSampler:
                 await ended(requests.open)
                 await generation.release(*range(purpose.n))
             if purpose.keeps:
-                tokens = sum(draft.sampled for draft in generation.drafts.values())
-                self._finished.add(batch, task.position, task.rollouts, tokens)
+                self.finished.add(batch, task.position, task.rollouts, generation.tokens)
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts
