@@ -122,8 +122,6 @@ class JobSampler:
         purpose = SamplingPurpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
         return await self._all(job.data.holdout[part], version, version, purpose, part.start or 0)
 
-    # --- choice of groups ---------------------------------------------------------------------------------------------
-
     async def _until_full(
         self, problems: Sequence[Problem], step: int, version: int, purpose: SamplingPurpose
     ) -> SampledStep:
@@ -219,8 +217,6 @@ class JobSampler:
         )
         return GroupTask(problem, position, step, generation)
 
-    # --- one group ----------------------------------------------------------------------------------------------------
-
     async def _sample(
         self, task: GroupTask, version: int, purpose: SamplingPurpose, cost: SamplingCost
     ) -> tuple[Rollout, ...] | None:
@@ -245,7 +241,6 @@ class JobSampler:
             task.rollouts = self.finished.find(batch, task.position, problem, cost)
         if task.rollouts is None:
             try:
-                judged = bool(job.config.rewards)
                 context = GroupContext(
                     problem,
                     job.chat,
@@ -253,7 +248,7 @@ class JobSampler:
                     requests.generator(),
                     score,
                     purpose.key(task),
-                    judged,
+                    bool(job.config.rewards),
                     purpose.sampling,
                     generation.release,
                     {role: requests.generator(role) for role in job.config.team},
