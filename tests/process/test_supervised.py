@@ -19,6 +19,7 @@ import pytest
 from motet.core.device import Device
 from motet.process.alive import DeviceWatch, Pulse
 from motet.process.supervised import GAVE_UP
+from tests.support.waiting import PATIENCE
 
 SERVER = """
 import asyncio, os, socket, sys
@@ -98,14 +99,14 @@ def test_a_child_that_dies_is_started_again_with_its_sockets(program: Supervised
     assert program.hears("said") == "the child ended with status 7: it is started again"
     os.kill(program.child(first=False), signal.SIGSEGV)
     assert program.hears("said").endswith("3 times within 60 s: motet stops; start it again")
-    assert program.process.wait(20) == GAVE_UP
+    assert program.process.wait(PATIENCE) == GAVE_UP
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_goes_through_and_the_end_is_the_childs(program: Supervised, number: int) -> None:
     child = program.child(first=True)
     program.process.send_signal(number)
-    status = program.process.wait(20)
+    status = program.process.wait(PATIENCE)
     assert not psutil.pid_exists(child)
     assert status in (-number, 1), "as a Python program that is not supervised: by its signal, or a KeyboardInterrupt"
     with pytest.raises(ConnectionRefusedError):
@@ -117,11 +118,11 @@ def test_what_ends_before_it_serves_or_by_itself_is_not_started_again() -> None:
         "asyncio.create_task(heart.turn())", "None"
     )
     with contextlib.closing(Supervised(first)) as program:
-        assert program.process.wait(20) == 3
+        assert program.process.wait(PATIENCE) == 3
     with contextlib.closing(Supervised()) as program:
         program.child(first=True)
         program.says(b"0")
-        assert program.process.wait(20) == 0
+        assert program.process.wait(PATIENCE) == 0
 
 
 def test_a_child_ends_with_its_parent_also_when_it_is_stopped(program: Supervised) -> None:
@@ -129,7 +130,7 @@ def test_a_child_ends_with_its_parent_also_when_it_is_stopped(program: Supervise
     child.suspend()
     program.process.kill()
     program.process.wait()
-    assert psutil.wait_procs([child], timeout=20)[1] == []
+    assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []
 
 
 @pytest.mark.parametrize("how", ["stopped", "stuck"])
@@ -196,7 +197,7 @@ def test_a_loop_that_turns_is_not_still_and_before_and_after_it_is_not_judged() 
             heard.clear()
             if said and said[-1] == wanted:
                 return
-            assert heard.wait(30)
+            assert heard.wait(PATIENCE)
 
     async def work() -> None:
         until(None)
