@@ -17,6 +17,8 @@ from motet.client import Client
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule, ToHost, UsageWindow
 from motet.commands.serve import _limits
+from motet.config import JobConfig
+from motet.config.chain import take_shape
 from motet.config.jobfile import load_service
 from motet.config.service import LimitsConfig, RateConfig, ServiceConfig
 from motet.core.errors import ConfigError, LimitError, ServiceError
@@ -70,6 +72,16 @@ def test_limits_are_read_once_a_second_and_a_change_holds_at_once(house: House) 
     assert sum("limits.given" in one for one in asked) <= 2
     limit(house, rank=8)
     assert quotas.of(tenant).rank == 8
+
+
+def test_a_rank_that_another_adapter_decides_is_limited_once_it_is_known(house: House) -> None:
+    quotas, tenant = house.service.quotas, person(house.store, "us").tenant_id
+    limit(house, rank=8)
+    given = JobConfig.model_validate(tiny("younger", adapter={"init": "elder"}))
+    quotas.check_size(tenant, given)  # the default is 32
+    quotas.check_size(tenant, take_shape(given, {"rank": 8}))
+    with pytest.raises(LimitError, match=r"adapter\.rank: 9 is more than 8"):
+        quotas.check_size(tenant, take_shape(given, {"rank": 9}))
 
 
 def test_usage_is_read_once_a_second_and_what_this_process_stores_counts_at_once(house: House) -> None:

@@ -98,6 +98,12 @@ def take_shape(job: JobConfig, shape: Mapping[str, Any]) -> JobConfig:
     return job.model_copy(update={"adapter": job.adapter.model_copy(update=own)}) if own else job
 
 
+def rank_of(job: JobConfig) -> int:
+    """The rank of a job's adapter; 0 while the one that it starts from has yet to decide it (`take_shape`)."""
+    decided = job.adapter.init is None or "rank" in job.adapter.model_fields_set
+    return job.adapter.rank if decided else 0
+
+
 def take_shapes(jobs: Sequence[Any], run: str | None = None) -> list[Any]:
     """Jobs, as trees, with the shape of the adapter that they start from, where they do not give it.
 

@@ -26,7 +26,7 @@ from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, Planned
 from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.jobs.validation import Allowed, check_allowed, check_race, validated
+from motet.service.jobs.validation import Allowed, check_allowed, check_race, check_room, validated
 from motet.service.schemas import MOST_SUBMITTED
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
@@ -107,7 +107,7 @@ class Submissions:
                     )
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
                 if config.race is None:
-                    one = self._queue.plan(who, config, base, job.after, job.at, above)
+                    one = self._plan(who, config, base, job, above)
                     planned.append(replace(one, idempotency=key))
                     above.append(planned[-1])
                 else:
@@ -139,11 +139,19 @@ class Submissions:
         # without defaults, because the rungs depend on what is set
         spec = self._secrets.sealed(config).model_dump(mode="json", exclude_unset=True)
         row = StoredRace(id=new_id("race"), tenant_id=who.tenant_id, name=config.name, spec=spec, base=base)
-        plans = [self._queue.plan(who, one, base, given.after, given.at) for one in race.candidates]
+        plans = [self._plan(who, one, base, given) for one in race.candidates]
         return row, [
             replace(one, idempotency=None if number else key, race=row.id, until=race.stop(0))
             for number, one in enumerate(plans)
         ]
+
+    def _plan(
+        self, who: Principal, config: JobConfig, base: str, given: GivenJob, above: Sequence[Planned] = ()
+    ) -> Planned:
+        planned = self._queue.plan(who, config, base, given.after, given.at, above)
+        self._quotas.check_size(who.tenant_id, planned.config)  # it has its adapter's shape now
+        check_room(planned.config, self._allowed, base)
+        return planned
 
     def _config(self, who: Principal, job: GivenJob) -> tuple[JobConfig, str]:
         tree = job.tree

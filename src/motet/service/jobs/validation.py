@@ -18,6 +18,7 @@ from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import OF_CLIENT, DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.candidates import RacePlan
+from motet.config.chain import rank_of
 from motet.config.jobfile import jobs_of, normal_job, validate_as
 from motet.config.service import ANY_SIZE, Largest
 from motet.core import plain_yaml
@@ -144,7 +145,7 @@ def check_allowed(config: JobConfig, allowed: Allowed, base: str = "") -> None:
         raise ConfigError("algorithm.over_provision puts rollouts aside, which an agent cannot be: leave it out")
     _check_sizes(config)
     _check_texts(config.data)
-    _check_room(config, allowed.largest.get(base, ANY_SIZE))
+    check_room(config, allowed, base)
     given = (None if config.data.source == OF_CLIENT else config.data.source, config.data.eval_source)
     for source in filter(None, given):
         uploaded = source.startswith("file-")
@@ -204,9 +205,11 @@ def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:
         )
 
 
-def _check_room(config: JobConfig, largest: Largest) -> None:
+def check_room(config: JobConfig, allowed: Allowed, base: str) -> None:
+    """Check that the servers of a base take the job's adapter. Raises ConfigError if they do not."""
+    largest = allowed.largest.get(base, ANY_SIZE)
     for name, wanted, most, setting in (
-        ("adapter.rank", config.adapter.rank, largest.rank, "max_rank"),
+        ("adapter.rank", rank_of(config), largest.rank, "max_rank"),
         ("algorithm.max_off_policy_steps", config.algorithm.lag, largest.lag, "max_cpu_loras"),
     ):
         if most is not None and wanted > most:

@@ -22,6 +22,7 @@ from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule
 from motet.config import JobConfig
+from motet.config.chain import rank_of
 from motet.config.service import LimitsConfig
 from motet.core.errors import LimitError, StoreError
 from motet.core.types import JobState
@@ -178,7 +179,7 @@ class Quotas:
         """Check the size of a job, independent of the queue."""
         limits = self.of(tenant_id)
         sizes: list[tuple[str, float, float | None]] = [
-            ("adapter.rank", config.adapter.rank, limits.rank),
+            ("adapter.rank", rank_of(config), limits.rank),
             ("steps", config.steps, limits.steps),
         ]
         for reward in config.rewards:
