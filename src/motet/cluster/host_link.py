@@ -296,6 +296,7 @@ class HostLink:
                 for note in message.notes:
                     _log.warning("%s", note)
                 self.failure, self.hopeless, self._ready_since = "", False, time.monotonic()
+                self._signs.ready = True
                 self.speed = (message.device, message.tokens_per_second)
                 self.positions = message.positions
                 self.ready = True

@@ -19,7 +19,7 @@ SILENT = 9
 """Seconds without a sign of life, or in which the process's event loop does not turn, after which it is ended."""
 BEAT_SECONDS = 1.0
 _FIRST_SECONDS = 120
-"""As `SILENT`, until the first sign: on a busy machine a process imports its modules for long."""
+"""As `SILENT`, until the process is ready: what it loads may hold the interpreter, and so its signs, for long."""
 _IDLE_SHARE = 0.01
 """Of a second: a thread that computes gets more, also beside many others."""
 
@@ -56,8 +56,10 @@ class LifeSigns:
 
     def __init__(self) -> None:
         self._silent, self._handling = 0, False
-        self.alive: Alive | None = None
+        self.alive = Alive(0, 0)
         """The last sign of life."""
+        self.ready = False
+        """Whether the process has loaded all that it needs."""
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
@@ -73,7 +75,7 @@ class LifeSigns:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             self._silent += not self._handling
-            alive, most = self.alive or Alive(0, 0), SILENT if self.alive else _FIRST_SECONDS
+            alive, most = self.alive, SILENT if self.ready else _FIRST_SECONDS
             signs = {
                 "gives no sign of life": self._silent,
                 "does not turn its event loop": alive.loop,
