@@ -17,6 +17,7 @@ from motet.config import EnvironmentConfig, RewardConfig
 from motet.core.errors import EngineError
 from motet.core.types import Message, Problem
 from motet.process.apart import Apart
+from motet.process.ending import how_it_ended, size_of
 from motet.process.piped import Piped
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.reward_workers import RewardLink, load_request
@@ -193,3 +194,11 @@ def test_work_that_ends_with_its_service_is_not_said_to_be_too_much() -> None:
 
     with pytest.raises(EngineError, match="the process for this work was stopped by Motet"):
         asyncio.run(main())
+
+
+def test_the_last_line_of_a_log_that_was_moved_aside_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("it began\n" * 100)
+    began = size_of(log)
+    log.write_text("it failed\n")
+    assert how_it_ended(3, log=log, since=began) == f"ended with exit status 3; the last line of {log} is: it failed"

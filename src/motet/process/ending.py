@@ -76,7 +76,7 @@ def size_of(log: Path | None) -> int:
 def _last_line_of(log: Path, since: int) -> str:
     with contextlib.suppress(OSError), log.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
-        file.seek(max(since, end - _TAIL_BYTES))
+        file.seek(max(since if since <= end else 0, end - _TAIL_BYTES))  # a long log was moved aside meanwhile
         text = file.read(_TAIL_BYTES).decode(errors="replace").strip()
         return last_line(text) if text else ""
     return ""
