@@ -293,8 +293,9 @@ class Journal:
             return []
         refused = sorted({*gap, *(number for number in waiting if number > gap[0])}, reverse=True)
         reason = (
-            f"request {gap[0]} of this model never came: its program could not send it, and an error there says why. Requests "
-            f"{gap[0]} to {refused[0]} are refused, because they might depend on it; the model goes on with the next one"
+            f"request {gap[0]} of this model never came: its program could not send it, or was refused and did not send it "
+            f"again. Requests {gap[0]} to {refused[0]} are refused, because they might depend on it; the model goes on with "
+            "the next one"
         )
         for number in refused:  # the first of the gap last: until then the session executes none of them
             self._file(number, "sum").touch()
