@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from sqlalchemy.schema import CreateTable
 from motet.core.errors import StoreError
 from motet.service.adapters.adapters import ALL, MOST_SHARES, Adapters
 from motet.service.bases import Bases
-from motet.service.database.opening import EVENTS, MIGRATING
+from motet.service.database.opening import EVENTS, MIGRATING, open_engine
 from motet.service.database.races import RaceRows
 from motet.service.database.store import MOST_OF_A_PAGE, Store, jobs_of, size_of
 from motet.service.database.tables import (
@@ -228,6 +229,19 @@ def test_several_services_may_begin_on_the_same_empty_database(url: str) -> None
     with ThreadPoolExecutor(6) as pool:
         for store in list(pool.map(Store, [url] * 6)):
             store.close()
+
+
+def test_a_connection_waits_for_no_writer(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/motet.db"
+    Store(url).close()
+    writer = sqlite3.connect(tmp_path / "motet.db", isolation_level=None)
+    assert writer.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+    writer.execute("BEGIN IMMEDIATE")
+    engine = open_engine(url)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM tenants").scalar() == 0
+    engine.dispose()
+    writer.close()
 
 
 @pytest.mark.parametrize("url", ["postgresql"], indirect=True)

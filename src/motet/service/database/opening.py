@@ -40,10 +40,10 @@ def open_engine(url: str) -> Engine:
         @event.listens_for(engine, "connect")
         def _careful(connection: Any, _: Any) -> None:
             cursor = connection.cursor()
-            for line in (
-                _SHRINKS, f"journal_size_limit={_LOG_BYTES}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON",
-                "busy_timeout=10000",
-            ):  # fmt: skip
+            cursor.execute("PRAGMA busy_timeout=10000")
+            if cursor.execute("PRAGMA page_count").fetchone() == (0,):  # it writes, so others do not wait for it
+                cursor.execute(f"PRAGMA {_SHRINKS}")
+            for line in (f"journal_size_limit={_LOG_BYTES}", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
                 cursor.execute(f"PRAGMA {line}")
             cursor.close()
 
