@@ -307,6 +307,22 @@ def test_a_spent_job_is_not_resumed_without_a_larger_budget(house: House) -> Non
     assert house.ask("POST", "/v1/jobs/paid/resume").status_code == 202
 
 
+def test_a_failed_job_is_charged_for_what_it_does_again_when_it_is_resumed(house: House) -> None:
+    ledger, model = house.part(Ledger), job_of(made(house))
+    house.ask("POST", "/v1/jobs", json=tiny("again"))
+    charged = list[tuple[int, ...]]()
+    jobs = [house.ask("GET", f"/v1/jobs/{one}").json()["id"] for one in ("again", model)]
+    for _ in range(3):
+        for job in jobs:
+            for _ in range(2):  # a crash repeats work within a turn
+                ledger.worked(job, 0, 10, 40)
+            house.recorder.record_state(job, JobState.FAILED, "no luck")
+        charged.append(tuple(map(ledger.tokens_of, jobs)))
+        for job in jobs:
+            assert house.ask("POST", f"/v1/jobs/{job}/resume").status_code == 202
+    assert charged == [(50, 50), (100, 90), (150, 130)], "a client's journal tells a host what was trained"
+
+
 # --- tokens a day -----------------------------------------------------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ class Service:
         self.races = Races(store, self.storage, self.bus, self.recorder, self.hosts)
         self.submissions = Submissions(
             allowed, bases, store, self.storage, self.bus, self.adapters, self.quotas, self.enforcer, self.queue,
-            self.handover, self.hosts, secrets, self.recorder, self.races,
+            self.handover, self.hosts, secrets, self.recorder, self.races, self.ledger,
         )  # fmt: skip
         self.erasure = Erasure(store, self.storage, self.adapters, self.submissions, self.followers.home)
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)

@@ -30,6 +30,7 @@ from motet.service.jobs.validation import Allowed, check_allowed, check_race, ch
 from motet.service.schemas import MOST_SUBMITTED
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
+from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 
 MOST_TOLD = 50
@@ -69,13 +70,14 @@ class Submissions:
         secrets: Secrets,
         recorder: EventRecorder,
         races: Races,
+        ledger: Ledger,
     ) -> None:
         """`allowed`: resources that jobs may use."""
         self._allowed, self._bases = allowed, bases
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
         self._handover, self._hosts, self._secrets = handover, hosts, secrets
-        self._recorder, self._races = recorder, races
+        self._recorder, self._races, self._ledger = recorder, races, ledger
         self._changing = threading.Lock()
 
     def check(
@@ -234,6 +236,7 @@ class Submissions:
         if self._queue.steer(job, wanted) or (not again and self._handover.settle(job)):
             self._check_steered(job, wanted)
         elif again:
+            self._ledger.begin_again(job.id)
             self._store.change_job(job.id, state=JobState.QUEUED.value, message="", ended=None)
             self._hosts.send(ForgetJob(job.id))  # the host on which it failed may still know it
             self._handover.hand_over(job)

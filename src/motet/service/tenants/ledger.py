@@ -1,7 +1,8 @@
 """The usage ledger: tokens and device time by day, tenant and job.
 
 Tokens are counted when they are sampled or trained, whether or not their step ends. A step's event counts what is left of
-it in its own transaction, and events are stored once. Work repeated after a crash reports smaller totals, so it counts once.
+it in its own transaction, and events are stored once. Work repeated after a crash reports smaller totals, so it counts once;
+work repeated because a failed job was resumed counts again.
 Device time arrives in numbered windows, and each window is stored once.
 """
 
@@ -95,6 +96,14 @@ class Ledger:
                 counts["tokens_sampled"] = sampled - before
                 _set_reading(session, _SAMPLED + job_id, sampled)
             self._add(session, [((job.tenant_id, job.id, job.name, job.base or ""), counts)])
+
+    def begin_again(self, job_id: str) -> None:
+        """A failed job is resumed: a host counts its unfinished work from 0, all of it new."""
+        with self._store.transaction() as session:
+            job = find_job(session, job_id)
+            _set_reading(session, _SAMPLED + job_id, 0)
+            if job is not None and job.spec["algorithm"]["type"] != "client":  # its journal has what was counted
+                _set_reading(session, _WORKED + job_id, 0)
 
     def window(
         self,
