@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Text, cast, func, select
 
 from motet.config import RewardConfig
 from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
-from motet.service.database.tables import StoredJob
+from motet.service.database.tables import ScoringUnit, StoredJob
 from motet.service.storage import Storage
 from motet.service.workers.rewards import RewardWorkers
 from tests.support.earlier import unpack
@@ -96,6 +98,28 @@ def test_work_that_waits_is_counted_after_a_restart_too(tmp_path: Path) -> None:
         assert stored(house) - before > MB
         house.service.reward_workers.units.forget(job_of(house).id)
         assert stored(house) - before < MB
+
+
+def test_work_and_scores_count_as_the_text_that_is_stored(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        job, units, counted = job_of(house), house.service.reward_workers.units, house.service.stored
+        texts = [func.coalesce(func.length(cast(column, Text)), 0) for column in (ScoringUnit.work, ScoringUnit.scores)]
+
+        def sizes() -> tuple[int, int]:
+            counted.of(job.tenant_id)
+            return counted._work[job.tenant_id][job.id], house.store.scalar(select(func.sum(texts[0] + texts[1]))) or 0
+
+        for key in "ab":
+            units.ask(job.id, key, 0, {"text": "\u6587" * 6000, "nan": math.nan, "completions": []}, job.tenant_id)
+        found = [sizes()]
+        units.settle(job.id, "a", [[0.5, "\u6587" * 4000]])
+        found.append(sizes())
+        counted._bytes.clear()  # as in another process
+        found.append(sizes())
+        units.forget(job.id, before_step=1)
+        found.append(sizes())
+        assert [one for one, _ in found] == [one for _, one in found]
+        assert found[0][0] > 72_000 > found[1][0] > 60_000 > found[3][0] > 36_000
 
 
 @pytest.mark.parametrize("what", ["files", "events", "keys and audit"])

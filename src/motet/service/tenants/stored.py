@@ -76,7 +76,7 @@ class StoredBytes:
         self._bytes: dict[str, dict[str, int]] = {}
         """By tenant, and by job or `SAMPLES`; for tenants that were requested."""
         self._work: dict[str, Counter[str]] = {}
-        """Work for reward workers in the database, by tenant and job."""
+        """Work for reward workers and its scores in the database, by tenant and job."""
         self._events: dict[str, dict[str, int]] = {}
         """Events in the database in bytes, by tenant and job."""
         self._entries: tuple[float, Counter[str]] = (-math.inf, Counter())
@@ -226,9 +226,9 @@ class StoredBytes:
             return {str(job): _EVENT * int(number) for job, number in rows}
 
     def _waiting_work(self, jobs: Select[str]) -> Counter[str]:
-        """Characters of the work that waits for reward workers, by job; reads all of it."""
-        size = func.sum(func.length(cast(ScoringUnit.work, Text)))
-        waiting = select(ScoringUnit.job_id, size).where(ScoringUnit.job_id.in_(jobs), ScoringUnit.work.is_not(None))
+        """Characters of the work that waits for reward workers, and of scores, by job; reads all of it."""
+        texts = (func.length(cast(column, Text)) for column in (ScoringUnit.work, ScoringUnit.scores))
+        waiting = select(ScoringUnit.job_id, func.sum(func.coalesce(*texts, 0))).where(ScoringUnit.job_id.in_(jobs))
         with self._store.transaction() as session:
             rows = session.execute(waiting.group_by(ScoringUnit.job_id))
             return Counter({str(job): int(size) for job, size in rows})

@@ -22,7 +22,7 @@ from sqlalchemy.exc import IntegrityError
 
 from motet.config import JobConfig, RewardConfig
 from motet.core.errors import LimitError, ScorerAway
-from motet.core.json_text import json_pieces
+from motet.core.json_text import json_pieces, json_text
 from motet.process.apart import ThreadTurns
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
@@ -49,18 +49,15 @@ class Leased:
 
 
 def key_of(work: Mapping[str, Any]) -> str:
-    """The digest of a piece of work."""
-    return _key_and_size(work)[0]
-
-
-def _key_and_size(work: Mapping[str, Any]) -> tuple[str, int]:
-    """Also its bytes as JSON. This takes milliseconds if it is large, so it is done in a thread."""
-    digest, size = hashlib.sha256(), 0
+    """The digest of a piece of work. This takes milliseconds if it is large, so it is done in a thread."""
+    digest = hashlib.sha256()
     dumps = functools.partial(json.dumps, sort_keys=True, ensure_ascii=False)
     for piece in json_pieces(work, dumps, sort_keys=True):
-        digest.update(part := piece.encode("utf-8", "replace"))
-        size += len(part)
-    return digest.hexdigest(), size
+        digest.update(piece.encode("utf-8", "replace"))
+    return digest.hexdigest()
+
+
+_SCORES = func.length(cast(ScoringUnit.scores, Text))
 
 
 class ScoringUnits:
@@ -70,13 +67,11 @@ class ScoringUnits:
         """`quotas` counts the work as stored bytes of the job's tenant."""
         self._store, self._quotas = store, quotas
 
-    def ask(
-        self, job_id: str, key: str, step: int, work: Mapping[str, Any], tenant_id: str = "", size: int = 0
-    ) -> list[Any] | None:
+    def ask(self, job_id: str, key: str, step: int, work: Mapping[str, Any], tenant_id: str = "") -> list[Any] | None:
         """Existing scores of a piece of work; otherwise queue it for workers. `step`: steps that the job has done.
 
         Raises:
-            LimitError: the tenant has no room for `size` more bytes.
+            LimitError: the tenant has no room for it.
         """
         with self._store.transaction() as session:
             row = session.execute(
@@ -84,6 +79,7 @@ class ScoringUnits:
             ).first()
         if row is not None:
             return None if row.scores is None else list(row.scores)
+        size = sum(map(len, json_pieces(work)))  # of the text that is stored
         unit = ScoringUnit(job_id=job_id, key=key, step=step, work=dict(work), completions=len(work["completions"]))
         room = contextlib.nullcontext() if self._quotas is None else self._quotas.storing_work(tenant_id, job_id, size)
         with contextlib.suppress(IntegrityError), room, self._store.transaction() as session:
@@ -156,7 +152,7 @@ class ScoringUnits:
             )
         settled = bool(done.rowcount)  # type: ignore[attr-defined]
         if settled and self._quotas is not None:
-            self._quotas.stored.work_done(job_id, size or 0)
+            self._quotas.stored.work_done(job_id, (size or 0) - len(json_text(list(scores))))  # which take its place
         return settled
 
     def forget(self, job_id: str, before_step: int | None = None) -> None:
@@ -165,9 +161,9 @@ class ScoringUnits:
         if before_step is not None:
             old = old.where(ScoringUnit.step < before_step, ScoringUnit.scores.is_not(None))
         with self._store.transaction() as session:
-            session.execute(old)
-        if before_step is None and self._quotas is not None:
-            self._quotas.stored.work_done(job_id)
+            freed = sum(size or 0 for size in session.scalars(old.returning(_SCORES)))
+        if self._quotas is not None:
+            self._quotas.stored.work_done(job_id, None if before_step is None else freed)
 
 
 class RewardWorkers(AttachedWorkers):
@@ -198,12 +194,12 @@ class RewardWorkers(AttachedWorkers):
         self._start_checking()
         given = reward.model_dump(mode="json", exclude={"name", "weight"})
         work = {"reward": given, "problem": problem, "completions": completions, "transcripts": transcripts}
-        key, size = await self._turns.run(job.tenant_id, lambda: _key_and_size(work))
+        key = await self._turns.run(job.tenant_id, lambda: key_of(work))
         answer = asyncio.get_running_loop().create_future()
         self._waiting[job.id].setdefault(key, []).append(answer)  # before the look-up, so that no answer is missed
         try:
             await self._prune(job)
-            ask = functools.partial(self.units.ask, job.id, key, job.step, work, job.tenant_id, size)
+            ask = functools.partial(self.units.ask, job.id, key, job.step, work, job.tenant_id)
             try:
                 known = await self._turns.run(job.tenant_id, ask)
             except LimitError as error:
