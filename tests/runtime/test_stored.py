@@ -180,7 +180,10 @@ def test_open_samples_count_until_they_are_given_up(house: House) -> None:
     many = {**sample, "num_samples": 998}
     assert "and 998 more are too many" in house.refused(429, "POST", f"{PREFIX}/asample", json=many)["message"]
     names.append(house.ask("POST", f"{PREFIX}/asample", json={**many, "num_samples": 997}).json()["request_id"])
-    assert "1000 samples are open" in house.refused(429, "POST", f"{PREFIX}/asample", json=sample)["message"]
+    assert (
+        "1000 completions of samples are open"
+        in house.refused(429, "POST", f"{PREFIX}/asample", json=sample)["message"]
+    )
     limit(house, storage_mb=stored(house) / MB)
     assert "storage_mb" in house.refused(403, "POST", f"{PREFIX}/asample", json=sample)["message"]
     for name in names:

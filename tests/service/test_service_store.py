@@ -186,7 +186,7 @@ def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_n
             "INSERT INTO alembic_version VALUES ('0003')",
             "INSERT INTO tenants VALUES ('t', 'us', 0)",
             "INSERT INTO tenants VALUES ('u', 'them', 0)",
-            """INSERT INTO limits VALUES ('u', '{"rank": 8}')""",
+            """INSERT INTO limits VALUES ('u', '{"rank": 8, "open_samples": 64}')""",
             "INSERT INTO usage (day, tenant_id, job_id, job_name, tokens_prompt, tokens_sampled, tokens_trained, microseconds, "
             "base) VALUES ('2026-01-01', 't', 'job-1', 'old', 1, 2, 3, 4000000, '')",
         ):
@@ -198,7 +198,7 @@ def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_n
         with store.transaction() as session:
             limits = {one.tenant_id: one.given for one in session.scalars(select(TenantLimits))}
         assert limits == {
-            "t": {"cpu_seconds_per_day": None}, "u": {"cpu_seconds_per_day": None, "rank": 8},
+            "t": {"cpu_seconds_per_day": None}, "u": {"cpu_seconds_per_day": None, "rank": 8, "open_samples": 1024},
         }  # fmt: skip
         store.tenants.made("new")
         store.close()

@@ -123,7 +123,7 @@ def set_limits(
     running_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that run at once; more wait.")] = None,
     queued_jobs: Annotated[str | None, typer.Option(metavar="N", help="Jobs that may wait in addition.")] = None,
     client_models: Annotated[str | None, typer.Option(metavar="N", help="Open models of Tinker clients.")] = None,
-    open_samples: Annotated[str | None, typer.Option(metavar="N", help="Open samples of Tinker clients.")] = None,
+    open_samples: Annotated[str | None, typer.Option(metavar="N", help="Open completions of Tinker samples.")] = None,
     rank: Annotated[str | None, typer.Option(metavar="N", help="The largest rank.")] = None,
     steps: Annotated[str | None, typer.Option(metavar="N", help="The largest number of steps of a job.")] = None,
     tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens per day (UTC).")] = None,

@@ -228,8 +228,8 @@ class Quotas:
         most = self.of(tenant_id).open_samples
         if most is not None and count and count + more > most:
             raise LimitError(
-                f"open_samples: {count} samples are open, and {more} more are too many; fetch some first, or {_ASK} "
-                "--open-samples",
+                f"open_samples: {count} completions of samples are open, and {more} more are too many; fetch some first, or "
+                f"{_ASK} --open-samples",
                 429,
                 1,
             )

@@ -1,4 +1,7 @@
-"""CPU time in the ledger. Tenants that there are have no limit on it, unless an admin sets one."""
+"""CPU time in the ledger. Tenants that there are have no limit on it, unless an admin sets one.
+
+`open_samples` counted requests and now counts completions, so it grows as its default does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ down_revision = "0003"
 branch_labels = None
 depends_on = None
 
-_LIMIT = "cpu_seconds_per_day"
+_LIMIT, _SAMPLES = "cpu_seconds_per_day", "open_samples"
+_TIMES, _MOST = 16, 10**6
 
 
 def upgrade() -> None:
@@ -21,6 +25,9 @@ def upgrade() -> None:
     limits = sa.table("limits", sa.column("tenant_id", sa.String), sa.column("given", sa.JSON))
     connection = op.get_bind()
     given = {str(row[0]): dict(row[1]) for row in connection.execute(sa.select(limits.c.tenant_id, limits.c.given))}
+    for own in given.values():
+        if own.get(_SAMPLES) is not None:
+            own[_SAMPLES] = min(_TIMES * own[_SAMPLES], _MOST)
     for (tenant,) in connection.execute(sa.select(tenants.c.id)).all():
         values = {"given": {_LIMIT: None, **given.get(tenant, {})}}
         if tenant in given:
