@@ -85,11 +85,11 @@ WRITES: dict[str, Callable[[House, str, int], httpx2.Response]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_that_wait_for_another_of_their_tenant_hold_up_nobody_else(house: House, name: str) -> None:
-    model, waiting = made(house), house.bodies._requests
-    with ThreadPoolExecutor(MANY) as threads, house.part(Quotas).storing(tenant(house), 0):
+    model, waiting, us = made(house), house.bodies._requests, tenant(house)
+    with ThreadPoolExecutor(MANY) as threads, house.part(Quotas).storing(us, 0):
         for number in range(MANY):
             threads.submit(WRITES[name], house, model, 1 + number)
-        wait_until(lambda: waiting[house.keys["ours"]] >= MANY)
+        wait_until(lambda: waiting[us] >= MANY)
         for _ in range(10):
             assert house.ask("GET", f"{PREFIX}/checkpoints", "theirs").is_success
             assert house.ask("POST", f"{PREFIX}/asample", "theirs", json=SAMPLE).is_success
@@ -250,7 +250,7 @@ def test_a_sample_that_is_sent_again_before_it_has_begun_is_one_or_none(house: H
         with house.part(Quotas).storing(who.tenant_id, 0):
             house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": room})
             again = [threads.submit(house.ask, "POST", f"{PREFIX}/asample", json=body) for _ in range(5)]
-            wait_until(lambda: waiting[house.keys["ours"]] >= 5 and futures.open(who) > before)
+            wait_until(lambda: waiting[who.tenant_id] >= 5 and futures.open(who) > before)
             assert futures.open(who) == before + 1
         answers = [one.result() for one in again]
     house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": None})
