@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import hashlib
@@ -20,7 +21,9 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from motet.config.service import RateConfig
+from motet.core.json_text import rough_size
 from motet.service.app import ROUTES
+from motet.service.http.auth import FEW_BYTES
 from motet.service.http.forms import FormReader
 from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
 from motet.service.http.parsing import CHUNK, FREE_CHUNKS, MOST_HEAD, MOST_LINES, Parser
@@ -277,6 +280,9 @@ def test_reads_of_a_tenant_wait_for_each_other_and_nobody_elses_do(house: House)
 
     house.service.answer_threads.begin(us, hold)
     assert begun.wait(60)
+    encode = house.service.encode_threads.answer
+    for size in (0, FEW_BYTES + 1):  # of what a model has answered
+        asyncio.run_coroutine_threadsafe(encode(us, size, dict), house.app.state.loop).result(60)
     with ThreadPoolExecutor() as pool:
         own = pool.submit(house.ask, "GET", "/v1/jobs/ended/steps?points=5000")
         for path in ("/v1/jobs", "/v1/models", "/v1/files", "/tinker/api/v1/training_runs"):
@@ -285,6 +291,30 @@ def test_reads_of_a_tenant_wait_for_each_other_and_nobody_elses_do(house: House)
         assert not own.done()
         over.set()
         assert own.result(60).status_code == 200
+
+
+def test_reads_of_many_tenants_hold_up_neither_chats_nor_a_health_check(house: House) -> None:
+    begun, over = threading.Semaphore(0), threading.Event()
+
+    def hold() -> None:
+        begun.release()
+        over.wait()
+
+    for number in range(threads := house.service.answer_threads._most):
+        house.service.answer_threads.begin(f"tenant-{number}", hold)
+    try:
+        assert all(begun.acquire(timeout=60) for _ in range(threads))
+        assert house.ask("GET", "/readyz", "none").status_code == 503
+        encoded = house.service.encode_threads.answer("us", FEW_BYTES + 1, dict)
+        assert asyncio.run_coroutine_threadsafe(encoded, house.app.state.loop).result(60).body == b"{}"
+    finally:
+        over.set()
+
+
+def test_the_size_of_an_answer_is_counted_as_far_as_it_matters() -> None:
+    assert 300 <= rough_size({"a": ["x" * 100] * 3, "b": {"c": None}}, FEW_BYTES) <= 400
+    for large in ([0.5] * FEW_BYTES, {"a": ["x" * FEW_BYTES, "y"]}, [{"a": "x"}] * FEW_BYTES):
+        assert rough_size(large, FEW_BYTES) > FEW_BYTES
 
 
 def test_steps_are_read_from_the_database_once(house: House) -> None:

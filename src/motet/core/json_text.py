@@ -36,6 +36,20 @@ def json_text(value: Any, instead: Callable[[float], str | None] = _null) -> str
         return json.dumps(finite(value, instead), allow_nan=False)
 
 
+def rough_size(value: object, most: int) -> int:
+    """About the bytes of a value as JSON; counted until they are more than `most`."""
+    size, rest = 0, [value]
+    while rest and size <= most:
+        one = rest.pop()
+        if isinstance(one, str | Mapping | list | tuple):
+            size += len(one) if isinstance(one, str) else 8 * len(one)
+        if size <= most and isinstance(one, Mapping):
+            rest += (*one, *one.values())
+        elif size <= most and isinstance(one, list | tuple):
+            rest += one
+    return size
+
+
 def json_pieces(
     value: object, dumps: Callable[[Any], str] = json_text, *, sort_keys: bool = False, depth: int = 3
 ) -> Iterator[str]:

@@ -104,6 +104,7 @@ class Lifecycle:
         for threads in (
             service.check_threads,
             service.answer_threads,
+            service.encode_threads,
             service.read_threads,
             service.write_threads,
             service.stream_threads,

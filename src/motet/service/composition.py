@@ -22,6 +22,7 @@ from motet.service.http.auth import (
     Access,
     AnswerThreads,
     CheckThreads,
+    EncodeThreads,
     RateLimit,
     ReadThreads,
     StreamThreads,
@@ -54,8 +55,8 @@ from motet.tracking.follow import Followers
 
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; others wait in the database."""
-_CHECKING, _READING, _WRITING, _STREAMING, _ANSWERING = 4, 8, 32, 4, 8
-"""Threads that check jobs, read files, write, read events, and list; each tenant uses at most one of each."""
+_CHECKING, _READING, _WRITING, _STREAMING, _ANSWERING, _ENCODING = 4, 8, 32, 4, 8, 4
+"""Threads that check jobs, read files, write, read events, list, and encode; each tenant uses at most one of each."""
 _MOST_STREAMS = 10**6
 """Of a tenant that wait for their turn; connections are limited elsewhere."""
 
@@ -106,6 +107,7 @@ class Service:
         self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
         self.write_threads = WriteThreads(_WRITING, http.requests_per_tenant)
         self.answer_threads = AnswerThreads(_ANSWERING, http.requests_per_tenant)
+        self.encode_threads = EncodeThreads(_ENCODING, http.requests_per_tenant)
         self.stream_threads = StreamThreads(_STREAMING, _MOST_STREAMS)
         self.streams = Counter[str]()
         """Open event streams, by tenant."""

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from motet.service.depends import principal
+from motet.service.http.auth import address
 from motet.service.http.bodies import values_of
 from motet.service.http.forms import FormReader
 from motet.service.request_log import asked_of
@@ -93,7 +94,7 @@ class TenantRoute(APIRoute):
         async def run(**given: Any) -> Any:
             request = _REQUEST.get()
             service: Service = request.app.state.service
-            whose = asked_of(request.scope).tenant_id or f"from {request.client and request.client.host}"
+            whose = asked_of(request.scope).tenant_id or address(request)
             turns = service.answer_threads if request.method in ("GET", "HEAD") else service.write_threads
             changed = next((one for one in given.values() if isinstance(one, Response)), None)
             return await turns.run(whose, lambda: self._answer(endpoint(**given), changed))

@@ -10,9 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from motet.config.service import RateConfig
+from motet.core.json_text import json_pieces
 from motet.process.apart import ThreadTurns
 from motet.service.database.store import AWAY
 from motet.service.database.tenants import PREFIX, Principal, Tenants
@@ -24,6 +25,8 @@ from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX, AgentWorkers, OfferedEpisode
 
 _MOST_BUCKETS = 10_000
+FEW_BYTES = 2**16
+"""Of an answer that is encoded in the event loop."""
 _HEALTH = ("/healthz", "/readyz")
 _EPISODES = re.compile(r"/episodes/([^/]+)/v1/")
 OF_TINKER = "tml-"
@@ -212,7 +215,20 @@ class CheckThreads(ThreadTurns):
 
 
 class AnswerThreads(ThreadTurns):
-    """For what is answered at once: lists, charts, and answers that are encoded."""
+    """For what is read at once: lists and charts."""
+
+
+class EncodeThreads(ThreadTurns):
+    """For large answers of models and large leases, which wait for no reads."""
+
+    async def answer(self, tenant_id: str, size: int, shown: Callable[[], object]) -> Response:
+        """An answer of about `size` bytes as JSON, in ASCII: the data may contain invalid UTF-8."""
+
+        def text() -> str:
+            return "".join(json_pieces(shown()))
+
+        body = text() if size <= FEW_BYTES else await self.run(tenant_id, text)
+        return Response(body, media_type="application/json")
 
 
 class ReadThreads(ThreadTurns):

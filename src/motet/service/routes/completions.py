@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -27,7 +27,6 @@ from motet.chat.structure import check_grammar
 from motet.cluster.hosts import longest_sequence
 from motet.cluster.messages import Complete
 from motet.core.errors import ConfigError, EngineError
-from motet.core.json_text import json_pieces
 from motet.core.section import Described
 from motet.core.types import SamplingParams
 from motet.service.adapters.adapters import Answerer, NoModelError
@@ -215,7 +214,8 @@ class Chats:
         if asked.stream:
             return events_of(wanted.events(reply), service.storage)
         pieces = await while_there(self._request, whole(reply.pieces))
-        return await _encoded(service, who, lambda: wanted.answer(reply, pieces))
+        size = _size(pieces) + 8 * len(reply.prompt_ids)
+        return await service.encode_threads.answer(who.tenant_id, size, lambda: wanted.answer(reply, pieces))
 
 
 ChatsDep = Annotated[Chats, Depends()]
@@ -301,13 +301,12 @@ async def complete(who: Asker, service: ServiceDep, request: Request, wanted: Co
     def body() -> dict[str, Any]:
         return {**head, "choices": [wanted.choice(one, index) for index, one in enumerate(completions)], "usage": used}
 
-    return await _encoded(service, who, body)
+    return await service.encode_threads.answer(who.tenant_id, _size(completions), body)
 
 
-async def _encoded(service: Service, who: Principal, answer: Callable[[], dict[str, Any]]) -> Response:
-    """An answer, which may have figures for each of a hundred thousand tokens; made in the turn of its tenant."""
-    body = await service.answer_threads.run(who.tenant_id, lambda: "".join(json_pieces(answer())))
-    return Response(body, media_type="application/json")
+def _size(answers: Sequence[AnswerPiece]) -> int:
+    """About the bytes of whole answers as JSON, which may have figures for each of a hundred thousand tokens."""
+    return sum(len(one.text) + 16 * len(one.token_ids) + 128 * len(one.tokens) for one in answers)
 
 
 async def _texts(

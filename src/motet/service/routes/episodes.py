@@ -12,11 +12,11 @@ from fastapi import APIRouter, Depends, Request, Response
 from motet.agents.episode_messages import AskEpisode, EpisodeEnded
 from motet.agents.served_episode import MODELS, RETRY
 from motet.core.errors import HostGone
-from motet.core.json_text import json_pieces
+from motet.core.json_text import rough_size
 from motet.core.types import JobState
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
-from motet.service.http.auth import episode_key
+from motet.service.http.auth import FEW_BYTES, episode_key
 from motet.service.routes.completions import STREAMED
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Models
@@ -46,10 +46,8 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
         }
         for one in leased
     ]  # fmt: skip
-    # ASCII: the data may contain invalid UTF-8.
     shown = {"episodes": episodes, "held": held, "seconds": service.agent_workers.lease_seconds, "state": state.value}
-    body = await service.answer_threads.run(who.tenant_id, lambda: "".join(json_pieces(shown)))
-    return Response(body, media_type="application/json")
+    return await service.encode_threads.answer(who.tenant_id, rough_size(shown, FEW_BYTES), lambda: shown)
 
 
 @router.post("/v1/jobs/{job}/episodes/results")

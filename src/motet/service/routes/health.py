@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from sqlalchemy import func, select
+from starlette.concurrency import run_in_threadpool
 
 from motet.cluster.host_link import NO_ANSWER
 from motet.cluster.hosts import Hosts
@@ -32,12 +33,12 @@ async def healthy() -> Health:
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
-def ready(request: Request, service: ServiceDep) -> JSONResponse:
+async def ready(request: Request, service: ServiceDep) -> JSONResponse:
     """Check that jobs can run: the database answers and the engine has loaded its base.
 
     Reasons and bases contain local paths, so they are shown only with a valid key.
     """
-    away = service.store.failure()
+    away = await run_in_threadpool(service.store.failure)  # it waits for no reads of tenants
     known = not away and service.access.tenant(request) != ""  # the key cannot be checked without the database
     message = away or service.hosts.failure or ("" if service.hosts.ready else _STARTING) or service.recorder.failure
     status = "unavailable" if message else "ok"

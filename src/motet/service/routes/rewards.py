@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request, Response
 from pydantic_core import PydanticUndefined
 
-from motet.core.json_text import json_pieces
+from motet.core.json_text import rough_size
 from motet.core.types import JobState
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
+from motet.service.http.auth import FEW_BYTES
 from motet.service.routing import TenantRoute
 from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
 from motet.tasks.reward_elsewhere import ELSEWHERE
@@ -49,10 +50,8 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
         )
         state = await service.reward_workers.state(job.id)
     units = [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]
-    # ASCII: the data may contain invalid UTF-8.
     shown = {"units": units, "seconds": service.reward_workers.lease_seconds, "state": state.value}
-    body = await service.answer_threads.run(who.tenant_id, lambda: "".join(json_pieces(shown)))
-    return Response(body, media_type="application/json")
+    return await service.encode_threads.answer(who.tenant_id, rough_size(shown, FEW_BYTES), lambda: shown)
 
 
 @router.post("/jobs/{job}/scoring/results")
