@@ -539,6 +539,14 @@ def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second() -> None:
         assert {RateLimit(open_to).wait("a") for _ in range(1000)} == {0}
 
 
+def test_one_request_may_take_as_much_as_a_burst_in_advance() -> None:
+    clock = [0.0]
+    rate = RateLimit(RateConfig(requests_per_second=2, burst=3), lambda: clock[0])
+    assert rate.wait("a") == 0
+    rate.spend("a", 540)
+    assert rate.wait("a") == 2
+
+
 def test_whoever_asks_too_often_is_told_when_to_come_back(tmp_path: Path) -> None:
     with open_house(tmp_path / "slow", rate=RateConfig(requests_per_second=0.01, burst=5)) as house:
         for _ in range(3):  # two were used to set the house up

@@ -28,12 +28,15 @@ from motet.service.http.forms import FormReader
 from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
 from motet.service.http.parsing import CHUNK, FREE_CHUNKS, MOST_HEAD, MOST_LINES, Parser
 from motet.service.routing import TenantRoute
+from motet.service.schemas import MOST_SUBMITTED
 from motet.service.workers.rewards import key_of
 from tests.support.house import House, open_house, statements
+from tests.support.service_run import tiny
 
 HEAD = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 ENDLESS = 10**6
+JSON = {"content-type": "application/json"}
 
 
 def events_of(text: bytes, piece: int = 2**16) -> tuple[int, h11.RemoteProtocolError | None]:
@@ -229,7 +232,49 @@ def test_values_of_a_stranger_are_few(house: House) -> None:
     head = {"content-type": "application/json"}
     for key in ("none", "wrong"):
         house.refused(401, "POST", "/v1/submissions", key, content=body, headers=head)
-    house.refused(413, "POST", "/v1/submissions", content=json.dumps({"jobs": [0.5] * 2**16}), headers=head)
+    house.refused(413, "POST", "/v1/jobs", content=json.dumps({"jobs": [0.5] * 2**16}), headers=head)
+
+
+def test_many_jobs_with_many_texts_each_are_read(house: House) -> None:
+    """As many as a submission may have, of 60 texts and nine lists: the second name is refused, when all have been read."""
+    jobs = [{"job": {"name": "same", "lora": [[]] * 7, "x": ["text"] * 56}} for _ in range(MOST_SUBMITTED)]
+    assert house.ask("POST", "/v1/submissions", json={"jobs": jobs}).status_code == 400
+
+
+def test_a_long_body_with_half_a_character_is_read(house: House) -> None:
+    """A long history of an agent, with an emoji that was cut."""
+    body = json.dumps({"model": "nothing", "messages": [{"role": "user", "content": "\ud83d"}] * 1500})
+    answers = [house.ask("POST", "/v1/chat/completions", content=one, headers=JSON) for one in (body, body[:-1])]
+    assert [answer.status_code for answer in answers] == [404, 400], answers[0].text
+
+
+@pytest.mark.parametrize("key", ["new", "wrong"])
+def test_a_key_that_is_not_known_is_looked_up_at_the_cost_of_its_address(tmp_path: Path, key: str) -> None:
+    rate = RateConfig(requests_per_second=0.01, burst=10)
+    with open_house(tmp_path, rate=rate) as house:
+        with statements() as asked:
+            for number in range(20):
+                text = f"mk-{number}"
+                if key == "new":
+                    _, text = house.store.tenants.create_key(f"tenant-{number}", "a", "member", None)
+                house.keys["one"] = text
+                status = house.ask("GET", "/v1/me", "one").status_code
+                assert status == (200 if key == "new" else 401 if number < 10 else 429)
+        if key == "wrong":
+            assert sum("keys.digest = " in one for one in asked) == 10
+        else:
+            house.refused(401, "GET", "/v1/me", "wrong")
+
+
+def test_a_lease_costs_one_request_whatever_it_holds(tmp_path: Path) -> None:
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=20)) as house:
+        job = house.ask("POST", "/v1/jobs", json={**tiny("scored"), "reward": "worker"}).json()["id"]
+        work = {"reward": {"args": {}}, "problem": {"text": "x" * 2**23}, "completions": ["a"]}
+        house.service.reward_workers.units.ask(job, key_of(work), 0, work)
+        lease = {"worker": "w", "wait_seconds": 0}
+        answer = house.ask("POST", f"/v1/jobs/{job}/scoring/lease", json=lease)
+        assert len(answer.content) > 2**23
+        assert house.ask("GET", "/v1/me").status_code == 200
 
 
 def test_every_route_reads_its_body_within_limits(house: House) -> None:

@@ -27,6 +27,7 @@ from motet.service.depends import principal
 from motet.service.http.auth import address
 from motet.service.http.bodies import values_of
 from motet.service.http.forms import FormReader
+from motet.service.http.json_size import MOST_VALUES
 from motet.service.request_log import asked_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class _Request(Request):
         if not hasattr(self, "_json"):
             try:
                 self._json = from_json(await self.body(), allow_inf_nan=True)
-            except ValueError as error:
+            except ValueError as error:  # also at half a character, and beyond 200 levels
+                if values_of(self) <= MOST_VALUES:
+                    return await super().json()
                 raise json.JSONDecodeError(str(error), "", 0) from error
         return self._json
 

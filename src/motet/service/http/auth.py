@@ -74,11 +74,11 @@ class RateLimit:
         return None if self._config is None else self._config.requests_per_second
 
     def spend(self, whose: str, requests: float) -> None:
-        """Take more from a bucket for a request that was allowed; what is missing then is made up for later."""
+        """Take more from a bucket for an allowed request, until as much as a burst is missing; less than 0 gives back."""
         with self._lock:
-            if whose in self._buckets:
+            if self._config is not None and whose in self._buckets:
                 left, then = self._buckets[whose]
-                self._buckets[whose] = left - requests, then
+                self._buckets[whose] = max(-float(self._config.burst), left - requests), then
 
     def wait(self, whose: str) -> int:
         """Take a request from a bucket: returns 0 if allowed, else the whole seconds to wait."""
@@ -130,8 +130,8 @@ class Access:
     def admit(self, request: Request) -> str:
         """Count a request; returns the tenant that pays for it, by its key or its episode's, empty if the key is not valid.
 
-        This is done before anything of its body is read. The request ends with its key from now on. One that needs no key
-        has a tenant too.
+        This is done before anything of its body is read. A key that is not in memory is looked up within its address's
+        rate. The request ends with its key from now on. One that needs no key has a tenant too.
 
         Raises:
             Refusal: its tenant, or its address without a valid key, sends too many requests.
@@ -143,6 +143,8 @@ class Access:
             asked.tenant_id = leased.tenant
             self._count(request, f"episodes of {leased.tenant}")
             return leased.tenant
+        if unknown := self.known_tenant(request) is None:  # its address pays for the look-up, unless the key is good
+            self._count_address(request)
         if not admitted.looked_up:
             try:
                 admitted.who = who = self._tenants.who(key)
@@ -150,6 +152,8 @@ class Access:
                 return "unknown"
             admitted.looked_up = True
             if who is not None:
+                if unknown:
+                    self._rate.spend(admitted.counted_as, -1)
                 opened_by(request, who.key_id)
                 asked.key, asked.tenant, asked.admin = who.key_id, who.tenant, who.admin
                 asked.tenant_id = who.tenant_id
@@ -159,8 +163,8 @@ class Access:
             self._count(request, "none")
             asked.tenant_id = self._tenants.made_id("local")
             return "local"
-        health = "health " if request.url.path.endswith(_HEALTH) else ""
-        self._count(request, f"{health}{address(request)}", "of an address without a good key", close=True)
+        if not unknown:
+            self._count_address(request)
         return ""
 
     def tenant(self, request: Request) -> str:
@@ -195,6 +199,10 @@ class Access:
         """The episode whose model a request asks with its key."""
         named = _EPISODES.match(request.url.path)
         return None if named is None else self._episodes.leased(named[1], key)
+
+    def _count_address(self, request: Request) -> None:
+        health = "health " if request.url.path.endswith(_HEALTH) else ""
+        self._count(request, f"{health}{address(request)}", "of an address without a good key", close=True)
 
     def _count(
         self, request: Request, whose: str, what: str = "of all keys of a tenant together", *, close: bool = False

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -44,7 +44,9 @@ _PROMPTS = {
     "/v1/completions": 16 * 64,
 }  # fmt: skip
 """Bytes of a body per position of the base: of a token id, of a token's text as JSON, of 16 such texts."""
-_LONG = ("/v1/fine_tuning/alpha/graders/run", "/v1/submissions")
+_JOBS = "/v1/submissions"
+_LONG = ("/v1/fine_tuning/alpha/graders/run", _JOBS)
+_LEASES = ("/scoring/lease", "/episodes/lease")
 _SCORES = "/scoring/results"
 _EPISODES = "/episodes/"
 _EPISODE_BYTES = 64
@@ -52,7 +54,7 @@ _AROUND = 2**16  # extra bytes of a form around its file, and of a request aroun
 _DRAIN_SECONDS = 5.0
 _NUMBERS = ("/tinker/api/v1/asample", "/v1/completions")
 ANSWER_OF_A_REQUEST = 2**18
-"""Bytes of an answer that count as one more request; files do not count."""
+"""Bytes of an answer that count as one more request; files and leases of workers do not count."""
 MOST_DIGITS = 640
 """Most digits of a whole number, because parsing time grows with their square."""
 _SPREAD = 8
@@ -152,34 +154,38 @@ class Bodies:
         """Handle one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return None
+            return
         if "\0" in scope["path"] or b"%00" in scope["query_string"] or b"\0" in scope["query_string"]:
             await self._refusal(422, "the address has a NUL character; take it out")(scope, receive, send)
-            return None
+            return
         request, admitted = Request(scope), False
-        if (tenant := self._access.known_tenant(request)) is None:
+        with contextlib.ExitStack() as places:
             try:
-                tenant, admitted = await run_in_threadpool(self._access.admit, request), True
+                if (tenant := self._access.known_tenant(request)) is None:
+                    with self._place(scope, "", address(request)):
+                        tenant, admitted = await run_in_threadpool(self._access.admit, request), True
+                places.enter_context(self._place(scope, tenant, tenant or address(request)))
+                if not admitted and tenant:
+                    tenant = await run_in_threadpool(self._access.admit, request)
+                elif not admitted:
+                    tenant = self._access.admit(request)
             except Refusal as error:
-                return await self._refuse(
-                    scope, receive, send, error.status, error.message, MOST, headers=error.headers
-                )
-        whose, most, what = tenant or address(request), self._config.requests_per_tenant, "requests"
-        if scope["path"].endswith("/stream"):
+                await self._refuse(scope, receive, send, error.status, error.message, MOST, headers=error.headers)
+            else:
+                await self._answer(scope, receive, send, tenant)
+
+    @contextlib.contextmanager
+    def _place(self, scope: Scope, tenant: str, whose: str) -> Iterator[None]:
+        """A place among the open requests of a tenant or an address. Raises Refusal if it has no free one."""
+        most, what = self._config.requests_per_tenant, "requests"
+        if tenant and scope["path"].endswith("/stream"):
             whose, most, what = f"streams of {whose}", self._config.streams_per_tenant, "streams"
         if self._requests[whose] >= most:
             words = f"{most} {what} of this {'tenant' if tenant else 'address'} are open, the most here; wait for some to end"
-            return await self._refuse(scope, receive, send, 429, words, MOST, headers=_SOON)
+            raise Refusal(429, words, headers=_SOON)
         self._requests[whose] += 1
         try:
-            if not admitted and tenant:
-                tenant = await run_in_threadpool(self._access.admit, request)
-            elif not admitted:
-                tenant = self._access.admit(request)
-        except Refusal as error:
-            await self._refuse(scope, receive, send, error.status, error.message, MOST, headers=error.headers)
-        else:
-            await self._answer(scope, receive, send, tenant)
+            yield
         finally:
             self._requests[whose] -= 1
             if not self._requests[whose]:
@@ -216,11 +222,8 @@ class Bodies:
             return await refuse(429, words, MOST, headers=_SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
-        json = (
-            JsonSize(_most_values(path, payer), functools.partial(self._access.charge, Request(scope)))
-            if reads_json
-            else None
-        )
+        charge = functools.partial(self._access.charge, Request(scope))
+        json = JsonSize(*_most_values(path, payer), charge) if reads_json else None
         body = _Body(receive, limit, words, self._room, payer, weight, json)
         scope[_BODY] = body
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
@@ -251,7 +254,8 @@ class Bodies:
                     await send(one)
                 start.clear()
                 return
-            self._access.charge(Request(scope), len(content) / ANSWER_OF_A_REQUEST)
+            if not scope["path"].endswith(_LEASES):
+                self._access.charge(Request(scope), len(content) / ANSWER_OF_A_REQUEST)
             try:
                 if (payer := asked_of(scope).tenant_id) and not body.held:
                     # what a request has changed is told in any case
@@ -283,11 +287,13 @@ def _limit(path: str, positions: int) -> int:
     return MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
-def _most_values(path: str, payer: str) -> int:
-    """Limit of values in a body."""
+def _most_values(path: str, payer: str) -> tuple[int, int]:
+    """Limit of values in a body, and how many times as many texts and containers as elsewhere it may have."""
     if not payer:
-        return MOST_VALUES_OF_NOBODY
-    return MOST_NUMBERS if path in _NUMBERS or path.endswith(_SCORES) else MOST_VALUES
+        return MOST_VALUES_OF_NOBODY, 1
+    if path == _JOBS:
+        return MOST_NUMBERS, MOST_NUMBERS // MOST_VALUES
+    return MOST_NUMBERS if path in _NUMBERS or path.endswith(_SCORES) else MOST_VALUES, 1
 
 
 def values_of(request: Request) -> int:

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 2**15, 2**13
 """Limits for JSON, parsed and checked in under 20 ms: values of any kind; texts, including field names; lists and objects."""
 MOST_NUMBERS = 2**18
-"""Limit of values where lists of numbers are sent: prompts as token ids, and scores. Another parser reads them."""
+"""Limit of values where lists of numbers (prompts as token ids, and scores) or many jobs are sent; another parser reads it."""
 MOST_VALUES_OF_NOBODY = 2**10
 """Limit of values before the key is checked."""
 VALUES_OF_A_REQUEST = 2**13
@@ -20,9 +20,11 @@ NO_KEY = "give an API key that is good: Authorization: Bearer mk-…"
 class JsonSize:
     """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
 
-    def __init__(self, most: int = MOST_VALUES, charge: Callable[[float], None] = lambda requests: None) -> None:
-        """`charge` counts values beyond the first ones, as so many requests."""
-        self._most, self._charge, self._charged = most, charge, 1.0
+    def __init__(
+        self, most: int = MOST_VALUES, times: int = 1, charge: Callable[[float], None] = lambda requests: None
+    ) -> None:
+        """`times` as many texts and containers may come; `charge` counts values beyond the first ones, as so many requests."""
+        self._most, self._charge, self._charged, self._times = most, charge, 1.0, times
         self.values = self._quotes = self._containers = 0
         self._rest = b""
         """A backslash at the end of the last part."""
@@ -44,8 +46,8 @@ class JsonSize:
             self._charged = requests
         for what, count, most in (
             ("values", self.values, self._most),
-            ("texts", self._quotes // 2, MOST_TEXTS),
-            ("lists and objects", self._containers, MOST_CONTAINERS),
+            ("texts", self._quotes // 2, self._times * MOST_TEXTS),
+            ("lists and objects", self._containers, self._times * MOST_CONTAINERS),
         ):
             if count > most and self._most == MOST_VALUES_OF_NOBODY:
                 raise HTTPException(401, NO_KEY)
