@@ -127,8 +127,7 @@ class HostLink:
         """Tokens by tenant since its start, each divided by the weight of its job."""
         self.speed = ("", 0.0)
         """Its device, and tokens a second as it measured them at its start."""
-        self.positions = 0  # tokens of the longest sequence of its base; 0 before it was ready
-        self.starts = 0
+        self.starts = self.positions = 0  # positions: tokens of its base's longest sequence; 0 before it was ready
 
     def adopt(self, child: HostChild) -> None:
         """Have a process that was started already (`start_host`) as the first; before `start`."""
@@ -255,7 +254,7 @@ class HostLink:
         self.heard_at = -math.inf
         self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
         self._child.send(self._start)
-        signs = self._signs = LifeSigns()
+        self._signs = signs = LifeSigns()
         watching = asyncio.create_task(self._end_silent(self._child, signs))
         try:
             async for message in self._child.messages():
@@ -295,8 +294,8 @@ class HostLink:
             case m.HostReady():
                 for note in message.notes:
                     _log.warning("%s", note)
-                self.failure, self.hopeless, self._ready_since = "", False, time.monotonic()
-                self._signs.ready = True
+                self.failure, self.hopeless, self._signs.ready = "", False, True
+                self._ready_since = time.monotonic()
                 self.speed = (message.device, message.tokens_per_second)
                 self.positions = message.positions
                 self.ready = True
