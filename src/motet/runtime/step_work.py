@@ -57,7 +57,8 @@ class StepWork:
         self._calls = 0
 
     async def open(self, step: int) -> None:
-        """Read what an earlier turn of the job has done of this step."""
+        """Read what an earlier turn of the job has done of this step; it counts again as it is used."""
+        self._job.open_work.trained = 0
         await asyncio.to_thread(self.kept.read, step)
 
     async def finished(self) -> None:
