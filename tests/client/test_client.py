@@ -300,7 +300,8 @@ def test_a_job_file_is_submitted_whole(
     assert "the service has no nobody@2; `motet ls`" in says("chat", "nobody@2")[2]
 
     code, out, _ = says("ls", "--limit", 2)
-    assert re.findall(r"^ (\S+) +succeeded +2/2 +\d\.\d\d +\d+s", out, re.M) == ["swept-lr=0.0003", "swept-lr=0.0001"]
+    listed = re.findall(r"^ (\S+) +succeeded +2/2 +\d\.\d\d +reward \d\.\d\d \(v\d\) +\d+s", out, re.M)
+    assert listed == ["swept-lr=0.0003", "swept-lr=0.0001"], out
     assert "the newest 2; --limit 0 shows all" in out
     assert [job["name"] for job in json.loads(says("ls", "--limit", 1, "--json")[1])] == ["swept-lr=0.0003"]
     assert "no jobs" in says("ls", "--state", "paused")[1]

@@ -295,7 +295,7 @@ def test_a_rank_that_dies_ends_the_group(pair: tuple[TorchTrainer, ShardedTraine
     told: list[RankGone] = []
     group.watch(told.append)
     os.kill(group.pids[1], signal.SIGKILL)
-    with pytest.raises(RankGone, match=r"rank 1 of 2.*killed by signal 9.*ranks\.log.*resumes from its last commit"):
+    with pytest.raises(RankGone, match=r"rank 1 of 2 was killed with SIGKILL.*resumes from its last commit"):
         train(trainer, 3)
     with pytest.raises(RankGone):
         trainer.optim_step("a", ADAMW)
