@@ -53,6 +53,11 @@ def episode_key(request: Request) -> str:
     return other if other.startswith(KEY_PREFIX) else bearer(request)
 
 
+def _key_for(request: Request) -> str:
+    """The key that the request's path is opened with."""
+    return episode_key(request) if _EPISODES.match(request.url.path) else bearer(request)
+
+
 def address(request: Request) -> str:
     """Whose a request without a good key is."""
     return f"from {network_of(request.client) or 'nowhere'}"
@@ -123,7 +128,7 @@ class Access:
         """As `admit`, from memory only; None if the database must be asked. The key may have ended since it was used."""
         if self.open_to_all:
             return "local"
-        if (key := episode_key(request)).startswith(KEY_PREFIX):
+        if (key := _key_for(request)).startswith(KEY_PREFIX):
             return "" if (leased := self._leased(request, key)) is None else leased.tenant
         return self._tenants.tenant_of(key) if key.startswith(PREFIX) else ""
 
@@ -136,7 +141,7 @@ class Access:
         Raises:
             Refusal: its tenant, or its address without a valid key, sends too many requests.
         """
-        key, asked, admitted = episode_key(request), asked_of(request.scope), _admitted(request)
+        key, asked, admitted = _key_for(request), asked_of(request.scope), _admitted(request)
         admitted.looked_up = not key or key.startswith(KEY_PREFIX)
         if key.startswith(KEY_PREFIX) and (leased := self._leased(request, key)) is not None:
             opened_by(request, leased.owner)  # the key that leased the episode; the episode's key ends with it
