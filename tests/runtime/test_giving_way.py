@@ -76,6 +76,38 @@ def test_a_newcomer_gets_a_slot_though_no_step_of_the_others_ends(tmp_path: Path
     assert not (tmp_path / "beside" / "a2" / "unfinished").exists()
 
 
+class HeldEvaluations(HeldEngine):
+    """Ends no evaluation before it may."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        self.begun[request.job] = 4 * ("/eval/" in request.id)
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+def test_a_step_that_is_trained_while_its_evaluation_lasts_keeps_its_version(tmp_path: Path) -> None:
+    config = job("a", steps=2, checkpoint={"every": 1, "keep": 9})
+
+    async def script(run: FakeRun) -> None:
+        engine = run.engine
+        assert isinstance(engine, HeldEvaluations)
+        await until(lambda: run.jobs["a"].progress.phase == "evaluating", 50)
+        running = run.pipeline._running["a"]
+        running.preempt()
+        running.give_way()
+        await engine.aborts.wait()
+        engine.aborts.clear()
+        engine.go.set()
+
+    run = run_jobs(tmp_path / "cut", [config], Setting(engine=HeldEvaluations), script)
+    assert (run.state("a"), run.jobs["a"].starts) == (JobState.SUCCEEDED, 2)
+    alone = run_jobs(tmp_path / "alone", [config], Setting())
+    assert metrics(tmp_path / "cut", "a") == metrics(tmp_path / "alone", "a")
+    for version in range(3):
+        assert weights(tmp_path / "cut", "a", version) == weights(tmp_path / "alone", "a", version)
+    assert run.jobs["a"].progress.evaluations == alone.jobs["a"].progress.evaluations
+
+
 class CutTrainer(FakeTrainer):
     """Tells a job to give way during every second pass."""
 

@@ -128,6 +128,8 @@ class JobProgress:
     def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
         """Add the `eval` part of a line."""
         error = evaluation.get("reward_stderr")
+        if self.evaluations and self.evaluations[-1][0] == version:  # again, in a step that was cut
+            del self.evaluations[-1], self.errors[-1]
         self.evaluations.append((version, figure_of(evaluation)[1]))
         self.signs.see_evaluation(version, evaluation)
         self.errors.append(math.nan if error is None else float(error))

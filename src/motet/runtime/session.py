@@ -245,6 +245,7 @@ class Session:
         Raises:
             JobFailed: too many steps in a row had a gradient that was not finite.
         """
+        await self.work.take_up()  # all of the step may be from an earlier turn
         job, done = self.job, self.done
         skipped = done.skipped_in_row + 1 if step.optim is not None and step.optim.skipped else 0
         record = {**step.record, **({} if evaluated is None else {"eval": evaluated.record})}
