@@ -34,6 +34,19 @@ def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path
     assert not sessions.cancelled(1), "its outcome was there first"
 
 
+def test_a_gap_that_was_refused_in_part_is_refused_whole(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for number in (0, 2, 3):
+        journal.put(number, encode(Nothing()))
+    journal.answer(3, Failed("request 1 of this model never came"))  # and the process was killed
+    journal.drop(3)
+    assert journal.refuse_behind_gap() == [2, 1]
+    assert journal.refuse_behind_gap() == []
+    journal.answer(0, Done())
+    journal.put(4, encode(Nothing()))
+    assert journal.refuse_behind_gap() == []
+
+
 def test_a_command_waits_for_the_disk_three_times(tmp_path: Path) -> None:
     with calls() as counted:
         Journal(tmp_path).put(1, encode(Nothing()))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -287,8 +288,10 @@ class Journal:
         """
         kinds = {name: {int(path.stem) for path in self.path.glob(f"*.{name}")} for name in ("out", "new", "cmd")}
         decided = kinds["out"] | kinds["new"]
-        waiting, first = kinds["cmd"] - decided, max(decided, default=-1) + 1
-        gap = [number for number in range(first, max(waiting, default=0)) if number not in waiting | decided]
+        waiting = kinds["cmd"] - decided
+        # numbers below a refused one are undecided if this was killed
+        first = next(number for number in itertools.count(min(decided | waiting, default=0)) if number not in decided)
+        gap = [number for number in range(first, max(decided | waiting, default=0)) if number not in waiting | decided]
         if not gap or any(self._file(gap[0], name).exists() for name in kinds):  # it was written during the look
             return []
         refused = sorted({*gap, *(number for number in waiting if number > gap[0])}, reverse=True)
