@@ -235,6 +235,7 @@ class ClientLoop(Driver):
             self._samples,
             optim,
             self._tokens,
+            {"loaded": 1} if optim is None else None,
             seconds=seconds,
             position=number + 1,
         )

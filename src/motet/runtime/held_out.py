@@ -34,7 +34,8 @@ def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
 
 def unchanged(line: Mapping[str, Any]) -> bool:
     """Whether the step of a metrics line left the adapter as it was: without a gradient, without a rate, or skipped."""
-    return "grad_norm" in line and (not line["grad_norm"] or line.get("lr") == 0 or bool(line.get("skipped")))
+    still = "grad_norm" in line and (not line["grad_norm"] or line.get("lr") == 0 or bool(line.get("skipped")))
+    return still and not line.get("loaded")
 
 
 def first_trained(lines: Iterable[Mapping[str, Any]]) -> int | None:
