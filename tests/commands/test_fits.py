@@ -77,7 +77,8 @@ def config(place: Path, **fields: Any) -> str:
 
 
 def test_the_command_needs_a_config_json_and_nothing_beside(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["fits", config(tmp_path, **SHAPE_8B), "--card", "h100", "--card", "l4 "])
+    wide = CliRunner(env={"COLUMNS": "200"})
+    shown = wide.invoke(app, ["fits", config(tmp_path, **SHAPE_8B), "--card", "h100", "--card", "l4 "])
     assert shown.exit_code == 0, shown.output
     assert "llama, 8.03 billion parameters, 15.0 GiB in bfloat16, 128 KiB of keys and values a token" in shown.output
     assert all(card.name in shown.output for card in CARDS if card.name in ("H100 80 GB", "L4 24 GB"))
