@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -173,9 +174,13 @@ class Job:
 
     def __post_init__(self) -> None:
         """Count its work from now on."""
-        work = self.open_work = OpenWork(
-            lambda: self.observer(Executed(self.progress.step, work.trained, work.sampled))
-        )
+        own = weakref.ref(self)  # no circle: its data is freed with its last user
+
+        def report() -> None:
+            if (job := own()) is not None:
+                job.observer(Executed(job.progress.step, job.open_work.trained, job.open_work.sampled))
+
+        self.open_work = OpenWork(report)
 
     @property
     def name(self) -> str:
