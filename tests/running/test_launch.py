@@ -158,7 +158,7 @@ def test_what_was_left_out_of_the_data_is_a_note_of_the_run(base: Any, tmp_path:
     notes = [note for note in result.notes if note.startswith("job ")]
     assert len(notes) == 1
     assert re.fullmatch(
-        r"job twice: \d of 40 rows are left out of training, because their prompts are held out", notes[0]
+        r"job twice: \d of 40 rows are left out of training, because their prompts are held out\. .+", notes[0]
     )
 
 
@@ -211,7 +211,9 @@ def test_a_job_that_has_done_no_step_starts_over_when_it_changes(base: Any, tmp_
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def score(problem, completion):\n    return problem.solution\n")
     scored = {"reward": f"{rewards}:score"}
-    assert "has no attribute 'solution'" in run(base, tmp_path / "run", job("a", **scored)).jobs["a"].message
+    assert (
+        "a problem is no row and has no 'solution'" in run(base, tmp_path / "run", job("a", **scored)).jobs["a"].message
+    )
     rewards.write_text("def score(problem, completion):\n    return len(completion)\n")
     one = job("a", adapter={"rank": 4}, **scored)
     for directory in ("run", "fresh"):

@@ -57,7 +57,7 @@ def test_a_newcomer_gets_a_slot_though_no_step_of_the_others_ends(tmp_path: Path
     async def script(run: FakeRun) -> None:
         engine = run.engine
         assert isinstance(engine, HeldEngine)
-        await until(lambda: run.state("b") is JobState.SUCCEEDED, 50)
+        await until(lambda: run.state("b") is JobState.SUCCEEDED)
         assert [run.jobs[name].progress.step for name in ("a1", "a2")] == [0, 0]
         engine.aborts.clear()
         engine.go.set()
@@ -91,7 +91,7 @@ def test_a_step_that_is_trained_while_its_evaluation_lasts_keeps_its_version(tmp
     async def script(run: FakeRun) -> None:
         engine = run.engine
         assert isinstance(engine, HeldEvaluations)
-        await until(lambda: run.jobs["a"].progress.phase == "evaluating", 50)
+        await until(lambda: run.jobs["a"].progress.phase == "evaluating")
         running = run.pipeline._running["a"]
         running.preempt()
         running.give_way()
@@ -230,7 +230,7 @@ def test_a_clients_gradients_that_are_cut_are_those_of_an_undisturbed_session(tm
             run.jobs["a"].observer = observe
             if cuts:
                 cut_in(run)
-            await until(lambda: journal.done(len(commands) - 1), 50)
+            await until(lambda: journal.done(len(commands) - 1))
             journal.finish()
             run.jobs["a"].news.set()
 
