@@ -60,7 +60,7 @@ def test_a_server_that_dies_or_hangs_is_started_again(tmp_path: Path, monkeypatc
             async with server.running(healthy):
                 await until(lambda: not server.failure)
                 os.kill(pids(tmp_path)[-1], signal.SIGKILL)
-                await until(lambda: "it ended" in server.failure)
+                await until(lambda: "was killed with SIGKILL" in server.failure)
                 await until(lambda: not server.failure and len(pids(tmp_path)) == 2)
                 (tmp_path / "hangs").touch()
                 await until(lambda: server.failure == "it does not answer")

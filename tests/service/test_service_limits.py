@@ -180,7 +180,7 @@ def test_usage_over_http(house: House) -> None:
     (own,) = house.ask("GET", "/v1/usage").json()["data"]
     assert own == {
         "day": None, "tenant": "us", "job": job, "name": "ended", "kind": "job", "tokens_prompt": 0,
-        "tokens_sampled": 10, "tokens_trained": 20, "device_seconds": 2.0, "base": None,
+        "tokens_sampled": 10, "tokens_trained": 20, "device_seconds": 2.0, "cpu_seconds": 0.0, "base": None,
     }  # fmt: skip
     assert house.ask("GET", "/v1/usage", "theirs").json()["data"] == []
     assert house.ask("GET", "/v1/usage?tenant=us").json()["data"] == [own]

@@ -59,7 +59,7 @@ def test_a_job_may_start_from_one_above_it(house: House) -> None:
     assert [job["id"] for job in again] == [first["id"], second["id"]]
     narrow = tiny("narrow", adapter={"init": "wide", "rank": 2})
     said = submit(house, tiny("wide"), narrow, status=400)["error"]["message"]
-    assert said.startswith("job narrow: adapter.rank is 2, but 'wide', from which it starts, has 32")
+    assert said.startswith("job narrow: adapter.init: 'wide' has rank 32, the job asks for 2; leave out adapter.rank")
 
 
 def test_what_a_request_may_hold(house: House, ours: motet.Client) -> None:
