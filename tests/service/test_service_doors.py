@@ -439,7 +439,7 @@ WORK = {
         "POST /v1/fine_tuning/alpha/graders/run",
     ),
     WAIT: (
-        "GET /healthz", f"GET {TINKER}/healthz", "GET /v1/events/stream", "GET /v1/jobs/{job}/events/stream",
+        "GET /healthz", "GET /readyz", f"GET {TINKER}/healthz", "GET /v1/events/stream", "GET /v1/jobs/{job}/events/stream",
         "POST /v1/jobs/{job}/scoring/lease", "POST /v1/jobs/{job}/scoring/results",
         "DELETE /v1/jobs/{job}/scoring/workers/{worker}", "POST /v1/jobs/{job}/episodes/lease",
         "POST /v1/jobs/{job}/episodes/results", "DELETE /v1/jobs/{job}/episodes/workers/{worker}",
@@ -461,7 +461,7 @@ WORK = {
         "GET /v1/fine_tuning/jobs", "GET /v1/fine_tuning/jobs/{job}", "POST /v1/fine_tuning/jobs/{job}/{word}",
         "GET /v1/fine_tuning/jobs/{job}/events", "GET /v1/fine_tuning/jobs/{job}/checkpoints",
         "POST /v1/fine_tuning/alpha/graders/validate", "GET /", "GET /dashboard/service.json", "GET /dashboard/{name}",
-        "GET /v1/rewards", "GET /readyz", "GET /metrics", f"POST {TINKER}/client/config",
+        "GET /v1/rewards", "GET /metrics", f"POST {TINKER}/client/config",
         f"POST {TINKER}/client/dynamic_config", f"GET {TINKER}/get_server_capabilities",
         f"POST {TINKER}/create_session", f"POST {TINKER}/session_heartbeat", f"POST {TINKER}/telemetry",
         f"POST {TINKER}/sessions/{{session_id}}/finish", f"POST {TINKER}/create_sampling_session",

@@ -21,9 +21,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2
+import numpy as np
 import pytest
 from fastapi import Request, UploadFile
 from pydantic import Field
+from safetensors.numpy import save
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AdapterExamined, Answered
@@ -581,7 +583,8 @@ def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> No
 
 
 def test_an_adapter_that_is_cut_off_leaves_its_files_and_its_row(tmp_path: Path) -> None:
-    members = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+    weights = save({"base_model.model.q_proj.lora_A.weight": np.ones((1, 1), np.float32)})
+    members = {"adapter_config.json": b"{}", "adapter_model.safetensors": weights}
 
     async def cut_off(house: House) -> None:
         hosts, who = house.part(Hosts), house.store.tenants.who(house.keys["ours"])
