@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 _MOST_BOUNDARY = 100
 _PIECE = 2**18
 """Bytes of a form that are searched and written at once."""
-
-
 _FEW_VALUES = 2**12
 """Values that Python's parser reads: it also takes half characters."""
 _REQUEST: ContextVar[Request] = ContextVar("request")

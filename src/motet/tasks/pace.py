@@ -76,5 +76,5 @@ def current() -> Pace | None:
 
 def step(size: int = 0) -> None:
     """`Pace.step`, where a preparation has one."""
-    if (pace := _PACE.get()) is not None:
+    if (pace := current()) is not None:
         pace.step(size)
