@@ -19,7 +19,7 @@ from motet.commands.cli import app
 from motet.config import EngineConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import RunError
-from motet.core.types import Branch, FinishReason, Message, Problem, Rollout, ToolCall, Turn
+from motet.core.types import Branch, FinishReason, Message, Problem, Rollout, ToolCall, Turn, TurnParts
 from motet.hosting.launch import load
 from motet.hosting.running import run_config
 from motet.runtime.checkpoint import dump_line
@@ -187,7 +187,9 @@ def test_a_rollout_is_read_as_it_was() -> None:
         ),
         Branch(none, none.astype(np.bool_), none.astype(np.float32), none, turn=1, after=0),
     )
-    call = Turn("look", FinishReason.STOP, (ToolCall("look", {"at": 1}),), (Message("tool", "Error"),), 0.5)
+    call = Turn(
+        "look", FinishReason.STOP, TurnParts(calls=(ToolCall("look", {"at": 1}),)), (Message("tool", "Error"),), 0.5
+    )
     problem = Problem(3, (Message("user", "x"),), "y")
     own = Rollout(problem, 1, branches[:1], (call,), 0.25, {"a": 0.25})
     before = Rollout(problem, 1, branches, (call,), float("nan"), {"a": 0.1}, "slow", (), {"solver": own})

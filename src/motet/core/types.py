@@ -8,7 +8,6 @@ Legend of array suffixes in comments: T tokens of one sequence (prompt included)
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,6 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from motet.core.conversation import Message as Message  # noqa: PLC0414  (what others import from here)
+from motet.core.conversation import ToolCall as ToolCall  # noqa: PLC0414
+from motet.core.conversation import TurnParts as TurnParts  # noqa: PLC0414
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -89,33 +92,6 @@ class FinishReason(StrEnum):
     """The request was aborted; the tokens so far are kept."""
     ERROR = "error"
     """The logits were not finite; nothing more can be sampled."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool by the model."""
-
-    name: str
-    arguments: Mapping[str, Any]
-
-    def __hash__(self) -> int:
-        """Hash the arguments as JSON, because a mapping has no hash."""
-        return hash((self.name, json.dumps(self.arguments, sort_keys=True)))
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    """`system`, `user`, `assistant`, or `tool` for the result of a tool."""
-    content: str
-    tool_calls: tuple[ToolCall, ...] = ()
-    """The tool calls of an assistant's turn."""
-    name: str = ""
-    """The name of the tool that answered."""
-    learned: bool = True
-    """Whether an assistant's turn is trained if the conversation is an example."""
 
 
 @dataclass(frozen=True)
@@ -273,8 +249,9 @@ class Turn:
     """One turn of the model in a rollout, and the environment's reply."""
 
     text: str
+    """As the template shows it."""
     finish_reason: FinishReason
-    tool_calls: tuple[ToolCall, ...] = ()
+    parts: TurnParts = field(default_factory=TurnParts)
     replies: tuple[Message, ...] = ()
     """The messages that the model read next."""
     reward: float | None = None
@@ -283,6 +260,11 @@ class Turn:
     """Whether its tokens are trained; an agent may ask for an answer that is not."""
     role: str = ""
     """The role that sampled it, in a team."""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that it makes."""
+        return self.parts.calls
 
 
 @dataclass(frozen=True)

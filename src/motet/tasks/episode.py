@@ -26,6 +26,7 @@ from motet.core.types import (
     SamplingParams,
     ToolCall,
     Turn,
+    TurnParts,
 )
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.reward_pool import ScoreOutcome
@@ -201,7 +202,7 @@ def extended(
         error = chunk.error or "sampling failed"
     elif reason is FinishReason.ABORT:
         error = "aborted before the answer was complete"
-    turns = (*rollout.turns, Turn(chunk.text, reason, calls, trained=trained))
+    turns = (*rollout.turns, Turn(chunk.text, reason, TurnParts(speech=chunk.text, calls=calls), trained=trained))
     return replace(rollout, branches=(*before, branch), turns=turns, error=error)
 
 

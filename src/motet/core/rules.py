@@ -1,0 +1,37 @@
+"""Rules that decide a job's bytes besides its settings. A job keeps those it began with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NEWEST = 1
+"""Number of today's rules. 0: jobs by releases that stored no number."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Stored when a job begins."""
+
+    number: int = NEWEST
+    clock: str = ""
+    """The time that chat templates see, in ISO 8601 with its offset; empty for that of the call."""
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether turns are read in the form of their base; else all of a turn is speech, and calls are JSON in tags."""
+        return self.number >= 1
+
+    @property
+    def writes_as_template(self) -> bool:
+        """Whether examples and prompts have the tokens that the template writes, and texts of others are only letters."""
+        return self.number >= 1
+
+    @property
+    def bounds_vocabulary(self) -> bool:
+        """Whether rows of the head that the tokenizer has no token for are left out of the softmax."""
+        return self.number >= 1
+
+    @property
+    def reads_columns(self) -> bool:
+        """Whether values and columns of rows are read as their file says."""
+        return self.number >= 1
