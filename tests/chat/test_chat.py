@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.types import Message, Problem
-from motet.tasks.chat import Chat, stop_token_ids, token_bytes
+from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.forms.letters import token_bytes
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
 # Llama 2 writes a space before the end of the turn and trims the text.

@@ -21,7 +21,7 @@ from motet.core.json_text import json_text
 from motet.core.stops import met
 from motet.core.types import FinishReason
 from motet.process import apart
-from motet.tasks.chat import token_bytes
+from motet.tasks.forms.letters import token_bytes
 
 _FORMATS: Mapping[str, type[ChatFormat]] = {
     "chat/completions": ChatRequest,

@@ -25,8 +25,9 @@ from motet.runtime.alternating import Alternating
 from motet.runtime.generation import together
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
-from motet.tasks.chat import Chat, stop_token_ids, token_bytes
-from motet.tasks.tool_calls import written
+from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.forms.json_in_tags import written
+from motet.tasks.forms.letters import token_bytes
 
 if TYPE_CHECKING:
     from motet.config import AdapterConfig

@@ -7,7 +7,6 @@ continued by appending ids to ids.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,19 +18,13 @@ from motet.config import DataConfig
 from motet.core.batch import Example
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.types import BoolArray, IntArray, Message, Problem
-from motet.tasks.tool_calls import written
+from motet.tasks.forms.json_in_tags import written
+from motet.tasks.forms.turns import ReadsTurns
+from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
 
 # A placeholder for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
 _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""A token of one byte in vocabularies of letters."""
-_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
-_SHOWN_BYTES = {
-    **{chr(byte): byte for byte in _PRINTED},
-    **{chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))},
-}
-"""The bytes of the letters in which vocabularies of bytes write their tokens (GPT-2)."""
 _MOST_PAIRS = 2**15
 _MOST_LINES = 120
 """Of a prompt that a person reads token by token."""
@@ -39,15 +32,13 @@ _TOOLS_INTRODUCTION = (
     'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
 )
 
-Tools = Sequence[Mapping[str, Any]]
-"""Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 _TOGETHER = 256
 """Prompts tokenised together to find the longest."""
 _AROUND = 8
 
 
 @dataclass(frozen=True)
-class Chat:
+class Chat(ReadsTurns):
     """How one job talks to the model."""
 
     tokenizer: Any
@@ -348,17 +339,6 @@ def end_of_turn(tokenizer: Any) -> int | None:
     tail = render(tokenizer, messages, False, {}).rpartition(_PLACEHOLDER)[2]
     ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False)
     return int(ids[0]) if ids and _is_special(tokenizer, ids[0]) else None
-
-
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """The bytes that a token adds to a text; none if it is special. A letter may span several tokens."""
-    once, twice = (str(tokenizer.decode([token] * n, skip_special_tokens=True)) for n in (1, 2))
-    if _PART_OF_A_LETTER not in once:
-        return twice[len(once) :].encode()  # at the beginning of a text, some tokenizers drop a leading space
-    piece = tokenizer.convert_ids_to_tokens(token)
-    if code := _BYTE.fullmatch(piece):
-        return bytes([int(code[1], 16)])
-    return bytes(_SHOWN_BYTES[letter] for letter in piece) if _SHOWN_BYTES.keys() >= {*piece} else once.encode()
 
 
 def _is_special(tokenizer: Any, token: int) -> bool:

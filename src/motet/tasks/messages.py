@@ -8,8 +8,8 @@ from typing import Any
 
 from motet.core.errors import DataError
 from motet.core.types import Message, ToolCall
+from motet.tasks.forms.reading import DEEPEST_CALL
 from motet.tasks.plain_json import check_plain
-from motet.tasks.tool_calls import DEEPEST_CALL
 
 ROLES = ("system", "user", "assistant", "tool")
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}

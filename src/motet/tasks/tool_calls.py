@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.plain_json import check_plain
+from motet.tasks.forms.json_in_tags import json_call
 
-DEEPEST_CALL = 100
-"""Deepest nesting of a call's arguments, because logs and rewards walk through them recursively."""
 _OPENS = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def tool_calls(text: str) -> tuple[ToolCall, ...]:
     """The calls of one turn, in order. Invalid JSON becomes a call of a tool that does not exist: the model reads an error."""
-    return tuple(map(_tool_call, _TOOL_CALL.findall(text)))
+    return tuple(json_call(body)[0] for body in _TOOL_CALL.findall(text))
 
 
 def without_calls(text: str) -> str:
     """The text of a turn besides its calls."""
     return _TOOL_CALL.sub("", text).strip()
-
-
-def written(calls: Sequence[ToolCall]) -> str:
-    """Tool calls in the form that a model writes; only half characters, which no tokenizer reads, are escaped."""
-    texts = (json.dumps({"name": one.name, "arguments": dict(one.arguments)}, ensure_ascii=False) for one in calls)
-    whole = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
-    return whole.encode(errors="backslashreplace").decode()
 
 
 class SpokenText:
@@ -61,13 +50,3 @@ class SpokenText:
             return rest, ()
         whole = self._said + rest
         return without_calls(whole).removeprefix(self._said.strip()), tool_calls(whole)
-
-
-def _tool_call(text: str) -> ToolCall:
-    try:
-        fields = json.loads(text)
-        arguments = fields.get("arguments", {})
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return ToolCall(str(fields["name"]), dict(check_plain(arguments, DEEPEST_CALL)))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return ToolCall(text.strip()[:40], {})

@@ -1,0 +1,138 @@
+"""The letters of tokens, one token after another."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from motet.core.stops import met
+
+_PART_OF_A_LETTER = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of one byte in vocabularies of letters."""
+_PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))
+_SHOWN_BYTES = {
+    **{chr(byte): byte for byte in _PRINTED},
+    **{chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - {*_PRINTED}))},
+}
+"""The bytes of the letters in which vocabularies of bytes write their tokens (GPT-2)."""
+_MOST_KNOWN = 2**15
+
+
+class Tag(str):
+    """A tag of a form: in the vocabulary it is one token, or the form spells it with several."""
+
+    __slots__ = ()
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes that a token adds to a text; none if it is special. A letter may span several tokens."""
+    once, twice = (str(tokenizer.decode([token] * n, skip_special_tokens=True)) for n in (1, 2))
+    if _PART_OF_A_LETTER not in once:
+        return twice[len(once) :].encode()  # at the beginning of a text, some tokenizers drop a leading space
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if code := _BYTE.fullmatch(piece):
+        return bytes([int(code[1], 16)])
+    return bytes(_SHOWN_BYTES[letter] for letter in piece) if _SHOWN_BYTES.keys() >= {*piece} else once.encode()
+
+
+class Vocabulary:
+    """The letters of each token, kept; and which tokens are tags."""
+
+    def __init__(self, tokenizer: Any, tags: Iterable[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = {}
+        tags = tuple(tags)
+        encoded = {tag: tokenizer.encode(tag, add_special_tokens=False) for tag in tags}
+        self.marks: Mapping[int, Tag] = {int(ids[0]): Tag(tag) for tag, ids in encoded.items() if len(ids) == 1}
+        """Tags that are one token: no other tokens are this tag."""
+        self.spelled = tuple(tag for tag, ids in encoded.items() if len(ids) > 1)
+        """Tags that several tokens spell."""
+        self.silent = {tag for token, tag in self.marks.items() if not token_bytes(tokenizer, token)}
+        """Special tokens, which are in no engine's text."""
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token adds to a text."""
+        if (known := self._known.get(token)) is None:
+            known = token_bytes(self._tokenizer, token)
+            if len(self._known) < _MOST_KNOWN:
+                self._known[token] = known
+        return known
+
+    def at_start(self, token: int) -> bytes:
+        """The bytes of a text's first token: some tokenizers drop a leading space."""
+        text = str(self._tokenizer.decode([token], skip_special_tokens=True))
+        return self.bytes_of(token) if _PART_OF_A_LETTER in text else text.encode()
+
+
+class Letters:
+    """The letters and tags of one turn while it is sampled. Letters that may begin a stop string are held back."""
+
+    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
+        self._vocabulary, self._stops = vocabulary, tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._keep = max(map(len, self._stops), default=1) - 1
+        self._held: list[str] = []
+        self._begun = self._stopped = False
+
+    def of(self, tokens: Iterable[int]) -> list[str]:
+        """The pieces of further tokens that are certain."""
+        marks, given = self._vocabulary.marks, list[str]()
+        for token in map(int, tokens):
+            if self._stopped:
+                break
+            if token in marks:
+                self._held += [self._decoder.decode(b"", True), marks[token]]
+                self._decoder.reset()
+            else:
+                known = self._vocabulary.bytes_of if self._begun else self._vocabulary.at_start
+                self._held.append(self._decoder.decode(known(token)))
+            self._begun = True
+            given += self._certain()
+        return given
+
+    def end(self) -> list[str]:
+        """The pieces that were held back."""
+        if not self._stopped:
+            self._held.append(self._decoder.decode(b"", True))
+        given, self._keep = self._certain(), 0
+        return given + self._certain()
+
+    def _certain(self) -> list[str]:
+        """Take the pieces before the last `_keep` letters, or before a stop string."""
+        if (
+            self._stops
+            and not self._stopped
+            and (stop := met(text := "".join(map(self._letters, self._held)), self._stops))
+        ):
+            self._stopped, self._keep = True, 0
+            self._held = list(_first(self._held, text.index(stop), self._letters))
+        at, keep = len(self._held), self._keep
+        while at and keep > 0:
+            at -= 1
+            piece = self._held[at]
+            size = max(1, len(self._letters(piece))) if piece else 0
+            if size > keep and not isinstance(piece, Tag):
+                self._held[at : at + 1] = [piece[:-keep], piece[-keep:]]
+                at += 1
+            keep -= size
+        given, self._held = self._held[:at], self._held[at:]
+        return [piece for piece in given if piece]
+
+    def _letters(self, piece: str) -> str:
+        """A piece in the text of engines, which has no special tokens."""
+        return "" if piece in self._vocabulary.silent and isinstance(piece, Tag) else piece
+
+
+def _first(pieces: Iterable[str], n_letters: int, letters: Callable[[str], str]) -> Iterator[str]:
+    """The pieces with the first letters."""
+    for piece in pieces:
+        size = len(letters(piece))
+        if size > n_letters:
+            if not isinstance(piece, Tag):
+                yield piece[:n_letters]
+            return
+        yield piece
+        n_letters -= size

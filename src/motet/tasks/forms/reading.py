@@ -1,0 +1,236 @@
+"""What a turn of the model says, read from its tokens while they are sampled.
+
+A form says which tags a base writes around its thoughts and calls. A reader of the form takes the tokens of one turn, in
+any pieces, and gives what can be shown so far; at the end it gives the turn's parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from motet.core.types import ToolCall, TurnParts
+from motet.tasks.forms.letters import Letters, Tag, Vocabulary
+
+DEEPEST_CALL = 100
+"""Deepest nesting of a call's arguments, because logs and rewards walk through them recursively."""
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each tool's parameters, by the tool's name."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What can be shown of a turn: its new letters."""
+
+    thought: str = ""
+    speech: str = ""
+
+
+@dataclass(frozen=True)
+class CallsRead:
+    """What a turn says from its first call on."""
+
+    calls: tuple[ToolCall, ...] = ()
+    speech: str = ""
+    """The text around the calls."""
+    unread: str = ""
+    """Why a call could not be read; empty if all were."""
+
+
+class CallStyle(Protocol):
+    """How a base writes calls of tools."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """The tags with which a call begins."""
+        ...
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All of its tags."""
+        ...
+
+    def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
+        """Read a turn from its first call on, as letters and tags (`Tag`)."""
+        ...
+
+
+class TurnReader(Protocol):
+    """Reads one turn of the model."""
+
+    def take(self, token_ids: Iterable[int]) -> Shown:
+        """Read further tokens; returns what can be shown now."""
+        ...
+
+    def end(self, *, cut_off: bool) -> tuple[Shown, TurnParts]:
+        """The rest that can be shown, and the parts of the turn; a turn that `max_tokens` cut off has no calls."""
+        ...
+
+    @property
+    def opened(self) -> str:
+        """What the prompt has written of the turn already: the mark of an open thought."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """The turn as the template shows it: with the tags of its form, and with `opened`."""
+        ...
+
+
+@dataclass(frozen=True)
+class TurnForm:
+    """How a base writes a turn."""
+
+    name: str
+    thought: tuple[str, str] | None = None
+    """The tags around a thought, if it thinks."""
+    calls: CallStyle | None = None
+    known: bool = True
+    """Whether the base's template was recognised, so that its calls can be read."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether all text is speech where no tools are offered."""
+        return self.thought is None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tags."""
+        return (*(self.thought or ()), *(self.calls.tags if self.calls else ()))
+
+    def reader(self, vocabulary: Vocabulary, before: str, schemas: Schemas | None, stops: Sequence[str]) -> TurnReader:
+        """A reader of one turn; `before` is the end of its prompt, and without `schemas` no call is read."""
+        opened = ""
+        if self.thought and (end := re.search(re.escape(self.thought[0]) + r"\s*\Z", before)):
+            opened = end[0]
+        return _TaggedReader(self, Letters(vocabulary, stops), vocabulary.spelled, opened, schemas)
+
+
+class _TaggedReader:
+    """Reads turns with tags around thoughts and calls."""
+
+    def __init__(
+        self, form: TurnForm, letters: Letters, spelled: Sequence[str], opened: str, schemas: Schemas | None
+    ) -> None:
+        """`spelled` are tags that are found in letters; for `opened`, see `TurnReader`."""
+        self.opened = opened
+        self._form, self._letters_of, self._schemas = form, letters, schemas
+        self._begins, self._ends = form.thought or ("", "")
+        self._opens = frozenset(form.calls.opens if form.calls and schemas is not None else ())
+        self._spelled = frozenset(spelled)
+        self._in_speech = _any_of(self._spelled & {self._begins, *self._opens})
+        self._in_thought = _any_of(self._spelled & {self._ends})
+        self._in_calls = _any_of(self._spelled & {*(form.calls.tags if form.calls else ())})
+        self._thinks, self._has_thought = bool(opened), False
+        self._text, self._thought, self._speech = [opened], list[str](), list[str]()
+        self._shown = (0, 0)
+        """How many pieces of thought and speech were given."""
+        self._space: list[str] = []
+        """Spaces that are shown if letters follow."""
+        self._waiting = ""
+        """Letters that may begin a tag."""
+        self._rest: list[str] = []
+        """Everything from the first call on."""
+
+    @property
+    def text(self) -> str:
+        """See `TurnReader`."""
+        return "".join(self._text)
+
+    def take(self, token_ids: Iterable[int]) -> Shown:
+        """See `TurnReader`."""
+        for piece in self._letters_of.of(token_ids):
+            self._read(piece)
+        return self._said()
+
+    def end(self, *, cut_off: bool) -> tuple[Shown, TurnParts]:
+        """See `TurnReader`."""
+        for piece in self._letters_of.end():
+            self._read(piece)
+        self._add(self._waiting)
+        self._waiting, unread = "", ""
+        calls: tuple[ToolCall, ...] = ()
+        if self._thinks:
+            unread = "a thought has no end" + (", because the turn was cut off at max_tokens" if cut_off else "")
+        elif self._rest and cut_off:
+            self._speech += self._space + self._rest
+            unread = "the turn was cut off at max_tokens, so its calls are not read"
+        elif self._rest and self._form.calls is not None:
+            read = self._form.calls.read(self._rest, self._schemas or {})
+            calls, unread = read.calls, read.unread
+            around = "".join([*self._space, read.speech]).rstrip()
+            self._speech.append(around if self._speech else around.lstrip())
+        elif self._speech or not self._has_thought:
+            self._speech += self._space
+        return self._said(), TurnParts("".join(self._thought), "".join(self._speech), calls, unread)
+
+    def _read(self, piece: str) -> None:
+        """Read letters or a tag."""
+        self._text.append(piece)
+        if isinstance(piece, Tag):
+            self._add(self._waiting)
+            self._waiting = ""
+            self._tag(piece)
+            return
+        left, at = self._waiting + piece, 0
+        while (pattern := self._pattern) and (found := pattern.search(left, at)):
+            self._add(left[at : found.start()])
+            self._tag(Tag(found[0]))
+            at = found.end()
+        begun = _begun(left[at:], self._spelled) if self._pattern else 0
+        self._add(left[at : len(left) - begun])
+        self._waiting = left[len(left) - begun :]
+
+    @property
+    def _pattern(self) -> re.Pattern[str] | None:
+        return self._in_thought if self._thinks else self._in_calls if self._rest else self._in_speech
+
+    def _tag(self, tag: Tag) -> None:
+        if self._rest:
+            self._rest.append(tag)
+        elif self._thinks and tag == self._ends:
+            self._thinks, self._has_thought, self._space = False, True, []
+        elif not self._thinks and tag in self._opens:
+            self._rest.append(tag)
+        elif not self._thinks and tag == self._begins and not (tag in self._spelled and self._speech):
+            self._thinks, self._space = True, []
+            self._thought += ["\n\n"] if self._thought else []
+        else:
+            self._add(str(tag))
+
+    def _add(self, letters: str) -> None:
+        """Add letters to what they are in: a thought, speech, or everything from the first call on."""
+        if self._rest or not letters.strip():
+            (self._rest or self._space).append(letters)
+            return
+        end = len(letters.rstrip())
+        start = end - len(letters[:end].lstrip())
+        before = [*self._space, letters[:start]]
+        said = self._thought if self._thinks else self._speech
+        said += before if said or not (self._thinks or self._has_thought) else []
+        said.append(letters[start:end])
+        self._space = [letters[end:]] if end < len(letters) else []
+
+    def _said(self) -> Shown:
+        thought, speech = self._shown
+        self._shown = len(self._thought), len(self._speech)
+        return Shown("".join(self._thought[thought:]), "".join(self._speech[speech:]))
+
+
+def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """The parameters of tools, given as `{"type": "function", "function": {"name", "parameters"}}`."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return {str(one.get("name", "")): one.get("parameters") or {} for one in functions if isinstance(one, Mapping)}
+
+
+def _any_of(tags: Iterable[str]) -> re.Pattern[str] | None:
+    ordered = sorted(filter(None, tags), key=lambda tag: (-len(tag), tag))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _begun(letters: str, tags: Iterable[str]) -> int:
+    """How many letters at the end may begin a tag."""
+    most = min(len(letters), max(map(len, tags), default=1) - 1)
+    return next((n for n in range(most, 0, -1) if any(tag.startswith(letters[-n:]) for tag in tags)), 0)

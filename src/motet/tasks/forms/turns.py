@@ -1,0 +1,70 @@
+"""The turns of a chat's model, read in the form of its base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from motet.core.types import Chunk, FinishReason, IntArray, TurnParts
+from motet.tasks.forms.letters import Vocabulary
+from motet.tasks.forms.reading import TurnForm, TurnReader, schemas_of
+from motet.tasks.forms.table import find_form
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+_END_OF_PROMPT = 64
+"""Tokens at the end of a prompt, which may open a thought."""
+
+
+class ReadsTurns:
+    """A chat that reads what its model says."""
+
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any]
+
+    @cached_property
+    def form(self) -> TurnForm:
+        """How the base writes a turn."""
+        return find_form(self.tokenizer, self.template_kwargs)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer, self.form.tags)
+
+    def reader(self, prompt_ids: Sequence[int] | IntArray, tools: Tools = (), stop: Sequence[str] = ()) -> TurnReader:
+        """A reader of the turn that is sampled after a prompt; calls are read if tools are offered.
+
+        `stop` are the request's stop strings: nothing from one on is text.
+        """
+        before = self._end_of(prompt_ids)
+        return self.form.reader(self._vocabulary, before, schemas_of(tools) if tools else None, stop)
+
+    def turn(
+        self, prompt_ids: Sequence[int] | IntArray, chunk: Chunk, tools: Tools = (), stop: Sequence[str] = ()
+    ) -> tuple[str, TurnParts]:
+        """A whole turn: its text as the template shows it, and its parts."""
+        if self.form.plain and not tools:
+            return chunk.text, TurnParts(speech=chunk.text)
+        reader = self.reader(prompt_ids, tools, stop)
+        reader.take(chunk.token_ids)
+        _, parts = reader.end(cut_off=chunk.finish_reason is FinishReason.LENGTH)
+        return reader.text if self._vocabulary.silent else reader.opened + chunk.text, parts
+
+    def parts(
+        self,
+        prompt_ids: Sequence[int] | IntArray,
+        token_ids: Sequence[int] | IntArray,
+        tools: Tools = (),
+        *,
+        cut_off: bool,
+        stop: Sequence[str] = (),
+    ) -> TurnParts:
+        """The parts of a whole turn, which `max_tokens` may have cut off."""
+        reader = self.reader(prompt_ids, tools, stop)
+        reader.take(token_ids)
+        return reader.end(cut_off=cut_off)[1]
+
+    def _end_of(self, prompt_ids: Sequence[int] | IntArray) -> str:
+        last = [int(token) for token in prompt_ids[-_END_OF_PROMPT:]]
+        return str(self.tokenizer.decode(last, clean_up_tokenization_spaces=False))
