@@ -14,12 +14,14 @@ from msgspec.msgpack import encode
 
 from motet.config import OF_CLIENT, JobConfig
 from motet.core.batch import Batch, OptimStats, Trained
+from motet.core.errors import RunError
 from motet.core.types import Chunk, FloatArray, GenerateRequest, JobState, Problem, Rollout
 from motet.rollout.fake import FakeEngine
 from motet.rollout.sequences import aborted
 from motet.runtime.group_requests import SamplingCost
 from motet.runtime.job import Executed, JobEvent
 from motet.runtime.journal import Datum, ForwardBackward, Journal, OptimStep, Save
+from motet.runtime.ownership import Ownership
 from motet.runtime.unfinished import KeptUpdate, Unfinished
 from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
@@ -296,7 +298,7 @@ def test_what_is_kept_is_dropped_where_it_is_damaged_or_of_another_step(tmp_path
     batch = ("train", 3, 7)
 
     def kept() -> Unfinished:
-        found = Unfinished(tmp_path)
+        found = Unfinished(tmp_path, Ownership(tmp_path))
         found.read(3)
         return found
 
@@ -326,3 +328,39 @@ def test_what_is_kept_is_dropped_where_it_is_damaged_or_of_another_step(tmp_path
     (tmp_path / "job.yaml").write_text("job: {seed: 2}")
     assert kept().groups.find(batch, 0, rollout.problem, cost) is None
     assert not path.exists()
+
+
+def test_a_process_that_lost_a_job_keeps_and_drops_nothing_in_its_directory(tmp_path: Path) -> None:
+    """Also where another process takes the job while this one saves."""
+    (job_path := tmp_path / "a").mkdir()
+    (job_path / "job.yaml").write_text("job: {}")
+
+    def opened() -> Unfinished:
+        owner = Ownership(job_path)
+        owner.take()
+        found = Unfinished(job_path, owner)
+        found.read(3)
+        return found
+
+    def files() -> dict[str, bytes]:
+        return {str(one.relative_to(job_path)): one.read_bytes() for one in job_path.rglob("*") if one.is_file()}
+
+    def held(update: str) -> KeptUpdate:
+        return KeptUpdate(update, OptimStats(1.0, 0.1, skipped=False))
+
+    first = opened()
+    first.passes.append(held("1"))
+    first.keep(3, lambda path: (path / "weights").touch())
+    second = opened()
+    second.passes.append(held("2"))
+    second.snapshot = None
+    second.keep(3, lambda path: (path / "weights").write_text("second"))
+    there = files()
+    first.passes.append(held("late"))
+    for late in (lambda: first.keep(3, lambda path: (path / "weights").write_text("late")), first.drop):
+        with pytest.raises(RunError, match="taken over"):
+            late()
+        assert files() == there
+    with pytest.raises(RunError, match="taken over"):
+        second.keep(3, lambda _: opened().drop())
+    assert files().keys() == {"job.yaml"}

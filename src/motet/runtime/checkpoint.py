@@ -107,7 +107,7 @@ class JobDirectory:
         self.materials: Materials | None = None
         self._identity: bytes | None = None
         self._hashes: dict[Path, hashlib._Hash] = {}
-        self._owner = Ownership(path)
+        self.owner = Ownership(path)
 
     @property
     def logs(self) -> tuple[Path, ...]:
@@ -124,7 +124,7 @@ class JobDirectory:
 
     def restore(self) -> Committed | None:
         """Return the directory to its newest commit: later files and lines are removed."""
-        self._owner.take()
+        self.owner.take()
         for leftover in [*self.path.glob("*/.tmp-*"), *self.path.glob(".tmp-*")]:
             with contextlib.suppress(OSError):  # a host that is cut off may still write it
                 _remove(leftover) if leftover.is_dir() else leftover.unlink()
@@ -219,7 +219,7 @@ class JobDirectory:
 
     def append(self, path: Path, record: Mapping[str, Any]) -> None:
         """Append a line to a log; the next commit includes it."""
-        self._owner.check()
+        self.owner.check()
         line, known = dump_line(record), self._hash(path)
         with path.open("ab") as file:
             file.write(line)
@@ -227,7 +227,7 @@ class JobDirectory:
 
     def write_rollouts(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         """Write the rollout log of one step or evaluation."""
-        self._owner.check()
+        self.owner.check()
         path, text = self.path / "rollouts" / f"{name}.jsonl", b"".join(dump_line(record) for record in records)
         replace_file(path, text)
         self.append(self.checksums, {"file": path.name, "sha256": hashlib.sha256(text).hexdigest()})
@@ -239,7 +239,7 @@ class JobDirectory:
             committed: the counters to save; log lengths and sums are filled in here.
             save: writes and syncs adapter and optimizer into a directory.
         """
-        with self._owner.writing():
+        with self.owner.writing():
             lengths: dict[str, Any] = {}
             sums: dict[str, str] = {}
             for path in self.logs:
@@ -248,7 +248,7 @@ class JobDirectory:
                     os.fsync(file.fileno())
                     lengths[f"{path.stem}_bytes"] = file.tell()
             final = self.path / "state" / str(committed.step)
-            draft = self._owner.draft(final)
+            draft = self.owner.draft(final)
             if final.exists():  # this step was committed before the job was paused: replace that commit
                 own = {name: value for name, value in self.committed(committed.step).sums.items() if name not in sums}
                 committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
@@ -256,14 +256,14 @@ class JobDirectory:
                 return committed
             draft.mkdir()
             save(draft)
-            self._owner.check()  # saving may take long
+            self.owner.check()  # saving may take long
             own = sums_of(draft)
             if self.materials is not None:
                 own[RECEIPT] = _write_receipt(self, draft, committed, own)
             committed = dataclasses.replace(committed, **lengths, sums={**own, **sums}, after=self.manifest.head)
             replace_file(draft / "state.json", sealed(asdict(committed)))
             sync(draft)
-            self._owner.check()
+            self.owner.check()
             draft.rename(final)
             sync(final.parent)
             self.link_version(committed.step)
@@ -288,13 +288,13 @@ class JobDirectory:
             sync(self.receipts)
         if final.exists():
             return
-        draft = self._owner.draft(final)
+        draft = self.owner.draft(final)
         draft.mkdir()
         write_sums(draft, named := {name: sums[name] for name in (*adapter_files(sums), RECEIPT) if name in sums})
         for name in named:
             link(self.path / "state" / str(step) / name, draft / name)
         sync(draft)
-        self._owner.check()
+        self.owner.check()
         draft.rename(final)
         sync(final.parent)
 
@@ -302,7 +302,7 @@ class JobDirectory:
         self, steps: Iterable[int], versions: Iterable[int], *, closed: bool = False, identity: bytes | None = None
     ) -> None:
         """Record in the manifest which commits and versions must be here (`Manifest.record`)."""
-        self._owner.check()
+        self.owner.check()
         done = self.newest() or Committed()
         logs = {path.name: (done.length(path), done.sums.get(path.name, "")) for path in self.logs}
         self.manifest.record(steps, versions, logs, closed=closed, identity=identity)
@@ -326,13 +326,13 @@ class JobDirectory:
 
     def delete(self) -> None:
         """Remove the whole directory."""
-        self._owner.forget()
+        self.owner.forget()
         with contextlib.suppress(OSError):  # its last writer may still be active
             _remove(self.path)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Record the job's state and reason for people and reports."""
-        self._owner.check()
+        self.owner.check()
         replace_file(self.path / "status.json", dump_line(status))
 
     def read_status(self) -> dict[str, Any]:

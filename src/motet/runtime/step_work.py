@@ -43,7 +43,7 @@ class StepWork:
     ) -> None:
         """`save` and `load` write and read all adapters with moments and gradients."""
         self._job, self._services, self._on_device, self._save, self._load = job, services, on_device, save, load
-        self.kept = Unfinished(job.directory.path)
+        self.kept = Unfinished(job.directory.path, job.directory.owner)
         self.moved = False
         """Whether the trainer has changes that are not in the last finished step."""
         self.stepped = False

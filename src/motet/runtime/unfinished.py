@@ -24,6 +24,7 @@ from motet.core.batch import LossStats, OptimStats, Trained
 from motet.core.checksums import sync
 from motet.core.types import FloatArray, Problem, Rollout
 from motet.runtime.group_requests import BatchName, SamplingCost
+from motet.runtime.ownership import Ownership
 from motet.runtime.recorded import RecordedRollout
 
 _SUM = 32
@@ -188,8 +189,9 @@ class _Head(msgspec.Struct, frozen=True, tag=True):
 class Unfinished:
     """The unfinished steps of a job, in memory and, if it gives way, on disk."""
 
-    def __init__(self, job: Path) -> None:
-        self._job = job
+    def __init__(self, job: Path, owner: Ownership) -> None:
+        """`owner` refuses to write or delete what another process took over."""
+        self._job, self._owner = job, owner
         self._place = job / "unfinished"
         self._file = self._place / "done.bin"
         self.groups = FinishedGroups()
@@ -223,27 +225,30 @@ class Unfinished:
 
     def keep(self, step: int, save: Callable[[Path], None] | None) -> int:
         """Write what is done; `save` writes the trainer's state, if it is not that of a commit. Returns the new records."""
-        self._place.mkdir(exist_ok=True)
-        records: list[Any] = self.groups.records(anew=self._anew)
-        if self._anew:
-            records = [self._head(step), *records, *self.passes]
-            for old in self._place.glob("trainer-*") if self.snapshot is None else ():
-                shutil.rmtree(old)  # it may count other passes
-        else:
-            records += self.passes[self._written :]
-        _write(self._file, records, anew=self._anew)
-        if save is not None and self.snapshot is None:
-            self._save(save)
-        sync(self._place)
+        with self._owner.writing():
+            self._place.mkdir(exist_ok=True)
+            records: list[Any] = self.groups.records(anew=self._anew)
+            if self._anew:
+                records = [self._head(step), *records, *self.passes]
+                for old in self._place.glob("trainer-*") if self.snapshot is None else ():
+                    shutil.rmtree(old)  # it may count other passes
+            else:
+                records += self.passes[self._written :]
+            self._write(records)
+            if save is not None and self.snapshot is None:
+                self._save(save)
+            sync(self._place)
         new, self._written, self._anew = len(self.passes) - self._written, len(self.passes), False
         return max(0, new) + self.groups.written()
 
     def _save(self, save: Callable[[Path], None]) -> None:
-        part, final = self._place / ".part-trainer", self._place / f"trainer-{len(self.passes)}"
+        final = self._place / f"trainer-{len(self.passes)}"
+        part = self._owner.draft(final)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         save(part)
         sync(part)
+        self._owner.check()  # saving may take long
         shutil.rmtree(final, ignore_errors=True)
         part.rename(final)
         for old in self._place.glob("trainer-*"):
@@ -253,7 +258,9 @@ class Unfinished:
     def drop(self) -> None:
         """Forget the passes and the files: the step is finished, or begins again."""
         self.passes, self._written, self._anew, self.snapshot = [], 0, True, None
-        shutil.rmtree(self._place, ignore_errors=True)
+        if self._place.exists():
+            self._owner.check()
+            shutil.rmtree(self._place, ignore_errors=True)
 
     def forget_scores(self, call: str) -> None:
         """Forget the scores of a call; those before a state of the trainer on disk stay, because it counts them."""
@@ -281,14 +288,14 @@ class Unfinished:
                 yield decoder.decode(data)
             self._whole = not head
 
-
-def _write(path: Path, records: Iterable[Any], *, anew: bool) -> None:
-    draft = path.with_name(f".part-{path.name}") if anew else path
-    with draft.open("wb" if anew else "ab") as file:
-        for one in records:
-            data = msgspec.msgpack.encode(one)
-            file.write(len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data)
-        file.flush()
-        os.fsync(file.fileno())
-    if anew:
-        draft.rename(path)
+    def _write(self, records: Iterable[Any]) -> None:
+        draft = self._owner.draft(self._file) if self._anew else self._file
+        with draft.open("wb" if self._anew else "ab") as file:
+            for one in records:
+                data = msgspec.msgpack.encode(one)
+                file.write(len(data).to_bytes(8, "little") + hashlib.sha256(data).digest() + data)
+            file.flush()
+            os.fsync(file.fileno())
+        if self._anew:
+            self._owner.check()
+            draft.rename(self._file)
