@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +85,20 @@ def test_the_time_of_others_is_not_charged() -> None:
         assert turns._rests["us"] - clock[0] == 2.0
 
     asyncio.run(scenario())
+
+
+def test_a_pause_that_is_under_way_counts_as_the_time_of_others() -> None:
+    """A file's timer asks in the middle of a pause."""
+    seen: list[float] = []
+
+    def others() -> None:
+        time.sleep(0.02)
+        seen.append(pace.away)
+
+    pace = Pace(others)
+    while not seen:
+        pace.step(0)
+    assert 0.02 <= seen[0] <= pace.away
 
 
 def test_rows_that_grow_beyond_a_tenants_room_are_refused_while_they_are_read(tmp_path: Path) -> None:

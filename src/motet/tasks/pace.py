@@ -29,11 +29,15 @@ class Pace:
         """`give_way` returns when it is this one's turn again; `room` is in bytes, `seconds` in CPU time."""
         self._give_way, self._room, self._seconds = give_way, room, seconds
         self._begun, self._since = time.thread_time(), time.monotonic()
-        self._bytes = 0
+        self._bytes, self._others = 0, (0.0, math.inf)
         self.used = 0.0
         """CPU seconds of this thread until now."""
-        self.away = 0.0
-        """Seconds in which others had their turn."""
+
+    @property
+    def away(self) -> float:
+        """Seconds in which others had their turn, until now; other threads may ask."""
+        before, since = self._others
+        return before + max(0.0, time.monotonic() - since)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -59,11 +63,11 @@ class Pace:
                 f"the rows of this job take more than {self._seconds:g} s of the processor to prepare, the limit here; set "
                 "data.size to use fewer, or shorten them"
             )
-        now = time.monotonic()
-        if now - self._since > SLICE_SECONDS:
+        if (now := time.monotonic()) - self._since > SLICE_SECONDS:
+            self._others = self.away, now
             self._give_way()
+            self._others = self.away, math.inf
             self._since = time.monotonic()
-            self.away += self._since - now
 
 
 _PACE: ContextVar[Pace | None] = ContextVar("motet.pace", default=None)

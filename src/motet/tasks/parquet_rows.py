@@ -64,7 +64,8 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
 
         def end() -> None:
             nonlocal given
-            if kept is not None and (more := kept.away - given) > 0:  # while others had their turn
+            if kept is not None and kept.away > given:  # others had their turn, or have it now
+                more = max(pace.SLICE_SECONDS, kept.away - given)
                 given += more
                 begin(more)
                 return
