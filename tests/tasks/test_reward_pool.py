@@ -20,6 +20,7 @@ import pytest
 from motet.config import DataConfig, RewardConfig
 from motet.core.errors import RewardError
 from motet.core.types import Message, Problem, ToolCall
+from motet.process import wall
 from motet.process.channel import LONGEST_LINE
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_elsewhere import from_wire, to_wire
@@ -390,6 +391,22 @@ def test_functions_that_compute_get_no_more_processes():
         return len(pool._jobs["job"].groups[0].workers), pool.load("job").at_once
 
     assert run(scenario) == (1, 1)
+
+
+@pytest.mark.skipif(bool(wall.missing()), reason="this machine has no walls")
+@pytest.mark.parametrize(("walled", "at_once"), [(True, 1), (False, 16)])
+def test_what_a_process_behind_a_wall_says_of_its_waiting_is_not_believed(tmp_path, walled, at_once):
+    """Its code may set its clock: it would get more processes, each with limits of its own."""
+    (tmp_path / "hurries.py").write_text(
+        "import itertools, __main__\nhours = itertools.count()\n__main__._idle_seconds = lambda: 3600.0 * next(hours)\n"
+        "def score(problem, completion): return 1.0\n"
+    )
+
+    async def scenario(pool):
+        await pool.register("job", [RewardConfig(name=f"{tmp_path}/hurries.py:score", wall=walled)])
+        return [(await pool.score("job", PROBLEM, ["a"]))[0].reward, pool.load("job").at_once]
+
+    assert run(scenario) == [1.0, at_once]
 
 
 def test_rewards_that_do_not_load_are_told_at_the_start(tmp_path):
