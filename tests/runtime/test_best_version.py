@@ -16,18 +16,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import encode
 from rich.console import Console
 
 import motet
 from motet.commands.compare import _means
 from motet.commands.served_jobs import details, job_cells
-from motet.config import AdapterConfig
+from motet.config import OF_CLIENT, AdapterConfig, JobConfig
 from motet.core.types import JobState
 from motet.report.comparison import evaluated, side_of_job
 from motet.report.page import _job
 from motet.report.read import read_job
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.runtime.held_out import best_after, figure_of, named_best, unchanged, untrained
+from motet.runtime.held_out import best_after, figure_of, first_trained, lines_of, named_best, unchanged, untrained
+from motet.runtime.journal import Journal, Load, OptimStep
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.service.database.tables import newer_evaluation
@@ -35,7 +37,8 @@ from motet.service.schemas import HeldOut, Job, JobEvent, Version
 from motet.training.fake import FakeTrainer
 from motet.view import LogView, summary_table
 from motet.view.results import JobResult, RunResult
-from tests.support.fake_run import job, run_jobs
+from tests.support.fake_run import FakeRun, Setting, job, run_jobs
+from tests.support.waiting import until
 
 RULES = {"reward": "reward", "accuracy": "accuracy, then loss", "nll": "log-lik"}
 FIGURES = st.integers(0, 99).map(lambda whole: whole / 100) | st.just(math.nan)
@@ -300,3 +303,28 @@ def test_a_fork_of_the_best_version_needs_no_more_commits(tmp_path: Path) -> Non
     gone = next(n for n in itertools.count(1) if n not in directory.steps())
     with pytest.raises(motet.MotetError, match=r"raise checkpoint\.keep to keep more commits"):
         fork(directory, gone, tmp_path / "gone", 0)
+
+
+def test_an_adapter_that_a_client_loads_is_a_version_of_its_own(tmp_path: Path) -> None:
+    """Its step has no gradient, and yet the version is not the adapter that the job began with."""
+    trainer = FakeTrainer()
+    trainer.add_adapter("theirs", AdapterConfig(rank=4), seed=1)
+    (saved := tmp_path / "saved").mkdir()
+    trainer.save_adapter("theirs", saved, optimizer=True)
+    tree: dict[str, Any] = {"name": "a", "algorithm": "client", "steps": 9}
+    tree |= {"data": {"source": OF_CLIENT, "chat_template": False}}
+    tree |= {"adapter": {"rank": 4}, "optimizer": {"lr": 0.05}}
+    journal = Journal(tmp_path / "run" / "a")
+    journal.put(0, encode(OptimStep(0.05, (0.9, 0.95), 1e-8, 0.0, None)))  # of nothing: no gradient came before
+    journal.put(1, encode(Load(str(saved), optimizer=True)))
+
+    async def script(run: FakeRun) -> None:
+        await until(lambda: journal.done(1))
+        journal.finish()
+        run.jobs["a"].news.set()
+
+    run = run_jobs(tmp_path / "run", [JobConfig.model_validate(tree)], Setting(), script)
+    assert run.state("a") is JobState.SUCCEEDED
+    lines = list(lines_of(run.jobs["a"].directory.metrics))
+    assert [unchanged(line) for line in lines] == [True, False]
+    assert first_trained(lines) == 2
