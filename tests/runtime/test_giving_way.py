@@ -19,7 +19,7 @@ from motet.core.types import Chunk, FloatArray, GenerateRequest, JobState, Probl
 from motet.rollout.fake import FakeEngine
 from motet.rollout.sequences import aborted
 from motet.runtime.group_requests import SamplingCost
-from motet.runtime.job import Executed, JobEvent
+from motet.runtime.job import Executed, JobEvent, StateChanged
 from motet.runtime.journal import Datum, ForwardBackward, Journal, OptimStep, Save
 from motet.runtime.ownership import Ownership
 from motet.runtime.unfinished import KeptUpdate, Unfinished
@@ -290,6 +290,35 @@ def test_groups_and_evaluations_that_are_cut_again_and_again_are_those_of_an_und
     done = run.jobs["a"].directory.newest()
     assert done is not None
     assert run.jobs["a"].progress.tokens == done.tokens
+
+
+def test_a_cut_keeps_nothing_of_a_step_whose_groups_are_chosen_by_the_clock(tmp_path: Path) -> None:
+    """The next turn may train on others; what it does with the rest is decided by the commits alone."""
+    kept: list[bool] = []
+    config = job("a", algorithm={"groups_per_step": 3, "over_provision": 2}, steps=2)
+
+    async def script(run: FakeRun) -> None:
+        engine, last = run.engine, run.jobs["a"]
+        assert isinstance(engine, CutEngine)
+
+        def cut() -> None:
+            running = run.pipeline._running.get("a")
+            if running is not None and running.pause is None and len(kept) < 3:
+                running.preempt()
+                asyncio.get_running_loop().call_later(0, running.give_way)
+
+        engine.cut, before = cut, last.observer
+
+        def observe(event: JobEvent) -> None:
+            before(event)
+            if isinstance(event, StateChanged) and event.state is JobState.QUEUED:
+                kept.append((tmp_path / "a" / "unfinished").exists())
+
+        last.observer = observe
+
+    run = run_jobs(tmp_path, [config], Setting(engine=CutEngine, capacity=4, jitter=1), script)
+    assert run.state("a") is JobState.SUCCEEDED
+    assert kept == [False] * 3
 
 
 def test_what_is_kept_is_dropped_where_it_is_damaged_or_of_another_step(tmp_path: Path) -> None:

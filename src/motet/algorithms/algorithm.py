@@ -52,6 +52,11 @@ class Algorithm(Config):
         return 0
 
     @property
+    def same_groups(self) -> bool:
+        """Whether a step that begins again trains on the same groups, so that those that are finished are worth keeping."""
+        return True
+
+    @property
     def compared_with(self) -> str:
         """The model of reference logprobs: `base`, `start`, a PEFT directory, or the address of `reference_server`."""
         return "base"

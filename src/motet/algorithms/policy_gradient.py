@@ -132,6 +132,11 @@ class PolicyGradient(Algorithm):
         return self.max_off_policy_steps
 
     @property
+    def same_groups(self) -> bool:
+        """Not where a step takes the groups that are done first."""
+        return self.over_provision == 1
+
+    @property
     def needs_reference(self) -> bool:
         """Whether samples must carry the base's logprobs."""
         return self.kl.coef > 0

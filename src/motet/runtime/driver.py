@@ -69,9 +69,8 @@ class Driver:
                 await self.leave()
 
     async def _keep(self) -> None:
-        """Keep what is done of the step, if the job can go on there: not where the next turn trains on other groups."""
-        same = getattr(self.job.config.algorithm, "over_provision", 1.0) == 1
-        if same and self.session.done.step in self.job.directory.steps():
+        """Keep what is done of the step, if the job can go on there."""
+        if self.job.config.algorithm.same_groups and self.session.done.step in self.job.directory.steps():
             await self.stop_sampling()
             await self.session.work.keep(self.session.done.step)
 

@@ -105,7 +105,7 @@ class JobSampler:
         job.progress.rollouts_wanted = (width if over > 1 else algorithm.groups_per_step) * algorithm.group_size
         purpose = SamplingPurpose(
             "train", job.seed, algorithm.group_size, job.sampling(), algorithm.in_flight == "continue",
-            can_stop=over > 1, keeps=over == 1,
+            can_stop=over > 1, keeps=algorithm.same_groups,
         )  # fmt: skip
         if purpose.renew:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
