@@ -44,6 +44,7 @@ class Decoder:
         host_bytes: int = 0,
         turns: TenantTurns | None = None,
         speculates: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
         """At most `kept_blocks` KV cache blocks stay allocated between turns of episodes; 0 keeps none.
 
@@ -63,7 +64,9 @@ class Decoder:
         self.spent: Counter[str] = Counter()
         """Microseconds by job; the reader resets it."""
         self._turns = _TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
-        self.grammars = Grammars(base.info)
+        self.grammars = grammars or Grammars(base.info)
+        self._constrained = 0
+        """Open sequences with a grammar."""
         self.stuck = False
         """Whether the last tick could do nothing because it waits for masks of grammars."""
         self._no_blocks = False  # whether a waiting prompt found no free blocks in the last tick
@@ -75,6 +78,7 @@ class Decoder:
 
     def add(self, prompt: Prompt) -> None:
         """Queue a request; completions are admitted in order of arrival."""
+        self._constrained += sum(item.grammar is not None for item in prompt.waiting)
         self.rows.waiting.append(prompt)
 
     def abort(self, matches: set[str]) -> None:
@@ -108,6 +112,7 @@ class Decoder:
         self.rows.waiting.clear()
         self.rows.preempted.clear()
         self.rows.running.clear()
+        self._constrained = 0
         return list(prompts.values())
 
     @torch.inference_mode()
@@ -125,22 +130,25 @@ class Decoder:
         running: list[SampledSequence] = []
         if self.prefilled_tokens == before or not self._turns.company:
             begun = self._turns.now()
-            able = [item for item in self.rows.running if not waits_for_grammar(item)]
-            running = sorted(self.rows.grow(self._turns.chosen(able)), key=_adapter_order)
+            running = sorted(self.rows.grow(self._turns.chosen(self._able())), key=_adapter_order)
             rows = _decode(self, running, self._turns.spare(len(running)))
             self._settle(running)
             self.spent += self._turns.decoded(begun, running, rows)
         self.stuck = self._begin_masks() and not (running or read)
         opens = set() if self._no_blocks or self.rows.free <= 0 else self.rows.may_begin()
-        able = [item for item in self.rows.running if not waits_for_grammar(item)]
-        self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *able))
+        self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *self._able()))
 
     def _begin_masks(self) -> bool:
         """Charge and begin the masks of the next tokens; returns whether some are awaited."""
         for payer, seconds in self.grammars.spent():
             self.spent += self._turns.masked(payer, seconds)
-        items = (*self.rows.running, *self.rows.preempted)
+        items = (*self.rows.running, *self.rows.preempted) if self._constrained else ()
         return self.grammars.begin((item.grammar, payer_of(item.prompt.request)) for item in items if item.grammar)
+
+    def _able(self) -> list[SampledSequence]:
+        """The running sequences that can get a token now."""
+        running = self.rows.running
+        return [item for item in running if not waits_for_grammar(item)] if self._constrained else running
 
     def _admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
         """Resume preempted sequences, then admit prompts while there is room; sample their first tokens.
@@ -265,6 +273,7 @@ class Decoder:
 
     def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
         sequence.finish = reason
+        self._constrained -= sequence.grammar is not None
         if self.drafts is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.drafts.keep(sequence)
         if sequence.prompt.request.episodes and reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -64,6 +64,7 @@ class EmbeddedEngine:
             clean=base.attention.reads_past_end,
             slots=max_rows + 1,
         )
+        self._grammars = Grammars(base.info, device.wake, lambda: device.turns.company)
         self.decoder = Decoder(
             base,
             self.cache,
@@ -73,8 +74,8 @@ class EmbeddedEngine:
             host_bytes=host_kv_bytes,
             turns=device.turns,
             speculates=speculates,
+            grammars=self._grammars,
         )
-        self._grammars = self.decoder.grammars = Grammars(base.info, device.wake, lambda: device.turns.company)
         self._preparing: dict[str, str] = {}
         """Requests whose grammars are being compiled, with their jobs; aborted ones are removed."""
         self._device = device
