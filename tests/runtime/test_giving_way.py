@@ -374,19 +374,25 @@ def test_a_process_that_lost_a_job_keeps_and_drops_nothing_in_its_directory(tmp_
     def files() -> dict[str, bytes]:
         return {str(one.relative_to(job_path)): one.read_bytes() for one in job_path.rglob("*") if one.is_file()}
 
+    def weights_of(who: str) -> Callable[[Path], None]:
+        def save(path: Path) -> None:
+            (path / "weights").write_text(who)
+
+        return save
+
     def held(update: str) -> KeptUpdate:
         return KeptUpdate(update, OptimStats(1.0, 0.1, skipped=False))
 
     first = opened()
     first.passes.append(held("1"))
-    first.keep(3, lambda path: (path / "weights").touch())
+    first.keep(3, weights_of("first"))
     second = opened()
     second.passes.append(held("2"))
     second.snapshot = None
-    second.keep(3, lambda path: (path / "weights").write_text("second"))
+    second.keep(3, weights_of("second"))
     there = files()
     first.passes.append(held("late"))
-    for late in (lambda: first.keep(3, lambda path: (path / "weights").write_text("late")), first.drop):
+    for late in (lambda: first.keep(3, weights_of("late")), first.drop):
         with pytest.raises(RunError, match="taken over"):
             late()
         assert files() == there

@@ -65,8 +65,7 @@ class Decoder:
         """Microseconds by job; the reader resets it."""
         self._turns = _TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
         self.grammars = grammars or Grammars(base.info)
-        self._constrained = 0
-        """Open sequences with a grammar."""
+        self._constrained = 0  # open sequences with a grammar
         self.stuck = False
         """Whether the last tick could do nothing because it waits for masks of grammars."""
         self._no_blocks = False  # whether a waiting prompt found no free blocks in the last tick
