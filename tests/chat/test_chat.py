@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
+from motet.core.rules import TODAY
 from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.forms.letters import token_bytes
@@ -78,10 +79,10 @@ def test_a_space_before_the_end_of_the_turn():
 
 def test_prompts(tokenizer):
     problem = Problem(0, (Message("system", "Be brief."), Message("user", "Hi")), "")
-    chat = Chat.of(tokenizer, DataConfig(source="x"))
+    chat = Chat.of(tokenizer, DataConfig(source="x"), TODAY)
     assert chat.prompt_ids(problem).tolist() == ids_of(tokenizer, [("system", "Be brief."), ("user", "Hi")])
     assert chat.prompt_text(problem).endswith("<|im_start|>assistant\n")
-    raw = Chat.of(tokenizer, DataConfig(source="x", chat_template=False))
+    raw = Chat.of(tokenizer, DataConfig(source="x", chat_template=False), TODAY)
     assert raw.prompt_text(problem) == "Be brief.\n\nHi"
     assert tokenizer.decode(raw.prompt_ids(problem)) == "Be brief.\n\nHi"
 

@@ -16,6 +16,7 @@ import yaml
 from motet.config import OF_CLIENT, EngineConfig, JobConfig
 from motet.config.jobfile import validate, validate_as
 from motet.core.errors import ConfigError, RunError
+from motet.core.rules import TODAY
 from motet.core.types import Problem
 from motet.hosting.launch import load
 from motet.hosting.preparing import ReadData, Sources, prepare
@@ -77,7 +78,7 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
         run(base, tmp_path / "refused", job("long", data=data))
     config = validate({"base": "small", "jobs": [job("short", data={**data, "max_prompt_tokens": 1020})]}, "test")
     with contextlib.closing(RunDirectory(tmp_path / "prepared")) as directory:
-        prepared, need = prepare(config.jobs[0], base.info, directory, Sources())
+        prepared, need = prepare(config.jobs[0], base.info, directory, Sources(), TODAY)
     assert prepared.data.notes == (
         "2 of 1200 rows are left out, because their prompts have more than 1020 tokens (data.max_prompt_tokens)",
     )
@@ -94,7 +95,7 @@ def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, 
     shared = WeakValueDictionary[str, ReadData]()
     configs = [validate_as(JobConfig, job(name), "test") for name in ("a", "b", "c")]
     with contextlib.closing(RunDirectory(tmp_path)) as directory, calls() as counted:
-        made = [prepare(one, base.info, directory, Sources(), shared)[0] for one in configs]
+        made = [prepare(one, base.info, directory, Sources(), TODAY, shared)[0] for one in configs]
         assert made[0].data is made[1].data is made[2].data
         assert (counted["read_source"], counted["ReadData.of"]) == (1, 1)
         del made[:2]
@@ -106,7 +107,7 @@ def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, 
 def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path) -> None:
     config = validate_as(JobConfig, {"name": "driven", "data": OF_CLIENT, "algorithm": "client"}, "test")
     with contextlib.closing(RunDirectory(tmp_path)) as directory:
-        prepared, need = prepare(config, base.info, directory, Sources())
+        prepared, need = prepare(config, base.info, directory, Sources(), TODAY)
     assert len(prepared.data.train) == len(prepared.data.holdout) == need.prompt_tokens == 0
     assert len(probe_ids(prepared.chat, prepared.data.train)) > 1
 
@@ -131,9 +132,9 @@ def test_the_automatic_rate_follows_rollouts_and_not_the_rank(
 ) -> None:
     tree = {name: value for name, value in {**job("auto", algorithm={}), **fields}.items() if value is not None}
     with contextlib.closing(RunDirectory(tmp_path)) as directory:
-        auto, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources())
+        auto, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), TODAY)
         tree["optimizer"] = {**tree.get("optimizer", {}), "lr": 1e-3}
-        given, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources())
+        given, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), TODAY)
     assert auto.base_rate == pytest.approx(4e-5 * (4096 / 256) ** 1.5 * factor)
     assert given.base_rate == 1e-3 * given.config.optimizer.lr_multiplier, "a rate that is given is taken as it is"
 
@@ -148,7 +149,7 @@ def test_an_automatic_rate_stays_for_the_steps_that_are_left(base: Any, tmp_path
     changed = {**tree, "optimizer": {"lr_multiplier": 1}}
     for fields, rate in ((tree, 0.125), ({**tree, "steps": 2}, 0.125), (changed, chosen / 2)):
         with contextlib.closing(RunDirectory(tmp_path)) as directory:
-            again, _ = prepare(validate_as(JobConfig, fields, "test"), base.info, directory, Sources())
+            again, _ = prepare(validate_as(JobConfig, fields, "test"), base.info, directory, Sources(), TODAY)
         assert again.base_rate == rate
 
 

@@ -16,6 +16,7 @@ from motet.config import JobConfig, RewardConfig
 from motet.config.candidates import raced
 from motet.config.jobfile import merge
 from motet.core.device import Device
+from motet.core.rules import TODAY, Rules
 from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
@@ -74,8 +75,9 @@ class InlineRewards(RewardPool):
         self._rewards: dict[str, Sequence[RewardConfig]] = {}
 
     async def register(
-        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None
-    ) -> None:
+        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
+        rules: Rules = TODAY,
+    ) -> None:  # fmt: skip
         await asyncio.sleep(0)
         self._rewards[job] = rewards
 

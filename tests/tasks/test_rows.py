@@ -10,6 +10,7 @@ import pytest
 
 from motet.config import DataConfig
 from motet.core.errors import DataError
+from motet.core.rules import TODAY
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import longest_row, row_of
@@ -49,7 +50,7 @@ def examples(
     rows: list[dict[str, Any]], kind: str, template: str = MARKED, row: int = 0, **data: Any
 ) -> tuple[Chat, Any]:
     config = DataConfig.model_validate({"source": rows, "holdout": 0, **data})
-    chat = Chat.of(byte_tokenizer(template), config)
+    chat = Chat.of(byte_tokenizer(template), config, TODAY)
     return chat, row_of(load_dataset(config).train[row], kind, chat, "data")
 
 

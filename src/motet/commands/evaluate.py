@@ -148,11 +148,12 @@ def evaluate(
         stack.callback(directory.close)
         engine = config.engine.model_copy(update={"slots": 1})
         alone = config.model_copy(update={"run": scratch, "jobs": [task], "observers": [], "engine": engine})
-        checked = check_before_loading(alone)
+        begun = JobDirectory(Path(config.run) / task.name)  # the prompts that the job has
+        checked = check_before_loading(alone, begun=begun)
         say(f"loading {config.base} …", aside=True)
         own, of_torchrun = auto_kernels(config), config.cluster.launcher == "torchrun"
         base = open_base(alone, directory, stack, own, of_torchrun=of_torchrun)
-        job, need = prepare(task, base.info, directory, checked.sources)
+        job, need = prepare(task, base.info, directory, checked.sources, checked.rules[task.name])
         rows = (job.data.holdout if asked.data is None else tuple(job.data.train))[: asked.rows]
         if not rows:
             raise ConfigError(f"job {job.name} has no held-out rows: give others with --data")

@@ -12,6 +12,7 @@ from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
 from motet.core.errors import ConfigError, MotetError, RunError
+from motet.core.rules import Rules
 from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
 from motet.hosting.preparing import Sources
 from motet.runtime.checkpoint import JobDirectory
@@ -193,8 +194,9 @@ def _compared(
     name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, sources: Sources
 ) -> tuple[bool, list[str]]:
     """Whether a job could be compared with a receipt, and the differences, or why it could not."""
+    number = receipt["predicate"]["buildDefinition"]["internalParameters"].get("rules", 0)
     try:
-        now = Materials(of_config(job), base, sources.split(job.data))
+        now = Materials(of_config(job), base, sources.split(job.data, Rules(number)))
     except MotetError as error:
         return False, [f"{name}: it cannot be compared with the job file: {error}"]
     # only the tokenizer decides which rows stay

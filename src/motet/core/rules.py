@@ -14,7 +14,7 @@ class Rules:
 
     number: int = NEWEST
     clock: str = ""
-    """The time that chat templates see, in ISO 8601 with its offset; empty for that of the call."""
+    """The time that chat templates see, in ISO 8601 with its offset; empty for that of the call, and where none reads it."""
 
     @property
     def reads_parts(self) -> bool:
@@ -35,3 +35,7 @@ class Rules:
     def reads_columns(self) -> bool:
         """Whether values and columns of rows are read as their file says."""
         return self.number >= 1
+
+
+TODAY = Rules()
+"""Of work without a job."""

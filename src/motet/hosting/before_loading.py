@@ -16,13 +16,16 @@ from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains, shape_of, unlike
+from motet.core.clock import moment
 from motet.core.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.core.near import close_matches
+from motet.core.rules import Rules
 from motet.core.types import JobState
 from motet.hosting.launch import check_directories
 from motet.hosting.preparing import Sources, check_reference
 from motet.model.find import find_adapter, find_files
 from motet.native.choice import Choice, of_jobs
+from motet.runtime.beginning import rules_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.interrupt import Interrupt
@@ -97,8 +100,24 @@ class Checked:
     """The jobs' data."""
     identities: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The identity of each job (`of_config`), by name."""
+    rules: dict[str, Rules] = field(default_factory=dict)
+    """Those of each job, by name."""
+    today: Rules = field(default_factory=lambda: Rules(clock=moment()))
+    """Those of jobs that begin now: all of a run have one time."""
     changed: set[str] = field(default_factory=set)
     """Names of the jobs that differ from their directories, if that is accepted."""
+
+    def identity(self, job: JobConfig) -> dict[str, Any]:
+        """The identity of a job; a race adds candidates after the checks."""
+        if job.name not in self.identities:
+            self.identities[job.name] = of_config(job)
+        return self.identities[job.name]
+
+    def rules_of(self, job: JobConfig, directory: JobDirectory) -> Rules:
+        """The rules of a job with this directory, or with that of the job that is derived again. Raises RunError."""
+        if job.name not in self.rules:
+            self.rules[job.name] = rules_at(directory, self.identity(job), self.today)
+        return self.rules[job.name]
 
 
 def auto_kernels(config: RunConfig) -> Choice | None:
@@ -118,11 +137,16 @@ def auto_kernels(config: RunConfig) -> Choice | None:
 
 
 def check_before_loading(
-    config: RunConfig, *, accept_changes: bool = False, loaded: bool = False, recorded: bool = False
+    config: RunConfig,
+    *,
+    accept_changes: bool = False,
+    loaded: bool = False,
+    recorded: bool = False,
+    begun: JobDirectory | None = None,
 ) -> Checked:
     """Check everything that does not need the base; returns the data that was read.
 
-    With `recorded`, what servers sampled is read instead, so that none is asked; `loaded`: the base is loaded already.
+    `loaded`: the base is. `recorded`: no server is asked, as their answers are read. `begun`: a directory with the job's rules.
 
     Raises:
         ConfigError, RunError: every mistake, one per line; nothing was written.
@@ -148,9 +172,10 @@ def check_before_loading(
     for job in config.jobs:
         directory = JobDirectory(Path(config.run) / job.name)
         with refusals.of(job.name):
-            known = checked.identities[job.name] = of_config(job)
-            if check_identity(directory, known, accept_changes=accept_changes):
+            if check_identity(directory, checked.identity(job), accept_changes=accept_changes):
                 checked.changed.add(job.name)
+            checked.rules_of(job, begun or directory)
+        rules = checked.rules.get(job.name, checked.today)
         with refusals.of(job.name):
             if isinstance(job.algorithm, ClientDriven):
                 raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
@@ -161,10 +186,10 @@ def check_before_loading(
             with refusals.of(job.name):
                 _check_start(job, made_by_others, names)
             with refusals.of(job.name):
-                data = check_data(job, checked.sources)
+                data = check_data(job, checked.sources, rules)
         if not _has_ended(directory, job):
             with refusals.of(job.name):
-                for key, load in _own_code(job, data, pool).items():
+                for key, load in _own_code(job, data, pool, rules).items():
                     code.setdefault(key, (load, []))[1].append(job.name)
     if here and code:
         Interrupt().run(lambda: _load_all(list(code.values()), refusals))
@@ -213,11 +238,11 @@ def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence
         raise ConfigError(f"adapter.init: {directory} {wrong}")
 
 
-def check_data(job: JobConfig, sources: Sources) -> Dataset:
+def check_data(job: JobConfig, sources: Sources, rules: Rules) -> Dataset:
     """Read a job's data. Raises DataError or RewardError if it lacks what the job needs, and says what and where."""
-    data, source = sources.split(job.data), job.data.source
+    data, source = sources.split(job.data, rules), job.data.source
     if isinstance(job.algorithm, RowAlgorithm):
-        sources.check_rows(job.data, job.algorithm.kind)
+        sources.check_rows(job.data, rules, job.algorithm.kind)
     named = [reward.name for reward in job.rewards if reward.function is None]
     if SCORER in named and data.scorer is None:
         raise RewardError(NO_SCORER)
@@ -255,7 +280,7 @@ def _has_ended(directory: JobDirectory, job: JobConfig) -> bool:
     return done[-1] >= job.steps or bool(ended_early(directory, job.stop_when))
 
 
-def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping[str, Load]:
+def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool, rules: Rules) -> Mapping[str, Load]:
     """A person's code that a separate process must load, by a key that identifies it among jobs.
 
     Raises:
@@ -266,7 +291,8 @@ def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping
     if _check_rewards(job) and not (data is None and any(reward.name == SCORER for reward in job.rewards)):
         described = [reward.model_dump(mode="json") for reward in job.rewards]
         functions = [id(reward.function) for reward in job.rewards]
-        code[f"{json.dumps(described)} {functions} {scorer}"] = lambda: _load_rewards(job, scorer, pool)
+        key = f"{json.dumps(described)} {functions} {scorer} {rules.number}"
+        code[key] = lambda: _load_rewards(job, scorer, pool, rules)
     if job.environment.own and not isinstance(job.algorithm, RowAlgorithm):
         aside = getattr(job.algorithm, "over_provision", 1.0) > 1
         code[f"{job.environment.model_dump_json()} {aside}"] = lambda: check_environment(job, _NOWHERE)
@@ -297,9 +323,9 @@ def _check_rewards(job: JobConfig) -> bool:
     return own
 
 
-async def _load_rewards(job: JobConfig, scorer: ScorerSpec | None, pool: RewardPool) -> None:
+async def _load_rewards(job: JobConfig, scorer: ScorerSpec | None, pool: RewardPool, rules: Rules) -> None:
     try:
-        await pool.register(job.name, job.rewards, scorer, _NOWHERE)
+        await pool.register(job.name, job.rewards, scorer, _NOWHERE, rules)
     finally:
         await pool.unregister(job.name)
 

@@ -6,7 +6,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from typing import Any
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
+from motet.core.clock import reads_clock
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.core.model_info import ModelInfo
+from motet.core.rules import Rules
 from motet.core.types import Problem
+from motet.runtime.beginning import changes_for, rate_so_far
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
-from motet.runtime.opening import rate_so_far
 from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
@@ -48,28 +50,28 @@ class Sources:
         self._whole: dict[str, Dataset] = {}
         self._learned = set[str]()
 
-    def split(self, config: DataConfig, longer: Longer | None = None) -> Dataset:
+    def split(self, config: DataConfig, rules: Rules, longer: Longer | None = None) -> Dataset:
         """The data of a section; without `longer`, with long prompts too. Raises DataError if it cannot be used."""
-        key = key_of(config)
+        key = key_of(config, rules)
         if longer is None and key in self._whole:
             return self._whole[key]
-        data = split(config, self._source(config, key), longer)
+        data = split(config, self._source(config, rules), longer)
         if longer is None:
             self._whole[key] = data
         return data
 
-    def check_rows(self, config: DataConfig, kind: str) -> None:
+    def check_rows(self, config: DataConfig, rules: Rules, kind: str) -> None:
         """Look at the rows of a section that are learned from; see `tasks.rows.check_rows`."""
-        data, key = self.split(config), f"{kind} {key_of(config)}"
+        data, key = self.split(config, rules), f"{kind} {key_of(config, rules)}"
         if key not in self._learned:
             for part in (data.train, data.holdout):
                 check_rows(part, kind, config.source)
             self._learned.add(key)
 
-    def _source(self, config: DataConfig, key: str) -> Source:
-        if key not in self._read:
+    def _source(self, config: DataConfig, rules: Rules) -> Source:
+        if (key := key_of(config, rules)) not in self._read:
             try:
-                self._read[key] = read_source(config, self._bounds)
+                self._read[key] = read_source(config, self._bounds, rules)
             except DataError as error:
                 self._read[key] = error
         if isinstance(known := self._read[key], DataError):
@@ -77,9 +79,9 @@ class Sources:
         return known
 
 
-def key_of(config: DataConfig) -> str:
-    """The same for data sections that mean the same rows."""
-    return f"{config.model_dump_json()} {id(config.rows)}"
+def key_of(config: DataConfig, rules: Rules) -> str:
+    """The same for data sections that mean the same rows under these rules."""
+    return f"{config.model_dump_json()} {id(config.rows)} {rules.number}"
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,12 @@ class ReadData:
     """None where a client brings the data."""
 
     @classmethod
-    def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, kind: str | None) -> ReadData:
+    def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, rules: Rules, kind: str | None) -> ReadData:
         """`kind` says what rows are read for, where rows are learned."""
-        chat = Chat.of(info.tokenizer, config)
+        chat = Chat.of(info.tokenizer, config, rules)
         if config.source == OF_CLIENT:
             return cls(Dataset(Problems.of(()), (), None), chat, None)
-        data = sources.split(config, chat.longer_than)
+        data = sources.split(config, rules, chat.longer_than)
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
             chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source, info.vocab_size)
@@ -120,10 +122,13 @@ def prepare(
     info: ModelInfo,
     directory: RunDirectory,
     sources: Sources,
+    rules: Rules,
     known: MutableMapping[str, ReadData] | None = None,
     original: JobDirectory | None = None,
 ) -> tuple[Job, budgets.Need]:
     """Load a job's data and resolve what it left open; `original` is of the job, if it is derived again.
+
+    The job keeps its `rules` (`rules_at`), with their clock if the chat template reads it.
 
     `known` is what was made of data for other jobs; a job keeps its part alive where these references are weak.
 
@@ -133,9 +138,12 @@ def prepare(
     check_reference(config)
     info.adapted(config.adapter.target_modules)  # a target that is not there is told now
     kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else None
-    known, key = {} if known is None else known, f"{key_of(config.data)} {kind}"
-    read = known[key] = known.get(key) or ReadData.of(config.data, info, sources, kind)
+    if not (config.data.chat_template and reads_clock(info.tokenizer)):
+        rules = replace(rules, clock="")
+    known, key = {} if known is None else known, f"{key_of(config.data, rules)} {rules.clock} {kind}"
+    read = known[key] = known.get(key) or ReadData.of(config.data, info, sources, rules, kind)
     own = directory.job(config.name)
+    concerned = changes_for(rules, config, read.chat, read.data)
     job = Job(
         config=config,
         data=read.data,
@@ -144,7 +152,7 @@ def prepare(
         base_rate=_rate(config, info, original or own),
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
-        inexact=[info.inexact] if info.inexact else [],
+        inexact=[*filter(None, [info.inexact]), *concerned],
         keeps=read,
     )
     if read.longest is None:
@@ -163,7 +171,7 @@ def _judge_tokens(job: Job, info: ModelInfo, problem: Problem) -> int:
     Raises:
         ConfigError: the base has no positions for a question about an empty answer.
     """
-    config, chat, found = job.config, Chat.plain(info.tokenizer), [0]
+    config, chat, found = job.config, replace(Chat.plain(info.tokenizer), rules=job.rules), [0]
     n = max(config.rl.group_size, config.eval.n)
     for reward in config.rewards:
         if reward.name == "judge":
@@ -237,9 +245,10 @@ def prepare_all(
     info: ModelInfo,
     directory: RunDirectory,
     sources: Sources,
+    rules: Mapping[str, Rules],
     original: JobDirectory | None = None,
 ) -> list[tuple[Job, budgets.Need]]:
-    """Prepare every job from data that was read, so that all mistakes are told at once; `original` as in `prepare`.
+    """Prepare every job from data that was read, so that all mistakes are told at once; arguments as in `prepare`.
 
     Raises:
         ConfigError: one line per job that cannot work; nothing has been trained.
@@ -248,7 +257,7 @@ def prepare_all(
     known: dict[str, ReadData] = {}
     for config in configs:
         try:
-            prepared.append(prepare(config, info, directory, sources, known, original))
+            prepared.append(prepare(config, info, directory, sources, rules[config.name], known, original))
         except MotetError as error:
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:
@@ -286,6 +295,8 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
         "micro_batch_tokens": engine.micro_batch_tokens,
         "learning_rate": job.base_rate,
         "seed": job.seed,
+        **({"rules": job.rules.number} if job.rules.number else {}),  # in this form earlier releases wrote their jobs
+        **({"clock": job.rules.clock} if job.rules.clock else {}),
         **known,
     }
 

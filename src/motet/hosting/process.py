@@ -17,7 +17,9 @@ from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
+from motet.core.clock import moment
 from motet.core.errors import ConfigError, EngineError
+from motet.core.rules import Rules
 from motet.core.types import JobState, Wanted
 from motet.hosting.answers import Answers, reason
 from motet.hosting.host import Host
@@ -31,6 +33,7 @@ from motet.hosting.workshop import Workshop
 from motet.process.alive import Pulse
 from motet.process.channel import Parent
 from motet.protocols import RolloutEngine
+from motet.runtime.beginning import rules_at
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -245,12 +248,14 @@ class HostProcess:
     def _prepared(self, message: m.AddJob) -> Job:
         start, info = self._start, self.base.info
         sources = Sources(None if start.own_jobs else OF_A_JOB)
-        job, _ = prepare(JobConfig.model_validate(message.job), info, self.directory, sources, self._read)
+        config = JobConfig.model_validate(message.job)
+        known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
+        rules = rules_at(self.directory.job(config.name), known, Rules(clock=moment()))
+        job, _ = prepare(config, info, self.directory, sources, rules, self._read)
         if message.until is not None and (why := too_few(job.config.data, len(job.data.holdout))):
             raise ConfigError(why)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
-        installed = {name: str(one["target"]) for name, one in start.rewards.items()}
-        self.host.take(job, of_config(job.config, installed), **accepts)
+        self.host.take(job, known, **accepts)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
         report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731

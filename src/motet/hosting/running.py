@@ -22,7 +22,7 @@ from motet.hosting.launch import open_base
 from motet.hosting.preparing import left_out, prepare, prepare_all
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import NOT_FOLLOWED, of_config
+from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job
 from motet.runtime.pipeline import Pipeline
@@ -83,7 +83,7 @@ def run_config(
         loading()
         own, slots = auto_kernels(config), 1 if sequential else config.engine.slots
         opened = base or open_base(config, directory, stack, own, of_torchrun=ranked)
-        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, original)
+        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, checked.rules, original)
         check_prepared(plans, jobs := [job for job, _ in prepared])
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs, original=original)
@@ -116,9 +116,12 @@ def _check(
     accept_changes: bool,
 ) -> Checked:
     loaded, recorded = base is not None, original is not None
-    checked = check_before_loading(config, accept_changes=accept_changes, loaded=loaded, recorded=recorded)
+    checked = check_before_loading(
+        config, accept_changes=accept_changes, loaded=loaded, recorded=recorded, begun=original
+    )
     for plan in plans:
-        check_rows(plan, len(checked.sources.split(plan.candidates[0].data).holdout))
+        first = plan.candidates[0]
+        check_rows(plan, len(checked.sources.split(first.data, checked.rules[first.name]).holdout))
     return checked
 
 
@@ -150,7 +153,7 @@ def _run_on_hosts(
 
             def join(one: JobConfig) -> HostedJob:
                 at = directory.job(one.name)
-                job = HostedJob(one, at, JobProgress.of(one, setting_of(_known(checked, one))))
+                job = HostedJob(one, at, JobProgress.of(one, setting_of(checked.identity(one))))
                 job.lines.update(_take_up(at, job.progress, one.stop_when))
                 jobs.append(job)
                 return job
@@ -209,15 +212,8 @@ def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
     ]
 
 
-def _known(checked: Checked, job: JobConfig) -> dict[str, Any]:
-    """The identity of a job; a race adds candidates after the checks."""
-    if job.name not in checked.identities:
-        checked.identities[job.name] = of_config(job)
-    return checked.identities[job.name]
-
-
 def _take(host: Host, job: Job, checked: Checked, *, accept_changes: bool) -> None:
-    known = _known(checked, job.config)
+    known = checked.identity(job.config)
     job.progress.setting = setting_of(known)
     host.take(job, known, accept_changes=accept_changes, accept_damage=accept_changes)
     _take_up(job.directory, job.progress, job.config.stop_when)
@@ -247,7 +243,8 @@ def _join(
     host: Host, directory: RunDirectory, checked: Checked, jobs: list[Job], accept_changes: bool, config: JobConfig
 ) -> Job:
     """Make a job of a candidate that a race adds."""
-    job, _ = prepare(config, host.info, directory, checked.sources)
+    rules = checked.rules_of(config, directory.job(config.name))
+    job, _ = prepare(config, host.info, directory, checked.sources, rules)
     _take(host, job, checked, accept_changes=accept_changes)
     jobs.append(job)
     return job

@@ -24,13 +24,16 @@ from motet.config.jobfile import validate_as
 from motet.config.service import Largest
 from motet.core import seeds
 from motet.core.batch import AdamW, Loss, LossStats, OptimStats, Sample, Segment, Trained
+from motet.core.clock import moment
 from motet.core.errors import AdapterError
+from motet.core.rules import Rules
 from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.preparing import Sources, prepare
 from motet.native.choice import of_jobs
 from motet.runtime import rundir
+from motet.runtime.beginning import rules_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.session import FinishedStep, Session
@@ -249,8 +252,10 @@ class Verbs:
 
     async def _add(self, config: JobConfig) -> int:
         host, name = self._host, config.name
-        job, _ = await asyncio.to_thread(prepare, config, host.info, self._directory, Sources())
-        await asyncio.to_thread(host.take, job, of_config(config), accept_changes=self._accept_changes)
+        known = of_config(config)
+        rules = await asyncio.to_thread(rules_at, self._directory.job(name), known, Rules(clock=moment()))
+        job, _ = await asyncio.to_thread(prepare, config, host.info, self._directory, Sources(), rules)
+        await asyncio.to_thread(host.take, job, known, accept_changes=self._accept_changes)
         if not self._commits:
             job.directory.materials = None  # receipts of what nobody keeps
         job.starts = self._starts[name]

@@ -11,6 +11,7 @@ from typing import Any
 
 from motet.core import seeds
 from motet.core.model_info import ModelInfo
+from motet.core.rules import TODAY, Rules
 from motet.core.types import Chunk, GenerateRequest, Message, Problem, SamplingParams
 from motet.protocols import RolloutEngine
 from motet.runtime.scheduler import FairScheduler
@@ -30,6 +31,8 @@ class BaseJudge:
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
         self._numbers = itertools.count()
+        self.rules: dict[str, Rules] = {}
+        """Those of jobs, by name: the base sees the time that a job's own prompts have."""
 
     async def __call__(self, job: str, body: Mapping[str, Any]) -> Said:
         """The answer to a request in the form of OpenAI's chat completions.
@@ -39,7 +42,8 @@ class BaseJudge:
             EngineError: the engine cannot answer.
         """
         messages = tuple(Message(one["role"], one["content"]) for one in body["messages"])
-        chat, most = replace(self._chat, template_kwargs=body.get(TEMPLATE, {})), int(body["max_tokens"])
+        chat = replace(self._chat, template_kwargs=body.get(TEMPLATE, {}), rules=self.rules.get(job, TODAY))
+        most = int(body["max_tokens"])
         prompt_ids = await asyncio.to_thread(chat.prompt_ids, Problem(0, messages, ""))
         if len(prompt_ids) + most > self._room:
             raise UnfilledError(

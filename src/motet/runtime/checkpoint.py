@@ -56,8 +56,7 @@ class Committed:
     best_tie: float = 0.0
     """Decides between equal figures; higher is better."""
     best_by: str = ""
-    """The figure that decides the best version, since the first step. Empty in jobs by older releases: the loss decides for
-    `dpo` and `kto`, and version 0 may be the best."""
+    """The figure that decides it, since the first step. Empty in older jobs: the loss for `dpo` and `kto`, version 0 too."""
     evaluated: int = -1
     """Newest version whose evaluation is in the metrics."""
     tokens_sampled: int = 0
@@ -76,6 +75,10 @@ class Committed:
     """Torch threads of the process that committed. The sum of a whole gradient depends on their number."""
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on time or on other jobs; empty for an exact job."""
+    rules: int = 0
+    """Number of the rules that the job began with (`Rules`); 0 in jobs by releases that stored none."""
+    clock: str = ""
+    """The time that its chat templates see; empty where none reads it."""
     after: str = ""
     """Sum of the manifest's newest record before this commit; empty in commits by older releases of Motet."""
 
@@ -156,8 +159,7 @@ class JobDirectory:
         path = self.path / "state" / str(step) / "state.json"
         try:
             values = unsealed(path.read_bytes())
-            lists = {name: tuple(values[name]) for name in ("inexact", "pending")}
-            commit = Committed(**{**values, **lists})
+            commit = Committed(**values | {name: tuple(values[name]) for name in ("inexact", "pending")})
             if commit.step != step:
                 raise ValueError(f"it is that of step {commit.step}")
             return commit
@@ -195,8 +197,7 @@ class JobDirectory:
         committed = self.newest()
         last = committed.step if committed else 0
         best = committed.best_version if committed and committed.best_version is not None else last
-        named = {"best": best, "latest": last}
-        return self.version(named[name] if name in named else int(name))
+        return self.version(int({"best": best, "latest": last}.get(name, name)))
 
     def versions(self) -> list[int]:
         """Numbers of the versions on disk, sorted."""

@@ -21,6 +21,8 @@ from motet.runtime.source_sums import code_changes
 _GO_ON = "put it back, or use --accept-changes to continue with the present files"
 _REMOVE = "remove it, or use --accept-changes to keep it"
 _BEFORE = "computed_before"
+_BEGAN_WITH = ("rules", "clock")
+"""What a job keeps from its beginning; no change of it is one of the job."""
 _LOOKS = 50
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C is ten times as fast; a host opens all its jobs when it resumes."""
@@ -69,14 +71,15 @@ def open_job(
     return tuple(otherwise)
 
 
-def rate_so_far(directory: JobDirectory, job: Mapping[str, Any]) -> float | None:
-    """The learning rate of a job's steps; None without steps, and if one of the settings `job` was another then."""
-    before = _read_identity(directory.path / "job.yaml") if directory.steps() else None
-    if before is None:
-        return None
-    then, now = before.get("job") or {}, _values(_as_yaml(job))
-    rate = before.get("learning_rate") if _known(then, now) == _known(now, then) else None
-    return float(rate) if rate is not None else None
+def changed_since(directory: JobDirectory, known: Mapping[str, Any]) -> bool:
+    """Whether a job, or the given part of its identity, differs from the one in its directory."""
+    before = identity_in(directory)
+    return before is not None and bool(_changes(before, _values(_as_yaml(known))))
+
+
+def identity_in(directory: JobDirectory) -> dict[str, Any] | None:
+    """The content of job.yaml; None if it cannot be read."""
+    return _read_identity(directory.path / "job.yaml")
 
 
 def _accept_changes(directory: JobDirectory, described: bytes) -> None:
@@ -92,7 +95,7 @@ def _accept_changes(directory: JobDirectory, described: bytes) -> None:
 def _computed_otherwise(before: Mapping[str, Any] | None, now: Mapping[str, Any], step: int) -> list[str]:
     if before is None:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    now = {**_known(before, now), **({"code": now["code"]} if "code" in now else {})}
+    now = {**shared_fields(before, now), **({"code": now["code"]} if "code" in now else {})}
     then, now = ({**one, "job": without_arguments(one.get("job") or {})} for one in (before, now))  # receipts list it
     changes = _changes(then, now)
     known = [str(line) for line in before.get(_BEFORE, ())]
@@ -146,15 +149,15 @@ def _check_same(
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between a job and its directory, one line each; additional steps do not count."""
     lines = list(code_changes(before.get("code") or {}, now.get("code", {})))
-    then = {key: before.get(key) for key in now if key not in ("code", NOT_FOLLOWED)}
+    then = {key: before.get(key) for key in now if key not in ("code", NOT_FOLLOWED, *_BEGAN_WITH)}
     lines += differences(then, {key: now[key] for key in then})
     return [line for line in lines if not (line.startswith("job.steps:") and _more_steps(before, now))]
 
 
-def _known(before: Any, now: Any) -> Any:
+def shared_fields(before: Any, now: Any) -> Any:
     """Drop fields that an earlier tree does not have: a field added by a newer Motet is not a change."""
     if isinstance(before, dict) and isinstance(now, dict):
-        return {key: _known(before[key], value) for key, value in now.items() if key in before}
+        return {key: shared_fields(before[key], value) for key, value in now.items() if key in before}
     return now
 
 

@@ -71,7 +71,8 @@ class JobSampler:
             RewardError, EnvironmentFault: one of them cannot be used.
         """
         job, path = self._job, self._job.directory.path
-        await self._services.rewards.register(job.name, job.config.rewards, job.data.scorer, log=path / "rewards.log")
+        rewards = self._services.rewards
+        await rewards.register(job.name, job.config.rewards, job.data.scorer, path / "rewards.log", job.rules)
         if job.config.environment.own:
             self._own_environment = await own_environment(job, self._services)
 

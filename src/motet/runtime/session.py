@@ -140,7 +140,7 @@ class Session:
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         self.job, self.services = job, services
-        self.done = committed or Committed()
+        self.done = replace(committed or Committed(), rules=job.rules.number, clock=job.rules.clock)
         self.work = StepWork(
             job,
             services,

@@ -16,7 +16,9 @@ import numpy as np
 
 from motet.config import DataConfig
 from motet.core.batch import Example
+from motet.core.clock import TELLER, teller_of
 from motet.core.errors import BaseModelError, ConfigError
+from motet.core.rules import TODAY, Rules
 from motet.core.types import BoolArray, IntArray, Message, Problem
 from motet.tasks.forms.json_in_tags import written
 from motet.tasks.forms.turns import ReadsTurns
@@ -47,6 +49,8 @@ class Chat(ReadsTurns):
     """False: the text of the messages is the prompt, with the tokenizer's own special tokens (BOS)."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template (`enable_thinking`, …)."""
+    rules: Rules = TODAY
+    """Those of its job; a chat without a job has today's, and the time of each call."""
     _pairs: dict[tuple[int, int], str] = field(default_factory=dict, repr=False, compare=False)
     """Text that a token adds after another; a cache."""
 
@@ -59,9 +63,9 @@ class Chat(ReadsTurns):
             )
 
     @classmethod
-    def of(cls, tokenizer: Any, config: DataConfig) -> Chat:
-        """The chat for a job's data section."""
-        return cls(tokenizer, config.chat_template, config.chat_template_kwargs)
+    def of(cls, tokenizer: Any, config: DataConfig, rules: Rules) -> Chat:
+        """The chat for the data section of a job with these rules."""
+        return cls(tokenizer, config.chat_template, config.chat_template_kwargs, rules)
 
     @classmethod
     def plain(cls, tokenizer: Any) -> Chat:
@@ -114,7 +118,7 @@ class Chat(ReadsTurns):
             {"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls
         ]
         if self.chat_template:
-            kwargs = {**self.template_kwargs, "tools": list(tools)} if tools else self.template_kwargs
+            kwargs = self._given(tools)
             prompt = render(self.tokenizer, before, True, kwargs)
             whole = render(self.tokenizer, (*before, message), False, kwargs, calls).removeprefix(prompt)
             end = self._decode(self._end)
@@ -263,8 +267,12 @@ class Chat(ReadsTurns):
     def _render(self, messages: Sequence[Message], tools: Tools = ()) -> str:
         if not self.chat_template:
             return "\n\n".join(message.content for message in messages)
-        kwargs = {**self.template_kwargs, "tools": list(tools)} if tools else self.template_kwargs
-        return render(self.tokenizer, messages, True, kwargs)
+        return render(self.tokenizer, messages, True, self._given(tools))
+
+    def _given(self, tools: Tools) -> dict[str, Any]:
+        """The template's variables besides the messages."""
+        clock = {TELLER: teller_of(self.rules.clock)} if self.rules.clock else {}
+        return {**clock, **self.template_kwargs, **({"tools": list(tools)} if tools else {})}
 
     def _encode(self, text: str, special: bool) -> IntArray:
         """Token ids. Raises BaseModelError for half of a surrogate pair, which tokenizers do not accept."""

@@ -18,6 +18,7 @@ from motet.config import DataConfig
 from motet.config.data import HELD_OUT
 from motet.core import seeds
 from motet.core.errors import DataError
+from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem
 from motet.tasks.messages import check_characters, messages_of, plain_preference, without_prompt
 from motet.tasks.pools import Pools, order_of, passes
@@ -85,13 +86,17 @@ class Source:
     scorer: ScorerSpec | None
 
 
-def load_dataset(config: DataConfig, bounds: RowLimits | None = None, longer: Longer | None = None) -> Dataset:
+def load_dataset(
+    config: DataConfig, bounds: RowLimits | None = None, longer: Longer | None = None, rules: Rules = TODAY
+) -> Dataset:
     """Read, check and split a job's data; see `read_source` and `split`."""
-    return split(config, read_source(config, bounds), longer)
+    return split(config, read_source(config, bounds, rules), longer)
 
 
-def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
+def read_source(config: DataConfig, bounds: RowLimits | None = None, rules: Rules = TODAY) -> Source:
     """Read all rows of a job's data as problems, within `bounds` if they are not the user's own; needs no tokenizer.
+
+    Rows are read by the job's `rules`.
 
     Raises:
         DataError: the source cannot be read, or a row is invalid; the message says where and what to do.

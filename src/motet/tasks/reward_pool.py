@@ -25,6 +25,7 @@ import msgspec
 
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, RewardError
+from motet.core.rules import TODAY, Rules
 from motet.core.types import LARGEST_REWARD, Message, Problem
 from motet.tasks import reward_elsewhere
 from motet.tasks.plain_json import as_json
@@ -136,19 +137,17 @@ class RewardPool:
         self._jobs: dict[str, _Job] = {}
 
     async def register(
-        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None
-    ) -> None:
-        """Load a job's rewards in a first process, if they need one; their output goes to `log` (standard error).
-
-        Raises RewardError if one cannot be found, loaded, or called with its arguments.
-        """
+        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
+        rules: Rules = TODAY,
+    ) -> None:  # fmt: skip
+        """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used."""
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
         walled = {index: self._walls.around(rewards[index], _known(self._installed, rewards[index])) for index in here}
         groups = []
         for side in sorted(set(walled.values())):
             own = {index: rewards[index] for index in here if walled[index] is side}
-            request = load_request([self._located(reward) for reward in own.values()], scorer, side)
+            request = load_request([self._located(reward) for reward in own.values()], scorer, side, rules)
             others = self._may_start_another, self._most_waiting, functools.partial(self._charge, job)
             groups.append(WorkerGroup(request, log, own, *others))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
+from motet.core.rules import TODAY, Rules
 from motet.process.piped import Piped
 from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
@@ -23,14 +24,18 @@ AT_ONCE = 16
 """Most calls at once of rewards that wait rather than compute; each has a process of its own."""
 
 
-def load_request(rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool) -> m.LoadRewards:
+def load_request(
+    rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool, rules: Rules = TODAY
+) -> m.LoadRewards:
     """The first message to a process, with this one's import path; RewardError if a function or its args cannot be sent."""
     try:
         json.dumps([reward.args for reward in rewards])
     except (TypeError, ValueError) as error:
         raise RewardError(f"args of a reward must be JSON values (text, numbers, lists, mappings): {error}") from error
     sources = [m.RewardSource(reward.name, reward.args, _pickled(reward)) for reward in rewards]
-    return m.LoadRewards(import_path(), sources, scorer, walled, max(reward.memory_mb for reward in rewards))
+    return m.LoadRewards(
+        import_path(), sources, scorer, walled, max(reward.memory_mb for reward in rewards), rules.number
+    )
 
 
 def _pickled(reward: RewardConfig) -> bytes | None:

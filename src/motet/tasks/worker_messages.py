@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from motet.core.rules import NEWEST
 from motet.core.types import Problem
 from motet.process.channel import ChannelMessage
 from motet.tasks.reasoning import ScorerSpec
@@ -38,6 +39,8 @@ class LoadRewards(ChannelMessage, frozen=True):
     scorer: ScorerSpec | None
     walled: bool
     memory_mb: int
+    rules: int = NEWEST
+    """Number of the job's rules."""
 
 
 class RewardsLoaded(ChannelMessage, frozen=True):
