@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import yaml
 
 import motet
 from motet.config.jobfile import parse_jobs, validate
-from motet.core.checksums import hash_of
+from motet.core.checksums import hash_of, sealed
 from motet.core.errors import BaseModelError, ConfigError, MotetError, RunError
 from motet.core.types import ADAPTER_CONFIG
 from motet.hosting.before_loading import check_before_loading
 from motet.hosting.running import run_config
+from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
 
 TINY: dict[str, Any] = {"data": {"source": "toy:add", "size": 16, "holdout": 2}, "reward": "exact", "steps": 1}
@@ -182,6 +184,7 @@ def test_a_changed_job_is_refused_and_one_that_has_ended_need_not_load_its_code_
 
     done = here / "runs" / "x" / "a"
     (done / "state" / "1").mkdir(parents=True)
+    (done / "state" / "1" / "state.json").write_bytes(sealed(asdict(Committed(step=1))))
     (done / "job.yaml").write_text(json.dumps({"job": {"steps": 1}}))
     with pytest.raises(RunError, match="was made by a different job, and has done 1 steps"):
         check_before_loading(config())
