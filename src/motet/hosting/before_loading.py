@@ -16,7 +16,6 @@ from motet.algorithms.client import ClientDriven
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains, shape_of, unlike
-from motet.core.clock import moment
 from motet.core.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.core.near import close_matches
 from motet.core.rules import Rules
@@ -33,6 +32,7 @@ from motet.runtime.opening import check_identity
 from motet.runtime.own_environment import check_environment
 from motet.runtime.stopping import ended_early
 from motet.tasks import judge_http, reward_elsewhere
+from motet.tasks.clock import moment
 from motet.tasks.dataset import Dataset
 from motet.tasks.judge_http import of_a_run
 from motet.tasks.reasoning import ScorerSpec

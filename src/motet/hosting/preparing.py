@@ -14,7 +14,6 @@ from typing import Any
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
-from motet.core.clock import reads_clock
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.core.model_info import ModelInfo
 from motet.core.rules import Rules
@@ -27,6 +26,7 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
 from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.clock import reads_clock
 from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
 from motet.tasks.judge_http import tokens_of
 from motet.tasks.problems import Problems
@@ -138,7 +138,7 @@ def prepare(
     check_reference(config)
     info.adapted(config.adapter.target_modules)  # a target that is not there is told now
     kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else None
-    if not (config.data.chat_template and reads_clock(info.tokenizer)):
+    if not (config.data.chat_template and reads_clock(info.tokenizer, config.data.chat_template_kwargs)):
         rules = replace(rules, clock="")
     known, key = {} if known is None else known, f"{key_of(config.data, rules)} {rules.clock} {kind}"
     read = known[key] = known.get(key) or ReadData.of(config.data, info, sources, rules, kind)

@@ -17,7 +17,6 @@ from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
-from motet.core.clock import moment
 from motet.core.errors import ConfigError, EngineError
 from motet.core.rules import Rules
 from motet.core.types import JobState, Wanted
@@ -41,6 +40,7 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.race import too_few
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
+from motet.tasks.clock import moment
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool

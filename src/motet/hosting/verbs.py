@@ -24,7 +24,6 @@ from motet.config.jobfile import validate_as
 from motet.config.service import Largest
 from motet.core import seeds
 from motet.core.batch import AdamW, Loss, LossStats, OptimStats, Sample, Segment, Trained
-from motet.core.clock import moment
 from motet.core.errors import AdapterError
 from motet.core.rules import Rules
 from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
@@ -38,6 +37,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.session import FinishedStep, Session
 from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.clock import moment
 from motet.tasks.episode import extended
 
 Result = TypeVar("Result")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from motet.config import JobConfig
-from motet.core.clock import moment
 from motet.core.errors import RunError
 from motet.core.rules import NEWEST, Rules
 from motet.runtime.checkpoint import FORKED, JobDirectory
 from motet.runtime.opening import changed_since, identity_in, shared_fields
 from motet.tasks.chat import Chat
+from motet.tasks.clock import moment
 from motet.tasks.dataset import Dataset
 
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from motet.config import DataConfig
 from motet.core.batch import Example
-from motet.core.clock import TELLER, teller_of
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.rules import TODAY, Rules
 from motet.core.types import BoolArray, IntArray, Message, Problem
+from motet.tasks.clock import with_clock
 from motet.tasks.forms.json_in_tags import written
 from motet.tasks.forms.turns import ReadsTurns
 from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
@@ -271,8 +271,8 @@ class Chat(ReadsTurns):
 
     def _given(self, tools: Tools) -> dict[str, Any]:
         """The template's variables besides the messages."""
-        clock = {TELLER: teller_of(self.rules.clock)} if self.rules.clock else {}
-        return {**clock, **self.template_kwargs, **({"tools": list(tools)} if tools else {})}
+        given = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
+        return with_clock(self.tokenizer, given, self.rules.clock) if self.rules.clock else given
 
     def _encode(self, text: str, special: bool) -> IntArray:
         """Token ids. Raises BaseModelError for half of a surrogate pair, which tokenizers do not accept."""
