@@ -29,6 +29,7 @@ from starlette.routing import Route
 
 from motet.config.dialects import DIALECTS
 from motet.config.rollout import RolloutConfig
+from motet.core.token_ids import TokenIds
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from motet.rollout.connection import Clocks
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
@@ -112,7 +113,7 @@ async def publish(way: str, urls: Sequence[str], agents: Sequence[str], adapter:
         Replica(url, DIALECTS["vllm"], CLOCKS, agent=agent, versions=versions)
         for url, agent in zip(urls, besides, strict=True)
     ]
-    bounds = ServerLimits(64, 512, 512, Demand(1, 2, 16), 0.0, RolloutConfig().patience_seconds)
+    bounds = ServerLimits(64, TokenIds(512), 512, Demand(1, 2, 16), 0.0, RolloutConfig().patience_seconds)
     engine, seconds = ServerEngine(replicas, {}, files, lambda tokens: "", bounds, "bench"), list[float]()
     await engine.ready()
     while len(engine.fleet.up) < len(urls):

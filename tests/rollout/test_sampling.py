@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from motet.config.dialects import Piece
 from motet.core import seeds
+from motet.core.token_ids import TokenIds
 from motet.core.types import Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.distribution import Distribution, draw
 from motet.model.kv_cache import KVCache
@@ -272,7 +273,7 @@ def test_a_stream_decodes_only_the_last_tokens_of_a_long_completion() -> None:
 
     request = ask(max_tokens=10**6, stream=True)
     sequence = SampledSequence(Prompt(request, None, print), 0, 0)
-    served = Completion(request, 0, decode, 1000, "run")
+    served = Completion(request, 0, decode, TokenIds(1000), "run")
     told, heard = "", ""
     for token in tokens:
         sequence.append(token, -1.0, True, decode)

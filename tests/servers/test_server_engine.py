@@ -237,7 +237,7 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
             (request(ref(7)), "version 7 of 'job.run.1.1' is not loaded"),
             (request(prompt=()), "empty prompt or no seeds"),
             (request(seeds=()), "empty prompt or no seeds"),
-            (request(prompt=(1, 97)), "outside the base's vocabulary of 97"),
+            (request(prompt=(1, 97)), "has the token id 97; those of this base go from 0 to 96"),
             (
                 replace(request(), sampling=SamplingParams(grammar=grammar_of({"type": "json_object"}, tools=True))),
                 "remove the tools or response_format, or sample on the embedded engine",

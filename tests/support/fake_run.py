@@ -17,6 +17,7 @@ from motet.config.candidates import raced
 from motet.config.jobfile import merge
 from motet.core.device import Device
 from motet.core.rules import TODAY, Rules
+from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
@@ -191,7 +192,7 @@ async def _run(
         engine_suffix=f"{directory.run_id}.{directory.attempt}",
         threads=setting.threads,
         positions=4096,
-        vocabulary=VOCABULARY,
+        vocabulary=TokenIds(VOCABULARY),
     )
     ordinary, plans = raced(configs)
     made = [make_job(config, directory, setting) for config in setting.ordered(ordinary)]

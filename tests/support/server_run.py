@@ -24,6 +24,7 @@ from motet.config import AdapterConfig
 from motet.config.dialects import DIALECTS
 from motet.core.batch import AdamW, Batch, Sample, Segment
 from motet.core.errors import EngineError
+from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
@@ -42,7 +43,12 @@ CLOCKS = Clocks(connect=5.0, health=2.0, load=10.0, request=20.0, retry=0.01, lo
 IMPATIENT = replace(CLOCKS, health=0.15)
 """For servers that hang; a machine that is busy may drain others too."""
 BOUNDS = ServerLimits(
-    rows=8, vocabulary=VOCABULARY, max_positions=4096, wanted=Demand(1, 2, 4), tolerance=1e-6, wait_seconds=10.0
+    rows=8,
+    vocabulary=TokenIds(VOCABULARY),
+    max_positions=4096,
+    wanted=Demand(1, 2, 4),
+    tolerance=1e-6,
+    wait_seconds=10.0,
 )
 PROMPT = tuple(FakeTokenizer().encode("ab? "))
 PROBE = np.array(FakeTokenizer().encode("a probe of many letters"), np.int32)

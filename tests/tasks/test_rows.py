@@ -11,6 +11,7 @@ import pytest
 from motet.config import DataConfig
 from motet.core.errors import DataError
 from motet.core.rules import TODAY
+from motet.core.token_ids import TokenIds
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import longest_row, row_of
@@ -203,11 +204,6 @@ WRONG = (
     ("thumb", {"prompt": "Sky?", "completion": "Blue.", "label": "good"}, "label must be true or false"),
     ("thumb", {"prompt": "Sky?", "label": True}, "row 1 has no completion"),
     ("soft", {"prompt": "Sky?", "token_ids": [1], "top_ids": [[1]]}, "row 1 needs token_ids"),
-    (
-        "soft",
-        {"prompt": "?", "token_ids": [1], "top_ids": [[10**6]], "top_logprobs": [[0]]},
-        "that the base does not know",
-    ),
     ("soft", teacher([[10**12]], [[0]]), "must be lists of numbers"),
     ("soft", teacher([[]], [[]]), "row 1: top_logprobs must be finite"),
     ("soft", teacher([[1, 2]], [[0, -math.inf]]), "row 1: top_logprobs must be finite"),
@@ -246,6 +242,16 @@ def test_a_row_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
     rows = [{"prompt": "a", "completion": one} for one in ("b", "<|im_start|>")]
     chat, _ = examples(rows, "last_answer", chat_template=False)
     data = load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0})).train
-    assert longest_row(data, "last_answer", chat, "data", len(chat.tokenizer))[0] == 3
+    assert longest_row(data, "last_answer", chat, "data", TokenIds(len(chat.tokenizer)))[0] == 3
     with pytest.raises(DataError, match=r"data row 2 has the token '<\|im_start\|>'"):
-        longest_row(data, "last_answer", chat, "data", chat.tokenizer.convert_tokens_to_ids("<|im_start|>"))
+        longest_row(data, "last_answer", chat, "data", TokenIds(chat.tokenizer.convert_tokens_to_ids("<|im_start|>")))
+
+
+@pytest.mark.parametrize("wrong", [{"token_ids": [7]}, {"top_ids": [[7]]}, {"token_ids": [10**6]}, {"top_ids": [[-1]]}])
+def test_a_teachers_id_without_a_token_is_refused(wrong: dict[str, Any]) -> None:
+    row = {"prompt": "a", "token_ids": [5], "top_ids": [[5]], "top_logprobs": [[0.0]]}
+    chat, _ = examples([row], "soft", chat_template=False)
+    data = load_dataset(DataConfig.model_validate({"source": [row, row | wrong], "holdout": 0})).train
+    vocabulary = TokenIds(len(chat.tokenizer), frozenset({7}))
+    with pytest.raises(DataError, match="data row 2 has the token"):
+        longest_row(data, "soft", chat, "data", vocabulary)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from motet.core.errors import ServerFault
+from motet.core.token_ids import TokenIds
 from motet.core.types import SamplingParams, schema_of
 
 Json = Mapping[str, Any]
@@ -32,8 +33,7 @@ class Ask:
     max_tokens: int
     seed: int
     stream: bool
-    vocabulary: int
-    """Token ids are below this."""
+    vocabulary: TokenIds
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _vllm_piece(answer: Json) -> Piece | None:
 
 
 def _vllm_score(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
-    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
+    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=TokenIds(0))
     body = {**(_vllm_generate(ask, base).body or {}), "prompt_logprobs": k}
     del body["request_id"]
     return HttpRequest("/v1/completions", body)
@@ -258,7 +258,7 @@ def _sglang_piece(answer: Json) -> Piece | None:
 
 
 def _sglang_score(token_ids: list[int], model: str | None, base: str | None, k: int) -> HttpRequest:
-    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=0)
+    ask = Ask("", model, token_ids, SamplingParams(), 1, 0, stream=False, vocabulary=TokenIds(0))
     body = {**(_sglang_generate(ask, base).body or {}), "logprob_start_len": 0}
     if k:
         body["top_logprobs_num"] = k

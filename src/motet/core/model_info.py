@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from motet.core.errors import AdapterError
 from motet.core.near import close_matches
+from motet.core.token_ids import TokenIds
 
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
@@ -64,10 +66,17 @@ class ModelInfo:
     """Paths of the parameters of experts that an adapter may change if its targets name `experts`."""
     experts_idle: str = ""
     """Why experts take no adapters; empty if they do."""
+    without_token: tuple[int, ...] = ()
+    """Ids below `vocab_size` that the tokenizer has no token for: they are never sampled and left out of the softmax."""
     notes: tuple[str, ...] = ()
     """Notes for a person, such as excluded experts or missing exactness."""
     inexact: str = ""
     """How results of a row were found to depend on other rows; empty if no bit depends on them."""
+
+    @functools.cached_property
+    def vocabulary(self) -> TokenIds:
+        """The token ids of the base."""
+        return TokenIds(self.vocab_size, frozenset(self.without_token))
 
     @property
     def exact(self) -> bool:

@@ -19,6 +19,7 @@ from motet.core import seeds
 from motet.core.device import used_by
 from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
 from motet.core.stops import met
+from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, FinishReason, GenerateRequest, IntArray, Message, Problem
 from motet.hosting.loaded_versions import LoadedVersions
 from motet.runtime.alternating import Alternating
@@ -84,7 +85,9 @@ class Answers:
         """Complete a prompt or a conversation, from the base or from a stored version."""
         key = question.key
         try:
-            prompt_ids = await asyncio.to_thread(_prompt_ids, self._chat, question, self._longest)
+            prompt_ids = await asyncio.to_thread(
+                _prompt_ids, self._chat, self._base.info.vocabulary, question, self._longest
+            )
             async with self._version(question) as ref:
                 await self._complete(question, prompt_ids, ref)
             self._send(m.Answered(key))
@@ -96,6 +99,8 @@ class Answers:
     async def _complete(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> None:
         key, given = question.key, question.stop_token_ids
         self._numbers += 1
+        if given and (token := self._base.info.vocabulary.unknown(given)) is not None:
+            raise EngineError(f"stop has the token id {token}; {self._base.info.vocabulary.bounds}")
         sampling = replace(question.sampling, stop_token_ids=self._stops if given is None else tuple(given))
         if question.within_room:
             sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._room - len(prompt_ids))))
@@ -219,7 +224,7 @@ def _is_theirs(error: Exception) -> bool:
     return isinstance(error, EngineError | BaseModelError) and not isinstance(error, OF_SERVERS)
 
 
-def _prompt_ids(chat: Chat, question: m.Complete, longest: int) -> IntArray:
+def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, longest: int) -> IntArray:
     """Of a conversation through the chat template, or of a prompt (text or token ids) as it is; `longest` is in characters.
 
     Raises:
@@ -239,7 +244,6 @@ def _prompt_ids(chat: Chat, question: m.Complete, longest: int) -> IntArray:
         raise EngineError("the prompt has no tokens; give it one at least")
     if isinstance(prompt, str):
         return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
-    largest = len(chat.tokenizer) - 1
-    if max(prompt) > largest:
-        raise EngineError(f"the prompt has the token id {max(prompt)}; those of this base go from 0 to {largest}")
+    if (token := vocabulary.unknown(prompt)) is not None:
+        raise EngineError(f"the prompt has the token id {token}; {vocabulary.bounds}")
     return np.asarray(prompt, np.int32)

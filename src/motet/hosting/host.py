@@ -75,7 +75,7 @@ class Host:
             engine_suffix=f"{directory.run_id}.{directory.attempt}",
             threads=budgets.threads_of(engine),
             positions=self.info.max_positions,
-            vocabulary=self.info.vocab_size,
+            vocabulary=self.info.vocabulary,
             functions=base.math,
             exact_logs=served,
             agents=agents,

@@ -102,7 +102,7 @@ class ReadData:
         data = sources.split(config, rules, chat.longer_than)
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
-            chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source, info.vocab_size)
+            chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source, info.vocabulary)
             for part in parts
         ]
         return cls(data, chat, max(longest, key=lambda pair: pair[0]))

@@ -101,7 +101,7 @@ def build_servers(
             replicas.append(Replica(started.url, dialect, clocks, {"Authorization": f"Bearer {started.key}"}))
             processes[started.url] = started.process
     bounds = ServerLimits(
-        config.rows, info.vocab_size, info.max_positions, wanted, tolerance(config, info), config.patience_seconds
+        config.rows, info.vocabulary, info.max_positions, wanted, tolerance(config, info), config.patience_seconds
     )
     decode: Callable[[list[int]], str] = lambda tokens: info.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     if config.publish_by == "tensors":

@@ -181,7 +181,7 @@ def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
 def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:
     """Largest difference of the tokens' logprobs."""
     left, right = (logits[:-1].log_softmax(-1).gather(-1, token_ids_T[1:, None]) for logits in (left_TV, right_TV))
-    return float((left - right).abs().max())
+    return float(torch.where(left == right, 0.0, (left - right).abs()).max())  # ids without a token have −∞
 
 
 def _decoded_logits(base: LoraModel, sequence: Tensor) -> tuple[Tensor, KVCache]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from motet.core.errors import BaseModelError
 from motet.core.model_info import ModelInfo
+from motet.core.token_ids import TokenIds
 from motet.model import attention
 from motet.model.accelerator import processor_of
 from motet.model.arithmetic import Arithmetic
@@ -26,6 +27,7 @@ from motet.model.attention import AttentionBackend, AttentionPass, attention_bac
 from motet.model.distribution import MathKernels
 from motet.model.experts import adaptable_experts, compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
+from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.mixers import StatefulBackend, replace_mixers
@@ -34,8 +36,6 @@ from motet.model.text_only import decoder_of
 
 if TYPE_CHECKING:
     from motet.model.shards import Shards
-
-_LOGIT_CHANGES = ("logit_scale", "logits_scaling", "final_logit_softcapping")
 
 
 class Kernels(Protocol):
@@ -220,32 +220,17 @@ class LoraModel:
         return raw_NV
 
     @functools.cached_property
-    def _logit_changes(self) -> tuple[Any, Any, Any]:
-        """The model's changes to its logits: scale, divisor, soft-cap; None for each that it lacks."""
-        config = self.model.config.get_text_config()
-        scale, divide, cap = (getattr(config, name, None) for name in _LOGIT_CHANGES)
-        return scale, divide, cap
+    def changes(self) -> LogitChanges:
+        """What the model changes in its head's products."""
+        return LogitChanges(self.model.config.get_text_config(), self.info.without_token)
 
     def finish_logits(self, raw_NV: Tensor) -> Tensor:
-        """fp32 logits [N, V], with the model's scale and soft-cap applied."""
-        logits_NV = raw_NV.float()
-        scale, divide, cap = self._logit_changes
-        if scale is not None:
-            logits_NV = logits_NV * scale
-        if divide is not None:
-            logits_NV = logits_NV / divide
-        if cap is not None:
-            logits_NV = torch.tanh(logits_NV / cap) * cap
-        return logits_NV
+        """fp32 logits [N, V]; see `LogitChanges.finish`."""
+        return self.changes.finish(raw_NV)
 
     def logits_slope(self, raw_NV: Tensor, slope_NV: Tensor) -> Tensor:
         """Gradient with respect to raw [N, V] from that of `finish_logits(raw)`; may be in fp32."""
-        if self._logit_changes == (None, None, None):
-            return slope_NV
-        with torch.enable_grad():
-            leaf = raw_NV.detach().requires_grad_()
-            (slope_raw_NV,) = torch.autograd.grad(self.finish_logits(leaf), leaf, slope_NV)
-        return slope_raw_NV
+        return self.changes.slope(raw_NV, slope_NV)
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """Gradient with respect to hidden [N, D] from that of `raw_logits(hidden)`."""
@@ -338,6 +323,10 @@ def wrap(name: str, model: Any, tokenizer: Any, device: torch.device, *, shards:
     base.revise(experts=tuple(experts), experts_idle=_why_idle(base))
     if peculiar:
         base.revise(f"{' and '.join(sorted(peculiar))} layers get no adapter, because they multiply in their own way")
+    if n_absent := len(info.without_token):
+        base.revise(
+            f"{n_absent} of {info.vocab_size} rows of its head have no token in its tokenizer: none is ever sampled"
+        )
     if base.has_experts:
         base.revise(
             "mixture of experts: routers get no adapter; routed experts get one if target_modules names `experts`"
@@ -377,7 +366,7 @@ def _info(
     head: FrozenWeight,
     linears: tuple[str, ...],
 ) -> ModelInfo:
-    config = model.config.get_text_config()
+    config, vocabulary = model.config.get_text_config(), TokenIds.of(tokenizer, head.shape[0])
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return ModelInfo(
         name=name,
@@ -386,7 +375,7 @@ def _info(
         device=device.type,
         processor=processor_of(device),
         n_parameters=sum(parameter.numel() for parameter in model.parameters()) + n_hidden(model),
-        vocab_size=head.shape[0],
+        vocab_size=vocabulary.size,
         max_positions=int(config.max_position_embeddings),
         hidden_size=config.hidden_size,
         model_type=config.model_type,
@@ -394,4 +383,5 @@ def _info(
         state_bytes=0,
         eos_token_ids=tuple(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]),
         linears=linears,
+        without_token=tuple(sorted(vocabulary.without)),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -300,13 +299,13 @@ def _what_mixes(base: LoraModel, layers: Iterable[int]) -> str:
 
 
 def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) -> None:
-    largest = max(float(logits.abs().max()) for logits in stock)
-    if not math.isfinite(largest):
+    if not all(logits.isfinite().all() for logits in stock):
         raise BaseModelError(
             f"{base.info.name}: transformers' own logits are not finite in {base.info.dtype}; its weights are damaged, or "
             "it needs another engine.dtype"
         )
-    gap = max(float((ours - theirs).abs().max()) for ours, theirs in zip(packed, stock, strict=True))
+    ours, theirs = (base.changes.of_tokens(torch.cat(logits)) for logits in (packed, stock))
+    largest, gap = float(theirs.abs().max()), float((ours - theirs).abs().max())
     if not gap <= TOLERANCE[base.dtype] * largest:
         layers = range(int(base.model.config.get_text_config().num_hidden_layers))
         raise BaseModelError(

@@ -175,11 +175,11 @@ def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, base.info.vocab_size, (length,), generator=generator) for length in LENGTHS]
     with base.routed(NoAdapters()):
-        theirs = torch.cat(packed_logits(base, sequences)[0])
+        theirs = base.changes.of_tokens(torch.cat(packed_logits(base, sequences)[0]))
     base.kernels = NativeBase(base, native.calls, ARITHMETICS[arithmetic])
     base.attention = base.kernels.attention
     with base.routed(NoAdapters()):
-        ours = torch.cat(packed_logits(base, sequences)[0])
+        ours = base.changes.of_tokens(torch.cat(packed_logits(base, sequences)[0]))
         gaps_N = (ours - theirs).square().mean(-1)
         choosy = base.has_experts and base.dtype == torch.bfloat16  # rounding may send a row to another expert
         gap = float(((gaps_N.median() if choosy else gaps_N.mean()) / theirs.square().mean()).sqrt())

@@ -11,13 +11,14 @@ from motet.config.dialects import SEED_BITS, Ask, Piece
 from motet.core import seeds
 from motet.core.errors import EngineError
 from motet.core.stops import Decode, GrowingText, certain, ending, until_stop
+from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 
 _LONG = 16
 """`max_tokens` from which servers stream completions with `keep_aborted` to Motet. A stream costs more."""
 
 
-def check_request(request: GenerateRequest, loaded: Container[AdapterRef], vocabulary: int) -> str:
+def check_request(request: GenerateRequest, loaded: Container[AdapterRef], vocabulary: TokenIds) -> str:
     """Check what every engine needs; returns a name for the request, for messages.
 
     Raises:
@@ -28,8 +29,8 @@ def check_request(request: GenerateRequest, loaded: Container[AdapterRef], vocab
         raise EngineError(f"{where}: version {request.adapter.version} of {request.adapter.name!r} is not loaded")
     if len(request.prompt_ids) == 0 or not request.seeds:
         raise EngineError(f"{where} has an empty prompt or no seeds")
-    if not 0 <= request.prompt_ids.min() <= request.prompt_ids.max() < vocabulary:
-        raise EngineError(f"{where} has a token id outside the base's vocabulary of {vocabulary}")
+    if (token := vocabulary.unknown(request.prompt_ids)) is not None:
+        raise EngineError(f"{where} has the token id {token}; {vocabulary.bounds}")
     return where
 
 
@@ -72,7 +73,7 @@ class Completion(GrowingCompletion):
     request: GenerateRequest
     index: int
     decode: Decode
-    vocabulary: int
+    vocabulary: TokenIds
     owner: str
     """Prefix of request ids on servers, because ids of two runs may be equal."""
     _continued: bool = False

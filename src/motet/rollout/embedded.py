@@ -226,7 +226,7 @@ class EmbeddedEngine:
         Raises:
             EngineError: see `check_request`, or it is too long.
         """
-        where = check_request(request, self._versions, self.base.info.vocab_size)
+        where = check_request(request, self._versions, self.base.info.vocabulary)
         n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
         longest = min(self.base.info.max_positions, self.cache.n_blocks * self.cache.block_size)
         if n_prompt + n_new > longest:

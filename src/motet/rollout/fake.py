@@ -21,6 +21,7 @@ import numpy as np
 from motet.core import seeds
 from motet.core.errors import EngineError
 from motet.core.stops import ending, met
+from motet.core.token_ids import TokenIds
 from motet.core.types import (
     AdapterRef,
     Chunk,
@@ -175,7 +176,7 @@ class FakeEngine:
         return self._policies[ref]
 
     def _refuse(self, request: GenerateRequest) -> None:
-        where = check_request(request, self._policies, VOCABULARY)
+        where = check_request(request, self._policies, TokenIds(VOCABULARY))
         longest = len(request.prompt_ids) + request.sampling.max_tokens
         if (request.id, request.job) in self._open:
             raise EngineError(f"{where} has the id of a request that is still open")

@@ -198,6 +198,7 @@ class Grammars:
 
         tokenizer: Any = self._info.tokenizer
         try:
-            return from_tokenizer(tokenizer, self._info.vocab_size, list(ends) or None)
+            own = [end for end in ends if end in self._info.vocabulary]
+            return from_tokenizer(tokenizer, self._info.vocab_size, own or None)
         except ValueError as error:
             raise EngineError(f"this base's tokenizer does not support grammars: {error}") from error

@@ -18,6 +18,7 @@ import numpy as np
 
 from motet.config.dialects import Ask, Dialect, Facts, HttpRequest, Piece
 from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
+from motet.core.token_ids import TokenIds
 from motet.core.types import FloatArray, IntArray, ServerLoad, TopTokens
 from motet.rollout.connection import Clocks, ServerConnection, detail_of
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, TESTED
@@ -313,8 +314,8 @@ class _Reading:
         return ServerFault(f"{self._replica.url} {what} (request {self._ask.id})")
 
 
-def _is_token(value: Any, vocabulary: int) -> bool:
-    return isinstance(value, int) and 0 <= value < vocabulary
+def _is_token(value: Any, vocabulary: TokenIds) -> bool:
+    return isinstance(value, int) and value in vocabulary
 
 
 def _is_logprob(value: Any) -> bool:

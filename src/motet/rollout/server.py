@@ -22,6 +22,7 @@ import numpy as np
 from motet.config.dialects import HttpRequest
 from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.core.stops import Decode
+from motet.core.token_ids import TokenIds
 from motet.core.types import (
     AdapterRef,
     Chunk,
@@ -68,7 +69,7 @@ class ServerLimits:
 
     rows: int
     """Concurrent completions per replica."""
-    vocabulary: int
+    vocabulary: TokenIds
     max_positions: int
     wanted: Demand
     tolerance: float

@@ -293,9 +293,9 @@ def _misfit(services: Services, command: j.ForwardBackward) -> str | None:
     """Why the data do not fit the base; None if they do."""
     positions, vocabulary = services.positions, services.vocabulary
     for index, datum in enumerate(command.data):
-        largest = max(int(np.frombuffer(ids, "<i4").max()) for ids in (datum.tokens, datum.targets))
-        if largest >= vocabulary:
-            return f"data[{index}] has the token id {largest}; those of this base go from 0 to {vocabulary - 1}"
+        unknown = (vocabulary.unknown(np.frombuffer(ids, "<i4")) for ids in (datum.tokens, datum.targets))
+        if (token := next((one for one in unknown if one is not None), None)) is not None:
+            return f"data[{index}] has the token id {token}; {vocabulary.bounds}"
         if datum.length >= positions:
             return f"data[{index}] has {datum.length} tokens; this base has positions for {positions - 1}"
     return None

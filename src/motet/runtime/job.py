@@ -16,6 +16,7 @@ from motet.core.batch import LossFunctions
 from motet.core.device import Device, used_by
 from motet.core.errors import MotetError
 from motet.core.rules import Rules
+from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, SamplingParams
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.checkpoint import JobDirectory
@@ -114,8 +115,8 @@ class Services:
     """Torch threads; 0 without torch."""
     positions: int = 0
     """Longest sequence of the base."""
-    vocabulary: int = 0
-    """Vocabulary size of the base."""
+    vocabulary: TokenIds = field(default_factory=lambda: TokenIds(0))
+    """Token ids of the base."""
     functions: LossFunctions | None = None
     """Backend of the trainer's losses; None uses torch."""
     exact_logs: bool = False

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from motet.core.batch import Example, Row
 from motet.core.errors import DataError
+from motet.core.token_ids import TokenIds
 from motet.core.types import IntArray, Message, Problem
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.messages import messages_of
@@ -26,20 +27,20 @@ def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
 
 
 def longest_row(
-    problems: Sequence[Problem], kind: str, chat: Chat, source: str, vocabulary: int
+    problems: Sequence[Problem], kind: str, chat: Chat, source: str, vocabulary: TokenIds
 ) -> tuple[int, Problem]:
     """Number of tokens of the longest row, and the row; reads every row, so that faults are reported before the start.
 
-    Raises DataError as `row_of`, and for a token that a base with a vocabulary of this size does not have.
+    Raises DataError as `row_of`, and for a token that the base does not have.
     """
     lengths = []
     for problem in problems:
         examples = row_of(problem, kind, chat, source).examples
-        if (highest := max(int(one.token_ids.max()) for one in examples)) >= vocabulary:
-            name = chat.tokenizer.convert_ids_to_tokens(highest)
-            raise DataError(
-                f"{source} row {problem.id + 1} has the token {name!r}, which the base does not have; take it out"
-            )
+        for ids in (part for one in examples for part in (one.token_ids, one.targets) if part is not None):
+            if (token := vocabulary.unknown(ids)) is not None:
+                name = chat.tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
+                what = f"id {token}; {vocabulary.bounds}" if name is None else f"{name!r}, which the base does not have"
+                raise DataError(f"{source} row {problem.id + 1} has the token {what}; take it out")
         lengths.append(max(len(one.token_ids) for one in examples))
     longest = int(np.argmax(lengths))
     return lengths[longest], problems[longest]
@@ -106,9 +107,6 @@ def _thumb_of(problem: Problem, where: str) -> tuple[Continuation, bool]:
 def _soft(problem: Problem, chat: Chat, where: str) -> Row:
     """`token_ids` of the answer, and for each of them a teacher's `top_ids` and `top_logprobs`."""
     own, targets, shares = _soft_of(problem, where)
-    vocabulary = len(chat.tokenizer)
-    if min(own.min(), targets.min()) < 0 or max(own.max(), targets.max()) >= vocabulary:
-        raise DataError(f"{where} has a token id that the base does not know; it has {vocabulary} tokens")
     prompt = chat.prompt_ids(problem)
     before = ((len(prompt), 0), (0, 0))
     example = Example(

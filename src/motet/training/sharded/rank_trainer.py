@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 
@@ -195,9 +196,9 @@ class RankTrainer:
         """This rank's pass; if its segments cannot be laid out, a pass of padding and the error."""
         try:
             for segment in batch.segments:
-                highest = max(int(sample.token_ids.max(initial=0)) for sample in segment.samples)
-                if highest >= self.base.info.vocab_size:
-                    raise ValueError(f"{segment.adapter!r} has token {highest} of {self.base.info.vocab_size}")
+                ids = np.concatenate([sample.token_ids for sample in segment.samples])
+                if (token := self.base.info.vocabulary.unknown(ids)) is not None:
+                    raise ValueError(f"{segment.adapter!r} has token {token}; {self.base.info.vocabulary.bounds}")
             return PackedPass(self.base, batch, share=True, inputs=self._owned.inputs), None
         except Exception as error:  # a tenant's samples must not stop the ranks
             return PackedPass(self.base, Batch(()), share=False), error
