@@ -27,11 +27,6 @@ class Rules:
         return self.number >= 1
 
     @property
-    def bounds_vocabulary(self) -> bool:
-        """Whether rows of the head that the tokenizer has no token for are left out of the softmax."""
-        return self.number >= 1
-
-    @property
     def reads_columns(self) -> bool:
         """Whether values and columns of rows are read as their file says."""
         return self.number >= 1

@@ -143,7 +143,7 @@ def prepare(
     known, key = {} if known is None else known, f"{key_of(config.data, rules)} {rules.clock} {kind}"
     read = known[key] = known.get(key) or ReadData.of(config.data, info, sources, rules, kind)
     own = directory.job(config.name)
-    concerned = changes_for(rules, config, read.chat, read.data)
+    concerned = changes_for(rules, info, config, read.chat, read.data)
     job = Job(
         config=config,
         data=read.data,

@@ -12,6 +12,7 @@ from typing import Any
 
 from motet.config import JobConfig
 from motet.core.errors import RunError
+from motet.core.model_info import ModelInfo
 from motet.core.rules import NEWEST, Rules
 from motet.runtime.checkpoint import FORKED, JobDirectory
 from motet.runtime.opening import changed_since, identity_in, shared_fields
@@ -28,17 +29,19 @@ class Concern:
     """Number of the first rules with it."""
     change: str
     """What is done otherwise now, in words for the job's owner."""
-    of: Callable[[JobConfig, Chat, Dataset], bool]
+    of: Callable[[ModelInfo, JobConfig, Chat, Dataset], bool]
     """Whether it changes a job's bytes. It may read all rows: it is asked for older jobs alone."""
 
 
-CONCERNS: tuple[Concern, ...] = ()
+CONCERNS: tuple[Concern, ...] = (
+    Concern(1, "ids that the tokenizer has no token for are never sampled", lambda info, *_: bool(info.without_token)),
+)
 """One entry for each change whose old form is gone."""
 
 
-def changes_for(rules: Rules, config: JobConfig, chat: Chat, data: Dataset) -> list[str]:
+def changes_for(rules: Rules, info: ModelInfo, config: JobConfig, chat: Chat, data: Dataset) -> list[str]:
     """What is done otherwise than when a job with these rules began, of all that concerns it."""
-    later = (one for one in CONCERNS if rules.number < one.since and one.of(config, chat, data))
+    later = (one for one in CONCERNS if rules.number < one.since and one.of(info, config, chat, data))
     return [f"{one.change}, unlike when this job began" for one in later]
 
 
