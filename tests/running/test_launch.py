@@ -16,7 +16,7 @@ import yaml
 from motet.config import OF_CLIENT, EngineConfig, JobConfig
 from motet.config.jobfile import validate, validate_as
 from motet.core.errors import ConfigError, RunError
-from motet.core.rules import TODAY
+from motet.core.rules import TODAY, Rules
 from motet.core.types import Problem
 from motet.hosting.launch import load
 from motet.hosting.preparing import ReadData, Sources, prepare
@@ -95,7 +95,10 @@ def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, 
     shared = WeakValueDictionary[str, ReadData]()
     configs = [validate_as(JobConfig, job(name), "test") for name in ("a", "b", "c")]
     with contextlib.closing(RunDirectory(tmp_path)) as directory, calls() as counted:
-        made = [prepare(one, base.info, directory, Sources(), TODAY, shared)[0] for one in configs]
+        days = [Rules(clock=f"2026-11-0{day}T00:00+00:00") for day in (1, 2, 3)]  # no template here reads them
+        each = zip(configs, days, strict=True)
+        made = [prepare(one, base.info, directory, Sources(), day, shared)[0] for one, day in each]
+        assert {one.rules.clock for one in made} == {""}
         assert made[0].data is made[1].data is made[2].data
         assert (counted["read_source"], counted["ReadData.of"]) == (1, 1)
         del made[:2]

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import yaml
 from motet.commands.replay import replay
 from motet.config import EngineConfig, JobConfig, RewardConfig
 from motet.core.errors import ConfigError, GraderError, JobFailed, RewardError
+from motet.core.rules import Rules
 from motet.core.types import Message, Problem
 from motet.hosting.launch import load
 from motet.rollout.fake import FakeEngine
@@ -33,6 +35,7 @@ from motet.tasks.judging import Room, VerdictError, ranking, verdict
 from motet.tasks.reward_pool import RewardPool, ScoreOutcome
 from tests.support import small_runs
 from tests.support.judge_server import JudgeServer, judging
+from tests.support.scripted_model import byte_tokenizer
 
 PROBLEM = Problem(3, (Message("user", "2 + 2 ="),), "4", {"answer": "4"})
 ASKED = "Rate |{{sample.output_text}}| for {{item.answer}}"
@@ -149,6 +152,19 @@ def test_a_question_without_room_is_the_same_fault_each_time(small: Any) -> None
     ask = BaseJudge(small.info, FakeEngine(), FairScheduler(8), kv_tokens=48)
     with pytest.raises(UnfilledError, match=r"up to 40; together they exceed 48, .* args.sampling_params.max"):
         asyncio.run(ask("job", fields))
+
+
+def test_the_base_judges_on_the_date_of_the_jobs_prompts(small: Any) -> None:
+    tokenizer = byte_tokenizer("{{ strftime_now('%Y') }}{{ messages[0]['content'] }}")
+    engine, scheduler = FakeEngine(), FairScheduler(8)
+    ask = BaseJudge(replace(small.info, tokenizer=tokenizer), engine, scheduler, kv_tokens=99)
+    ask.rules["old"] = Rules(clock="1999-12-31T23:59+00:00")
+    fields = {"model": "base", "messages": [{"role": "user", "content": "Say."}], "temperature": 0.0, "max_tokens": 1}
+    for job in ("old", "new"):
+        asyncio.run(ask(job, fields))
+    old, new = (tokenizer.decode(one.prompt_ids) for one in engine.requests)
+    assert old == "1999Say."
+    assert int(new[:4]) > 2025
 
 
 def test_a_base_without_positions_for_a_question_is_told_before_training(small: Any, tmp_path: Path) -> None:

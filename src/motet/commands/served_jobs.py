@@ -27,6 +27,7 @@ from motet.hosting.preparing import Sources
 from motet.runtime.held_out import figure_of, rule_text
 from motet.runtime.progress import JobProgress
 from motet.service.schemas import Health, Job, JobEvent, Race, Version
+from motet.tasks.clock import DATE
 from motet.tasks.row_files import READERS
 from motet.view import LogView, bracket_table, glyphs_of
 from motet.view.text import STATE_STYLES, Glyphs, count_text, duration_text, held_out_text, plain_console, reward_text
@@ -289,6 +290,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
         "reward": glyphs.to.join(map(reward_text, rewards)),
         "held-out": _held_out(job, progress, glyphs),
         "data": str(job.spec["data"]["source"]),
+        "date": next((told[1] for one in events if (told := DATE.search(str(one.data.get("message"))))), ""),
         "rewards": ", ".join(str(reward["name"]) for reward in job.spec["rewards"]),
         "budget": f"{job.spec['budget']:,} tokens" if job.spec.get("budget") else "",
         "submitted": f"{minute(job.created)}, {'took' if job.ended else 'since'} {spent}",

@@ -31,6 +31,7 @@ from motet.runtime.step_work import StepWork
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions, adapter_name
+from motet.tasks.clock import date_told
 
 Result = TypeVar("Result")
 
@@ -200,6 +201,8 @@ class Session:
             await self.commit()
         await self.work.open(start)
         job.progress.begin(start)
+        if job.rules.clock:
+            job.note(date_told(job.rules.clock))
 
     async def close(self) -> None:
         """Unload all versions and release the slots, also after an error."""

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from string import ascii_letters
 from typing import Any
 
+DATE = re.compile(r"its prompts have the date (\d+-\d+-\d+)")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December",
@@ -36,6 +37,11 @@ def moment(seconds: float | None = None) -> str:
     """A time (default: now) in ISO 8601 to the minute, with this machine's offset: its templates showed this date."""
     then = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
     return then.astimezone().isoformat(timespec="minutes")
+
+
+def date_told(clock: str) -> str:
+    """The notice of a job whose template reads this clock; `DATE` finds it again."""
+    return f"its prompts have the date {clock[:10]}"
 
 
 def reads_clock(tokenizer: Any, kwargs: Mapping[str, Any]) -> bool:
