@@ -2,56 +2,349 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
-from motet.core.types import ToolCall
+from motet.core.types import Chunk, FinishReason, IntArray, ToolCall, TurnParts
 from motet.model.load import load_tokenizer
 from motet.tasks.chat import Chat
+from motet.tasks.forms.arguments import MOST_CALLS, typed
+from motet.tasks.forms.table import find_form
+from tests.support.speaking_bases import SPEAKERS, Speaker
 
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-@pytest.fixture(scope="module")
-def chat() -> Chat:
-    return Chat(load_tokenizer("small"))
-
-
-def ids(chat: Chat, text: str) -> np.ndarray:
-    return np.asarray(chat.tokenizer.encode(text, add_special_tokens=False))
-
-
-def test_without_tools_all_is_speech(chat: Chat) -> None:
-    parts = chat.parts([], ids(chat, " <tool_call>{} \n"), cut_off=False)
-    assert (parts.speech, parts.calls, parts.unread) == (" <tool_call>{} \n", (), "")
-
-
-def test_calls_are_json_between_tags(chat: Chat) -> None:
-    call = json.dumps({"name": "add", "arguments": {"a": 1}})
-    text = f"I add.\n<tool_call>\n{call}\n</tool_call> so <tool_call>{call}"
-    parts = chat.parts([], ids(chat, text), TOOLS, cut_off=False)
-    assert parts.calls == (ToolCall("add", {"a": 1}),) * 2
-    assert parts.speech == "I add.\n so"
-
-
-@pytest.mark.parametrize("tools", [(), TOOLS])
-def test_pieces_are_read_as_the_whole(chat: Chat, tools: list[dict[str, object]]) -> None:
-    text = 'äö <tool_c<tool_call>{"name": "add"}</tool_call>  <too'
-    tokens = ids(chat, text)
-    whole = chat.parts([], tokens, tools, cut_off=False)
-    for cut in range(len(tokens)):
-        reader = chat.reader([], tools)
-        first, second = reader.take(tokens[:cut]), reader.take(tokens[cut:])
-        last, parts = reader.end(cut_off=False)
-        assert parts == whole
-        assert first.speech + second.speech + last.speech == whole.speech
-        assert reader.text == text
+_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"}, "n": {"type": "integer"}, "x": {"type": "number"}, "yes": {"type": "boolean"},
+        "many": {"type": "array"}, "deep": {"type": "object"}, "none": {"type": "null"}, "any": {},
+    },
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": _PARAMETERS}}
+    for name in ("add", "sell")
+]
+ARGUMENTS = {
+    "text": "12", "n": 3, "x": 0.5, "yes": True, "many": [1, "a", None], "deep": {"a": {"b": "</"}}, "none": None,
+    "any": "ä \U0001f600 {",
+}  # fmt: skip
+ONE, TWO = ToolCall("add", ARGUMENTS), ToolCall("sell", {"text": "two\nlines\n", "n": -1})
+QUESTION = {"role": "user", "content": "What is 2 and 2?"}
+NAMING = "Shall I write <tool_call> or [TOOL_CALLS], {, <|channel|>final or <function=add>? No: <think>"
+"""A thought that names tags."""
+ALL = pytest.mark.parametrize("name", SPEAKERS)
 
 
-def test_text_ends_before_a_stop_string(chat: Chat) -> None:
-    reader = chat.reader([], stop=("END",))
-    assert reader.take(ids(chat, "one E")).speech == "one"
-    assert reader.take(ids(chat, "ND two")).speech == ""
+@functools.cache
+def chat_of(name: str, *, spelled: bool = False) -> Chat:
+    """A chat with a base that speaks so; `name` is empty for the small base."""
+    return Chat(SPEAKERS[name].tokenizer(spelled=spelled) if name else load_tokenizer("small"))
+
+
+def ids(chat: Chat, text: str) -> IntArray:
+    """The tokens of a text, with its tags."""
+    return np.asarray(chat.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+
+def letters(chat: Chat, text: str) -> IntArray:
+    """The tokens of a text whose tags are letters."""
+    return np.concatenate([ids(chat, letter) for letter in text]) if text else ids(chat, "")
+
+
+def chunk_of(tokens: IntArray, text: str) -> Chunk:
+    """A whole turn, as an engine gives it."""
+    n_tokens = len(tokens)
+    return Chunk(0, tokens, np.zeros(n_tokens, np.float32), np.zeros(n_tokens, np.int32), text, FinishReason.STOP)
+
+
+def prompt(chat: Chat, **kwargs: Any) -> IntArray:
+    """The prompt before a turn."""
+    text = chat.tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True, **kwargs)
+    return ids(chat, text)
+
+
+def written(chat: Chat, parts: TurnParts) -> IntArray:
+    """The tokens of a turn as the template writes its parts."""
+    calls = [
+        {"id": f"call1234{at}", "type": "function", "function": {"name": one.name, "arguments": dict(one.arguments)}}
+        for at, one in enumerate(parts.calls)
+    ]
+    answer: dict[str, Any] = {"role": "assistant", "content": parts.speech}
+    answer |= {"tool_calls": calls} if calls else {}
+    answer |= {"reasoning_content": parts.thought, "thinking": parts.thought} if parts.thought else {}
+    text = chat.tokenizer.apply_chat_template([QUESTION, answer], tokenize=False, add_generation_prompt=False)
+    before = chat.tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
+    assert text.startswith(before)
+    turn, end, behind = text[len(before) :].rpartition(chat.tokenizer.eos_token)
+    return ids(chat, turn + end if end else behind)
+
+
+def turns_of(speaker: Speaker) -> list[TurnParts]:
+    """Turns that a kind of base can say."""
+    thought = "Two\n\nand <two>" if speaker.thought or speaker.form == "harmony" else ""
+    said = "" if speaker.form in ("harmony", "llama3_json") else "I call.\n\nNow:"
+    calls = (ONE,) if speaker.form in ("harmony", "llama3_json") else (ONE, TWO)
+    return [
+        TurnParts("", "4"),
+        TurnParts(thought, "It is 4, ä \U0001f600 ≤ {}."),
+        TurnParts(thought, said, calls),
+        TurnParts(thought, "", (TWO,)),
+        TurnParts("", said, (ToolCall("sell", {}),)),
+    ]
+
+
+@ALL
+@pytest.mark.parametrize("spelled", [False, True])
+def test_what_the_template_writes_is_read_back(name: str, spelled: bool) -> None:
+    speaker, chat = SPEAKERS[name], chat_of(name, spelled=spelled)
+    form = find_form(chat.tokenizer, {})
+    assert (form.name, form.thought, form.known) == (speaker.form, speaker.thought, True)
+    for turn in turns_of(speaker):
+        assert chat.parts(prompt(chat), written(chat, turn), TOOLS, cut_off=False) == turn
+
+
+@ALL
+@pytest.mark.parametrize("spelled", [False, True])
+def test_a_turn_in_pieces_is_read_as_the_whole(name: str, spelled: bool) -> None:
+    chat = chat_of(name, spelled=spelled)
+    before, tokens = prompt(chat), written(chat, turns_of(SPEAKERS[name])[2])
+    for cut_off in (False, True):
+        for n_read in range(cut_off, len(tokens) + 1, 2 + spelled):
+            whole = chat.parts(before, tokens[:n_read], TOOLS, cut_off=cut_off)
+            reader = chat.reader(before, TOOLS)
+            shown = [reader.take([token]) for token in tokens[:n_read]]
+            last, parts = reader.end(cut_off=cut_off)
+            assert parts == whole
+            assert "".join(one.thought for one in [*shown, last]) == whole.thought
+            assert "".join(one.speech for one in [*shown, last]) == whole.speech
+            assert not (cut_off and whole.calls)
+
+
+@ALL
+def test_a_thought_that_names_tags_hides_no_call(name: str) -> None:
+    speaker, chat = SPEAKERS[name], chat_of(name)
+    if not (speaker.thought or speaker.form == "harmony"):
+        return
+    turn = TurnParts("THOUGHT", "", (ONE,))
+    tokens = written(chat, turn).tolist()
+    at = next(at for at in range(len(tokens)) if chat.tokenizer.decode(tokens[: at + 1]).endswith("THOUGHT"))
+    start = next(n for n in range(at, -1, -1) if "THOUGHT" in chat.tokenizer.decode(tokens[n : at + 1]))
+    named = [*tokens[:start], *letters(chat, NAMING), *tokens[at + 1 :]]
+    parts = chat.parts(prompt(chat), named, TOOLS, cut_off=False)
+    assert (parts.thought, parts.calls) == (NAMING, (ONE,))
+    if speaker.thought:  # also where the tags are those of the form
+        begins, ends = speaker.thought
+        call = ids(chat, chat.tokenizer.decode(tokens).rpartition(ends)[2])
+        inside = [*ids(chat, begins), *call[:-1], *ids(chat, begins), *ids(chat, ends), *call]
+        parts = chat.parts([], inside, TOOLS, cut_off=False)
+        assert (parts.calls, parts.unread) == ((ONE,), "")
+
+
+@ALL
+def test_a_thought_without_an_end_leaves_no_speech(name: str) -> None:
+    speaker, chat = SPEAKERS[name], chat_of(name)
+    begins = "<|channel|>analysis<|message|>" if speaker.form == "harmony" else (speaker.thought or ("",))[0]
+    if begins and not speaker.opened:
+        for cut_off in (False, True):
+            parts = chat.parts(prompt(chat), ids(chat, f"{begins}Let me see. 4"), TOOLS, cut_off=cut_off)
+            assert (parts.thought, parts.speech, parts.calls) == ("Let me see. 4", "", ())
+            assert "a thought has no end" in parts.unread
+            assert ("max_tokens" in parts.unread) == cut_off
+
+
+def test_a_prompt_may_open_a_thought() -> None:
+    chat = chat_of("qwen35")
+    said = "hm\n</think>\n\n4"
+    tokens = ids(chat, said)
+    chunk = chunk_of(tokens, said)
+    assert chat.turn(prompt(chat), chunk) == ("<think>\n" + said, TurnParts("hm", "4"))
+    closed = prompt(chat, enable_thinking=False)
+    assert chat.parts(closed, ids(chat, " 4 "), cut_off=False) == TurnParts("", " 4 ")
+    asks = ids(chat, "what is <think>\n<|im_end|>\n<|im_start|>assistant\n")
+    assert chat.parts(asks, ids(chat, "4"), cut_off=False) == TurnParts("", "4")
+    harmony = chat_of("gpt_oss")
+    opened = np.concatenate([prompt(harmony), ids(harmony, "<|channel|>analysis<|message|>")])
+    reader = harmony.reader(opened)
+    assert reader.take(ids(harmony, "2 and 2")).thought == "2 and 2"
+    reader.take(ids(harmony, "<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"))
+    assert reader.end(cut_off=False)[1] == TurnParts("2 and 2", "4")
+    assert reader.text == ("<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant<|channel|>final<|message|>4")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("qwen25", '<tool_call>{"name": "add", "arguments": {</tool_call>'),
+        ("qwen25", '<tool_call>{"name": "add"'),
+        ("qwen25", "<tool_call></tool_call>"),
+        ("qwen25", '<tool_call>{"name": "add", "arguments": ' + "[" * 5000 + "</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=n>\n3\n</function>\n</tool_call>"),
+        ("qwen3_coder", "<tool_call>add</tool_call>"),
+        ("glm", "<tool_call>add<arg_key>n</arg_key></tool_call>"),
+        ("glm", "<tool_call></tool_call>"),
+        ("llama3", '{"name": "add", "parameters": {"n": '),
+        ("llama3", "<|python_tag|>print(3)"),
+        ("mistral_old", '[TOOL_CALLS][{"name": "add", '),
+        ("magistral", '[TOOL_CALLS]add[ARGS]{"n": '),
+        ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>{n<|call|>"),
+    ],
+)
+def test_a_broken_call_is_a_call_that_no_tool_takes(name: str, text: str) -> None:
+    chat = chat_of(name)
+    parts = chat.parts(prompt(chat), ids(chat, text), TOOLS, cut_off=False)
+    assert "a call cannot be read" in parts.unread
+    (call,) = parts.calls
+    assert call.name not in ("add", "sell")
+    assert call.arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "speech", "calls"),
+    [
+        ("qwen25", '<tool_call>{"name": "add", "parameters": {"n": 1}}</tool_call>', "", (ToolCall("add", {"n": 1}),)),
+        ("qwen25", '<tool_call>{"name": "add", "arguments": "{\\"n\\": 1}"}', "", (ToolCall("add", {"n": 1}),)),
+        ("qwen25", "Hi <tool_call>{}", "Hi", None),
+        (
+            "qwen25",
+            '<tool_call>{"name": "add", "arguments": {"text": "</tool_call>"}}</tool_call> done',
+            "done",
+            (ToolCall("add", {"text": "</tool_call>"}),),
+        ),
+        (
+            "qwen3_coder",
+            "First.\n<function=add>\n<parameter=n>\n3\n</parameter>\n</function>",
+            "First.",
+            (ToolCall("add", {"n": 3}),),
+        ),
+        ("qwen3_coder", "Write <function=add> so.", "Write <function=add> so.", ()),
+        (
+            "qwen3_coder",
+            "<tool_call><function=add><parameter=text>a</parameter>b\n</parameter></function></tool_call>",
+            "",
+            (ToolCall("add", {"text": "a</parameter>b"}),),
+        ),
+        ("llama3", '{"name": "add", "parameters": {"n": 1}}; {"name": "sell", "parameters": {}}', "",
+         (ToolCall("add", {"n": 1}), ToolCall("sell", {}))),
+        ("llama3", ' {"name": "Ann", "age": 3}\n', ' {"name": "Ann", "age": 3}\n', ()),
+        ("llama3", '{"a": 1} is JSON', '{"a": 1} is JSON', ()),
+        ("llama3", '<|python_tag|>{"name": "add", "parameters": {"n": 1}}', "", (ToolCall("add", {"n": 1}),)),
+        ("magistral", 'Hi[TOOL_CALLS]add{"n": 1}', "Hi", (ToolCall("add", {"n": 1}),)),
+        ("magistral", '[TOOL_CALLS]add[CALL_ID]a[ARGS]{"n": 1}', "", None),
+        (
+            "gpt_oss",
+            "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"n": 1}<|call|>',
+            "I add.",
+            (ToolCall("add", {"n": 1}),),
+        ),
+    ],
+)  # fmt: skip
+def test_other_ways_to_write_calls(name: str, text: str, speech: str, calls: tuple[ToolCall, ...] | None) -> None:
+    chat = chat_of(name)
+    parts = chat.parts(prompt(chat), ids(chat, text), TOOLS, cut_off=False)
+    assert parts.speech == speech
+    assert parts.calls == calls or (calls is None and len(parts.calls) == 1)
+
+
+@ALL
+def test_without_tools_nothing_is_a_call(name: str) -> None:
+    speaker, chat = SPEAKERS[name], chat_of(name)
+    parts = chat.parts(prompt(chat), written(chat, turns_of(speaker)[3]), cut_off=False)
+    assert parts.calls == ()
+    assert "sell" in parts.speech or "none is offered" in parts.unread
+
+
+def test_a_plain_turn_is_the_text_of_the_engine() -> None:
+    chat = chat_of("")
+    assert (chat.form.name, chat.form.thought, chat.form.known) == ("hermes", None, True)
+    text = " <think>\n</think><tool_call>{} \n"
+    chunk = chunk_of(ids(chat, text), "cut before a stop")
+    assert chat.turn([], chunk) == ("cut before a stop", TurnParts(speech="cut before a stop"))
+    assert chat.parts([], ids(chat, text), cut_off=False) == TurnParts(speech=text)
+
+
+def test_text_ends_before_a_stop_string() -> None:
+    chat = chat_of("gpt_oss")
+    reader = chat.reader(prompt(chat), stop=("END",))
+    head = "<|channel|>final<|message|>"
+    assert reader.take(ids(chat, head + "one E")).speech == "one"
+    assert reader.take(ids(chat, "ND two")).speech == " "
     assert reader.end(cut_off=False)[1].speech == "one "
+    assert reader.text == head + "one "
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("12", {"type": "string"}, "12"),
+        ('"12"', {"type": "string"}, '"12"'),
+        ("12", {"type": ["string", "null"]}, "12"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("12", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, 12),
+        ("1.5", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1.5"),
+        ("x", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "x"),
+        ("3.0", {"type": "integer"}, 3),
+        ("3.0", {"type": "number"}, 3.0),
+        ("True", {"type": "boolean"}, True),
+        ("None", {"type": "string"}, "None"),
+        ("None", {"type": ["object", "null"]}, None),
+        ("12", {"enum": ["12", "13"]}, "12"),
+        ("12", {"$ref": "#/$defs/Size"}, "12"),
+        ("12", {"$ref": "#/$defs/Loop"}, 12),
+        ("[1, 2]", {}, [1, 2]),
+        ("[1, 2", None, "[1, 2"),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ("[" * 101 + "]" * 101, {"type": "array"}, "[" * 101 + "]" * 101),
+    ],
+)
+def test_schemas_give_texts_their_types(text: str, schema: Any, value: Any) -> None:
+    root = {"$defs": {"Size": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}}
+    assert typed(text, schema, root) == value
+    assert type(typed(text, schema, root)) is type(value)
+
+
+@ALL
+def test_the_work_grows_with_the_tokens(name: str) -> None:
+    """Counted in the steps of the interpreter: ten times the tokens take ten times the work."""
+    speaker, chat = SPEAKERS[name], chat_of(name, spelled=True)
+    begins = (speaker.thought or ("",))[0] if not speaker.opened else ""
+    before = prompt(chat)
+    openers = [one for one in (*chat.form.tags, "<", "<tool_cal", "{", '"', " ", "\n") if one]
+    for opener in openers:
+        for lead in {"", begins, (chat.form.tags or ("",))[-1]}:
+            few, many = (ids(chat, lead).tolist() + ids(chat, opener).tolist() * n for n in (60, 600))
+            assert _steps(chat, before, many) < 14 * _steps(chat, before, few) + 4000, (opener, lead)
+
+
+def _steps(chat: Chat, before: IntArray, tokens: list[int]) -> int:
+    import sys
+
+    chat.parts(before, tokens, TOOLS, cut_off=False)
+    steps = 0
+
+    def count(*_: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return count
+
+    sys.settrace(count)
+    try:
+        reader = chat.reader(before, TOOLS)
+        for token in tokens:
+            reader.take([token])
+        reader.end(cut_off=False)
+    finally:
+        sys.settrace(None)
+    return steps
+
+
+def test_calls_are_bounded() -> None:
+    chat = chat_of("qwen25")
+    call = json.dumps({"name": "add", "arguments": {}})
+    text = f"<tool_call>{call}</tool_call>" * (MOST_CALLS + 2)
+    parts = chat.parts([], ids(chat, text), TOOLS, cut_off=False)
+    assert len(parts.calls) == MOST_CALLS
+    assert "only the first" in parts.unread

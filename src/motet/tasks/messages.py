@@ -8,7 +8,7 @@ from typing import Any
 
 from motet.core.errors import DataError
 from motet.core.types import Message, ToolCall
-from motet.tasks.forms.reading import DEEPEST_CALL
+from motet.tasks.forms.arguments import DEEPEST_CALL
 from motet.tasks.plain_json import check_plain
 
 ROLES = ("system", "user", "assistant", "tool")

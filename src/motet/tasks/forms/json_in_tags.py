@@ -3,68 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.letters import Tag
-from motet.tasks.forms.reading import DEEPEST_CALL, CallsRead, Schemas
-from motet.tasks.plain_json import check_plain
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of
+from motet.tasks.forms.letters import joined
+from motet.tasks.forms.reading import CallsRead, between
 
-_OPENS, _CLOSES = "<tool_call>", "</tool_call>"
+OPENS, CLOSES = "<tool_call>", "</tool_call>"
+_STRING_SIGN = re.compile(r'\\.|"|\n')
 
 
 class JsonInTags:
     """Reads calls of this style."""
 
-    opens = (_OPENS,)
-    tags = (_OPENS, _CLOSES)
+    opens: tuple[str, ...] = (OPENS,)
+    tags: tuple[str, ...] = (OPENS, CLOSES)
+    bare = ""
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
-        """See `CallStyle`. Invalid JSON becomes a call of a tool that does not exist: the model reads an error."""
-        bodies, around = between(pieces, _OPENS, _CLOSES)
-        calls = [json_call(body) for body in bodies]
-        return CallsRead(tuple(call for call, _ in calls), around, next((why for _, why in calls if why), ""))
+        """See `CallStyle`."""
+        bodies, around = between(pieces, OPENS, CLOSES, _outside_strings)
+        return CallsRead.of([json_call(joined(body)) for body in bodies], around)
 
 
-def between(pieces: Sequence[str], opens: str, closes: str) -> tuple[list[str], str]:
-    """The texts between the tags, a last one without an end included; and the text around them."""
-    inside: list[list[str]] = []
-    around: list[str] = []
-    within = False
-    for piece in pieces:
-        if isinstance(piece, Tag) and piece == opens and not within:
-            within = True
-            inside.append([])
-        elif isinstance(piece, Tag) and piece == closes and within:
-            within = False
-        else:
-            (inside[-1] if within else around).append(piece)
-    return ["".join(body) for body in inside], "".join(around)
+def _outside_strings() -> Callable[[str], bool]:
+    """Follows JSON in pieces: whether each ends outside a string, so that a tag behind it is a tag."""
+    inside = broken = False
+
+    def outside(piece: str) -> bool:
+        nonlocal inside, broken
+        for sign in _STRING_SIGN.findall(piece):
+            broken |= inside and sign == "\n"  # no string has a line's end
+            inside ^= sign == '"'
+        return broken or not inside
+
+    return outside
 
 
 def json_call(text: str) -> tuple[ToolCall, str]:
     """The call that JSON says, and what is wrong with it."""
     try:
-        fields = json.loads(text)
-        arguments = fields["arguments"] if "arguments" in fields else fields.get("parameters", {})
-        return ToolCall(str(fields["name"]), json_arguments(arguments)), ""
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return ToolCall(text.strip()[:40], {}), f"a call cannot be read: {error!r:.200}"
-
-
-def json_arguments(value: Any) -> dict[str, Any]:
-    """Arguments, also as a text of JSON. Raises ValueError, TypeError or RecursionError if they are none."""
-    value = json.loads(value) if isinstance(value, str) else value
-    return dict(check_plain(value, DEEPEST_CALL))
+        return call_of(json.loads(text)), ""
+    except UNREADABLE as error:
+        return broken(text, error)
 
 
 def written(calls: Sequence[ToolCall]) -> str:
     """Tool calls in this form; only half characters, which no tokenizer reads, are escaped."""
-    texts = (json.dumps(_fields(one), ensure_ascii=False) for one in calls)
-    whole = "\n".join(f"{_OPENS}\n{text}\n{_CLOSES}" for text in texts)
-    return whole.encode(errors="backslashreplace").decode()
-
-
-def _fields(call: ToolCall) -> Mapping[str, Any]:
-    return {"name": call.name, "arguments": dict(call.arguments)}
+    fields = ({"name": one.name, "arguments": dict(one.arguments)} for one in calls)
+    texts = (f"{OPENS}\n{json.dumps(one, ensure_ascii=False)}\n{CLOSES}" for one in fields)
+    return "\n".join(texts).encode(errors="backslashreplace").decode()

@@ -27,6 +27,24 @@ class Tag(str):
     __slots__ = ()
 
 
+def joined(pieces: Iterable[str]) -> str:
+    """Pieces as one text."""
+    return "".join(map(str, pieces))
+
+
+def merged(pieces: Iterable[str]) -> Iterator[str]:
+    """Pieces with the letters between two tags as one."""
+    letters: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, Tag):
+            yield from ["".join(letters)] if letters else []
+            letters = []
+            yield piece
+        else:
+            letters.append(piece)
+    yield from ["".join(letters)] if letters else []
+
+
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """The bytes that a token adds to a text; none if it is special. A letter may span several tokens."""
     once, twice = (str(tokenizer.decode([token] * n, skip_special_tokens=True)) for n in (1, 2))
@@ -41,10 +59,13 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 class Vocabulary:
     """The letters of each token, kept; and which tokens are tags."""
 
-    def __init__(self, tokenizer: Any, tags: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, tags: Iterable[str] = (), ends: Iterable[int] = ()) -> None:
+        """`ends` are tokens that end a turn: they are no text, even if the tokenizer does not call them special."""
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
-        tags = tuple(tags)
+        tags, ends = tuple(tags), tuple(ends)
+        self.shown_ends = any(token_bytes(tokenizer, token) for token in ends)
+        """Whether engines show such a token as text."""
+        self._known: dict[int, bytes] = dict.fromkeys(ends, b"")
         encoded = {tag: tokenizer.encode(tag, add_special_tokens=False) for tag in tags}
         self.marks: Mapping[int, Tag] = {int(ids[0]): Tag(tag) for tag, ids in encoded.items() if len(ids) == 1}
         """Tags that are one token: no other tokens are this tag."""
@@ -52,6 +73,11 @@ class Vocabulary:
         """Tags that several tokens spell."""
         self.silent = {tag for token, tag in self.marks.items() if not token_bytes(tokenizer, token)}
         """Special tokens, which are in no engine's text."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the text of engines is what the template shows."""
+        return not (self.silent or self.shown_ends)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a token adds to a text."""
@@ -63,8 +89,53 @@ class Vocabulary:
 
     def at_start(self, token: int) -> bytes:
         """The bytes of a text's first token: some tokenizers drop a leading space."""
+        if self.bytes_of(token) == b"":
+            return b""
         text = str(self._tokenizer.decode([token], skip_special_tokens=True))
         return self.bytes_of(token) if _PART_OF_A_LETTER in text else text.encode()
+
+
+class TagScanner:
+    """Finds tags in letters that come in pieces; letters that may begin a tag wait."""
+
+    def __init__(self, spelled: Iterable[str], wanted: Callable[[], re.Pattern[str] | None]) -> None:
+        """`spelled` are the tags that several tokens spell, `wanted` matches those that count now."""
+        self._spelled, self._wanted = tuple(spelled), wanted
+        self._longest = max(map(len, self._spelled), default=1)
+        self._waiting = ""
+
+    def of(self, piece: str) -> Iterator[str]:
+        """The letters and tags that are certain. Each must be used before the next is asked for."""
+        if isinstance(piece, Tag):
+            yield from self.end()
+            yield piece
+            return
+        left, at, self._waiting = self._waiting + piece, 0, ""
+        while (wanted := self._wanted()) and (found := wanted.search(left, at)):
+            if found.start() > at:
+                yield left[at : found.start()]
+            at = found.end()
+            yield Tag(found[0])
+        end = len(left) - (self._begun(left[at:]) if self._wanted() else 0)
+        self._waiting = left[end:]
+        if end > at:
+            yield left[at:end]
+
+    def end(self) -> Iterator[str]:
+        """The letters that waited."""
+        waiting, self._waiting = self._waiting, ""
+        yield from [waiting] if waiting else []
+
+    def _begun(self, letters: str) -> int:
+        """How many letters at the end may begin a tag."""
+        lengths = range(min(len(letters), self._longest - 1), 0, -1)
+        return next((n for n in lengths if any(tag.startswith(letters[-n:]) for tag in self._spelled)), 0)
+
+
+def any_of(tags: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern of tags; None if there are none."""
+    ordered = sorted(filter(None, tags), key=lambda tag: (-len(tag), tag))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
 
 class Letters:

@@ -7,17 +7,13 @@ any pieces, and gives what can be shown so far; at the end it gives the turn's p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from motet.core.types import ToolCall, TurnParts
-from motet.tasks.forms.letters import Letters, Tag, Vocabulary
-
-DEEPEST_CALL = 100
-"""Deepest nesting of a call's arguments, because logs and rewards walk through them recursively."""
-Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of each tool's parameters, by the tool's name."""
+from motet.tasks.forms.arguments import MOST_CALLS, Schemas
+from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined, merged
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,14 @@ class CallsRead:
     unread: str = ""
     """Why a call could not be read; empty if all were."""
 
+    @classmethod
+    def of(cls, calls: Sequence[tuple[ToolCall, str]], speech: str) -> CallsRead:
+        """Calls, each with what is wrong with it, and the text around them."""
+        unread = next((why for _, why in calls if why), "")
+        if len(calls) > MOST_CALLS:
+            unread = f"the turn has {len(calls)} calls, and only the first {MOST_CALLS} are read"
+        return cls(tuple(call for call, _ in calls[:MOST_CALLS]), speech, unread)
+
 
 class CallStyle(Protocol):
     """How a base writes calls of tools."""
@@ -52,8 +56,16 @@ class CallStyle(Protocol):
         """All of its tags."""
         ...
 
+    @property
+    def bare(self) -> str:
+        """The letter with which a call begins that has no tag and is all that the turn says; empty if there are none."""
+        ...
+
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
-        """Read a turn from its first call on, as letters and tags (`Tag`)."""
+        """Read a turn from its first call on, as letters and tags (`Tag`).
+
+        A broken call becomes a call of a tool that does not exist: the model reads an error.
+        """
         ...
 
 
@@ -118,19 +130,19 @@ class _TaggedReader:
         self.opened = opened
         self._form, self._letters_of, self._schemas = form, letters, schemas
         self._begins, self._ends = form.thought or ("", "")
-        self._opens = frozenset(form.calls.opens if form.calls and schemas is not None else ())
+        calls = form.calls if schemas is not None else None
+        self._opens, self._bare = frozenset(calls.opens if calls else ()), calls.bare if calls else ""
         self._spelled = frozenset(spelled)
-        self._in_speech = _any_of(self._spelled & {self._begins, *self._opens})
-        self._in_thought = _any_of(self._spelled & {self._ends})
-        self._in_calls = _any_of(self._spelled & {*(form.calls.tags if form.calls else ())})
+        self._in_speech = any_of(self._spelled & {self._begins, *self._opens})
+        self._in_thought = any_of(self._spelled & {self._ends})
+        self._in_calls = any_of(self._spelled & {*(form.calls.tags if form.calls else ())})
         self._thinks, self._has_thought = bool(opened), False
         self._text, self._thought, self._speech = [opened], list[str](), list[str]()
         self._shown = (0, 0)
         """How many pieces of thought and speech were given."""
         self._space: list[str] = []
         """Spaces that are shown if letters follow."""
-        self._waiting = ""
-        """Letters that may begin a tag."""
+        self._scanner = TagScanner(spelled, self._wanted)
         self._rest: list[str] = []
         """Everything from the first call on."""
 
@@ -149,19 +161,22 @@ class _TaggedReader:
         """See `TurnReader`."""
         for piece in self._letters_of.end():
             self._read(piece)
-        self._add(self._waiting)
-        self._waiting, unread = "", ""
+        for letters in self._scanner.end():
+            self._add(letters)
         calls: tuple[ToolCall, ...] = ()
+        unread = ""
         if self._thinks:
             unread = "a thought has no end" + (", because the turn was cut off at max_tokens" if cut_off else "")
-        elif self._rest and cut_off:
-            self._speech += self._space + self._rest
-            unread = "the turn was cut off at max_tokens, so its calls are not read"
-        elif self._rest and self._form.calls is not None:
-            read = self._form.calls.read(self._rest, self._schemas or {})
-            calls, unread = read.calls, read.unread
-            around = "".join([*self._space, read.speech]).rstrip()
-            self._speech.append(around if self._speech else around.lstrip())
+        elif self._rest:
+            read = CallsRead(speech=joined(self._rest))
+            if cut_off:
+                unread = "the turn was cut off at max_tokens, so its calls are not read"
+            elif self._form.calls is not None:
+                read = self._form.calls.read(self._rest, self._schemas or {})
+                unread = read.unread
+            calls, around = read.calls, joined([*self._space, read.speech])
+            around = around.rstrip() if calls else around
+            self._speech.append(around if self._speech or not (calls or self._has_thought) else around.lstrip())
         elif self._speech or not self._has_thought:
             self._speech += self._space
         return self._said(), TurnParts("".join(self._thought), "".join(self._speech), calls, unread)
@@ -169,22 +184,13 @@ class _TaggedReader:
     def _read(self, piece: str) -> None:
         """Read letters or a tag."""
         self._text.append(piece)
-        if isinstance(piece, Tag):
-            self._add(self._waiting)
-            self._waiting = ""
-            self._tag(piece)
-            return
-        left, at = self._waiting + piece, 0
-        while (pattern := self._pattern) and (found := pattern.search(left, at)):
-            self._add(left[at : found.start()])
-            self._tag(Tag(found[0]))
-            at = found.end()
-        begun = _begun(left[at:], self._spelled) if self._pattern else 0
-        self._add(left[at : len(left) - begun])
-        self._waiting = left[len(left) - begun :]
+        for part in self._scanner.of(piece):
+            if isinstance(part, Tag):
+                self._tag(part)
+            else:
+                self._add(part)
 
-    @property
-    def _pattern(self) -> re.Pattern[str] | None:
+    def _wanted(self) -> re.Pattern[str] | None:
         return self._in_thought if self._thinks else self._in_calls if self._rest else self._in_speech
 
     def _tag(self, tag: Tag) -> None:
@@ -209,6 +215,9 @@ class _TaggedReader:
         start = end - len(letters[:end].lstrip())
         before = [*self._space, letters[:start]]
         said = self._thought if self._thinks else self._speech
+        if self._bare and not said and letters.startswith(self._bare, start) and not self._thinks:
+            self._rest.append(letters[start:])
+            return
         said += before if said or not (self._thinks or self._has_thought) else []
         said.append(letters[start:end])
         self._space = [letters[end:]] if end < len(letters) else []
@@ -219,18 +228,37 @@ class _TaggedReader:
         return Shown("".join(self._thought[thought:]), "".join(self._speech[speech:]))
 
 
-def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
-    """The parameters of tools, given as `{"type": "function", "function": {"name", "parameters"}}`."""
-    functions = (tool.get("function", tool) for tool in tools)
-    return {str(one.get("name", "")): one.get("parameters") or {} for one in functions if isinstance(one, Mapping)}
+def between(
+    pieces: Iterable[str], opens: str, closes: str, following: Callable[[], Callable[[str], bool]]
+) -> tuple[list[list[str]], str]:
+    """The pieces between tags, those after a last tag without an end included; and the text around them.
+
+    `following` makes a function that is told each piece after a tag, and says whether a tag behind it is one. What would
+    then have no end is ended by the next tag.
+    """
+    whole, at, careful = list(merged(pieces)), 0, True
+    bodies: list[list[str]] = []
+    around: list[str] = []
+    while at < len(whole):
+        piece, at = whole[at], at + 1
+        if not (isinstance(piece, Tag) and piece == opens):
+            around.append(piece)
+            continue
+        end = _tag_after(whole, at, (opens, closes), following() if careful else None)
+        if end is None and careful:
+            end = _tag_after(whole, at, (opens, closes), None)
+            careful = end is None
+        end = len(whole) if end is None else end
+        bodies.append(whole[at:end])
+        at = end + (end < len(whole) and whole[end] == closes)
+    return bodies, joined(around)
 
 
-def _any_of(tags: Iterable[str]) -> re.Pattern[str] | None:
-    ordered = sorted(filter(None, tags), key=lambda tag: (-len(tag), tag))
-    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
-
-
-def _begun(letters: str, tags: Iterable[str]) -> int:
-    """How many letters at the end may begin a tag."""
-    most = min(len(letters), max(map(len, tags), default=1) - 1)
-    return next((n for n in range(most, 0, -1) if any(tag.startswith(letters[-n:]) for tag in tags)), 0)
+def _tag_after(pieces: Sequence[str], at: int, tags: Sequence[str], follow: Callable[[str], bool] | None) -> int | None:
+    is_one = True
+    for index in range(at, len(pieces)):
+        piece = pieces[index]
+        if is_one and isinstance(piece, Tag) and piece in tags:
+            return index
+        is_one = follow is None or follow(piece)
+    return None

@@ -1,19 +1,166 @@
-"""The forms in which bases write their turns, and how the form of a base is found."""
+"""The forms in which bases write their turns, and how the form of a base is found.
+
+The template is asked to write a thought, and a call with its result. The form is the one that reads the same call back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
+from motet.core.types import ToolCall
+from motet.tasks.forms.arguments import schemas_of
+from motet.tasks.forms.glm import Glm
+from motet.tasks.forms.harmony import Harmony
 from motet.tasks.forms.json_in_tags import JsonInTags
+from motet.tasks.forms.letters import Vocabulary
+from motet.tasks.forms.llama import Llama
+from motet.tasks.forms.mistral import Mistral
 from motet.tasks.forms.reading import CallStyle, TurnForm
+from motet.tasks.forms.xml_in_tags import XmlInTags
 
-CALL_STYLES: Mapping[str, CallStyle] = {"hermes": JsonInTags()}
-"""By the name that `tool_format` has."""
+CALL_STYLES: Mapping[str, CallStyle] = {
+    "hermes": JsonInTags(),
+    "qwen3_coder": XmlInTags(),
+    "glm": Glm(),
+    "mistral": Mistral(),
+    "llama3_json": Llama(),
+}
+"""How calls are written, by the name that `tool_format` has."""
+HARMONY = Harmony()
+TOOL_FORMATS = (*CALL_STYLES, HARMONY.name, "none")
 EARLIER = TurnForm("hermes", None, CALL_STYLES["hermes"])
 """How jobs that began under earlier rules read turns: all is speech, and calls are JSON in tags."""
 
+_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Tags around thoughts, which tokenizers and prompts name."""
+_ASKED, _THOUGHT, _SAID = "7asked7text7", "7thought7text7", "7said7text7"
+"""Letters and digits only, so that no template trims or escapes them."""
+_CALL = ToolCall("probed_tool", {"probed_key": "7value7text7"})
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": _CALL.name,
+            "description": "Probes",
+            "parameters": {
+                "type": "object",
+                "properties": {"probed_key": {"type": "string", "description": "A text"}},
+                "required": ["probed_key"],
+            },
+        },
+    }
+]
+_AROUND = re.compile(rf"(<[^<>\s]+>|\[[A-Z_]+\])\s*{_THOUGHT}\s*(<[^<>\s]+>|\[/[A-Z_]+\])")
 
-def find_form(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> TurnForm:
-    """How a base writes its turns, by what its template writes and by its tokens."""
-    return EARLIER
+
+def find_form(tokenizer: Any, template_kwargs: Mapping[str, Any], tool_format: str = "") -> TurnForm:
+    """How a base writes its turns, by what its template writes and by its tokens; `tool_format` names how it calls tools."""
+    if tool_format == HARMONY.name:
+        return HARMONY
+    template = _Template(tokenizer, template_kwargs)
+    if not tool_format and template.has_channels():
+        return HARMONY
+    thought = template.thought()
+    if tool_format:
+        return TurnForm(tool_format, thought, CALL_STYLES.get(tool_format))
+    if name := next((name for name in CALL_STYLES if template.writes(CALL_STYLES[name])), template.introduces()):
+        return TurnForm(name, thought, CALL_STYLES[name])
+    return replace(EARLIER, thought=thought, known=not (template.calls or template.lists_tools))
+
+
+class _Template:
+    """A base's chat template, asked what it writes."""
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer, self._kwargs = tokenizer, kwargs
+
+    def has_channels(self) -> bool:
+        """Whether it writes messages in channels."""
+        answer = self._rendered([_user(), {"role": "assistant", "content": _SAID}])
+        return "<|channel|>" in answer and "<|message|>" in answer
+
+    def thought(self) -> tuple[str, str] | None:
+        """The tags around a thought: those that it writes, those that end a prompt, or those that are tokens."""
+        for name in ("reasoning_content", "thinking", "reasoning"):
+            answer = self._rendered([_user(), {"role": "assistant", "content": _SAID, name: _THOUGHT}])
+            if found := _AROUND.search(answer):
+                return found[1], found[2]
+        prompt = self._rendered([_user()], add_generation_prompt=True)
+        added = {str(token) for token in self._tokenizer.added_tokens_decoder.values()}
+        for begins, ends in _THOUGHTS:
+            thought = {"role": "assistant", "content": f"{begins}\n{_THOUGHT}\n{ends}\n\n{_SAID}"}
+            history = self._rendered([_user(), thought, _user()])
+            dropped = _SAID in history and _THOUGHT not in history
+            if dropped or prompt.rstrip().endswith((begins, ends)) or {begins, ends} <= added:
+                return begins, ends
+        return None
+
+    @cached_property
+    def calls(self) -> list[str]:
+        """Turns with one call as it writes them, in the ways in which templates take calls; none if it writes no calls."""
+        written = []
+        for arguments, own in itertools.product(
+            (dict(_CALL.arguments), '{"probed_key": "7value7text7"}'), (True, False)
+        ):
+            function = {"name": _CALL.name, "arguments": arguments}
+            call = {"id": "call12345", "type": "function", "function": function} if own else function
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {"role": "tool", "name": _CALL.name, "tool_call_id": "call12345", "content": _SAID}
+            for after in ([], [result]):
+                text = self._rendered([_user(), answer, *after], tools=_TOOLS).rpartition(_ASKED)[2]
+                if _CALL.name in text and "7value7text7" in text:
+                    written.append(text)
+        return written
+
+    def writes(self, style: CallStyle) -> bool:
+        """Whether a style reads the call that it writes."""
+        form = TurnForm("", None, style)
+        vocabulary = Vocabulary(self._tokenizer, form.tags)
+        for text in self.calls:
+            for turn in self._turns(text):
+                reader = form.reader(vocabulary, "", schemas_of(_TOOLS), ())
+                reader.take(self._tokenizer.encode(turn, add_special_tokens=False))
+                if reader.end(cut_off=False)[1].calls == (_CALL,):
+                    return True
+        return False
+
+    def _turns(self, text: str) -> Iterator[str]:
+        """A turn, with the header before it and, where that can be told, without."""
+        header = self._rendered([_user()], tools=_TOOLS, add_generation_prompt=True).rpartition(_ASKED)[2]
+        for begins, _ in _THOUGHTS:
+            header = header.partition(begins)[0]
+        yield text
+        if text.startswith(header):
+            yield text[len(header) :]
+
+    def introduces(self) -> str:
+        """The style whose tags it names where it lists tools; empty if it lists none, or names none."""
+        told = self._rendered([_user()], tools=_TOOLS)
+        if _CALL.name not in told:
+            return ""
+        named = {name: sum(tag in told for tag in style.opens) for name, style in CALL_STYLES.items()}
+        return max(named, key=lambda name: named[name]) if any(named.values()) else ""
+
+    @property
+    def lists_tools(self) -> bool:
+        """Whether it tells the model which tools there are."""
+        return _CALL.name in self._rendered([_user()], tools=_TOOLS)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        """Messages as text; empty if it refuses them, or there is no template."""
+        if not self._tokenizer.chat_template:
+            return ""
+        given = {"tokenize": False, "add_generation_prompt": False, **self._kwargs, **kwargs}
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), **given))
+        except Exception:  # templates are programs, and refuse in many ways
+            return ""
+
+
+def _user() -> dict[str, str]:
+    return {"role": "user", "content": _ASKED}

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from motet.core.types import Chunk, FinishReason, IntArray, TurnParts
+from motet.tasks.forms.arguments import schemas_of
 from motet.tasks.forms.letters import Vocabulary
-from motet.tasks.forms.reading import TurnForm, TurnReader, schemas_of
+from motet.tasks.forms.reading import TurnForm, TurnReader
 from motet.tasks.forms.table import find_form
 
 Tools = Sequence[Mapping[str, Any]]
@@ -24,13 +25,18 @@ class ReadsTurns:
     template_kwargs: Mapping[str, Any]
 
     @cached_property
+    def _end(self) -> IntArray:
+        """The token that the template writes after an answer, or none."""
+        raise NotImplementedError
+
+    @cached_property
     def form(self) -> TurnForm:
         """How the base writes a turn."""
         return find_form(self.tokenizer, self.template_kwargs)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer, self.form.tags)
+        return Vocabulary(self.tokenizer, self.form.tags, self._end.tolist())
 
     def reader(self, prompt_ids: Sequence[int] | IntArray, tools: Tools = (), stop: Sequence[str] = ()) -> TurnReader:
         """A reader of the turn that is sampled after a prompt; calls are read if tools are offered.
@@ -49,7 +55,7 @@ class ReadsTurns:
         reader = self.reader(prompt_ids, tools, stop)
         reader.take(chunk.token_ids)
         _, parts = reader.end(cut_off=chunk.finish_reason is FinishReason.LENGTH)
-        return reader.text if self._vocabulary.silent else reader.opened + chunk.text, parts
+        return reader.opened + chunk.text if self._vocabulary.is_text else reader.text, parts
 
     def parts(
         self,

@@ -1,0 +1,60 @@
+"""Calls as names and values between tags: `<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>` (GLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from motet.core.types import ToolCall
+from motet.tasks.forms.arguments import Schemas, broken, typed
+from motet.tasks.forms.json_in_tags import CLOSES, OPENS
+from motet.tasks.forms.letters import Tag, joined
+from motet.tasks.forms.reading import CallsRead, between
+
+_KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_ORDER = (_KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS)
+
+
+class Glm:
+    """Reads calls of this style."""
+
+    opens: tuple[str, ...] = (OPENS,)
+    tags: tuple[str, ...] = (OPENS, CLOSES, *_ORDER)
+    bare = ""
+
+    def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
+        """See `CallStyle`."""
+        bodies, around = between(pieces, OPENS, CLOSES, _outside_values)
+        return CallsRead.of([_call(body, schemas) for body in bodies], around)
+
+
+def _outside_values() -> Callable[[str], bool]:
+    inside = False
+
+    def outside(piece: str) -> bool:
+        nonlocal inside
+        if isinstance(piece, Tag):
+            inside = piece == _VALUE or (inside and piece != _VALUE_ENDS)
+        return not inside
+
+    return outside
+
+
+def _call(body: Sequence[str], schemas: Schemas) -> tuple[ToolCall, str]:
+    """The call between two tags, and what is wrong with it."""
+    parts: list[list[str]] = [[]]
+    for piece in body:
+        wanted = _ORDER[(len(parts) - 1) % 4]
+        if isinstance(piece, Tag) and piece == wanted:
+            parts.append([])
+        else:
+            parts[-1].append(piece)
+    texts = ["".join(part) for part in parts]
+    name = texts[0].strip()
+    if len(texts) % 4 != 1 or not name or any(text.strip() for text in texts[2::2] if len(texts) > 1):
+        return broken(joined(body), ValueError("its names and values are not between their tags"))
+    root = schemas.get(name, {})
+    properties = root.get("properties") if isinstance(root, dict) else None
+    properties = properties if isinstance(properties, dict) else {}
+    keys, values = texts[1::4], texts[3::4]
+    pairs = ((key.strip(), value) for key, value in zip(keys, values, strict=True))
+    return ToolCall(name, {key: typed(value, properties.get(key), root) for key, value in pairs}), ""

@@ -1,0 +1,91 @@
+"""Calls as XML between tags: `<tool_call><function=f><parameter=x>…</parameter></function></tool_call>` (Qwen3-Coder, 3.5)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from motet.core.types import ToolCall
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, typed
+from motet.tasks.forms.json_in_tags import CLOSES, OPENS
+from motet.tasks.forms.letters import Tag, joined, merged
+from motet.tasks.forms.reading import CallsRead, between
+
+_FUNCTION = "<function="
+_BEGINS = re.compile(r"\s*<function=([^<>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>\n?")
+_PARAMETER_ENDS = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>|\Z)")
+_ENDS = re.compile(r"\s*</function>\s*")
+
+
+class XmlInTags:
+    """Reads calls of this style. Some bases leave out the outer opening tag."""
+
+    opens: tuple[str, ...] = (OPENS, _FUNCTION)
+    tags: tuple[str, ...] = (OPENS, CLOSES, _FUNCTION)
+    bare = ""
+
+    def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
+        """See `CallStyle`."""
+        bodies, around = between(_with_outer_tags(list(merged(pieces))), OPENS, CLOSES, _after_function)
+        calls: list[tuple[ToolCall, str]] = []
+        for body in bodies:
+            around += _read_into(calls, joined(body), schemas)
+        return CallsRead.of(calls, around)
+
+
+def _with_outer_tags(pieces: Sequence[str]) -> Iterator[str]:
+    """The pieces with the outer tag where a base left it out; without an end, such a function is text."""
+    last = max((at for at, piece in enumerate(pieces) if "</function>" in piece), default=-1)
+    within = False
+    for at, piece in enumerate(pieces):
+        tag = piece if isinstance(piece, Tag) else ""
+        if tag == _FUNCTION:
+            if not within and at < last:
+                yield Tag(OPENS)
+                within = True
+            yield str(piece)
+        else:
+            within = tag == OPENS or (within and tag != CLOSES)
+            yield piece
+
+
+def _after_function() -> Callable[[str], bool]:
+    """Whether letters end where a call may end."""
+    return lambda piece: piece.rstrip().endswith("</function>")
+
+
+def _read_into(calls: list[tuple[ToolCall, str]], body: str, schemas: Schemas) -> str:
+    """Add the calls between two tags, and what is wrong with each; returns the text behind them."""
+    at = 0
+    while not at or body.startswith(_FUNCTION, at):
+        try:
+            call, at = _call(body, at, schemas)
+        except UNREADABLE as error:
+            calls.append(broken(body[at:], error))
+            return ""
+        calls.append((call, ""))
+    return body[at:]
+
+
+def _call(body: str, at: int, schemas: Schemas) -> tuple[ToolCall, int]:
+    """The call that begins here, and where it ends. Raises ValueError if it is broken."""
+    begins = _BEGINS.match(body, at)
+    if begins is None:
+        raise ValueError("it has no <function=…>")
+    name, at = begins[1].strip(), begins.end()
+    root = schemas.get(name, {})
+    properties = root.get("properties") if isinstance(root, dict) else None
+    properties = properties if isinstance(properties, dict) else {}
+    arguments = {}
+    while parameter := _PARAMETER.match(body, at):
+        ends = _PARAMETER_ENDS.search(body, parameter.end())
+        if ends is None:
+            raise ValueError(f"its parameter {parameter[1]:.80} has no </parameter>")
+        key = parameter[1].strip()
+        arguments[key] = typed(body[parameter.end() : ends.start()], properties.get(key), root)
+        at = ends.end()
+    ends = _ENDS.match(body, at)
+    if ends is None:
+        raise ValueError("it has no </function>")
+    return ToolCall(name, arguments), ends.end()
