@@ -23,6 +23,7 @@ LLAMA = (
     "{% endif %}{% endfor %}"
 )
 LETTERS = "Zoë 日本 🙂"
+SAID = Message("assistant", "It is 4.")
 PROBLEM = Problem(0, (Message("user", "What is 1 + 2?"),), "3")
 
 
@@ -40,6 +41,13 @@ def ids_of(tokenizer, messages):
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
 
 
+def follow_up(chat, *given):
+    """The ids between two turns, where the template rewrites nothing."""
+    ids = chat.follow_up_ids(*given)
+    assert ids is not None
+    return ids
+
+
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("message", ["No.\nTry again.", "<|im_start|>", "  spaces  "])
 def test_a_second_turn_equals_the_template(tokenizer, ended, message):
@@ -47,13 +55,13 @@ def test_a_second_turn_equals_the_template(tokenizer, ended, message):
     sampled = np.asarray(tokenizer.encode("It is 4.", add_special_tokens=False), np.int32)
     if ended:
         sampled = np.append(sampled, np.int32(end))
-    follow_up = chat.follow_up_ids(PROBLEM.messages, sampled, [Message("user", message)])
-    whole = np.concatenate([chat.prompt_ids(PROBLEM), sampled, follow_up]).tolist()
+    read = follow_up(chat, (*PROBLEM.messages, SAID), sampled, [Message("user", message)])
+    whole = np.concatenate([chat.prompt_ids(PROBLEM), sampled, read]).tolist()
     assert whole == ids_of(tokenizer, [("user", "What is 1 + 2?"), ("assistant", "It is 4."), ("user", message)])
-    assert follow_up.dtype == np.int32
+    assert read.dtype == np.int32
     # A third turn goes on from there.
     past = (Message("assistant", "It is 4."), Message("user", message))
-    third = chat.follow_up_ids((*PROBLEM.messages, *past), sampled, [Message("user", "Again.")])
+    third = follow_up(chat, (*PROBLEM.messages, *past, SAID), sampled, [Message("user", "Again.")])
     said = ("assistant", "It is 4.")
     assert [*whole, *sampled.tolist(), *third.tolist()] == ids_of(
         tokenizer, [("user", "What is 1 + 2?"), said, ("user", message), said, ("user", "Again.")]
@@ -63,16 +71,18 @@ def test_a_second_turn_equals_the_template(tokenizer, ended, message):
 def test_sampled_text_is_not_tokenised_again(tokenizer):
     """The follow-up does not depend on what was sampled, only on whether the turn was ended."""
     chat, end = Chat(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
-    one = chat.follow_up_ids(PROBLEM.messages, np.asarray([5, 6, end], np.int32), [Message("user", "No.")])
-    two = chat.follow_up_ids(PROBLEM.messages, np.asarray([end], np.int32), [Message("user", "No.")])
+    one = follow_up(chat, (*PROBLEM.messages, SAID), np.asarray([5, 6, end], np.int32), [Message("user", "No.")])
+    two = follow_up(chat, (*PROBLEM.messages, SAID), np.asarray([end], np.int32), [Message("user", "No.")])
     assert one.tolist() == two.tolist()
-    assert chat.follow_up_ids(PROBLEM.messages, np.asarray([], np.int32), [Message("user", "No.")])[0] == end
+    assert follow_up(chat, (*PROBLEM.messages, SAID), np.asarray([], np.int32), [Message("user", "No.")])[0] == end
 
 
 def test_a_space_before_the_end_of_the_turn():
     tokenizer = byte_tokenizer(LLAMA)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    ids = Chat(tokenizer).follow_up_ids(PROBLEM.messages, np.asarray([5, end], np.int32), [Message("user", "No.")])
+    ids = follow_up(
+        Chat(tokenizer), (*PROBLEM.messages, SAID), np.asarray([5, end], np.int32), [Message("user", "No.")]
+    )
     assert tokenizer.decode(ids) == "[INST] No. [/INST]"
     assert stop_token_ids(tokenizer) == tuple(sorted({end, tokenizer.eos_token_id}))
 
@@ -106,7 +116,7 @@ def test_templates_that_are_missing_or_refuse():
     only_users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     silent = Chat(byte_tokenizer(only_users))
     with pytest.raises(BaseModelError, match="leaves out the assistant's text"):
-        silent.follow_up_ids(PROBLEM.messages, np.asarray([1], np.int32), [Message("user", "No.")])
+        follow_up(silent, (*PROBLEM.messages, SAID), np.asarray([1], np.int32), [Message("user", "No.")])
 
 
 def test_readable_shows_every_token():

@@ -23,7 +23,7 @@ from motet.chat.completer import CallLimits, id_of_call
 from motet.core import seeds
 from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFault, ServerGone
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, ToolCall
-from motet.tasks.chat import Chat, Tools, calls_as_text
+from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
 from motet.tasks.plain_json import as_json
 from motet.tasks.tool_calls import tool_calls, without_calls
@@ -80,14 +80,14 @@ class AgentCall:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation before the turn, with sampled messages as they were sampled."""
+        """The conversation before the turn."""
         *before, last = self.path
         return (*(message for one in before for message in (*one.new, one.said)), *last.new)
 
     @property
     def said(self) -> Message:
-        """The turn as it was sampled."""
-        return Message("assistant", self.chunk.text, self.calls)
+        """The turn, in parts."""
+        return Message("assistant", self.text, self.calls)
 
     @property
     def rank(self) -> tuple[int, str]:
@@ -169,7 +169,7 @@ class AgentEpisode:
         if parent is None:
             new = seen = chat.opening(messages, tools)
         else:
-            new = calls_as_text(messages[n_known:])
+            new = tuple(messages[n_known:])
             seen = (*parent.messages, parent.said, *new)
         try:
             prompt, read = await asyncio.to_thread(self._prompt, chat, parent, seen, new, tools)
@@ -234,11 +234,11 @@ class AgentEpisode:
         chat: Chat, parent: AgentCall | None, seen: tuple[Message, ...], new: tuple[Message, ...], tools: Tools
     ) -> tuple[IntArray, IntArray]:
         """All tokens that the model reads, and those that its parent did not read; in a new branch, all."""
-        if parent is not None:
-            so_far = np.concatenate([parent.prompt, parent.chunk.token_ids])
-            if new and chat.extends(so_far, seen, tools):
-                read = chat.follow_up_ids(parent.messages, parent.chunk.token_ids, new, tools)
-                return np.concatenate([so_far, read]), read
+        if parent is not None and new:
+            sampled = parent.chunk.token_ids
+            read = chat.follow_up_ids((*parent.messages, parent.said), sampled, new, tools)
+            if read is not None:
+                return np.concatenate([parent.prompt, sampled, read]), read
         prompt = chat.prompt_of(seen, tools)
         return prompt, prompt
 

@@ -7,6 +7,7 @@ continued by appending ids to ids.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from motet.config import DataConfig
-from motet.core.batch import Example
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.rules import TODAY, Rules
 from motet.core.types import BoolArray, IntArray, Message, Problem
 from motet.tasks.clock import with_clock
-from motet.tasks.forms.json_in_tags import written
 from motet.tasks.forms.turns import ReadsTurns
 from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
+from motet.tasks.wording import Wording, apply, with_calls
 
 # A placeholder for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
 _PLACEHOLDER = "7sampled7text7"
@@ -74,68 +74,36 @@ class Chat(ReadsTurns):
 
     def prompt_text(self, problem: Problem) -> str:
         """The prompt as text."""
-        return self._render(self._spoken(problem.messages))
+        return self.rendered(problem.messages)
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's token ids, [T]. Raises BaseModelError if the template rejects the conversation."""
-        return self._encode(self.prompt_text(problem), special=not self.chat_template)
-
-    def conversation(self, messages: Sequence[Message], first: int, tools: Tools = ()) -> Example:
-        """Tokens of a conversation, appended turn by turn as in sampling. Raises BaseModelError if the template rejects it.
-
-        The turns before `first`, the first trained turn of the assistant, form the prompt.
-        """
-        given, messages = len(messages), self.with_tools(tuple(messages), tools)
-        first += len(messages) - given
-        turns = self._spoken(messages, tools)
-        ids = [self.prompt_of(turns[:first], tools)]
-        mask = [np.zeros(len(ids[0]), np.bool_)]
-        for index in range(first, len(turns)):
-            if turns[index].role != "assistant":
-                continue
-            own = np.concatenate([self._encode(turns[index].content, special=False), self._end])
-            ids.append(own)
-            mask.append(np.full(len(own), turns[index].learned))
-            following = next((at for at in range(index + 1, len(turns)) if turns[at].role == "assistant"), None)
-            if following is not None:
-                replies = self.follow_up_ids(turns[:index], own, turns[index + 1 : following], tools)
-                ids.append(replies)
-                mask.append(np.zeros(len(replies), np.bool_))
-        return Example(np.concatenate(ids).astype(np.int32), np.concatenate(mask))
-
-    def _spoken(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[Message, ...]:
-        """Messages with everything in their contents, including tool calls and results."""
-        spoken: list[Message] = []
-        for message in messages:
-            if message.tool_calls:
-                message = replace(message, content=self._with_calls(spoken, message, tools))
-            spoken.append(replace(message, role=self.tool_role) if message.role == "tool" else message)
-        return tuple(spoken)
-
-    def _with_calls(self, before: Sequence[Message], message: Message, tools: Tools) -> str:
-        """A turn with tool calls as the template writes it, or in the most common form if the template has none."""
-        calls: list[dict[str, Any]] = [
-            {"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls
-        ]
-        if self.chat_template:
-            kwargs = self._given(tools)
-            prompt = render(self.tokenizer, before, True, kwargs)
-            whole = render(self.tokenizer, (*before, message), False, kwargs, calls).removeprefix(prompt)
-            end = self._decode(self._end)
-            if all(call["name"] in whole for call in calls) and (not end or end in whole):
-                return whole.rpartition(end)[0] if end else whole
-        text = written(message.tool_calls)
-        return f"{message.content}\n{text}" if message.content else text
+        return self.encoded(self.prompt_text(problem), special=not self.chat_template)
 
     @cached_property
-    def _end(self) -> IntArray:
-        end = end_of_turn(self.tokenizer) if self.chat_template else self.tokenizer.eos_token_id
-        return np.array([] if end is None else [end], np.int32)
+    def wording(self) -> Wording:
+        """How the template takes thoughts, calls and results."""
+        if not self.chat_template:
+            return Wording(tool_role="user")
+        kwargs = self._given(())
+        return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), str(self.tokenizer.chat_template))
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The special token that ends an answer, as text; empty if the template writes none."""
+        end = end_of_turn(self.tokenizer) if self.chat_template else None
+        return "" if end is None else self._decode([end])
+
+    @property
+    def eos(self) -> IntArray:
+        """The tokenizer's EOS, [0 or 1]."""
+        eos = self.tokenizer.eos_token_id
+        return np.array([] if eos is None else [eos], np.int32)
 
     def longer_than(self, problem: Problem, most: int) -> bool:
         """Whether a prompt has more tokens than this."""
         text = self.prompt_text(problem)
-        return _most_tokens(text) > most and len(self._encode(text, special=not self.chat_template)) > most
+        return _most_tokens(text) > most and len(self.encoded(text, special=not self.chat_template)) > most
 
     def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
         """Number of tokens of the longest prompt, and its problem; among equals, the first."""
@@ -153,48 +121,66 @@ class Chat(ReadsTurns):
         return most_tokens, problems[longest_index]
 
     def follow_up_ids(
-        self, before: Sequence[Message], sampled_ids: IntArray, replies: Sequence[Message], tools: Tools = ()
-    ) -> IntArray:
-        """Token ids between a sampled turn and the model's next turn, [T].
+        self, spoken: Sequence[Message], sampled_ids: IntArray, replies: Sequence[Message], tools: Tools = ()
+    ) -> IntArray | None:
+        """Token ids between a sampled turn, the last of `spoken`, and the model's next turn, [T].
 
-        The conversation is rendered with a placeholder for the sampled text, and the part after it is tokenised. The
-        end-of-turn token appears once: it is omitted here if `sampled_ids` ends with it.
+        None if the template rewrites what was read or sampled, as many drop earlier thoughts. Otherwise the sampled tokens
+        stay, however the model spelled its turn. The token that ends the turn appears once: it is omitted here if
+        `sampled_ids` ends with it.
 
         Raises:
-            BaseModelError: the template rejects the conversation or does not repeat the assistant's text.
+            BaseModelError: the template rejects the conversation or leaves out the assistant's text.
         """
         if not self.chat_template:
-            return self._encode("\n\n" + "".join(f"{reply.content}\n\n" for reply in replies), special=False)
-        turns = (*before, Message("assistant", _PLACEHOLDER), *replies)
-        _, marker, tail = self._render(turns, tools).rpartition(_PLACEHOLDER)
-        if not marker:
+            return self.between(replies)
+        *before, turn = spoken
+        prompt, alone = self.rendered(before, tools), self.rendered(spoken, tools, generation_prompt=False)
+        whole = self.rendered((*spoken, *replies), tools)
+        own, _ = self.ended(alone[len(prompt) :])
+        if not alone.startswith(prompt) or not whole.startswith(prompt + own):
+            return None
+        if not own.strip() and turn.content.strip():
             raise BaseModelError("the chat template leaves out the assistant's text: set environment: single")
-        ids = self._encode(tail, special=False)
+        ids = self.encoded(whole[len(prompt + own) :])
         last = int(sampled_ids[-1]) if len(sampled_ids) else -1
-        ends = np.flatnonzero(ids == last)
-        # Some templates put a space before the end-of-turn token; the sampled one replaces both.
-        if len(ends) and _is_special(self.tokenizer, last) and not self._decode(ids[: ends[0]]).strip():
-            return ids[ends[0] + 1 :]
-        return ids
+        if not _is_special(self.tokenizer, last):
+            return ids
+        return ids[1:] if len(ids) and ids[0] == last else None
 
-    def extends(self, token_ids: IntArray, messages: Sequence[Message], tools: Tools = ()) -> bool:
-        """Whether a rendered conversation begins with the tokens read and sampled so far, ignoring spaces."""
-        if not self.chat_template:
-            return True
-        now, before = self._render(messages, tools), self._decode(token_ids)
-        return "".join(now.split()).startswith("".join(before.split()))
+    def between(self, replies: Sequence[Message]) -> IntArray:
+        """What is read between two turns without a template, [T]."""
+        return self.encoded("\n\n" + "".join(f"{reply.content}\n\n" for reply in replies))
+
+    def special_at_start(self, text: str) -> str:
+        """The special token with which a text begins, if one does."""
+        found = self._specials.match(text)
+        return found[0] if found else ""
+
+    def ended(self, text: str) -> tuple[str, str]:
+        """A turn's text without its end, and the special token that ends it, if one does."""
+        whole = text.rstrip()
+        last = next((one for one in self._specials.finditer(whole) if one.end() == len(whole)), None)
+        return (text[: last.start()], last[0]) if last else (text, "")
+
+    @cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """A special token in a text."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        names = {*self.tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
     def prompt_of(self, messages: Sequence[Message], tools: Tools = ()) -> IntArray:
         """The token ids of a conversation up to the model's next turn, [T]."""
-        return self._encode(self._render(messages, tools), special=not self.chat_template)
+        return self.encoded(self.rendered(messages, tools), special=not self.chat_template)
 
     def with_roles(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Messages in roles that the template has."""
         return tuple(replace(one, role=self.tool_role) if one.role == "tool" else one for one in messages)
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
-        """A conversation with tool calls as text and an introduction of the tools."""
-        return self.with_tools(calls_as_text(self.with_roles(messages)), tools)
+        """A conversation with an introduction of its tools."""
+        return self.with_tools(self.with_roles(messages), tools)
 
     def with_tools(self, messages: tuple[Message, ...], tools: Tools) -> tuple[Message, ...]:
         """A conversation with its tools, passed to the template if it supports them, otherwise in a system message."""
@@ -204,18 +190,14 @@ class Chat(ReadsTurns):
         system, rest = ("", messages) if messages[0].role != "system" else (messages[0].content + "\n\n", messages[1:])
         return (Message("system", f"{system}{_TOOLS_INTRODUCTION}\n<tools>\n{listed}\n</tools>"), *rest)
 
-    @cached_property
+    @property
     def tool_role(self) -> str:
         """The role of tool results: `user` if the template has no tool role."""
-        turns = (Message("user", "hi"), Message("assistant", "call"), Message("tool", _PLACEHOLDER, name="f"))
-        try:
-            return "tool" if _PLACEHOLDER in self._render(turns) else "user"
-        except BaseModelError:
-            return "user"
+        return self.wording.tool_role
 
     def _names(self, tools: Tools) -> bool:
         try:
-            return self.chat_template and self._render((Message("user", "hi"),)) != self._render(
+            return self.chat_template and self.rendered((Message("user", "hi"),)) != self.rendered(
                 (Message("user", "hi"),), tools
             )
         except BaseModelError:
@@ -264,17 +246,20 @@ class Chat(ReadsTurns):
         """Text of sampled tokens without special tokens, as rewards see it."""
         return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
 
-    def _render(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+    def rendered(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = True) -> str:
+        """A conversation as text. Raises BaseModelError if the template refuses it."""
         if not self.chat_template:
-            return "\n\n".join(message.content for message in messages)
-        return render(self.tokenizer, messages, True, self._given(tools))
+            return "\n\n".join(with_calls(message).content for message in messages)
+        plain = not any(one.thought or one.tool_calls or one.role == "tool" for one in messages)
+        given = (Wording() if plain else self.wording).given(messages)
+        return apply(self.tokenizer, given, generation_prompt, self._given(tools))
 
     def _given(self, tools: Tools) -> dict[str, Any]:
         """The template's variables besides the messages."""
         given = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
         return with_clock(self.tokenizer, given, self.rules.clock) if self.rules.clock else given
 
-    def _encode(self, text: str, special: bool) -> IntArray:
+    def encoded(self, text: str, special: bool = False) -> IntArray:
         """Token ids. Raises BaseModelError for half of a surrogate pair, which tokenizers do not accept."""
         try:
             text.encode()
@@ -287,46 +272,14 @@ class Chat(ReadsTurns):
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
 
 
-def calls_as_text(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages with tool calls in their text, as a model writes them."""
-    return tuple(
-        replace(one, content=f"{one.content}\n{written(one.tool_calls)}".strip()) if one.tool_calls else one
-        for one in messages
-    )
-
-
 def _most_tokens(text: str) -> int:
     """An upper limit on the tokens of a text, which avoids tokenising most texts: a token has at least one byte."""
     return len(text.encode("utf-8", "surrogatepass")) + _AROUND
 
 
-def render(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    generation_prompt: bool,
-    kwargs: Mapping[str, Any],
-    calls: Sequence[Mapping[str, Any]] = (),
-) -> str:
-    """Messages through the tokenizer's chat template, as text; `calls` are the tool calls of the last.
-
-    Raises:
-        BaseModelError: the template refuses the conversation (for instance a system prompt), with its reason.
-    """
-    turns: list[dict[str, Any]] = [
-        {"role": message.role, "content": message.content, **({"name": message.name} if message.name else {})}
-        for message in messages
-    ]
-    if calls:
-        turns[-1]["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt, **kwargs)
-    except Exception as error:  # templates are programs: jinja2's errors and plain Python's alike
-        roles = ", ".join(message.role for message in messages)
-        raise BaseModelError(
-            f"the base's chat template refuses a conversation of {roles}: {error}. Check data.system and "
-            "data.chat_template_kwargs, or set data.chat_template: false"
-        ) from error
-    return str(text)
+def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
+    """Messages without calls through the tokenizer's chat template, as text. Raises BaseModelError as `apply`."""
+    return apply(tokenizer, Wording().given(messages), generation_prompt, kwargs)
 
 
 def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> tuple[int, ...]:

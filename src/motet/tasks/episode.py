@@ -7,7 +7,7 @@ scores them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -30,6 +30,7 @@ from motet.core.types import (
 )
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.reward_pool import ScoreOutcome
+from motet.tasks.tool_calls import without_calls
 
 
 class Generate(Protocol):
@@ -144,13 +145,14 @@ async def _first_turn(context: GroupContext) -> list[Rollout]:
 
 async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
     (branch,) = rollout.branches
-    reply = Message("user", RETRY_MESSAGE)
-    read = context.chat.follow_up_ids(rollout.problem.messages, branch.token_ids[branch.loss_mask], [reply])
+    rollout = answered(rollout, (Message("user", RETRY_MESSAGE),))
+    read, anew = _next(context.chat, rollout, branch.token_ids[branch.loss_mask])
+    prompt = read if anew else np.concatenate([branch.token_ids, read])
     try:
-        (chunk,) = await whole(context.generate(np.concatenate([branch.token_ids, read]), (rollout.index,), 1), 1)
+        (chunk,) = await whole(context.generate(prompt, (rollout.index,), 1), 1)
     except EngineError as error:  # two turns may be too long for this rollout and not for the others
         return replace(rollout, error=str(error))
-    return extended(answered(rollout, (reply,)), read, chunk)
+    return extended(rollout, read, chunk, anew=anew)
 
 
 async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
@@ -202,8 +204,21 @@ def extended(
         error = chunk.error or "sampling failed"
     elif reason is FinishReason.ABORT:
         error = "aborted before the answer was complete"
-    turns = (*rollout.turns, Turn(chunk.text, reason, TurnParts(speech=chunk.text, calls=calls), trained=trained))
+    parts = TurnParts(speech=without_calls(chunk.text) if calls else chunk.text, calls=calls)
+    turns = (*rollout.turns, Turn(chunk.text, reason, parts, trained=trained))
     return replace(rollout, branches=(*before, branch), turns=turns, error=error)
+
+
+def said_in(turns: Iterable[Turn]) -> tuple[Message, ...]:
+    """Turns and their replies as messages, in parts, which the chat template writes in the base's own form."""
+    return tuple(
+        message
+        for turn in turns
+        for message in (
+            Message("assistant", turn.parts.speech, turn.parts.calls, thought=turn.parts.thought),
+            *turn.replies,
+        )
+    )
 
 
 async def read_next(chat: Chat, rollout: Rollout, chunk: Chunk, tools: Tools = ()) -> tuple[IntArray, bool]:
@@ -212,15 +227,14 @@ async def read_next(chat: Chat, rollout: Rollout, chunk: Chunk, tools: Tools = (
     Tokenised in a thread: replies may be long, and other jobs share the event loop. Raises BaseModelError if the template
     refuses the conversation.
     """
-    transcript, replies = rollout.transcript, rollout.turns[-1].replies
-    before = transcript[: -1 - len(replies)]
+    return await asyncio.to_thread(_next, chat, rollout, chunk.token_ids, tools)
 
-    def read() -> tuple[IntArray, bool]:
-        if chat.extends(rollout.branches[-1].token_ids, transcript, tools):
-            return chat.follow_up_ids(before, chunk.token_ids, replies, tools), False
-        return chat.prompt_of(transcript, tools), True
 
-    return await asyncio.to_thread(read)
+def _next(chat: Chat, rollout: Rollout, sampled: IntArray, tools: Tools = ()) -> tuple[IntArray, bool]:
+    messages = (*(rollout.opening or rollout.problem.messages), *said_in(rollout.turns))
+    replies = rollout.turns[-1].replies
+    ids = chat.follow_up_ids(messages[: len(messages) - len(replies)], sampled, replies, tools)
+    return (chat.prompt_of(messages, tools), True) if ids is None else (ids, False)
 
 
 async def judged(rollouts: list[Rollout], context: GroupContext) -> tuple[Rollout, ...]:

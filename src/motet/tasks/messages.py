@@ -12,6 +12,7 @@ from motet.tasks.forms.arguments import DEEPEST_CALL
 from motet.tasks.plain_json import check_plain
 
 ROLES = ("system", "user", "assistant", "tool")
+THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 
 
@@ -31,7 +32,7 @@ def check_characters(messages: Iterable[Message], where: str) -> None:
     for one in messages:
         calls = [[call.name, call.arguments] for call in one.tool_calls]
         try:
-            (one.content + (json.dumps(calls, ensure_ascii=False) if calls else "")).encode()
+            (one.content + one.thought + (json.dumps(calls, ensure_ascii=False) if calls else "")).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise DataError(
@@ -68,7 +69,11 @@ def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _message(item: Any, where: str, column: str) -> Message:
-    if not isinstance(item, dict) or "role" not in item or not ("content" in item or item.get("tool_calls")):
+    if (
+        not isinstance(item, dict)
+        or "role" not in item
+        or not ("content" in item or any(map(item.get, ("tool_calls", *THOUGHT_NAMES))))
+    ):
         raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
     role = "system" if item["role"] == "developer" else item["role"]
     if role not in ROLES:
@@ -76,9 +81,20 @@ def _message(item: Any, where: str, column: str) -> Message:
     calls = tuple(_tool_call(call, where) for call in item.get("tool_calls") or ())
     if calls and role != "assistant":
         raise DataError(f"{where}: a message of the {role} has tool_calls; only an assistant calls tools")
-    content = "" if calls and item.get("content") is None else _content(item["content"], where)
+    thought = _thought(item, where) if role == "assistant" else ""
+    content = "" if (calls or thought) and item.get("content") is None else _content(item["content"], where)
     name = item.get("name") if role == "tool" else None
-    return Message(role, content, calls, name if isinstance(name, str) else "", _learned(item, where))
+    return Message(role, content, calls, name if isinstance(name, str) else "", _learned(item, where), thought)
+
+
+def _thought(item: Mapping[str, Any], where: str) -> str:
+    """What an assistant thought, under one of the names that templates and servers have for it."""
+    for name in THOUGHT_NAMES:
+        if item.get(name):
+            if not isinstance(item[name], str):
+                raise DataError(f"{where}: the {name} of a message must be text, got {item[name]!r:.80}")
+            return str(item[name])
+    return ""
 
 
 def _learned(item: Mapping[str, Any], where: str) -> bool:

@@ -100,14 +100,16 @@ def _line(problem: Problem) -> bytes:
 
 
 def _written(messages: Sequence[Message]) -> list[list[Any]]:
+    """What a message has, in the order of its fields; a thought only if there is one, so that earlier sums stay."""
+    calls = ([[call.name, call.arguments] for call in one.tool_calls] for one in messages)
     return [
-        [one.role, one.content, [[call.name, call.arguments] for call in one.tool_calls], one.name, one.learned]
-        for one in messages
+        [one.role, one.content, made, one.name, one.learned, *([one.thought] if one.thought else [])]
+        for one, made in zip(messages, calls, strict=True)
     ]
 
 
 def _read(messages: Sequence[Sequence[Any]]) -> tuple[Message, ...]:
     return tuple(
-        Message(role, content, tuple(ToolCall(*call) for call in calls), name, learned)
-        for role, content, calls, name, learned in messages
+        Message(role, content, tuple(ToolCall(*call) for call in calls), *rest)
+        for role, content, calls, *rest in messages
     )

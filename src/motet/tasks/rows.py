@@ -13,6 +13,7 @@ from motet.core.errors import DataError
 from motet.core.token_ids import TokenIds
 from motet.core.types import IntArray, Message, Problem
 from motet.tasks.chat import Chat, Tools
+from motet.tasks.conversation import examples_of
 from motet.tasks.messages import messages_of
 
 Continuation = tuple[Message, ...]
@@ -56,7 +57,9 @@ def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     """All turns of the assistant in a conversation."""
     messages = (*problem.messages, *answer_of(problem, where))
     first = next(at for at, message in enumerate(messages) if message.role == "assistant")
-    return Row((_learned(chat.conversation(messages, first, _tools(problem, where)), where),))
+    examples = examples_of(chat, messages, first, _tools(problem, where))
+    taught = tuple(one for one in examples if one.n_learned) or examples[-1:]
+    return Row(tuple(_learned(one, where) for one in taught))
 
 
 def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:
@@ -177,8 +180,10 @@ def _tools(problem: Problem, where: str) -> Tools:
 
 
 def _example(problem: Problem, continuation: Continuation, chat: Chat, where: str) -> Example:
+    """A continuation as one example; where the template rewrites its earlier turns, the last one is trained."""
     messages = (*problem.messages, *continuation)
-    return _learned(chat.conversation(messages, len(problem.messages), _tools(problem, where)), where)
+    *_, last = examples_of(chat, messages, len(problem.messages), _tools(problem, where))
+    return _learned(last, where)
 
 
 def _learned(example: Example, where: str) -> Example:

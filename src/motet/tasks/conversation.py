@@ -1,0 +1,149 @@
+"""Conversations of data as tokens. What is trained is what the chat template writes.
+
+A turn is what the template writes behind its generation prompt where the turn is the last one, because that is what the
+model samples: with headers, thoughts and spaces, up to the token that ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from motet.core.batch import Example
+from motet.core.types import IntArray, Message, ToolCall
+from motet.tasks.chat import Chat, Tools
+from motet.tasks.wording import THOUGHT_TAGS, with_calls
+
+_OTHER = Message("assistant", "7other7text7", (ToolCall("7other7name7", {}),), thought="7other7thought7")
+
+
+@dataclass(frozen=True)
+class WrittenTurn:
+    """A turn of the assistant, and its prompt, as text."""
+
+    prompt: str
+    own: str
+    """Without the token that ends it."""
+    end: str
+    """The token that ends it where it is the last turn; empty if the template writes none."""
+    put_together: bool = False
+    """Whether the template writes another text behind its prompt, which no model could go on from."""
+
+    @classmethod
+    def of(cls, chat: Chat, before: Sequence[Message], turn: Message, tools: Tools) -> WrittenTurn:
+        """How the template writes a turn. Raises BaseModelError if it refuses the conversation."""
+        prompt, whole = chat.rendered(before, tools), chat.rendered((*before, turn), tools, generation_prompt=False)
+        start = len(prompt) if whole.startswith(prompt) else _behind_header(chat, before, turn, tools, whole)
+        if start is None:
+            return cls(prompt, _put_together(prompt, turn), chat.end_of_turn, put_together=True)
+        own, end = chat.ended(whole[start:])
+        return cls(prompt, _opened_once(prompt, own), end)
+
+
+def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tools) -> tuple[Example, ...]:
+    """A conversation whose turns of the assistant from message `first` on are trained.
+
+    One example, unless the template rewrites earlier turns, as many drop thoughts: then a turn is trained in an example
+    that ends where the next one no longer has it. Raises BaseModelError if the template refuses the conversation.
+    """
+    given, messages = len(messages), chat.with_tools(tuple(messages), tools)
+    first += len(messages) - given
+    if not chat.chat_template:
+        return (_plain(chat, messages, first),)
+    done: list[_Growing] = []
+    for index in range(first, len(messages)):
+        if messages[index].role == "assistant":
+            turn = WrittenTurn.of(chat, messages[:index], messages[index], tools)
+            if not done or not done[-1].read(turn.prompt):
+                done.append(_Growing(chat, turn.prompt, [(chat.encoded(turn.prompt), False)]))
+            done[-1].say(turn, messages[index].learned)
+    return tuple(one.example() for one in done)
+
+
+@dataclass(eq=False)
+class _Growing:
+    """An example, turn by turn."""
+
+    chat: Chat
+    text: str
+    pieces: list[tuple[IntArray, bool]]
+    """Token ids, and whether they are trained."""
+    end: str = ""
+    learned: bool = False
+
+    def say(self, turn: WrittenTurn, learned: bool) -> None:
+        self.text, self.end, self.learned = turn.prompt + turn.own, turn.end, learned
+        self.pieces.append((self.chat.encoded(turn.own), learned))
+
+    def read(self, prompt: str) -> bool:
+        """Go on with the prompt of a later turn; False if it does not have the text so far."""
+        if not prompt.startswith(self.text):
+            return False
+        rest = prompt[len(self.text) :]
+        end = self.chat.special_at_start(rest) if self.end else ""  # in the middle, some templates write another one
+        self.pieces += [(self.chat.encoded(end), self.learned), (self.chat.encoded(rest[len(end) :]), False)]
+        return True
+
+    def example(self) -> Example:
+        return _joined([*self.pieces, (self.chat.encoded(self.end), self.learned)])
+
+
+def _joined(pieces: Sequence[tuple[IntArray, bool]]) -> Example:
+    mask = [np.full(len(ids), learned) for ids, learned in pieces]
+    return Example(np.concatenate([ids for ids, _ in pieces]).astype(np.int32), np.concatenate(mask))
+
+
+def _plain(chat: Chat, messages: Sequence[Message], first: int) -> Example:
+    """Without a template, an answer is its text and EOS."""
+    pieces, replies = [(chat.prompt_of(messages[:first]), False)], list[Message]()
+    for index in range(first, len(messages)):
+        message = messages[index]
+        if message.role != "assistant":
+            replies.append(message)
+            continue
+        if index > first:
+            pieces.append((chat.between(replies), False))
+        pieces.append((np.append(chat.encoded(with_calls(message).content), chat.eos), message.learned))
+        replies = []
+    return _joined(pieces)
+
+
+def _behind_header(chat: Chat, before: Sequence[Message], turn: Message, tools: Tools, whole: str) -> int | None:
+    """Where a turn begins if its template writes the history otherwise than in its prompt.
+
+    It is behind the header that a generation prompt adds, the last one before the first word of the turn.
+    """
+    prompt, history = (chat.rendered(before, tools, generation_prompt=asks) for asks in (True, False))
+    header = prompt.removeprefix(history)
+    said = Message(
+        "assistant",
+        _OTHER.content if turn.content else "",
+        _OTHER.tool_calls if turn.tool_calls else (),
+        thought=_OTHER.thought if turn.thought else "",
+    )
+    other = chat.rendered((*before, said), tools, generation_prompt=False)
+    same = next((at for at, (one, two) in enumerate(zip(whole, other, strict=False)) if one != two), len(whole))
+    start = whole.rfind(header, 0, same) if header and header != prompt else -1
+    return None if start < 0 else start + len(header)
+
+
+def _put_together(prompt: str, turn: Message) -> str:
+    """A turn behind a prompt that its template never writes before it; a thought that the prompt opens has an end."""
+    opens, closes = THOUGHT_TAGS
+    text = with_calls(turn).content
+    if not prompt.rstrip().endswith(opens):
+        return text
+    text = _opened_once(prompt, text)
+    if turn.thought or closes not in text:
+        text = f"{turn.thought}\n{closes}\n\n{text}"
+    return text if prompt.endswith("\n") else f"\n{text}"
+
+
+def _opened_once(prompt: str, text: str) -> str:
+    """A turn without the mark of a thought that its prompt has opened."""
+    opens, _ = THOUGHT_TAGS
+    if prompt.rstrip().endswith(opens) and text.lstrip().startswith(opens):
+        return text.lstrip().removeprefix(opens).removeprefix("\n")
+    return text
