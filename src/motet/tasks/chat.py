@@ -86,7 +86,8 @@ class Chat(ReadsTurns):
         if not self.chat_template:
             return Wording(tool_role="user")
         kwargs = self._given(())
-        return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), str(self.tokenizer.chat_template))
+        source = str(kwargs.get("chat_template") or self.tokenizer.chat_template)
+        return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), source)
 
     @cached_property
     def end_of_turn(self) -> str:
