@@ -77,7 +77,8 @@ def test_rows_are_the_same_within_bounds_and_without(tmp_path: Path) -> None:
     for options in ({}, {"use_dictionary": False}, {"row_group_size": 1}):
         pyarrow.parquet.write_table(table, path, **options)
         assert list(rows_of(path, UPLOADED)) == [as_json(row) for row in rows_of(path)]
-        assert list(rows_of(path)) == table.to_pylist()
+        plain: Any = ({"map": {"a": "b"}, "bytes": "x"}, {"map": {}, "bytes": None}, {"map": None, "bytes": "y"})
+        assert list(rows_of(path)) == [{**row, **own} for row, own in zip(table.to_pylist(), plain, strict=True)]
         assert load_dataset(config, UPLOADED) == load_dataset(config)
 
 
@@ -309,7 +310,7 @@ def test_a_message_quotes_only_the_beginning_of_what_was_given(house: House) -> 
         ({"reward": {"name": "exact", "args": {"x": nested(300)}}}, "nested more than 32 deep"),
         ({"reward": ["exact"] * 65}, "rewards"),
         ({"data": {"source": "toy:add", "template": "{question:>2000000000}"}}, "{question:>2000000000}"),
-        ({"data": {"source": "toy:add", "template": "{question.__class__}"}}, "for anything else add a column"),
+        ({"data": {"source": "toy:add", "template": "{question[0]}"}}, "for anything else add a column"),
         ({"data": {"source": "toy:add", "template": "x" * 100_001}}, "data.template"),
         ({"data": {"source": "toy:add", "system": "x" * 100_001}}, "data.system"),
         ({"data": {"source": "toy:add", "chat_template_kwargs": {"chat_template": "{% for %}"}}}, "chat_template"),

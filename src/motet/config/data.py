@@ -87,9 +87,10 @@ class DataConfig(Config):
 
     source: str
     """`file.jsonl`, `file.csv`, `file.parquet`, `toy:NAME`, `reasoning-gym:NAME`, or a dataset for `datasets.load_dataset`
-    (`hub/name`). From Python also the rows: a list of mappings, a `datasets.Dataset` or a DataFrame."""
+    (`hub/name`). From Python also the rows: a list of mappings, a `datasets.Dataset` or `IterableDataset`, a DataFrame or a
+    table of pyarrow."""
     rows: Any = Field(None, exclude=True)
-    """The rows that were given as the source."""
+    """What was given as the source: see `tasks.tables`."""
     split: str = "train"
     """The split of a `datasets` source."""
     subset: str | None = None
@@ -100,12 +101,13 @@ class DataConfig(Config):
     """Number of rows that a generated source makes (4096 by default), or the most to read from another source (all by
     default)."""
     prompt: str | None = None
-    """Column with the prompt (text, or a list of messages). By default the first of prompt, question, messages, problem,
-    input."""
+    """Column with the prompt (text, or a list of messages), or the path to it in a column. By default a known column, such as
+    prompt, question or messages."""
     answer: str | None = None
-    """Column with the reference answer. By default the first of answer, solution, target, label, output."""
+    """Column with the reference answer, or the path to it, such as `reward_model.ground_truth`. By default a known column,
+    such as answer, solution or output."""
     template: str | None = None
-    """Text with `{column}` fields from which the prompt is made."""
+    """Text with `{column}` or `{column.field}` fields from which the prompt is made."""
     max_prompt_tokens: int | None = Field(None, ge=1, le=10**7)
     """Leave out rows with a longer prompt. By default, a prompt that leaves no room for an answer is an error."""
     system: str | None = None
@@ -150,7 +152,7 @@ class DataConfig(Config):
     def _rows_for_a_source(cls, value: Any) -> Any:
         inside = isinstance(value, dict) and "source" in value
         given = value["source"] if inside else value
-        if isinstance(given, dict) and given and all(hasattr(part, "to_list") for part in given.values()):
+        if isinstance(given, dict) and given and all(hasattr(part, "with_format") for part in given.values()):
             raise ValueError("this is several tables; name one of its splits, such as data['train']")
         if (rows := _rows_of(given)) is not None:
             if inside and value.get("eval_split") is not None and value.get("eval_source") is None:
@@ -164,10 +166,6 @@ class DataConfig(Config):
 
 
 def _rows_of(given: Any) -> Any:
-    """Rows from a list, a `datasets.Dataset`, or a table of pandas, polars or pyarrow; None for anything else."""
-    if isinstance(given, list) or hasattr(given, "to_list"):
-        return given
-    if hasattr(given, "iterrows"):  # pandas, which has NaN, NaT and NA for missing values
-        return given.astype(object).where(given.notna(), None).to_dict(orient="records")
-    method = next((name for name in ("to_dicts", "to_pylist") if hasattr(given, name)), None)  # polars, pyarrow
-    return None if method is None else getattr(given, method)()
+    """Rows as they were given: a list, a table of `datasets`, pandas, polars or pyarrow; None for anything else."""
+    tables = ("to_list", "with_format", "iterrows", "to_dicts", "to_pylist")
+    return given if isinstance(given, list) or any(hasattr(given, method) for method in tables) else None

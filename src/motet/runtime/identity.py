@@ -19,6 +19,7 @@ from motet.runtime.function_sums import FunctionSums
 from motet.runtime.source_sums import SHOWN, CodeSums
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import masked, without_spending
+from motet.tasks.tables import as_written
 
 NOT_FOLLOWED = "not_followed"
 """Key in a job's identity that lists code that could not be checked."""
@@ -91,7 +92,7 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
         name and str(Path(name) / ADAPTER_WEIGHTS) for name in (config.adapter.init, config.algorithm.compared_with)
     ]
     if config.data.rows is not None:
-        rows = json.dumps(as_json(list(config.data.rows)), sort_keys=True)
+        rows = json.dumps(as_json(list(as_written(config.data.rows, config.data.size))), sort_keys=True)
         yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:SHOWN]
     for name in (config.data.source, config.data.eval_source, *adapters):
         if not name:

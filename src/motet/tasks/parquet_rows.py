@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from motet.core.errors import DataError
+from motet.core.rules import Rules
 from motet.process import ending, wall
 from motet.tasks import pace
 from motet.tasks.plain_json import as_json
+from motet.tasks.tables import of_arrow
 
 _BATCH = 256
 _NO_MEMORY = 70
@@ -27,25 +29,27 @@ _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
 """Signals by which Arrow ends its process when it gets no memory."""
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read(path: Path, rules: Rules) -> Iterator[dict[str, Any]]:
     """The rows of a file. Raises DataError if it cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_BATCH):
-            yield from batch.to_pylist()
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_BATCH)
+        yield from of_arrow(batches) if rules.reads_columns else (row for part in batches for row in part.to_pylist())
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     # ValueError and OverflowError: also a date that Python cannot represent
-    except (OSError, pyarrow.ArrowException, ValueError, OverflowError, MemoryError) as error:
+    except (OSError, pyarrow.ArrowException, ValueError, OverflowError, MemoryError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
 
 
-def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
+def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, rules: Rules) -> Generator[bytes]:
     """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
     Raises DataError if it cannot be read, or not within the limits.
     """
-    command = wall.command(__name__, str(path.resolve()), str(memory_mb))
+    command = wall.command(__name__, str(path.resolve()), str(memory_mb), str(rules.number))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     late = threading.Event()
     with subprocess.Popen(
@@ -90,10 +94,10 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
             process.kill()
 
 
-def _write(path: Path, target: IO[str]) -> None:
+def _write(path: Path, rules: Rules, target: IO[str]) -> None:
     """Runs in the process that reads."""
     try:
-        for row in read(path):
+        for row in read(path, rules):
             target.write(json.dumps(as_json(row), separators=(",", ":")) + "\n")
     except DataError as error:
         target.write(json.dumps(str(error)) + "\n")
@@ -103,6 +107,6 @@ def _write(path: Path, target: IO[str]) -> None:
 if __name__ == "__main__":
     wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], where_possible=True)
     try:
-        _write(Path(sys.argv[1]), sys.stdout)
+        _write(Path(sys.argv[1]), Rules(int(sys.argv[3])), sys.stdout)
     except MemoryError:
         os._exit(_NO_MEMORY)

@@ -10,6 +10,8 @@ from pathlib import Path
 from motet.config import GENERATED_ROWS, DataConfig
 from motet.core.errors import DataError
 from motet.core.near import close_matches
+from motet.core.rules import TODAY, Rules
+from motet.tasks import tables
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.row_files import READERS, Row, RowLimits, rows_of
@@ -17,7 +19,9 @@ from motet.tasks.row_files import READERS, Row, RowLimits, rows_of
 _ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
-def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
+def read_rows(
+    config: DataConfig, bounds: RowLimits | None = None, rules: Rules = TODAY
+) -> tuple[Iterator[Row], ScorerSpec | None]:
     """At most `config.size` rows of a source, with JSON values only, and the data's own scorer, if any.
 
     Rows are read lazily, within `bounds` if they are another person's; errors are raised during iteration.
@@ -31,7 +35,7 @@ def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iter
         return iter(make_entries(spec, bounds)), spec
     if source.startswith("toy:"):
         return _toy(config, source.partition(":")[2]), None
-    return _plain(config, itertools.islice(_rows(config, bounds), config.size), bounds), None
+    return _plain(config, itertools.islice(_rows(config, bounds, rules), config.size), bounds), None
 
 
 def has_splits(source: str) -> bool:
@@ -66,13 +70,13 @@ def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) ->
         raise DataError(f"data.source {config.source!r} has no rows; a row is an object such as {_ROW}")
 
 
-def _rows(config: DataConfig, bounds: RowLimits | None) -> Iterable[Row]:
+def _rows(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Iterable[Row]:
     path = Path(os.path.expanduser(config.source))
     if config.rows is not None:
-        return _of_python(config)
+        return _of_python(config, rules)
     if path.suffix.lower() in READERS:
         if path.is_file():
-            return rows_of(path, bounds)
+            return rows_of(path, bounds, rules)
         if path.is_dir():
             raise DataError(_a_directory(config.source, path))
         near = _near(path.name, _siblings(path))
@@ -82,11 +86,12 @@ def _rows(config: DataConfig, bounds: RowLimits | None) -> Iterable[Row]:
         raise DataError(
             f"data.source {config.source!r} is a file of another kind: its name must end with {', '.join(READERS)}"
         )
-    return _datasets(config)
+    return _datasets(config, rules)
 
 
-def _of_python(config: DataConfig) -> Iterator[Row]:
-    for number, row in enumerate(config.rows, 1):
+def _of_python(config: DataConfig, rules: Rules) -> Iterator[Row]:
+    rows = tables.of_python(config.rows) if rules.reads_columns else tables.as_written(config.rows)
+    for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
             raise DataError(f"{config.source} row {number} must be a mapping of columns, got {type(row).__name__}")
         yield dict(row)
@@ -124,7 +129,7 @@ def _toy(config: DataConfig, name: str) -> Iterator[Row]:
     return iter(make_rows(name, config.size or GENERATED_ROWS, config.seed))
 
 
-def _datasets(config: DataConfig) -> Iterator[Row]:
+def _datasets(config: DataConfig, rules: Rules) -> Iterator[Row]:
     import datasets
 
     source, split = config.source, config.split
@@ -135,7 +140,9 @@ def _datasets(config: DataConfig) -> Iterator[Row]:
             table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
-        yield from (dict(table[i]) for i in range(len(table)))
+        yield from tables.of_datasets(table) if rules.reads_columns else (dict(table[i]) for i in range(len(table)))
+    except DataError as error:
+        raise DataError(f"data.source {source!r}: {error}") from error
     except (
         Exception
     ) as error:  # the libraries raise many kinds of exceptions, and all mean that the data is unavailable

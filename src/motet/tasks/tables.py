@@ -1,0 +1,234 @@
+"""Rows of tables (Arrow, `datasets`, pandas, polars) with JSON values, as the people who wrote them meant.
+
+Arrow gives every object of a column the fields of all of them, with nulls. These are left out. A null that a person
+wrote in an object is the same there, and is left out too; a null in a column, a list or a map stays, as in .jsonl.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from motet.core.doubles import doubled_in
+from motet.core.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_BATCH = 256
+_MISSING = frozenset({"NAType", "NaTType"})
+"""Types of pandas' values that stand for nothing; pandas itself is not loaded to know them."""
+
+Reader = Callable[[Any], Any]
+
+
+def of_arrow(batches: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator[dict[str, Any]]:
+    """The rows of parts of a table.
+
+    Raises DataError for two columns of one name, and bytes that are not text.
+    """
+    for batch in batches:
+        if doubled := doubled_in(batch.schema.names):
+            raise DataError(f"the column {doubled[0]!r} is there twice; give each column its own name")
+        columns = []
+        for field, column in zip(batch.schema, batch.columns, strict=True):
+            reader = _reader(field.type)
+            columns.append(_read(field.name, reader, column.to_pylist()))
+        for values in zip(*columns, strict=True):
+            yield dict(zip(batch.schema.names, values, strict=True))
+
+
+def _read(column: str, reader: Reader | None, values: list[Any]) -> list[Any]:
+    if reader is None:
+        return values
+    try:
+        return [None if value is None else reader(value) for value in values]
+    except RecursionError as error:
+        raise DataError(f"the column {column!r} is nested too deep") from error
+    except _BytesError as error:
+        raise DataError(
+            f"the column {column!r} holds bytes that are not text, which no base reads; write the rows without it, as by "
+            f"remove_columns({column!r}) of datasets"
+        ) from error
+
+
+def of_python(rows: Any) -> Iterator[Any]:
+    """The rows of what was given as a job's data: a list, a `datasets.Dataset`, or a table of pandas, polars or pyarrow.
+
+    Raises DataError as `of_arrow`.
+    """
+    if hasattr(rows, "with_format"):
+        yield from of_datasets(rows)
+    elif hasattr(rows, "iterrows"):
+        yield from _of_frame(rows)
+    elif (table := _arrow(rows)) is not None:
+        yield from of_arrow(table.to_batches(_BATCH))
+    else:
+        for row in as_written(rows):
+            yield {k: _cell(str(k), value) for k, value in row.items()} if isinstance(row, Mapping) else row
+
+
+def _of_frame(frame: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a pandas DataFrame."""
+    numbers = _NestedNumbers()
+    rows = [{name: _cell(str(name), value) for name, value in row.items()} for row in as_written(frame)]
+    for row in rows:
+        numbers.see(list(row.values()))
+    for row in rows:
+        yield dict(zip(row, numbers.mended(list(row.values())), strict=True))
+
+
+def of_datasets(table: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a `datasets.Dataset` or an `IterableDataset`."""
+    features = getattr(table, "features", None)
+    if hasattr(table, "select") and table.format["type"] != "custom":
+        arrow = table.with_format("arrow", columns=table.format["columns"])
+        yield from of_arrow(arrow.iter(_BATCH))
+        return
+    # a stream, or a table with a person's own transform: values of Python, with nulls where Arrow has read them
+    kinds = {} if features is None else {field.name: field.type for field in features.arrow_schema}
+    readers = {name: _reader(kind, decoded=True) for name, kind in kinds.items()}
+    for row in table:
+        yield {
+            name: _read(name, readers[name], [value])[0] if name in readers else _cell(name, value)
+            for name, value in row.items()
+        }
+
+
+def as_written(rows: Any, size: int | None = None) -> Iterable[Any]:
+    """The rows of what was given as a job's data, with each null of Arrow; of a stream, the first `size`."""
+    if not hasattr(rows, "__len__"):
+        return itertools.islice(rows, size)
+    if hasattr(rows, "iterrows"):  # pandas, which has NaN, NaT and NA for missing values
+        found: list[Any] = rows.astype(object).where(rows.notna(), None).to_dict(orient="records")
+        return found
+    method = next((name for name in ("to_dicts", "to_pylist") if hasattr(rows, name)), None)  # polars, pyarrow
+    given: Iterable[Any] = rows if method is None else getattr(rows, method)()
+    return given
+
+
+def _arrow(rows: Any) -> Any:
+    """A table of pyarrow or polars as Arrow's; None for anything else."""
+    if hasattr(rows, "to_arrow"):
+        return rows.to_arrow()
+    if hasattr(rows, "to_pylist"):
+        import pyarrow
+
+        return pyarrow.Table.from_batches([rows]) if isinstance(rows, pyarrow.RecordBatch) else rows
+    return None
+
+
+# --- values -----------------------------------------------------------------------------------------------------------------
+
+
+class _BytesError(ValueError):
+    """Bytes that are not UTF-8 text."""
+
+
+class _NestedNumbers:
+    """Numbers in the lists and objects of a DataFrame: whole ones are floats there if another one is missing, as NaN."""
+
+    def __init__(self) -> None:
+        self._whole, self._missing, self._other = (set[tuple[Any, ...]]() for _ in range(3))
+
+    def see(self, value: Any, path: tuple[Any, ...] = ()) -> None:
+        """Look at the values of a row, or at what is nested in them, under the names on the way to it."""
+        if isinstance(value, Mapping):
+            for name, item in value.items():
+                self.see(item, (*path, name))
+        elif isinstance(value, list):
+            for place, item in enumerate(value):
+                self.see(item, (*path, place if not path else list))
+        elif len(path) > 1:
+            missing, whole = value is None or value != value, isinstance(value, float) and value.is_integer()
+            (self._missing if missing else self._whole if whole else self._other).add(path)
+
+    def mended(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
+        """The same with whole numbers, and without fields of objects that are missing."""
+        if isinstance(value, Mapping):
+            there = ((name, item) for name, item in value.items() if item is not None and item == item)
+            return {name: self.mended(item, (*path, name)) for name, item in there}
+        if isinstance(value, list):
+            return [self.mended(item, (*path, place if not path else list)) for place, item in enumerate(value)]
+        whole = isinstance(value, float) and path in self._whole & self._missing - self._other and value == value
+        return int(value) if whole else value
+
+
+def _cell(column: str, value: Any) -> Any:
+    [cell] = _read(column, _plain, [value])
+    return cell
+
+
+def _plain(value: Any) -> Any:
+    """A value of Python."""
+    if isinstance(value, str | bool | int | float | None):
+        return value
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind and getattr(value, "ndim", 0):  # pandas has lists of parquet as arrays
+        return _plain(value.tolist())
+    if kind == "M":  # a date of numpy
+        return None if str(value) == "NaT" else str(value)
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray | memoryview):
+        try:
+            return bytes(value).decode()
+        except UnicodeDecodeError as error:
+            raise _BytesError from error
+    if isinstance(value, Decimal):
+        whole = value.is_finite() and value.as_tuple().exponent == 0
+        return int(value) if whole else f"{value:f}" if value.is_finite() else None
+    if type(value).__name__ in _MISSING:
+        return None
+    if hasattr(value, "total_seconds"):
+        seconds = value.total_seconds()
+        return int(seconds) if seconds.is_integer() else seconds
+    return value
+
+
+def _reader(kind: pyarrow.DataType, decoded: bool = False) -> Reader | None:
+    """What makes JSON of a value of this type, which is not null; None where it is JSON already, or `as_json` makes it so.
+
+    `decoded`: the values come from `datasets`, which has read texts of JSON.
+    """
+    from pyarrow import types
+
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return None if decoded else json.loads
+    if hasattr(kind, "storage_type"):
+        return _reader(kind.storage_type, decoded)
+    if types.is_dictionary(kind):
+        return _reader(kind.value_type, decoded)
+    if types.is_struct(kind):
+        fields = [(field.name, _reader(field.type, decoded) or _same) for field in kind]
+        return lambda value: (
+            {name: read(value[name]) for name, read in fields if value.get(name) is not None}
+            if isinstance(value, Mapping)
+            else _plain(value)
+        )
+    if types.is_map(kind):
+        key, item = _reader(kind.key_type, decoded) or _same, _reader(kind.item_type, decoded) or _same
+        return lambda value: {
+            str(key(name)): None if one is None else item(one)
+            for name, one in (value.items() if isinstance(value, Mapping) else value)
+        }
+    if hasattr(kind, "value_type"):  # lists of any kind
+        if (one := _reader(kind.value_type, decoded)) is None:
+            return None
+        return lambda value: [None if item is None else one(item) for item in value]
+    plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)
+    text = types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"
+    return None if plain or text else _plain
+
+
+def _same(value: Any) -> Any:
+    return value
