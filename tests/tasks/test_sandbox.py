@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +62,12 @@ PAIRS = [{"input": "1 2\n", "output": "3"}, {"input": "5 5", "output": "10\n"}]
         (ADDS, [*TEXTS, "assert add(1, 1) == 3", "add('x', 1)"], {"partial": True}, 0.5),
         (READS, PAIRS, {}, 1.0),
         (READS.replace("+", "*"), [*PAIRS, {"input": "2 2", "output": "4"}], {"partial": True}, 1 / 3),
+        (READS, json.dumps(PAIRS), {}, 1.0),
+        (READS.replace("+", "*"), json.dumps(PAIRS), {}, 0.0),
+        (READS, {"inputs": ["1 2"], "outputs": [3]}, {}, 1.0),
+        (READS.replace("+", "*"), json.dumps({"inputs": ["1 2"], "outputs": ["3"]}), {}, 0.0),
+        ("import sys; print(repr(sys.stdin.read()))", [{"input": None, "output": "''"}], {}, 1.0),
+        (ADDS, {"hard": TEXTS}, {"column": "tests.hard"}, 1.0),
         ("no code at all", TEXTS, {}, 0.0),
         ("import os; os._exit(0)", TEXTS, {}, 0.0),
         ("raise SystemExit", TEXTS, {}, 0.0),
@@ -77,6 +84,7 @@ def test_a_program_is_worth_what_its_tests_say(answer, tests, args, reward):
 
 def test_a_row_without_tests_fails_and_a_service_without_a_wall_refuses():
     assert "no tests in the column 'tests'" in scored(ADDS, []).error
+    assert "a test has no output" in scored(ADDS, [{"input": "1"}]).error
     with pytest.raises(RewardError, match="has to run behind a wall"):
         scored(ADDS, TEXTS, walls=Walls(required=True, missing=lambda: "no Landlock"))
 

@@ -6,12 +6,15 @@ is three lines of Python (`reward: my_rewards.py:score`).
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from motet.core.types import Problem
+from motet.tasks.nested import MISSING, value_at
 from motet.tasks.sandbox import Sandbox
 
 RewardFunction = Callable[..., float]
@@ -121,10 +124,10 @@ def code(
 
     The program is the last fenced block, or the whole completion without one. Tests are Python statements that must not
     raise (`assert add(1, 2) == 3`), as a text or a list, or a list of `{"input": …, "output": …}`: the program's input
-    and expected output. It runs behind the wall, with `seconds` of CPU time for each input, or for all texts together.
+    and expected output, or an object of lists, `{"inputs": […], "outputs": […]}`; or such a list or object as JSON. It
+    runs behind the wall, with `seconds` of CPU time for each input, or for all texts together.
     """
-    given: Any = problem.metadata.get(column)
-    tests: Any = [given] if isinstance(given, str | Mapping) else given
+    tests = _tests(value_at(problem.metadata, column))
     if not tests or not isinstance(tests, Sequence):
         raise ValueError(f"the row has no tests in the column {column!r}: name theirs in args (column: …)")
     blocks = _BLOCK.findall(completion)
@@ -137,10 +140,24 @@ def code(
     return sum(passed) / len(passed) if partial else float(all(passed))
 
 
+def _tests(given: Any) -> Any:
+    """The tests of a row, in one of their forms, as a list; None where there are none."""
+    if isinstance(given, str) and given.lstrip()[:1] in ("[", "{"):  # which would be a statement that always passes
+        with contextlib.suppress(ValueError, RecursionError):
+            given = json.loads(given)
+    if isinstance(given, Mapping) and isinstance(given.get("inputs"), list) and isinstance(given.get("outputs"), list):
+        pairs = zip(given["inputs"], given["outputs"], strict=True)
+        return [{"input": asked, "output": wanted} for asked, wanted in pairs]
+    return None if given is MISSING else [given] if isinstance(given, str | Mapping) else given
+
+
 def _prints(sandbox: Sandbox, program: str, test: Mapping[str, Any]) -> bool:
     """Whether a program prints the expected output, except for spaces at line ends; compared outside its process."""
-    ran = sandbox.python(program, str(test.get("input", "")))
-    said, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (ran.output, str(test["output"])))
+    given, output = test.get("input"), test.get("output")
+    if output is None:
+        raise ValueError("a test has no output: write what the program must print, or leave the test out")
+    ran = sandbox.python(program, "" if given is None else str(given))
+    said, wanted = ([line.rstrip() for line in text.strip().splitlines()] for text in (ran.output, str(output)))
     return ran.status == 0 and said == wanted
 
 
