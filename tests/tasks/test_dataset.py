@@ -271,7 +271,11 @@ BAD_ROWS = [
         r"'?\{prompt:>2000000000\}'? is not the name of a column",
     ),
     ([{"prompt": "x"}], {"template": "{prompt!r}"}, r"\{prompt!r\} is not the name of a column"),
-    ([{"prompt": "x"}], {"template": "{prompt.__class__}"}, r"for anything else add a column"),
+    (
+        [{"prompt": "x"}],
+        {"template": "{prompt.__class__}"},
+        r"no column 'prompt\.__class__' that data\.template asks for",
+    ),
     ([{"prompt": ["x"]}], {"template": "{prompt[0]}"}, r"\{prompt\[0\]\} is not the name of a column"),
     ([[1]], {}, r"line 1 must be an object"),
     (

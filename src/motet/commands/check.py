@@ -311,7 +311,7 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     rows = job.data.window(0, min(PROBLEMS, n), job.seed, n)
     read = [row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows]
     batch = algorithm.batch(read, shared.positions or None)
-    console.rule(job.name)
+    _title(console, job)
     first = batch.samples[0]
     console.print(job.chat.readable(first.token_ids, first.loss_mask), highlight=False, soft_wrap=True)
     await _add(job, shared)
@@ -326,13 +326,19 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     return _row(job, seconds, seconds * job.config.steps, figures)
 
 
+def _title(console: Console, job: Job) -> None:
+    console.rule(job.name)
+    if job.data.columns:
+        console.print(f"columns: {job.data.columns}", highlight=False, soft_wrap=True)
+
+
 def _show(console: Console, job: Job, group: Group) -> None:
     """Show the first problem of the first step: what the model reads, token by token, and the answers."""
 
     def show(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
-    console.rule(job.name)
+    _title(console, job)
     read = next((one.prompt_ids for one in group.rollouts if one.branches), job.chat.prompt_ids(group.problem))
     show(job.chat.readable(read))
     others = {one.prompt_ids.tobytes() for one in group.rollouts if one.branches} - {read.tobytes()}

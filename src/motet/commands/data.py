@@ -118,7 +118,8 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
             raise ConfigError(f"--to {to}: {path} is the source, and its other rows would be lost; give another file")
     rows, _ = read_rows(DataConfig(source=source))
     kept = selected(list(rows), wanted)
-    problems = read_source(DataConfig.model_validate({"source": kept, "prompt": prompt, "answer": answer})).problems
+    read = read_source(DataConfig.model_validate({"source": kept, "prompt": prompt, "answer": answer}))
+    problems = read.problems
     if wanted.dedupe:
         first = {_plain(problem.messages): place for place, problem in reversed(list(enumerate(problems)))}
         places = sorted(first.values())
@@ -131,7 +132,7 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
         for share, left, earlier in pairs[:_EXAMPLES]:
             say(f"  {share:.0%} alike: {texts[left][:_SHOWN]!r} and the earlier {texts[earlier][:_SHOWN]!r}")
         kept, problems = [kept[place] for place in places], problems.only(places)
-    _show(kept, problems, base)
+    _show(kept, problems, base, [f"columns: {read.columns}", *read.notes])
     if to is not None:
         _write(kept, wanted, to)
 
@@ -195,7 +196,7 @@ def _plain(messages: Iterable[Any]) -> tuple[tuple[str, str], ...]:
     return tuple((one.role, " ".join(one.content.split()).casefold()) for one in messages)
 
 
-def _show(rows: Sequence[Row], problems: Problems, base: str) -> None:
+def _show(rows: Sequence[Row], problems: Problems, base: str, taken: Sequence[str]) -> None:
     from motet.model.load import load_tokenizer
 
     try:
@@ -204,6 +205,7 @@ def _show(rows: Sequence[Row], problems: Problems, base: str) -> None:
         raise ConfigError(f"--base {base}: its tokenizer cannot be loaded: {error}") from error
     say(f"{len(rows)} rows")
     say(table(_columns(rows), "column,kind,rows,first value", empty=""))
+    say("\n".join(taken))
     some = range(0, len(problems), max(1, len(problems) // _MOST_COUNTED))
     prompts = sorted(len(chat.prompt_ids(problems[place])) for place in some)
     answers = sorted(answer_tokens(chat, problems[place].answer) for place in some if problems[place].answer)

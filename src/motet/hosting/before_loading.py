@@ -35,6 +35,7 @@ from motet.tasks import judge_http, reward_elsewhere
 from motet.tasks.clock import moment
 from motet.tasks.dataset import Dataset
 from motet.tasks.judge_http import of_a_run
+from motet.tasks.nested import MISSING, names_of, value_at
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_loading import NO_SCORER, OWN, SCORER, adapted, built_in
 from motet.tasks.reward_pool import RewardPool
@@ -248,7 +249,7 @@ def check_data(job: JobConfig, sources: Sources, rules: Rules) -> Dataset:
         raise RewardError(NO_SCORER)
     needy = [name for name in named if name in NEED_AN_ANSWER]
     if needy and not any(problem.answer for problem in data.train):
-        columns = ", ".join(data.train[0].metadata) or "none"
+        columns = ", ".join(names_of(data.train[0].metadata)) or "none"
         raise DataError(
             f"reward {needy[0]!r} compares with a reference answer, and no row of {source} has one; name its column in "
             f"data.answer (other columns: {columns}), or take another reward"
@@ -256,18 +257,19 @@ def check_data(job: JobConfig, sources: Sources, rules: Rules) -> Dataset:
     if "numeric" in named and all(last_number(problem.answer) is None for problem in data.train):
         raise DataError(
             f"reward 'numeric' compares numbers, and no answer of {source} has one, such as {data.train[0].answer!r:.80}; "
-            "write them in digits, or take another reward"
+            f"name a column with numbers in data.answer (columns: {', '.join(names_of(data.train[0].metadata))}), write them "
+            "in digits, or take another reward"
         )
     for reward in job.rewards:
         column = str(reward.args.get("column", "tests"))  # args may hold anything
         if (
             reward.name == "code"
             and reward.function is None
-            and not any(row.metadata.get(column) for row in data.train)
+            and not any(value_at(row.metadata, column) not in (None, MISSING, "", []) for row in data.train)
         ):
             raise DataError(
                 f"reward 'code': no row of {source} has tests in the column {column!r}; name theirs in args (column: …; the "
-                f"columns: {', '.join(data.train[0].metadata) or 'none'})"
+                f"columns: {', '.join(names_of(data.train[0].metadata)) or 'none'})"
             )
     return data
 

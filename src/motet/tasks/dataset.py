@@ -1,4 +1,4 @@
-"""Makes problems of rows: finds prompt and answer columns, holds rows out, and assigns problems to steps.
+"""Reads problems, holds some out, and assigns problems to steps.
 
 A Problem's id is its row's index in the source, so logs and random numbers name the same row in every run.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,16 +18,15 @@ from motet.config.data import HELD_OUT
 from motet.core import seeds
 from motet.core.errors import DataError
 from motet.core.rules import TODAY, Rules
-from motet.core.types import Message, Problem
-from motet.tasks.messages import check_characters, messages_of, plain_preference, without_prompt
+from motet.core.types import Problem
+from motet.tasks.nested import names_of, text_of, value_at
 from motet.tasks.pools import Pools, order_of, passes
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.row_files import Row, RowLimits
+from motet.tasks.row_files import RowLimits
+from motet.tasks.row_problems import Reading, parts_of
 from motet.tasks.sources import check_part, has_splits, read_rows
 
-PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "input")
-ANSWER_COLUMNS = ("answer", "solution", "target", "label", "output")
 _MANY = 0.2
 """Share of rows that are left out for their prompts, from which on a person is told what to do."""
 
@@ -47,6 +45,8 @@ class Dataset:
     shuffle: bool = True
     """Whether each pass is a new permutation of the rows."""
     pools: Pools | None = None
+    columns: str = ""
+    """Which columns were taken, for a person."""
 
     def window(self, first: int, n: int, seed: int, per_step: int) -> list[Problem]:
         """The problems at positions first … first + n − 1 in the endless sequence of passes, `per_step` of them in a step.
@@ -84,6 +84,10 @@ class Source:
     evaluation: Problems | None
     """Problems of `data.eval_source`; None if problems are held out instead."""
     scorer: ScorerSpec | None
+    columns: str = ""
+    """Which columns were taken, for a person."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of the columns."""
 
 
 def load_dataset(
@@ -102,12 +106,30 @@ def read_source(config: DataConfig, bounds: RowLimits | None = None, rules: Rule
         DataError: the source cannot be read, or a row is invalid; the message says where and what to do.
     """
     check_part(config)
-    rows, scorer = read_rows(config, bounds)
-    problems = Problems.of(_problems(config, rows, bounds))
+    source = _read(config, bounds, rules)
     if config.eval_source is None:
-        return Source(problems, None, scorer)
-    evaluation, eval_scorer = _evaluation(config, bounds)
-    return Source(problems, evaluation, replace(scorer, evaluation=eval_scorer) if scorer else eval_scorer)
+        return source
+    other, scorer = _evaluation(config, bounds, rules), source.scorer
+    apart = f"; {config.eval_source}: {other.columns}" if other.columns != source.columns else ""
+    return Source(
+        source.problems,
+        other.problems,
+        replace(scorer, evaluation=other.scorer) if scorer else other.scorer,
+        source.columns + apart,
+        (*source.notes, *(f"{config.eval_source}: {note}" for note in other.notes)),
+    )
+
+
+def _read(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Source:
+    """The problems of `config.source`; it is read again if only its last row shows that a column holds whole numbers."""
+    rows, scorer = read_rows(config, bounds, rules)
+    reading = Reading(config, rules)
+    problems = Problems.of(reading.problems(rows, bounds))
+    if whole := reading.whole:
+        reading = Reading(config, rules, whole)
+        problems = Problems.of(reading.problems(read_rows(config, bounds, rules)[0], bounds))
+    columns = "" if reading.columns is None else reading.columns.text(config)
+    return Source(problems, None, scorer, columns, tuple(reading.notes()))
 
 
 def split(config: DataConfig, source: Source, longer: Longer | None = None) -> Dataset:
@@ -115,7 +137,8 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
 
     Without `longer`, no prompt is too long. Raises DataError if too few rows remain.
     """
-    problems, notes = _short(config, config.source, source.problems, longer)
+    problems, left_out_notes = _short(config, config.source, source.problems, longer)
+    notes = [*source.notes, *left_out_notes]
     if source.evaluation is not None:
         holdout = tuple(_short(config, str(config.eval_source), source.evaluation, longer)[0])
     else:
@@ -135,7 +158,7 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
         pools, used, note = Pools.of(config.pools, train, config.source)
         train = train.only(used)
         notes.append(note)
-    return Dataset(train, holdout, source.scorer, tuple(notes), config.shuffle, pools)
+    return Dataset(train, holdout, source.scorer, tuple(notes), config.shuffle, pools, source.columns)
 
 
 def _shared(config: DataConfig, problems: Problems, holdout: Sequence[Problem], left_out: int) -> str:
@@ -152,15 +175,15 @@ def _shared(config: DataConfig, problems: Problems, holdout: Sequence[Problem], 
 
 def _ordered(column: str, problems: Sequence[Problem], source: str) -> list[int]:
     """The places of problems by a column, smallest first; equal ones stay as they are in the source."""
-    values: list[Any] = [problem.metadata.get(column) for problem in problems]
+    values: list[Any] = [value_at(problem.metadata, column) for problem in problems]
     kind = str if isinstance(values[0], str) else int | float
     fits = [isinstance(value, kind) and (isinstance(value, str) or math.isfinite(value)) for value in values]
     if all(fits):
         return sorted(range(len(values)), key=lambda place: values[place])
     bad = fits.index(False)
     raise DataError(
-        f"data.order {column!r}: {source} row {problems[bad].id + 1} has {str(values[bad])[:80]!r} there; every row needs a "
-        f"number, or every row a text. {_columns(problems[bad].metadata)}"
+        f"data.order {column!r}: {source} row {problems[bad].id + 1} has {text_of(values[bad])[:80]!r} there; every row "
+        f"needs a number, or every row a text. Its columns: {', '.join(names_of(problems[bad].metadata)) or 'none'}"
     )
 
 
@@ -204,7 +227,7 @@ def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
     )
 
 
-def _evaluation(config: DataConfig, bounds: RowLimits | None) -> tuple[Problems, ScorerSpec | None]:
+def _evaluation(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Source:
     if config.holdout == 0:
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     if config.eval_split is not None and not has_splits(str(config.eval_source)):
@@ -217,102 +240,6 @@ def _evaluation(config: DataConfig, bounds: RowLimits | None) -> tuple[Problems,
     changes = {"source": config.eval_source, "split": named, "size": size, "seed": far, "rows": None}
     other = config.model_copy(update=changes)
     try:
-        rows, scorer = read_rows(other, bounds)
-        return Problems.of(_problems(other, rows, bounds)), scorer
+        return _read(other, bounds, rules)
     except DataError as error:
         raise DataError(str(error).replace("data.source", "data.eval_source", 1)) from error
-
-
-def _problems(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Problem]:
-    size = 0
-    for index, row in enumerate(rows):
-        problem = _problem(config, row, index)
-        if bounds is not None and config.template is not None:
-            size += sum(len(message.content) for message in problem.messages)
-            if size > bounds.bytes:
-                raise DataError(
-                    f"data.template makes prompts of more than {bounds.bytes / 2**20:g} MB together out of {config.source}; "
-                    "shorten it, or set data.size"
-                )
-        yield problem
-
-
-def _problem(config: DataConfig, row: Row, index: int) -> Problem:
-    where = f"{config.source} row {index + 1}"
-    answer_column = _column(row, config.answer, ANSWER_COLUMNS, "answer", where)
-    prompt_column = None
-    value: Any
-    if config.template is not None:
-        value = _filled(config.template, row, where)
-    else:
-        row = plain_preference(row)
-        prompt_column = _column(row, config.prompt, PROMPT_COLUMNS, "prompt", where)
-        value, row = without_prompt(row) if prompt_column is None else (row[prompt_column], row)
-        if not value and prompt_column is None:
-            raise DataError(
-                f"{where} has no column named {', '.join(PROMPT_COLUMNS)}. {_columns(row)}. "
-                "Set data.prompt to one of them, or data.template to a text with {column} fields"
-            )
-    answer = "" if answer_column is None else _text(row[answer_column])
-    conversational = isinstance(value, list)
-    messages = messages_of(value, where, prompt_column or "template")
-    continuation: tuple[Message, ...] = ()
-    if messages[-1].role == "assistant":  # a row for supervised training: its last turn is the reference answer
-        messages, continuation = messages[:-1], messages[-1:]
-        answer = answer or continuation[0].content
-    if not messages or messages[-1].role not in ("user", "tool"):
-        raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
-    if config.system is not None:
-        messages = (Message("system", config.system), *(message for message in messages if message.role != "system"))
-    check_characters((*messages, *continuation), where)
-    if not config.source.startswith("reasoning-gym:"):  # whose scorer finds a row by its question
-        row = {name: value for name, value in row.items() if name != prompt_column}
-    return Problem(index, messages, answer, row, conversational, continuation)
-
-
-def _column(row: Mapping[str, Any], wanted: str | None, usual: tuple[str, ...], field: str, where: str) -> str | None:
-    if wanted is not None and wanted not in row:
-        raise DataError(f"{where} has no column {wanted!r} (data.{field}). {_columns(row)}")
-    return wanted if wanted is not None else next((name for name in usual if name in row), None)
-
-
-def _columns(row: Mapping[str, Any]) -> str:
-    return f"Its columns: {', '.join(row) or 'none'}"
-
-
-def _filled(template: str, row: Row, where: str) -> str:
-    pieces = []
-    for text, column in parts_of(template):
-        pieces.append(text)
-        if column is not None:
-            if column not in row:
-                raise DataError(f"{where} has no column {column!r} that data.template asks for. {_columns(row)}")
-            pieces.append(str(row[column]))
-    return "".join(pieces)
-
-
-def parts_of(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into plain texts, each with the column that follows it.
-
-    Raises:
-        DataError: a field is more than a column name; format expressions could use any amount of memory.
-    """
-    hint = "Write {column} for a column, {{ and }} for braces"
-    try:
-        pieces = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise DataError(f"data.template cannot be filled: {error}. {hint}") from error
-    for _, column, form, conversion in pieces:
-        if column is not None and (form or conversion or not column or set(column) & set(".[")):
-            asked = f"{{{column}{'!' + conversion if conversion else ''}{':' + form if form else ''}}}"
-            raise DataError(
-                f"data.template cannot be filled: {asked:.80} is not the name of a column alone. {hint}; for anything else "
-                "add a column"
-            )
-    return [(text, column) for text, column, _, _ in pieces]
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

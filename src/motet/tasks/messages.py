@@ -14,6 +14,10 @@ from motet.tasks.plain_json import check_plain
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+_SHAREGPT_ROLES = {
+    "human": "user", **dict.fromkeys(("gpt", "chatgpt", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+}  # fmt: skip
 
 
 def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
@@ -24,7 +28,7 @@ def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
         return (Message("user", value),)
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {value!r:.80}")
-    return tuple(_message(item, where, column) for item in value)
+    return tuple(_message(plain_turn(item, where), where, column) for item in value)
 
 
 def check_characters(messages: Iterable[Message], where: str) -> None:
@@ -49,6 +53,22 @@ def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
     tools = {"tools": asked["tools"]} if asked.get("tools") else {}
     pair = {name: row[theirs] for theirs, name in _OPENAI_PAIR.items()}
     return {**others, "prompt": asked.get("messages"), **pair, **tools}
+
+
+def plain_turn(item: Any, where: str) -> Any:
+    """A turn in ShareGPT's form (`from`, `value`) in OpenAI's. Raises DataError for a call that is no JSON."""
+    if not isinstance(item, dict) or "role" in item or "value" not in item or not isinstance(item.get("from"), str):
+        return item
+    role, value = _SHAREGPT_ROLES.get(item["from"], item["from"]), item["value"]
+    if item["from"] != "function_call":
+        return {**item, "role": role, "content": value}
+    try:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: a function_call must be JSON with `name` and `arguments`, got {value!r:.80}"
+        ) from error
+    return {**item, "role": role, "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
 def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

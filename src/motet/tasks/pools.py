@@ -17,6 +17,7 @@ from motet.config.data import MOST_POOLS, PoolsConfig, pool_of
 from motet.core import seeds
 from motet.core.errors import DataError
 from motet.core.types import Problem
+from motet.tasks.nested import MISSING, names_of, value_at
 
 Places = NDArray[np.int64]
 _MOST_NAMED, _SAID, _SHOWN = 1000, 10, 60
@@ -93,12 +94,12 @@ class Pools:
         pools, others = {value: number for number, value in enumerate(config.values)}, Counter[str]()
         found = np.full(len(problems), -1, np.int32)
         for place, problem in enumerate(problems):
-            if config.column not in problem.metadata:
+            if (own := value_at(problem.metadata, config.column)) is MISSING:
                 raise DataError(
                     f"data.pools: {source} row {problem.id + 1} has no column {config.column!r}. Its columns: "
-                    f"{', '.join(problem.metadata) or 'none'}"
+                    f"{', '.join(names_of(problem.metadata)) or 'none'}"
                 )
-            value = pool_of(problem.metadata[config.column])
+            value = pool_of(own)
             found[place] = pools.get(value, -1)
             if found[place] < 0 and len(others) < _MOST_NAMED:
                 others[value[:_SHOWN]] += 1

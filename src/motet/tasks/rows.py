@@ -157,7 +157,8 @@ def _continuation(problem: Problem, column: str, where: str) -> Continuation:
     if isinstance(value, str):
         messages: Continuation = (Message("assistant", value),)
     elif value:
-        messages = tuple(message for message in messages_of(value, where, column) if message.role != "system")
+        turns = [value] if isinstance(value, dict) else value
+        messages = tuple(message for message in messages_of(turns, where, column) if message.role != "system")
         prompt = tuple(message for message in problem.messages if message.role != "system")
         messages = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
     else:
@@ -168,10 +169,13 @@ def _continuation(problem: Problem, column: str, where: str) -> Continuation:
 
 
 def _tools(problem: Problem, where: str) -> Tools:
-    """The row's `tools`: JSON schemas, or their JSON."""
+    """The row's `tools`: JSON schemas, or the JSON of each, or of all."""
     tools = problem.metadata.get("tools") or ()
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = (
+            [json.loads(one) if isinstance(one, str) else one for one in tools] if isinstance(tools, list) else tools
+        )
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: tools is no JSON: {error}") from error
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):

@@ -29,7 +29,6 @@ from motet.runtime.race import check_rows
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings
-from motet.tasks.dataset import parts_of
 from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import check_plain
@@ -40,6 +39,7 @@ from motet.tasks.reward_loading import NO_SCORER, SCORER, adapted
 from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import BUILTIN
 from motet.tasks.row_files import OF_A_JOB
+from motet.tasks.row_problems import parts_of
 from motet.tasks.sources import check_toy
 
 _ENVIRONMENTS = (*ENVIRONMENTS, EnvironmentConfig.AGENT)
