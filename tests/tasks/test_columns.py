@@ -150,7 +150,7 @@ def test_a_column_with_more_different_values_is_told() -> None:
             r"row 1 has no column 'extra_info\.question' \(data\.prompt\).*extra_info\.index",
         ),
         ({"template": "a{extra_info.id}"}, r"no row has 'extra_info\.id' \(data\.template\)"),
-        ({"order": "extra_info.level"}, r"data\.order 'extra_info\.level': .* row 1 has '' there"),
+        ({"order": "extra_info.level"}, r"data\.order 'extra_info\.level': .* row 1 has nothing there"),
         (
             {"pools": {"column": "extra_info.x", "weights": {"a": 1}}},
             r"row 1 has no column 'extra_info\.x'.*extra_info\.index",

@@ -181,8 +181,9 @@ def _ordered(column: str, problems: Sequence[Problem], source: str) -> list[int]
     if all(fits):
         return sorted(range(len(values)), key=lambda place: values[place])
     bad = fits.index(False)
+    said = repr(text_of(values[bad])[:80]) if text_of(values[bad]) else "nothing"
     raise DataError(
-        f"data.order {column!r}: {source} row {problems[bad].id + 1} has {text_of(values[bad])[:80]!r} there; every row "
+        f"data.order {column!r}: {source} row {problems[bad].id + 1} has {said} there; every row "
         f"needs a number, or every row a text. Its columns: {', '.join(names_of(problems[bad].metadata)) or 'none'}"
     )
 
