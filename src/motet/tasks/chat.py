@@ -90,10 +90,14 @@ class Chat(ReadsTurns):
         return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), source)
 
     @cached_property
+    def _end(self) -> IntArray:
+        end = end_of_turn(self.tokenizer) if self.chat_template else None
+        return np.array([] if end is None else [end], np.int32)
+
+    @cached_property
     def end_of_turn(self) -> str:
         """The special token that ends an answer, as text; empty if the template writes none."""
-        end = end_of_turn(self.tokenizer) if self.chat_template else None
-        return "" if end is None else self._decode([end])
+        return self._decode(self._end) if len(self._end) else ""
 
     @property
     def eos(self) -> IntArray:
