@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from transformers import AutoTokenizer
 import motet
 from motet.commands import export
 from motet.commands.export_apart import pre_tokenizer, read_model
-from motet.commands.export_check import Loaded, check, compare
+from motet.commands.export_check import Loaded, ask, check, compare, known_ids
 from motet.commands.export_gguf import converter, modelfile_template
 from motet.commands.merging import ExportSource
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.commands.verify import verify
 from motet.config import JobConfig
-from motet.core.errors import AdapterError, ConfigError
+from motet.core.errors import AdapterError, BaseModelError, ConfigError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from motet.model.find import SMALL_BASE
 from tests.support.peft_files import save_random
@@ -48,7 +49,7 @@ def ours(adapter: Path):
 def compared(ours, place: Path, base: Path = SMALL_BASE) -> str:
     token_ids, here = ours
     texts, ids = list(token_ids), [one.tolist() for one in token_ids.values()]
-    answer = read_model(texts, ids, str(base), str(place))
+    answer = read_model(texts, ids, range(1024), str(base), str(place))
     return compare(Loaded("peft", base, place), token_ids, tuple(here.values()), answer)
 
 
@@ -323,6 +324,52 @@ def test_a_converter_is_looked_for_on_path(tmp_path: Path, monkeypatch: pytest.M
     assert converter("convert.py") == tmp_path / "convert.py"
 
 
+@pytest.fixture
+def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Loaded, dict[str, Any]]:
+    """A model for llama.cpp's stand-in. Whatever comes before, half a letter is likely next; an id without a token too."""
+    support = Path(__file__).parents[1] / "support" / "llama_cpp"
+    monkeypatch.setenv("PYTHONPATH", str(support), prepend=os.pathsep)
+    vocabulary = json.loads((SMALL_BASE / "tokenizer.json").read_text())["model"]["vocab"]
+    half, generator = vocabulary["ð"], torch.manual_seed(0)
+    logits_NV = torch.randn(1024, 1030, generator=generator, dtype=torch.float64)
+    logits_NV[:, half] += 9
+    logits_NV[:, 1024:] -= 20
+    logits_NV[::2, 1027] += 30
+    logits_NV[7, 1027] = 2000
+    log_NV = logits_NV.log_softmax(-1)
+    model = {"tokenizer": str(SMALL_BASE / "tokenizer.json"), "logprobs": dict(enumerate(log_NV.tolist()))}
+    (tmp_path / "model.gguf").write_text(json.dumps(model))
+    text = "A face: \N{GRINNING FACE}, and \N{CJK UNIFIED IDEOGRAPH-5B57}."
+    ids = AutoTokenizer.from_pretrained(SMALL_BASE).encode(text, add_special_tokens=False)
+    wanted_NV = logits_NV[:, :1024].log_softmax(-1)
+    wanted = [float(wanted_NV[before, token]) for before, token in pairwise(ids)]
+    assert half in ids
+    return Loaded("llama.cpp", tmp_path / "model.gguf"), {
+        "tokens": [ids],
+        "logprobs": [pytest.approx(wanted)],
+        "of": text,
+    }
+
+
+def test_halves_of_letters_are_compared(llama: tuple[Loaded, dict[str, Any]]) -> None:
+    """llama.cpp tells nothing beside a token that is half a letter, so it is asked in another way."""
+    loaded, wanted = llama
+    text = wanted.pop("of")
+    assert ask(loaded, [text], wanted["tokens"], known_ids(str(SMALL_BASE))) == wanted
+
+
+def test_what_a_consumer_says_is_told_and_nothing_is_guessed(llama: tuple[Loaded, dict[str, Any]]) -> None:
+    """The last line of a log is the cause of nothing: it stands there when all went well, too."""
+    loaded, wanted = llama
+    text, known = wanted.pop("of"), list(range(1024))
+    with pytest.raises(BaseModelError, match="gives token 9 no probability beside ids that have no token"):
+        ask(loaded, [text], [[7, 9]], known)
+    with pytest.raises(BaseModelError, match=r"RuntimeError: Failed to init(.|\n)*  E llama_model_load: error loading"):
+        ask(Loaded("llama.cpp", loaded.model / "none"), [text], wanted["tokens"], known)
+    with pytest.raises(BaseModelError, match="knows no token 5000"):
+        ask(loaded, [text], [[5, 5000]], known)
+
+
 @pytest.mark.soak
 def test_llama_cpp_computes_what_was_trained(adapter: Path, version: Path, tmp_path: Path) -> None:
     """Its own converters and its own server; a file of another adapter is refused."""
@@ -345,3 +392,13 @@ check(Loaded("llama.cpp", Path({str(tmp_path / "gguf" / "model.gguf")!r}), dtype
 """
     done = subprocess.run([sys.executable, "-c", wrong], env=env, capture_output=True, text=True, check=False)
     assert "the export is not what was trained" in done.stderr
+    halves = shutil.copytree(SMALL_BASE, tmp_path / "halves")
+    tensors = load_file(halves / "model.safetensors")
+    table, vocabulary = (
+        tensors["model.embed_tokens.weight"],
+        json.loads((halves / "tokenizer.json").read_text())["model"]["vocab"],
+    )
+    table[vocabulary["ð"]] = table[vocabulary["."]] * 3  # half a letter is often the likeliest
+    save_file(tensors, halves / "model.safetensors", {"format": "pt"})
+    shutil.rmtree(tmp_path / "gguf-adapter")
+    assert "checked with llama.cpp" in exported("gguf-adapter", adapter, "--base", str(halves))

@@ -7,6 +7,7 @@ standard input.
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 import urllib.request
@@ -18,7 +19,11 @@ Ids = Sequence[Sequence[int]]
 _SECONDS = 600.0
 """For one answer of llama.cpp's server."""
 _LIKELY = 256
-"""Tokens whose logprobs llama.cpp gives at first; all of them where the wanted one is not among these."""
+"""Tokens whose logprobs llama.cpp gives at first; all of them where the wanted one is not there, or one of no token is."""
+_UNDERFLOW = -1e30
+"""What llama.cpp gives for a probability of 0."""
+_FORCED = 1000.0
+"""A bias above all logits."""
 
 
 def pre_tokenizer(tokenizer: dict[str, Any]) -> str | None:
@@ -56,7 +61,9 @@ def convert(script: Path, arguments: Sequence[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def read_llama(texts: Sequence[str], token_ids: Ids, model: str, adapter: str | None = None) -> dict[str, Any]:
+def read_llama(
+    texts: Sequence[str], token_ids: Ids, known: Sequence[int], model: str, adapter: str | None = None
+) -> dict[str, Any]:
     """What llama.cpp makes of a .gguf model, with a .gguf adapter where one is given; also its own tokens of the texts."""
     import xllamacpp
 
@@ -65,19 +72,31 @@ def read_llama(texts: Sequence[str], token_ids: Ids, model: str, adapter: str | 
     params.n_ctx = max(map(len, token_ids)) + 16
     if adapter is not None:
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
-    server = xllamacpp.Server(params)
+    server, tokens = xllamacpp.Server(params), frozenset(known)
 
     def ask(path: str, **body: Any) -> Any:
         request = urllib.request.Request(f"{server.listening_address}{path}", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
             return json.load(answer)
 
+    # It tells no probabilities beside a token that is a part of a letter. They are those before any bias, so whatever
+    # is likeliest, a whole letter is forced.
+    forced = [[ask("/tokenize", content="a")["tokens"][-1], _FORCED]]
+
     def logprob(before: Sequence[int], token: int) -> float:
         for most in (_LIKELY, 10**7):
-            answer = ask("/completion", prompt=list(before), n_predict=1, n_probs=most, temperature=0.0)
-            for one in answer["completion_probabilities"][0]["top_logprobs"]:
-                if one["id"] == token:
-                    return float(one["logprob"])
+            answer = ask(
+                "/completion", prompt=list(before), n_predict=1, n_probs=most, temperature=0.0, logit_bias=forced
+            )
+            if not (told := answer.get("completion_probabilities")):
+                raise ValueError(f"llama.cpp tells no probabilities after the tokens {list(before)}")
+            likely = {one["id"]: float(one["logprob"]) for one in told[0]["top_logprobs"]}
+            if likely.keys() <= tokens and token in likely:
+                return likely[token]
+            if most > _LIKELY and likely.get(token, 0.0) < _UNDERFLOW:
+                raise ValueError(f"llama.cpp gives token {token} no probability beside ids that have no token")
+            if most > _LIKELY and token in likely:
+                return likely[token] - _log_sum([value for one, value in likely.items() if one in tokens])
         raise ValueError(f"llama.cpp knows no token {token}")
 
     return {
@@ -86,7 +105,14 @@ def read_llama(texts: Sequence[str], token_ids: Ids, model: str, adapter: str | 
     }
 
 
-def read_model(texts: Sequence[str], token_ids: Ids, model: str, adapter: str | None = None) -> dict[str, Any]:
+def _log_sum(logprobs: Sequence[float]) -> float:
+    most = max(logprobs)
+    return most + math.log(math.fsum(math.exp(one - most) for one in logprobs))
+
+
+def read_model(
+    texts: Sequence[str], token_ids: Ids, known: Sequence[int], model: str, adapter: str | None = None
+) -> dict[str, Any]:
     """What transformers makes of a model directory in float32, with `peft` where an adapter's directory is given too."""
     import torch
 
@@ -101,7 +127,10 @@ def read_model(texts: Sequence[str], token_ids: Ids, model: str, adapter: str | 
     with torch.no_grad():
         for ids in token_ids:
             row = torch.tensor([list(ids)], device=loaded.device)
-            log_TV = loaded.eval()(input_ids=row, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            logits_TV = loaded.eval()(input_ids=row, use_cache=False).logits[0, :-1].float()
+            beside = torch.full_like(logits_TV[0], -torch.inf)
+            beside[[token for token in known if token < len(beside)]] = 0.0
+            log_TV = (logits_TV + beside).log_softmax(-1)
             logprobs.append(log_TV.gather(1, row[0, 1:, None])[:, 0].tolist())
     return {"tokens": [tokenizer.encode(text, add_special_tokens=False) for text in texts], "logprobs": logprobs}
 
@@ -111,7 +140,10 @@ READERS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "peft": read_model,
     "llama.cpp": read_llama,
 }
-"""Consumers by name. Each gives `tokens`, its own of each text, and `logprobs` of all of `token_ids` but the first of a row."""
+"""Consumers by name. Each gives `tokens`, its own of each text, and `logprobs` of all of `token_ids` but the first of a row.
+
+Logprobs are among the `known` ids, which have a token, as those of Motet are.
+"""
 
 
 def main() -> None:
@@ -119,7 +151,11 @@ def main() -> None:
     if sys.argv[1] == "convert":
         convert(Path(sys.argv[2]), sys.argv[3:])
     else:
-        print(f"\n{json.dumps(READERS[sys.argv[1]](**json.load(sys.stdin)))}", flush=True)
+        try:
+            answer = READERS[sys.argv[1]](**json.load(sys.stdin))
+        except Exception as error:  # consumers fail in many ways
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        print(f"\n{json.dumps(answer)}", flush=True)
 
 
 if __name__ == "__main__":

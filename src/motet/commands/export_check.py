@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.core.errors import AdapterError, BaseModelError, RunError
+from motet.core.token_ids import TokenIds
 from motet.core.types import FloatArray, IntArray, Message, Problem
 from motet.report.read import Line, read_job, read_pairs
 from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
@@ -25,6 +27,8 @@ PACKAGES = {"transformers": "transformers", "peft": "peft", "llama.cpp": "xllama
 """What has to be installed for each consumer."""
 _TEXTS, _TOKENS = 6, 96
 """Held-out answers that are compared, and the most tokens of each."""
+_LINES = 12
+"""Of what a consumer printed before it failed."""
 TOLERANCES = {"float32": (0.001, 0.005), "float16": (0.005, 0.01), "bfloat16": (0.03, 0.03)}
 """By the type of the weights: how far the root mean square of differences may go, as a number and a share of the effect."""
 
@@ -52,14 +56,14 @@ def check(loaded: Loaded, adapter: Path, base: str) -> str:
 
     Raises:
         AdapterError: it computes something else, or was made of another base than the adapter.
-        BaseModelError: the consumer cannot load it.
+        BaseModelError: the consumer failed; the message says how.
     """
     _refuse_another_base(adapter, base)
     lines = _held_out(adapter)
     token_ids, here = asyncio.run(
         logprobs_here(base, [adapter], lambda tokenizer: _texts(tokenizer, lines, adapter), "float32", _TOKENS)
     )
-    answer = _ask(loaded, list(token_ids), [ids.tolist() for ids in token_ids.values()])
+    answer = ask(loaded, list(token_ids), [ids.tolist() for ids in token_ids.values()], known_ids(base))
     said = compare(loaded, token_ids, tuple(here.values()), answer)
     return f"{said} ({len(token_ids)} {'held-out answers' if lines else 'built-in texts'})"
 
@@ -101,17 +105,37 @@ def _rms(values: FloatArray) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def _ask(loaded: Loaded, texts: Sequence[str], token_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
-    request = {"texts": texts, "token_ids": token_ids, "model": str(loaded.model)}
+def known_ids(base: str) -> list[int]:
+    """The ids that a base's tokenizer has a token for."""
+    from motet.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer(base)
+    ids = TokenIds.of(tokenizer, max(tokenizer.get_vocab().values()) + 1)
+    return [token for token in range(ids.size) if token in ids]
+
+
+def ask(
+    loaded: Loaded, texts: Sequence[str], token_ids: Sequence[Sequence[int]], known: Sequence[int]
+) -> dict[str, Any]:
+    """What a consumer makes of an export, in a process of its own (see `READERS`).
+
+    Raises:
+        BaseModelError: it failed; the message says how.
+    """
+    request = {"texts": texts, "token_ids": token_ids, "known": known, "model": str(loaded.model)}
     if loaded.adapter is not None:
         request["adapter"] = str(loaded.adapter)
     command = [sys.executable, "-P", "-m", "motet.commands.export_apart", loaded.consumer]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
-    if done.returncode:
-        (*_, said) = done.stderr.strip().splitlines() or ["nothing"]
-        raise BaseModelError(f"{loaded.consumer} cannot load the export, so nothing is written; it says: {said}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    lines = done.stdout.splitlines()
+    answer: dict[str, Any] = json.loads(lines[-1]) if lines and not done.returncode else {}
+    if "logprobs" in answer:
+        return answer
+    raise BaseModelError(
+        f"the export could not be checked with {loaded.consumer}, so nothing is written: "
+        f"{answer.get('failed') or f'its process ended with {done.returncode}'}. The end of what it printed:\n"
+        + textwrap.indent("\n".join(done.stderr.strip().splitlines()[-_LINES:]) or "nothing", "  ")
+    )
 
 
 def _held_out(adapter: Path) -> list[Line]:
