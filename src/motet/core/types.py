@@ -330,10 +330,11 @@ class Rollout:
 
     @property
     def transcript(self) -> tuple[Message, ...]:
-        """The whole conversation."""
+        """The whole conversation; the model's turns are in parts."""
         messages = list(self.opening or self.problem.messages)
         for turn in self.turns:
-            messages += [Message("assistant", turn.text, turn.tool_calls), *turn.replies]
+            parts = turn.parts
+            messages += [Message("assistant", parts.speech, parts.calls, thought=parts.thought), *turn.replies]
         return tuple(messages)
 
     @property

@@ -1,6 +1,6 @@
 """User-defined environments: one instance per rollout, in worker processes, and the resulting rollouts.
 
-The model's turn is passed to the tools that it calls, or as text to `step`; their results are read next. Sampled tokens
+The model's turn is passed to the tools that it calls, or its speech to `step`; their results are read next. Sampled tokens
 stay: later text is appended to them. If the template rewrites earlier tokens, a new branch begins.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +18,11 @@ import numpy as np
 
 from motet.config import EnvironmentConfig
 from motet.core.errors import BaseModelError, EngineError, EnvironmentFault
-from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, ToolCall
+from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, TurnParts
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
-from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, judged, read_next, whole
+from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, heard, judged, read_next, whole
 from motet.tasks.team import TeamEpisode, begun
-from motet.tasks.tool_calls import tool_calls
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
 
 Result = TypeVar("Result")
@@ -239,13 +238,14 @@ async def _run_episode(
         team = TeamEpisode(context, rollout, episode.do)
         return await team.play(*first, workers.config.max_turns, judged=workers.info.judges)
     chat, tools, (read, chunk), anew = context.chat, workers.info.tools, first, False
+    prompt = read
     for turn in range(1, workers.config.max_turns + 1):
         cut_off = chunk.finish_reason is FinishReason.LENGTH
-        calls = tool_calls(chunk.text) if tools and not cut_off else ()
-        rollout = extended(rollout, read, chunk, anew=anew, calls=calls)
+        said = await heard(context, prompt, chunk, tools)
+        rollout = extended(rollout, read, chunk, anew=anew, said=said)
         if rollout.error:
             break
-        replies, reward, done, error = await _replies(workers, chat, episode, chunk.text, calls)
+        replies, reward, done, error = await _replies(workers, chat, episode, said[1])
         rollout = replace(answered(rollout, replies, reward), error=error)
         if done or error or cut_off or not replies or turn == workers.config.max_turns:
             break
@@ -260,12 +260,12 @@ async def _run_episode(
 
 
 async def _replies(
-    workers: EnvironmentWorkers, chat: Chat, episode: EnvironmentInstance, text: str, calls: Sequence[ToolCall]
+    workers: EnvironmentWorkers, chat: Chat, episode: EnvironmentInstance, parts: TurnParts
 ) -> tuple[tuple[Message, ...], float | None, bool, str]:
     """The reply to a turn, its reward, whether the episode has ended, and any error."""
-    if calls:
+    if parts.calls:
         replies, done = [], False
-        for call in calls:
+        for call in parts.calls:
             reply = await episode.do(m.CallTool(call.name, dict(call.arguments)))
             if reply.error:
                 return (), None, True, reply.error
@@ -274,7 +274,7 @@ async def _replies(
         return tuple(replies), None, done, ""
     if not workers.info.steps:
         return (), None, True, ""
-    reply = await episode.do(m.EnvironmentStep(text))
+    reply = await episode.do(m.EnvironmentStep(parts.speech))
     said = (Message("user", reply.text),) if reply.text else ()
     return said, reply.reward, reply.done, reply.error or _NO_TEAM * bool(reply.rewards)
 

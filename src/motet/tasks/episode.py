@@ -7,7 +7,7 @@ scores them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -140,7 +140,11 @@ ENVIRONMENTS: Mapping[str, Environment] = {"single": single_turn, "retry": retry
 async def _first_turn(context: GroupContext) -> list[Rollout]:
     prompt, indices = context.chat.prompt_ids(context.problem), tuple(range(context.group_size))
     chunks = await whole(context.generate(prompt, indices, 0), context.group_size)
-    return [extended(Rollout(context.problem, index, (), ()), prompt, chunk) for index, chunk in enumerate(chunks)]
+    said = [await heard(context, prompt, chunk) for chunk in chunks]
+    return [
+        extended(Rollout(context.problem, index, (), ()), prompt, chunk, said=said[index])
+        for index, chunk in enumerate(chunks)
+    ]
 
 
 async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
@@ -152,7 +156,7 @@ async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
         (chunk,) = await whole(context.generate(prompt, (rollout.index,), 1), 1)
     except EngineError as error:  # two turns may be too long for this rollout and not for the others
         return replace(rollout, error=str(error))
-    return extended(rollout, read, chunk, anew=anew)
+    return extended(rollout, read, chunk, anew=anew, said=await heard(context, prompt, chunk))
 
 
 async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
@@ -161,6 +165,11 @@ async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
     if len(chunks) != n or any(chunk.finish_reason is None for chunk in chunks):
         raise ValueError(f"generate must return {n} whole completions, got {len(chunks)}")
     return chunks
+
+
+async def heard(context: GroupContext, prompt_ids: IntArray, chunk: Chunk, tools: Tools = ()) -> tuple[str, TurnParts]:
+    """The text of a turn and its parts, read in a thread: turns may be long, and other jobs share the event loop."""
+    return await asyncio.to_thread(context.chat.turn, prompt_ids, chunk, tools, context.sampling.stop)
 
 
 def answered(rollout: Rollout, replies: tuple[Message, ...], reward: float | None = None) -> Rollout:
@@ -176,12 +185,14 @@ def extended(
     *,
     anew: bool = False,
     after: int | None = None,
+    said: tuple[str, TurnParts] | None = None,
     calls: tuple[ToolCall, ...] = (),
     trained: bool = True,
 ) -> Rollout:
     """The rollout with tokens read and a sampled turn; `anew` begins a branch with the tokens read.
 
-    The branch continues from the turn `after`, if any. An untrained turn counts as read tokens.
+    `said` is its text and parts; without, all of its text is speech. The branch continues from the turn `after`, if any. An
+    untrained turn counts as read tokens.
     """
     begun = rollout.branches
     if anew or not begun:
@@ -204,21 +215,12 @@ def extended(
         error = chunk.error or "sampling failed"
     elif reason is FinishReason.ABORT:
         error = "aborted before the answer was complete"
-    parts = TurnParts(speech=without_calls(chunk.text) if calls else chunk.text, calls=calls)
-    turns = (*rollout.turns, Turn(chunk.text, reason, parts, trained=trained))
-    return replace(rollout, branches=(*before, branch), turns=turns, error=error)
-
-
-def said_in(turns: Iterable[Turn]) -> tuple[Message, ...]:
-    """Turns and their replies as messages, in parts, which the chat template writes in the base's own form."""
-    return tuple(
-        message
-        for turn in turns
-        for message in (
-            Message("assistant", turn.parts.speech, turn.parts.calls, thought=turn.parts.thought),
-            *turn.replies,
-        )
+    text, parts = said or (
+        chunk.text,
+        TurnParts(speech=without_calls(chunk.text) if calls else chunk.text, calls=calls),
     )
+    turns = (*rollout.turns, Turn(text, reason, parts, trained=trained))
+    return replace(rollout, branches=(*before, branch), turns=turns, error=error)
 
 
 async def read_next(chat: Chat, rollout: Rollout, chunk: Chunk, tools: Tools = ()) -> tuple[IntArray, bool]:
@@ -231,7 +233,7 @@ async def read_next(chat: Chat, rollout: Rollout, chunk: Chunk, tools: Tools = (
 
 
 def _next(chat: Chat, rollout: Rollout, sampled: IntArray, tools: Tools = ()) -> tuple[IntArray, bool]:
-    messages = (*(rollout.opening or rollout.problem.messages), *said_in(rollout.turns))
+    messages = rollout.transcript
     replies = rollout.turns[-1].replies
     ids = chat.follow_up_ids(messages[: len(messages) - len(replies)], sampled, replies, tools)
     return (chat.prompt_of(messages, tools), True) if ids is None else (ids, False)

@@ -16,7 +16,7 @@ import numpy as np
 from motet.core.errors import BaseModelError, EngineError
 from motet.core.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 from motet.tasks import worker_messages as m
-from motet.tasks.episode import GroupContext, answered, extended, read_next, whole
+from motet.tasks.episode import GroupContext, answered, extended, heard, read_next, whole
 
 Act = Callable[[m.AnyAction], Awaitable[m.EpisodeReply]]
 """Calls the environment's instance for an episode."""
@@ -71,9 +71,9 @@ class TeamEpisode:
 
     async def play(self, read: IntArray, chunk: Chunk, max_turns: int, *, judged: bool) -> Rollout:
         """Play to the end from the first turn; `judged` asks for the reward of the whole episode."""
-        anew = False
+        anew, prompt = False, read
         for turn in range(1, max_turns + 1):
-            reply = await self._spoken(read, chunk, anew=anew)
+            reply = await self._spoken(read, prompt, chunk, anew=anew)
             cut_off = chunk.finish_reason is FinishReason.LENGTH
             if self._error or reply.done or cut_off or not reply.text or turn == max_turns:
                 break
@@ -96,16 +96,17 @@ class TeamEpisode:
             self._reward("environment", reply)
         return self._whole()
 
-    async def _spoken(self, read: IntArray, chunk: Chunk, *, anew: bool) -> m.EpisodeReply:
+    async def _spoken(self, read: IntArray, prompt: IntArray, chunk: Chunk, *, anew: bool) -> m.EpisodeReply:
         """Add a turn of the current role, and pass it to the environment."""
         role = self._role
-        own = self._roles[role] = extended(self._roles[role], read, chunk, anew=anew)
+        said = await heard(self._context, prompt, chunk)
+        own = self._roles[role] = extended(self._roles[role], read, chunk, anew=anew, said=said)
         self._last[role], self._error = chunk, own.error
-        reply = m.EpisodeReply() if own.error else await self._act(m.EnvironmentStep(chunk.text))
+        reply = m.EpisodeReply() if own.error else await self._act(m.EnvironmentStep(said[1].speech))
         self._error = self._error or reply.error
-        said = (Message("user", reply.text),) if reply.text else ()
+        replies = (Message("user", reply.text),) if reply.text else ()
         self._places.setdefault(role, []).append(len(self._turns))
-        self._turns.append(replace(own.turns[-1], replies=said, reward=reply.reward, role=role))
+        self._turns.append(replace(own.turns[-1], replies=replies, reward=reply.reward, role=role))
         self._reward("turns", reply)
         return reply
 

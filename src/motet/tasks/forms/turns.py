@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from motet.core.rules import Rules
 from motet.core.types import Chunk, FinishReason, IntArray, TurnParts
 from motet.tasks.forms.arguments import schemas_of
 from motet.tasks.forms.letters import Vocabulary
 from motet.tasks.forms.reading import TurnForm, TurnReader
-from motet.tasks.forms.table import find_form
+from motet.tasks.forms.table import EARLIER, find_form
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -23,20 +24,24 @@ class ReadsTurns:
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
+    rules: Rules
 
     @cached_property
-    def _end(self) -> IntArray:
-        """The token that the template writes after an answer, or none."""
+    def end_of_turn(self) -> str:
+        """The special token that the template writes after an answer; empty if it writes none."""
         raise NotImplementedError
 
     @cached_property
     def form(self) -> TurnForm:
         """How the base writes a turn."""
-        return find_form(self.tokenizer, self.template_kwargs)
+        return find_form(self.tokenizer, self.template_kwargs) if self.rules.reads_parts else EARLIER
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer, self.form.tags, self._end.tolist())
+        ends = {self.tokenizer.eos_token_id, *self.tokenizer.encode(self.end_of_turn, add_special_tokens=False)} - {
+            None
+        }
+        return Vocabulary(self.tokenizer, self.form.tags, ends)
 
     def reader(self, prompt_ids: Sequence[int] | IntArray, tools: Tools = (), stop: Sequence[str] = ()) -> TurnReader:
         """A reader of the turn that is sampled after a prompt; calls are read if tools are offered.
