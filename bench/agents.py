@@ -35,7 +35,7 @@ from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
-from motet.tasks.reward_pool import ScoreOutcome
+from motet.tasks.reward_answers import ScoreOutcome
 from motet.training.torch_trainer import TorchTrainer
 
 AGENT = """

@@ -284,14 +284,14 @@ def test_scores_are_asked_again_and_at_the_end_nobody_waits_for_them() -> None:
 
     async def work() -> None:
         scores, reward = AskedOfService(sent.append), RewardConfig(name="judge")
-        first, second = (asyncio.create_task(scores("job", reward, {"id": n}, ["a"], [])) for n in range(2))
+        first, second = (asyncio.create_task(scores("job", reward, {"id": n}, ["a"])) for n in range(2))
         await until(lambda: len(sent) == 2)
         scores.hear(m.ScoresAnswered(sent[0].key, [0.5]))
         assert await first == [0.5]
         scores.ask_again()
         assert sent[2:] == [sent[1]]
         scores.send_away()
-        for waiting in (second, scores("job", reward, {"id": 3}, ["a"], [])):
+        for waiting in (second, scores("job", reward, {"id": 3}, ["a"])):
             with pytest.raises(ScorerAway):
                 await waiting
 

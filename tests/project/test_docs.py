@@ -228,7 +228,8 @@ def test_reward_examples_score(number: int, tmp_path: Path) -> None:
     """Each example is loaded by name, in a process of its own, and tells a right answer from a wrong one."""
     from motet.config import RewardConfig
     from motet.core.types import Message, Problem
-    from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+    from motet.tasks.reward_answers import ScoreOutcome
+    from motet.tasks.reward_pool import RewardPool
 
     file = tmp_path / "rewards.py"
     file.write_text(REWARD_EXAMPLES[number], encoding="utf-8")

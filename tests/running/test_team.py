@@ -31,8 +31,8 @@ from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext
+from motet.tasks.reward_answers import ScoreOutcome
 from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_pool import ScoreOutcome
 from motet.tasks.reward_walls import Walls
 from motet.tasks.team import groups_of
 from tests.support.fake_run import metrics, records

@@ -10,7 +10,7 @@ import pytest
 
 from motet.core.types import JobState, Problem
 from motet.runtime.slot_turns import SlotTimeouts
-from motet.tasks.reward_pool import ScoreOutcome, Transcript
+from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import PATIENCE, until
 
@@ -24,7 +24,7 @@ class Late(InlineRewards):
         self.asked = 0
 
     async def score(
-        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
         """Wait for somebody, then score."""
         if job == "late":

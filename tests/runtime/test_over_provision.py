@@ -21,7 +21,8 @@ from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import Dataset
 from motet.tasks.problems import Problems
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
+from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
+from motet.tasks.reward_pool import RewardPool
 from tests.support.fake_run import (
     FakeRun,
     InlineRewards,
@@ -276,7 +277,7 @@ class _SilentRewards(InlineRewards):
     every: ClassVar[int] = 2
 
     async def score(
-        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
         if problem.id % self.every:
             await asyncio.sleep(3600)

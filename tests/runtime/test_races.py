@@ -40,7 +40,7 @@ from motet.runtime.identity import of_config
 from motet.runtime.race_record import RaceOutcome, RaceRecord, interval, known_jobs, why_out
 from motet.runtime.race_rule import confirming, decide, deciding
 from motet.service.database.tables import newer_evaluation
-from motet.tasks.reward_pool import ScoreOutcome, Transcript
+from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.view.tables import summary_table
 from tests.support.fake_run import (
     FakeRun,
@@ -282,9 +282,9 @@ class Rated(InlineRewards):
         self._rate, self._evaluated = rate, Counter[tuple[str, int]]()
 
     async def score(
-        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
-        scored = await super().score(job, problem, completions, transcripts)
+        scored = await super().score(job, problem, completions, context)
         if problem.id < 100:
             return scored
         evaluation = self._evaluated[job, problem.id]

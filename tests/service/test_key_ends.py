@@ -272,7 +272,7 @@ def test_leases_of_a_key_are_anothers_as_soon_as_it_ends(house: House, someone: 
     scored, workers = job_of(house, "units", reward="worker"), house.part(RewardWorkers)
     stored = house.store.job_by_id(scored)
     assert stored is not None
-    asking = workers.ask(stored, RewardConfig(name="worker"), {"id": 0}, ["x"], [])
+    asking = workers.ask(stored, RewardConfig(name="worker"), {"id": 0}, ["x"])
     asked = asyncio.run_coroutine_threadsafe(asking, house.app.state.loop)
     wait_until(lambda: workers.asked(scored))
     wait_until(lambda: bool(someone.ask("POST", f"/v1/jobs/{scored}/scoring/lease", json=lease).json()["units"]))

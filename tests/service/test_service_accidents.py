@@ -501,11 +501,11 @@ def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_sco
     async def work() -> None:
         scores, reward = AskedOfService(send), RewardConfig(name="judge")
         async with asyncio.timeout(PATIENCE):  # sent in spite of it, nobody would answer
-            found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * LONGEST_LINE}}, ["a", "b"], [])
+            found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * LONGEST_LINE}}, ["a", "b"])
         assert len(found) == 2
         assert all("64 MB" in str(one) and "columns" in str(one) for one in found)
         assert sent == []
-        asking = asyncio.create_task(scores("job", reward, {"id": 2}, ["a"], []))
+        asking = asyncio.create_task(scores("job", reward, {"id": 2}, ["a"]))
         await until(lambda: bool(sent))
         assert isinstance(sent[0], ScoreRequest)
         scores.hear(ScoresAnswered(sent[0].key, [0.5]))
@@ -544,7 +544,7 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
                 await host._handle(JobStepped("job-1", {}))
             rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
             reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)
-            assert await rewards("job", reward, {"id": 7}, ["one", "three"], []) == [3.0, 5.0]
+            assert await rewards("job", reward, {"id": 7}, ["one", "three"]) == [3.0, 5.0]
         await host.stop()
 
     with misbehaving() as server:

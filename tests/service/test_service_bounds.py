@@ -33,7 +33,8 @@ from motet.tasks.graders.shapes import parse
 from motet.tasks.judging import _LANES
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
+from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
+from motet.tasks.reward_pool import RewardPool
 from motet.tasks.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, rows_of
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
@@ -386,7 +387,7 @@ class Busy(RewardPool):
     may: asyncio.Event
 
     async def score(
-        self, name: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+        self, name: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
         """Wait, then score."""
         await self.may.wait()

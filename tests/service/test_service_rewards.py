@@ -24,7 +24,7 @@ from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.workers.attached import TAKES_PER_SECOND, AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers, key_of
-from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, WorkerArgs
+from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, Seen, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
 from tests.support.commands import NOBODY
@@ -227,7 +227,7 @@ def test_answers_alike_after_other_conversations_are_each_scored(house: House, w
     async def scored() -> list[Any]:
         workers = RewardWorkers(house.store, EventBus(), 60.0)
         talks = [[[{"role": "user", "content": text}]] for text in ("a", "b", "a")]
-        asked = [asyncio.create_task(workers.ask(job, reward, problem, ["yes"], talk)) for talk in talks]
+        asked = [asyncio.create_task(workers.ask(job, reward, problem, ["yes"], Seen(talk))) for talk in talks]
         found: dict[str, list[Any]] = {}
         async with asyncio.timeout(PATIENCE):
             while not all(one.done() for one in asked):
@@ -360,7 +360,7 @@ def test_a_job_rests_when_it_is_to_and_nobody_scores(house: House) -> None:
     job = house.store.job_by_id(job_id)
     assert job is not None
     reward = RewardConfig(name="worker")
-    asked = asyncio.run_coroutine_threadsafe(workers.ask(job, reward, {"id": 1}, ["a"], []), loop)
+    asked = asyncio.run_coroutine_threadsafe(workers.ask(job, reward, {"id": 1}, ["a"]), loop)
     wait_until(lambda: workers.waits(job_id))
     assert not asked.done()  # as long as it takes
     lease(house, job_id, most=0)

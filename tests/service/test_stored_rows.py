@@ -61,7 +61,7 @@ def test_work_for_reward_workers_takes_room_of_its_tenant_until_it_is_scored(tmp
 
         async def asked() -> tuple[list[Any], list[str]]:
             workers = RewardWorkers(house.store, house.service.bus, 60.0, house.service.quotas)
-            asking = [asyncio.create_task(workers.ask(job, reward, row, ["yes"], [])) for row in rows]
+            asking = [asyncio.create_task(workers.ask(job, reward, row, ["yes"])) for row in rows]
             refused, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             while len(refused) < 13:
                 await asyncio.sleep(0.01)

@@ -16,7 +16,6 @@ from motet.config import JobConfig, RewardConfig
 from motet.config.candidates import raced
 from motet.config.jobfile import merge
 from motet.core.device import Device
-from motet.core.rules import TODAY, Rules
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
@@ -35,7 +34,8 @@ from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome, Transcript
+from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
+from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
 
 
@@ -76,9 +76,13 @@ class InlineRewards(RewardPool):
         self._rewards: dict[str, Sequence[RewardConfig]] = {}
 
     async def register(
-        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
-        rules: Rules = TODAY,
-    ) -> None:  # fmt: skip
+        self,
+        job: str,
+        rewards: Sequence[RewardConfig],
+        scorer: ScorerSpec | None = None,
+        log: Path | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> None:
         await asyncio.sleep(0)
         self._rewards[job] = rewards
 
@@ -87,7 +91,7 @@ class InlineRewards(RewardPool):
         self._rewards.pop(job, None)
 
     async def score(
-        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
         scored = []
         for completion in completions:

@@ -21,8 +21,9 @@ from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext
+from motet.tasks.reward_answers import AnswerContext, ScoreOutcome, as_given
 from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome, as_given
+from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from tests.support.fake_run import job, metrics, records, run_jobs, weights
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, ThreadsOf, byte_tokenizer
@@ -483,7 +484,7 @@ def test_rewards_of_the_job_are_added_and_may_see_the_whole_transcript(file: Pat
         try:
             await pool.register("a", job("a", reward=polite).rewards)
             texts, transcripts = [one.completion for one in rollouts], [one.transcript for one in rollouts]
-            return await pool.score("a", PROBLEM, texts, transcripts)
+            return await pool.score("a", PROBLEM, texts, AnswerContext(transcripts))
         finally:
             await pool.close()
 

@@ -14,7 +14,7 @@ from motet.core.errors import EngineError
 from motet.core.types import Chunk, FinishReason, Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupContext, retry, single_turn
-from motet.tasks.reward_pool import ScoreOutcome
+from motet.tasks.reward_answers import ScoreOutcome
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
 TOKENIZER = byte_tokenizer(CHATML)

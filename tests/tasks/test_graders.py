@@ -18,7 +18,8 @@ from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
 from motet.tasks.graders.template import Fields, UnfilledError
 from motet.tasks.judging import Graded, Graders, VerdictError, prompt, verdict
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+from motet.tasks.reward_answers import ScoreOutcome
+from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 
 SAID, ROW = "{{sample.output_text}}", "{{ item.want }}"

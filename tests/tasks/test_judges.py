@@ -32,7 +32,8 @@ from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
 from motet.tasks.judge_http import Judges, of_a_run, tokens_of
 from motet.tasks.judging import Room, VerdictError, ranking, verdict
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+from motet.tasks.reward_answers import ScoreOutcome
+from motet.tasks.reward_pool import RewardPool
 from tests.support import small_runs
 from tests.support.judge_server import JudgeServer, judging
 from tests.support.scripted_model import byte_tokenizer

@@ -23,6 +23,7 @@ from motet.core.types import Message, Problem, ToolCall
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE
 from motet.tasks.dataset import load_dataset
+from motet.tasks.reward_answers import AnswerContext
 from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_workers import Worker, WorkerGroup
@@ -250,7 +251,7 @@ def test_none_from_a_trl_reward_means_that_it_does_not_count():
 
     async def scenario(pool):
         await pool.register("job", [reward(none_of_my_business)])
-        return await pool.scores("job", asdict(PROBLEM), ["ab", "none"], [])
+        return await pool.scores("job", asdict(PROBLEM), ["ab", "none"])
 
     found = run(scenario)
     assert from_wire(json.loads(json.dumps(to_wire(found))), 2) == found == [1.0, None]
@@ -258,7 +259,7 @@ def test_none_from_a_trl_reward_means_that_it_does_not_count():
 
 
 def test_a_worker_may_say_that_its_reward_does_not_apply():
-    async def worker(job, reward, problem, completions, transcripts):
+    async def worker(job, reward, problem, completions, seen):
         return from_wire([1.0, None], 2)
 
     async def main():
@@ -273,10 +274,10 @@ def test_a_worker_may_say_that_its_reward_does_not_apply():
 
 
 def test_half_of_a_character_in_a_tool_call_is_sent_to_who_scores_elsewhere():
-    seen = []
+    talks = []
 
-    async def score(job, reward, problem, completions, transcripts):
-        seen.extend(transcripts)
+    async def score(job, reward, problem, completions, seen):
+        talks.extend(seen.transcripts)
         return [1.0]
 
     async def main():
@@ -284,24 +285,26 @@ def test_half_of_a_character_in_a_tool_call_is_sent_to_who_scores_elsewhere():
         await pool.register("job", [RewardConfig(name="worker")])
         call = Message("assistant", "", (ToolCall("look", {"for": "\ud83d"}),))
         try:
-            return await pool.score("job", PROBLEM, ["42"], [[*PROBLEM.messages, call]])
+            return await pool.score("job", PROBLEM, ["42"], AnswerContext([[*PROBLEM.messages, call]]))
         finally:
             await pool.close()
 
     assert [one.reward for one in asyncio.run(main())] == [1.0]
-    assert seen[0][-1]["tool_calls"][0]["arguments"] == {"for": "\ud83d"}
+    assert talks[0][-1]["tool_calls"][0]["arguments"] == {"for": "\ud83d"}
 
 
 def test_a_judge_model_is_sent_no_conversations():
-    async def count(job, reward, problem, completions, transcripts):
-        return [float(len(transcripts))] * len(completions)
+    async def count(job, reward, problem, completions, seen):
+        return [float(len(seen.transcripts))] * len(completions)
 
     async def main():
         pool = RewardPool(1, {"worker": count, "judge": count})
         grader = {"type": "score_model", "name": "g", "model": "m", "input": [{"role": "user", "content": "?"}]}
         await pool.register("job", [RewardConfig(name="worker"), RewardConfig(name="judge", args=grader)])
         try:
-            return await pool.score("job", PROBLEM, ["42"], [[*PROBLEM.messages, Message("assistant", "42")]])
+            return await pool.score(
+                "job", PROBLEM, ["42"], AnswerContext([[*PROBLEM.messages, Message("assistant", "42")]])
+            )
         finally:
             await pool.close()
 

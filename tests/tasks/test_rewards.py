@@ -13,6 +13,8 @@ import pytest
 
 from motet.core.errors import RewardError
 from motet.core.types import Message, Problem
+from motet.tasks.reward_answers import Answer
+from motet.tasks.reward_forms import Asked
 from motet.tasks.reward_loading import resolve
 from motet.tasks.rewards import BUILTIN, last_number
 
@@ -86,6 +88,11 @@ def test_every_builtin_has_a_case():
     assert {case[0] for case in CASES} | {"code"} == set(BUILTIN)  # whose cases are in test_sandbox.py
 
 
+def called(loaded, asked_problem, texts, **fields):
+    """What a loaded reward returns for some answers."""
+    return loaded.call(Asked(asked_problem, [Answer(text) for text in texts], **fields))
+
+
 def trl(prompts, completions, solution, **kwargs):
     assert prompts == ["What?"] * len(completions)
     assert kwargs["level"] == ["easy"] * len(completions)
@@ -107,10 +114,10 @@ def resolved(function, **args):
 def test_trl_signature_works_unchanged():
     loaded = resolved(trl)
     assert loaded.batched
-    assert loaded.call(problem("x", solution="b", level="easy"), ["a", "b"]) == [0.0, 1.0]
-    assert resolved(trl_chat).call(problem(conversational=True), ["abc", ""]) == [3.0, 0.0]
+    assert called(loaded, problem("x", solution="b", level="easy"), ["a", "b"]) == [0.0, 1.0]
+    assert called(resolved(trl_chat), problem(conversational=True), ["abc", ""]) == [3.0, 0.0]
     with pytest.raises(TypeError, match="asks for the column 'solution'; the data's columns are level"):
-        loaded.call(problem("x", level="easy"), ["a"])
+        called(loaded, problem("x", level="easy"), ["a"])
     with pytest.raises(RewardError, match="requires completion_ids"):
         resolved(trl_tokens)
 
@@ -118,15 +125,15 @@ def test_trl_signature_works_unchanged():
 def test_own_signature_with_args():
     loaded = resolved(lambda problem, completion, bonus: len(completion) + bonus, bonus=2)
     assert not loaded.batched
-    assert loaded.call(problem(), ["abc"]) == 5
+    assert called(loaded, problem(), ["abc"]) == 5
 
 
 def test_rewards_from_files_and_modules(tmp_path):
     (tmp_path / "neighbour.py").write_text("BONUS = 3\n")
     (tmp_path / "mine.py").write_text("from neighbour import BONUS\ndef score(problem, completion): return BONUS\n")
     path = tmp_path / "mine.py"
-    assert resolve(f"{path}:score", {}).call(problem(), ["x"]) == 3
-    assert resolve("motet.tasks.rewards:exact", {}).call(problem("x"), ["x"]) == 1
+    assert called(resolve(f"{path}:score", {}), problem(), ["x"]) == 3
+    assert called(resolve("motet.tasks.rewards:exact", {}), problem("x"), ["x"]) == 1
     (tmp_path / "broken.py").write_text("\nimport nothing_of_that_name\n")
     for name, message in [
         (f"{path}:skore", "has no 'skore'; did you mean 'score'"),
@@ -151,10 +158,10 @@ def test_a_file_is_loaded_once_while_its_text_stays_the_same(tmp_path):
     text = f"with open({str(count)!r}, 'a') as log: log.write('x')\ndef a(problem, completion): return 1\nb = a\n"
     path.write_text(text)
     for name in ("a", "b", "a"):
-        assert resolve(f"{path}:{name}", {}).call(problem(), ["x"]) == 1
+        assert called(resolve(f"{path}:{name}", {}), problem(), ["x"]) == 1
     assert count.read_text() == "x"
     path.write_text(text.replace("return 1", "return 2"))
-    assert resolve(f"{path}:a", {}).call(problem(), ["x"]) == 2
+    assert called(resolve(f"{path}:a", {}), problem(), ["x"]) == 2
     assert count.read_text() == "xx"
 
 
@@ -224,7 +231,7 @@ def with_both_at_the_end(*, bonus, completion, problem):
     ],
 )
 def test_problem_and_completion_are_known_by_their_names(function, args, score):
-    assert resolved(function, **args).call(problem(), ["a"]) == score
+    assert called(resolved(function, **args), problem(), ["a"]) == score
 
 
 def test_a_problem_that_is_taken_for_a_row_says_what_to_write() -> None:

@@ -18,7 +18,8 @@ from motet.config import RewardConfig
 from motet.core.errors import RewardError
 from motet.core.types import Message, Problem
 from motet.process import wall
-from motet.tasks.reward_pool import RewardPool, ScoreOutcome
+from motet.tasks.reward_answers import ScoreOutcome
+from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.sandbox import Sandbox
 from tests.support.waiting import wait_until

@@ -21,7 +21,7 @@ from motet.core.types import Rollout
 from motet.process.channel import ChannelMessage
 from motet.tasks.episode import GroupContext, OwnEnvironment, judged
 from motet.tasks.plain_json import as_json
-from motet.tasks.reward_pool import problem_as_given
+from motet.tasks.reward_answers import problem_as_given
 
 _NOBODY = "no worker runs this job's agents"
 

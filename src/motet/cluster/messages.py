@@ -312,6 +312,9 @@ class ScoreRequest(ChannelMessage, frozen=True):
     completions: list[str]
     transcripts: list[list[dict[str, Any]]]
     """The conversation of each; empty if each is only the prompt and the completion."""
+    parts: list[dict[str, Any]] = []
+    state: dict[str, Any] = {}
+    """As `Seen` has them."""
 
 
 class CancelScore(ChannelMessage, frozen=True):

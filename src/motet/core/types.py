@@ -309,6 +309,10 @@ class Rollout:
     roles: Mapping[str, Rollout] = field(default_factory=dict)
     """In a team: the conversation of each role that took part, with its own branches and reward. `branches` then has those of
     all roles, `turns` are in the order of the episode, and the reward is the mean over these roles."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that its rewards logged, by name."""
+    extra: Mapping[str, str] = field(default_factory=dict)
+    """Texts that its rewards logged, by column."""
 
     @property
     def sampled(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -37,7 +38,9 @@ from motet.tasks.dataset import Dataset
 from motet.tasks.judge_http import of_a_run
 from motet.tasks.nested import MISSING, names_of, value_at
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_loading import NO_SCORER, OWN, SCORER, adapted, built_in
+from motet.tasks.reward_answers import columns_of
+from motet.tasks.reward_forms import adapted
+from motet.tasks.reward_loading import NO_SCORER, OWN, SCORER, built_in
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import load_request
@@ -290,18 +293,19 @@ def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool, rules: Rul
     """
     code: dict[str, Load] = {}
     scorer = None if data is None else data.scorer
-    if _check_rewards(job) and not (data is None and any(reward.name == SCORER for reward in job.rewards)):
+    columns = columns_of(data.train, data.holdout) if data is not None and rules.reads_columns else None
+    if _check_rewards(job, columns) and not (data is None and any(reward.name == SCORER for reward in job.rewards)):
         described = [reward.model_dump(mode="json") for reward in job.rewards]
         functions = [id(reward.function) for reward in job.rewards]
-        key = f"{json.dumps(described)} {functions} {scorer} {rules.number}"
-        code[key] = lambda: _load_rewards(job, scorer, pool, rules)
+        load = functools.partial(_load_rewards, job, scorer, pool, columns)
+        code[f"{json.dumps(described)} {functions} {scorer} {columns}"] = load
     if job.environment.own and not isinstance(job.algorithm, RowAlgorithm):
         aside = getattr(job.algorithm, "over_provision", 1.0) > 1
         code[f"{job.environment.model_dump_json()} {aside}"] = lambda: check_environment(job, _NOWHERE)
     return code
 
 
-def _check_rewards(job: JobConfig) -> bool:
+def _check_rewards(job: JobConfig, columns: Sequence[str] | None) -> bool:
     """Whether a process must load a person's code. Raises RewardError if a reward is wrong, and says what to do."""
     own, here = False, []
     for reward in job.rewards:
@@ -311,7 +315,7 @@ def _check_rewards(job: JobConfig) -> bool:
             (judge_http if reward.name == "judge" else reward_elsewhere).check(reward)
             continue
         if reward.function is not None:
-            adapted(reward.function, reward.args, reward.name)
+            adapted(reward.function, reward.args, reward.name, columns)
         elif ":" in reward.name:
             own = True
         elif reward.name in BUILTIN:
@@ -325,9 +329,11 @@ def _check_rewards(job: JobConfig) -> bool:
     return own
 
 
-async def _load_rewards(job: JobConfig, scorer: ScorerSpec | None, pool: RewardPool, rules: Rules) -> None:
+async def _load_rewards(
+    job: JobConfig, scorer: ScorerSpec | None, pool: RewardPool, columns: Sequence[str] | None
+) -> None:
     try:
-        await pool.register(job.name, job.rewards, scorer, _NOWHERE, rules)
+        await pool.register(job.name, job.rewards, scorer, _NOWHERE, columns)
     finally:
         await pool.unregister(job.name)
 

@@ -11,7 +11,7 @@ from motet.cluster.messages import CancelScore, FromHost, ScoreRequest, ScoresAn
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, ScorerAway
 from motet.tasks.plain_json import as_json
-from motet.tasks.reward_elsewhere import ScoreOrReason, Transcripts, from_wire
+from motet.tasks.reward_elsewhere import NOTHING_SEEN, ScoreOrReason, Seen, from_wire
 
 _NOBODY = "nobody is there to score this job's rollouts"
 
@@ -32,14 +32,16 @@ class AskedOfService:
         reward: RewardConfig,
         problem: dict[str, Any],
         completions: list[str],
-        transcripts: Transcripts,
+        seen: Seen = NOTHING_SEEN,
     ) -> list[ScoreOrReason]:
         """Request scores and wait for them. Raises ScorerAway if no scorer is connected, and the job must stop."""
         if self._away:
             raise ScorerAway(_NOBODY)
         key, answer = next(self._keys), asyncio.get_running_loop().create_future()
         wanted = reward.model_dump(mode="json")
-        request = ScoreRequest(key, job, wanted, as_json(problem), completions, transcripts)
+        request = ScoreRequest(
+            key, job, wanted, as_json(problem), completions, seen.transcripts, seen.parts, seen.state
+        )
         self._open[key] = request, answer
         try:
             self._send(request)

@@ -16,6 +16,7 @@ from motet.core.batch import LossStats, OptimStats
 from motet.core.device import BusyTime
 from motet.core.types import Group, Rollout
 from motet.runtime.steps import LearnedStep, SampledStep
+from motet.tasks.reward_answers import MOST_LOGGED
 
 _REASONS, _REASON = 3, 300
 """Number of failure reasons that a step keeps, and their maximum characters."""
@@ -26,6 +27,7 @@ STEP_FIELDS: Mapping[str, str] = {
     "reward": "mean over scored rollouts; `null` if the job has no reward",
     "reward_std": "standard deviation over scored rollouts",
     "reward_parts": "mean of each reward",
+    "reward_metrics": "mean of each number that reward functions log (`log_metric`, or entries beside `score`), if any",
     "length": "mean number of sampled tokens",
     "truncated": "share of rollouts that reached max_tokens",
     "turns": "with several turns: their mean number; likewise `tool_calls`, `tool_errors` (tool results that begin with "
@@ -101,15 +103,13 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, Any]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scored = [rollout for rollout in rollouts if not rollout.error]
     rewards = np.array(_rewards(scored), np.float64)
-    parts: dict[str, list[float]] = {}
-    for rollout in scored:
-        for name, value in rollout.reward_parts.items():
-            parts.setdefault(name, []).append(value)
+    logged = _means([rollout.metrics for rollout in scored])
     lengths = [rollout.sampled for rollout in scored]
     return {
         "reward": float(rewards.mean()) if len(rewards) else float("nan"),
         "reward_std": float(rewards.std()) if len(rewards) else float("nan"),
-        "reward_parts": {name: float(np.mean(values)) for name, values in sorted(parts.items())},
+        "reward_parts": _means([rollout.reward_parts for rollout in scored]),
+        **({"reward_metrics": dict(list(logged.items())[:MOST_LOGGED])} if logged else {}),
         "length": float(np.mean(lengths)) if lengths else float("nan"),
         "truncated": float(np.mean([rollout.truncated for rollout in scored])) if scored else float("nan"),
         **_turns(scored),
@@ -117,6 +117,15 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         "rollouts": len(rollouts),
         "failed": len(rollouts) - len(scored),
     }
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the rows that have it, in the order of names."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: float(np.mean(values[name])) for name in sorted(values)}
 
 
 def _rewards(scored: Sequence[Rollout]) -> list[float]:
@@ -249,11 +258,16 @@ def rollout_records(
                 **_conversation(rollout, texts),
                 "reward": rollout.reward,
                 "reward_parts": dict(rollout.reward_parts),
+                **{name: dict(value) for name, value in _logged(rollout) if value},
                 "finish_reason": rollout.finish_reason.value,
                 "tokens": rollout.sampled,
                 "error": rollout.error,
                 **_token_fields(rollout, texts),
             }
+
+
+def _logged(rollout: Rollout) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    return ("reward_metrics", rollout.metrics), ("extra", rollout.extra)
 
 
 def _conversation(rollout: Rollout, texts: Callable[[Sequence[int]], Sequence[str]]) -> dict[str, Any]:

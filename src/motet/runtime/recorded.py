@@ -76,6 +76,8 @@ class RecordedRollout(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
     opening: tuple[Message, ...] = ()
     roles: dict[str, RecordedRollout] = {}
+    metrics: dict[str, float] = {}
+    extra: dict[str, str] = {}
 
     @classmethod
     def of(cls, rollout: Rollout) -> RecordedRollout:
@@ -88,6 +90,8 @@ class RecordedRollout(msgspec.Struct, frozen=True, omit_defaults=True):
             rollout.error,
             rollout.opening,
             {role: cls.of(own) for role, own in rollout.roles.items()},
+            dict(rollout.metrics),
+            dict(rollout.extra),
         )
 
     def rollout(self, problem: Problem, index: int) -> Rollout:
@@ -102,6 +106,8 @@ class RecordedRollout(msgspec.Struct, frozen=True, omit_defaults=True):
             self.error,
             self.opening,
             {role: own.rollout(problem, index) for role, own in self.roles.items()},
+            self.metrics,
+            self.extra,
         )
 
 

@@ -13,9 +13,8 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from motet.config import JobConfig
 from motet.core.errors import EngineError, ScorerAway
-from motet.core.types import Group, Message, Problem, Rollout
+from motet.core.types import Group, Problem, Rollout, TurnParts
 from motet.runtime.generation import Generation, PutAside, Result, ended
 from motet.runtime.group_requests import GroupRequests, GroupTask, SamplingCost, SamplingPurpose
 from motet.runtime.job import Job, Services
@@ -24,8 +23,9 @@ from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep, Supply
 from motet.runtime.unfinished import FinishedGroups
 from motet.runtime.versions import Versions
+from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
-from motet.tasks.reward_pool import ScoreOutcome
+from motet.tasks.reward_answers import AnswerContext, ScoreOutcome, TrainerState, columns_of
 
 _BEGUN_AT_ONCE = 16
 """Groups started before other tasks get the event loop."""
@@ -71,8 +71,9 @@ class JobSampler:
             RewardError, EnvironmentFault: one of them cannot be used.
         """
         job, path = self._job, self._job.directory.path
+        columns = columns_of(job.data.train, job.data.holdout) if job.rules.reads_columns else None
         rewards = self._services.rewards
-        await rewards.register(job.name, job.config.rewards, job.data.scorer, path / "rewards.log", job.rules)
+        await rewards.register(job.name, job.config.rewards, job.data.scorer, path / "rewards.log", columns)
         if job.config.environment.own:
             self._own_environment = await own_environment(job, self._services)
 
@@ -231,7 +232,7 @@ class JobSampler:
         async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
             started = time.monotonic()
             with under_way.scored(len(rollouts)):
-                scored = await self._scored(problem, rollouts)
+                scored = await self._scored(task, rollouts)
             cost.reward_seconds += time.monotonic() - started
             if any(item.clock_limited for item in scored):
                 job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
@@ -279,11 +280,11 @@ class JobSampler:
             self._job.note_inexact("the environment ran into its wall-clock limit")
         return rollouts
 
-    async def _scored(self, problem: Problem, rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
+    async def _scored(self, task: GroupTask, rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
         if not self._job.config.rewards:  # a teacher judges them
             return [ScoreOutcome(0.0, {}) for _ in rollouts]
-        texts, transcripts = [one.completion for one in rollouts], _transcripts(self._job.config, rollouts)
-        scoring = self._services.rewards.score(self._job.name, problem, texts, transcripts)
+        texts, context = [one.completion for one in rollouts], self._context(task.step, rollouts)
+        scoring = self._services.rewards.score(self._job.name, task.problem, texts, context)
         asked = asyncio.create_task(scoring)
         self._scoring.add(asked)
         try:
@@ -296,11 +297,24 @@ class JobSampler:
         finally:
             self._scoring.discard(asked)
 
+    def _context(self, step: int, rollouts: Sequence[Rollout]) -> AnswerContext:
+        """What rewards may see of answers; the conversations only where they are more than a prompt and one turn."""
+        config, job, size = self._job.config, self._job, len(self._job.data.train)
+        several = config.environment.own or config.environment.turns > 1
+        parts = [one.turns[-1].parts if one.turns else TurnParts() for one in rollouts if job.rules.reads_parts]
+        plain = all(own == TurnParts(speech=one.completion) for own, one in zip(parts, rollouts, strict=False))
+        return AnswerContext(
+            [one.transcript for one in rollouts] if several else [],
+            [] if plain else parts,
+            lambda: [_with_tokens(job.chat, one) for one in rollouts],
+            TrainerState.at(step, config.steps, self._width, size) if job.rules.reads_parts else None,
+        )
 
-def _transcripts(config: JobConfig, rollouts: Sequence[Rollout]) -> list[tuple[Message, ...]]:
-    """The conversations; empty if each is only a prompt and one turn, which scorers already have."""
-    several = config.environment.own or config.environment.turns > 1
-    return [one.transcript for one in rollouts] if several else []
+
+def _with_tokens(chat: Chat, rollout: Rollout) -> tuple[str, str]:
+    """The prompt, and the whole conversation, with special tokens."""
+    prompt, whole = rollout.prompt_ids.tolist(), rollout.branches[-1].token_ids.tolist()
+    return "".join(chat.token_texts(prompt)), "".join(chat.token_texts(whole))
 
 
 async def _until_done(

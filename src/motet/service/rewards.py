@@ -1,6 +1,6 @@
 """Scores rollouts outside the job's processes: by HTTP, by the tenant's workers, or by a judge model.
 
-A scorer takes `(job, reward, problem, completions, transcripts)` and returns a number or a reason for each completion,
+A scorer takes `(job, reward, problem, completions, seen)` and returns a number or a reason for each completion,
 in order; `problem` is a `Problem` as plain values: id, messages, answer, metadata, conversational. Errors affect that
 job only. A judge is a base or a version of an adapter that the service has.
 """
@@ -31,14 +31,14 @@ from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
 from motet.tasks.judging import Graded, Graders, most_tokens, score_or_reason
-from motet.tasks.reward_elsewhere import Elsewhere, ScoreOrReason, Transcripts, to_wire
+from motet.tasks.reward_elsewhere import Elsewhere, ScoreOrReason, Seen, to_wire
 from motet.tasks.reward_walls import Walls
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.25, 5.0
 """Seconds between two attempts while the database is away."""
 
-Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
+Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Seen], Awaitable[list[ScoreOrReason]]]
 
 
 class Grading(Graders):
@@ -153,6 +153,5 @@ class Scoring:
         if job is None or scorer is None:
             what = f"reward {reward.name!r}" if job is not None else "job"
             return ScoresAnswered(request.key, [f"this service knows no such {what}"] * len(completions))
-        return ScoresAnswered(
-            request.key, to_wire(await scorer(job, reward, request.problem, completions, request.transcripts))
-        )
+        seen = Seen(request.transcripts, request.parts, request.state)
+        return ScoresAnswered(request.key, to_wire(await scorer(job, reward, request.problem, completions, seen)))

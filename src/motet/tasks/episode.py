@@ -29,7 +29,7 @@ from motet.core.types import (
     TurnParts,
 )
 from motet.tasks.chat import Chat, Tools
-from motet.tasks.reward_pool import ScoreOutcome
+from motet.tasks.reward_answers import ScoreOutcome
 from motet.tasks.tool_calls import without_calls
 
 
@@ -264,7 +264,8 @@ def _judged(rollout: Rollout, result: ScoreOutcome) -> Rollout:
     parts = {**rollout.reward_parts, **result.parts}
     total = sum(rollout.reward_parts.values()) + result.reward
     roles = {role: _judged(own, result) for role, own in rollout.roles.items()}
-    return replace(rollout, reward=total, reward_parts=parts, error=result.error, roles=roles)
+    judged = _scored(rollout, result, total)
+    return replace(judged, reward_parts=parts, roles=roles)
 
 
 def _totalled(rollout: Rollout) -> Rollout:
@@ -289,8 +290,20 @@ async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: fl
             done.append(replace(rollout, reward=float("nan"), reward_parts={}))
         else:
             one = by_index[rollout.index]
-            done.append(replace(rollout, reward=one.reward * worth, reward_parts=one.parts, error=one.error))
+            done.append(_scored(rollout, one, one.reward * worth))
     return done
+
+
+def _scored(rollout: Rollout, result: ScoreOutcome, reward: float) -> Rollout:
+    """The rollout with what its rewards gave and logged."""
+    return replace(
+        rollout,
+        reward=reward,
+        reward_parts=result.parts,
+        error=result.error,
+        metrics=result.metrics,
+        extra=result.extra,
+    )
 
 
 def _first_try(rollout: Rollout, reward: float) -> Mapping[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 from motet.config import Config, RewardConfig
 from motet.config.urls import parse_url
 from motet.core.errors import RewardError
+from motet.tasks.reward_answers import Noted, sound
 
 MOST_LETTERS = 4000
 """Most characters of a reason."""
@@ -35,8 +37,24 @@ ScoreOrReason = float | str | None
 """A finite number, the reason for a missing score, or None if the reward does not apply."""
 Transcripts = list[list[dict[str, Any]]]
 """The messages of each completion's whole conversation; empty if each is only the prompt and the completion."""
-Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Transcripts], Awaitable[list[ScoreOrReason]]]
-"""(job, reward, problem, completions, transcripts) → one score per completion, in order; a `Problem` as plain values."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a scorer sees of completions besides their text, in plain values."""
+
+    transcripts: Transcripts = field(default_factory=list)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    """`thought`, `speech`, `calls` and `unread` of each; empty if each is only speech."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """`TrainerState`, for a worker's function; empty without."""
+
+
+NOTHING_SEEN = Seen()
+Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Seen], Awaitable[list[ScoreOrReason]]]
+"""(job, reward, problem, completions, what else is seen) → one score per completion, in order; a `Problem` as plain values.
+
+A worker gets texts of completions, the others their speech."""
 
 
 @runtime_checkable
@@ -218,15 +236,16 @@ def _kind(value: Any) -> str:
 
 
 def to_wire(scores: Sequence[ScoreOrReason]) -> list[Any]:
-    """Scores as JSON values: a number, a text, `{"chance": text}`, or null; long texts are cut."""
-    return [
-        {"chance": str(score)[:MOST_LETTERS]}
-        if isinstance(score, Chance)
-        else score[:MOST_LETTERS]
-        if isinstance(score, str)
-        else score
-        for score in scores
-    ]
+    """Scores as JSON values: a number, `{"score": number, "metrics", "extra"}`, a text, `{"chance": text}`, or null."""
+    return list(map(_as_wire, scores))
+
+
+def _as_wire(score: ScoreOrReason) -> Any:
+    if isinstance(score, Chance):
+        return {"chance": str(score)[:MOST_LETTERS]}
+    if isinstance(score, Noted):
+        return {"score": float(score), "metrics": dict(score.metrics), "extra": dict(score.extra)}
+    return score[:MOST_LETTERS] if isinstance(score, str) else score
 
 
 def from_wire(values: Any, n: int) -> list[ScoreOrReason]:
@@ -240,6 +259,10 @@ def from_wire(values: Any, n: int) -> list[ScoreOrReason]:
 def _read(value: Any) -> ScoreOrReason:
     if value is None or isinstance(value, str):
         return value if value != "" else "gave no score"
+    if isinstance(value, Mapping) and "score" in value:
+        score, metrics, extra = number(value["score"]), value.get("metrics") or {}, value.get("extra") or {}
+        good = isinstance(metrics, Mapping) and isinstance(extra, Mapping) and sound(metrics, extra)
+        return Noted.of(score, metrics, extra) if isinstance(score, int | float) and good else score
     if isinstance(value, Mapping):
         return Chance(str(value.get("chance") or "gave no score"))
     return number(value)

@@ -26,7 +26,7 @@ import httpx2
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
-from motet.tasks.reward_elsewhere import Chance, HttpArgs, ScoreOrReason, Transcripts, number
+from motet.tasks.reward_elsewhere import NOTHING_SEEN, Chance, HttpArgs, ScoreOrReason, Seen, number
 
 ATTEMPTS = 3
 """Attempts in total for an address that fails."""
@@ -132,12 +132,17 @@ class HttpRewards:
         self._lookups: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def __call__(
-        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str], transcripts: Transcripts
+        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str], seen: Seen = NOTHING_SEEN
     ) -> list[ScoreOrReason]:
         """Scores of completions, or reasons for missing ones. In a service, `job` is `TENANT/JOB`, both by id."""
         args = HttpArgs.model_validate(reward.args)
-        asked = {"problem": problem, "completions": completions, "args": args.args}
-        body = json.dumps({**asked, "transcripts": transcripts} if transcripts else asked).encode()
+        asked: dict[str, Any] = {"problem": problem, "completions": completions, "args": args.args}
+        if seen.transcripts:
+            asked["transcripts"] = seen.transcripts
+        if seen.parts:
+            asked["thoughts"] = [one["thought"] for one in seen.parts]
+            asked["tool_calls"] = [one["calls"] for one in seen.parts]
+        body = json.dumps(asked).encode()
         gate = self._gates.setdefault(job, asyncio.Semaphore(AT_ONCE))
         host = f"{httpx2.URL(args.url).host}"
         reason: str

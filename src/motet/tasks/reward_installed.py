@@ -14,7 +14,8 @@ from typing import Any
 from motet.core.errors import RewardError
 from motet.process.wall import call_apart
 from motet.tasks.reward_elsewhere import ELSEWHERE
-from motet.tasks.reward_loading import OWN, SCORER, adapted, own_parameters
+from motet.tasks.reward_forms import adapted, own_parameters
+from motet.tasks.reward_loading import OWN, SCORER
 from motet.tasks.rewards import BUILTIN
 from motet.tasks.worker_link import LOAD_SECONDS, import_path
 
@@ -87,7 +88,8 @@ def _of_file(file: str) -> dict[str, str]:
             continue
         parameters = list(inspect.signature(value).parameters)
         both = {"problem", "completion"} <= set(parameters)
-        if "completions" in parameters or both or (len(parameters) > 1 and parameters[0] == "problem"):
+        of_others = {"completions", "solution_str", "solution_strs", "queries"}.intersection(parameters)
+        if of_others or both or (len(parameters) > 1 and parameters[0] == "problem"):
             functions[name] = f"{Path(os.path.expanduser(file)).resolve()}:{name}"
     if not functions:
         raise RewardError(f"{file} has no reward: a function (problem, completion) that returns a number")

@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,31 @@ import msgspec
 
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, RewardError
-from motet.core.rules import TODAY, Rules
-from motet.core.types import LARGEST_REWARD, Message, Problem
+from motet.core.types import LARGEST_REWARD, Message, Problem, TurnParts
 from motet.tasks import reward_elsewhere
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reward_answers import (
+    NO_CONTEXT,
+    AnswerContext,
+    ScoreOutcome,
+    TrainerState,
+    as_given,
+    logged,
+    parts_as_given,
+    problem_as_given,
+)
 from motet.tasks.reward_elsewhere import (
     ELSEWHERE,
     LONGEST_TRANSCRIPT,
     MOST_TOGETHER,
+    NOTHING_SEEN,
     SEES_ALL,
     Chance,
     Elsewhere,
     Judging,
     ScoreOrReason,
-    Transcripts,
+    Seen,
     labels_of,
 )
 from motet.tasks.reward_installed import Installed, without_folder
@@ -47,17 +57,6 @@ from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import AT_ONCE, Worker, WorkerGroup, load_request
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
 from motet.tasks.worker_messages import ScoreCompletions, Scores
-
-
-@dataclass(frozen=True)
-class ScoreOutcome:
-    """The result of scoring one completion."""
-
-    reward: float  # the weighted sum of the parts; NaN if one of them failed
-    parts: Mapping[str, float]
-    """Each reward that applies by name, before its weight; a second reward of the same name is `name#2`."""
-    error: str = ""  # why the reward is missing
-    clock_limited: bool = False  # the clock or the network affected the result, so another run may differ
 
 
 @dataclass(frozen=True)
@@ -72,20 +71,9 @@ class RewardLoad:
     """Calls that can run at once."""
 
 
-Transcript = Sequence[Message]
-_ALWAYS = ("role", "content")
-
-
-@dataclass(frozen=True)
-class AnswerToScore:
-    """An answer to score."""
-
-    text: str
-    transcript: Transcript = ()  # the messages; empty if they are only the prompt and the text
-
-    def whole(self, problem: Problem) -> list[dict[str, Any]]:
-        """The conversation in the form that rewards get."""
-        return as_given(self.transcript or (*problem.messages, Message("assistant", self.text)))
+_NO_TOKENS = (
+    "asks for queries with special tokens, which are not known here: write def reward(prompts, completions, answer)"
+)
 
 
 @dataclass(frozen=True)
@@ -137,17 +125,24 @@ class RewardPool:
         self._jobs: dict[str, _Job] = {}
 
     async def register(
-        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
-        rules: Rules = TODAY,
-    ) -> None:  # fmt: skip
-        """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used."""
+        self,
+        job: str,
+        rewards: Sequence[RewardConfig],
+        scorer: ScorerSpec | None = None,
+        log: Path | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used.
+
+        `columns` are those that every row has, where that is known; one may ask for no other.
+        """
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
         walled = {index: self._walls.around(rewards[index], _known(self._installed, rewards[index])) for index in here}
         groups = []
         for side in sorted(set(walled.values())):
             own = {index: rewards[index] for index in here if walled[index] is side}
-            request = load_request([self._located(reward) for reward in own.values()], scorer, side, rules)
+            request = load_request([self._located(reward) for reward in own.values()], scorer, side, columns)
             others = self._may_start_another, self._most_waiting, functools.partial(self._charge, job)
             groups.append(WorkerGroup(request, log, own, *others))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
@@ -196,35 +191,33 @@ class RewardPool:
             self._rest(job, wanted)
 
     async def score(
-        self, job: str, problem: Problem, completions: Sequence[str], transcripts: Sequence[Transcript] = ()
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
         """Score completions of one problem, in order. Failures are in the results, never raised.
-
-        Transcripts are whole conversations, for rewards that ask for them; there are none where each is prompt and completion.
 
         Raises:
             RewardError: the job is not registered.
             ScorerAway: the scorer is absent, and the job must pause.
         """
         known = self._registered(job)
-        seen = transcripts or [()] * len(completions)
-        answers = [AnswerToScore(*one) for one in zip(completions, seen, strict=True)]
         columns = await asyncio.gather(
-            *(self._column(known, index, problem, answers) for index in range(len(known.rewards)))
+            *(self._column(known, index, problem, completions, context) for index in range(len(known.rewards)))
         )
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
     async def scores(
-        self, job: str, problem: dict[str, Any], completions: Sequence[str], transcripts: Transcripts
+        self, job: str, problem: dict[str, Any], completions: Sequence[str], seen: Seen = NOTHING_SEEN
     ) -> list[ScoreOrReason]:
         """Unweighted scores by a job's first reward for completions of a problem (all in plain values).
 
         Raises RewardError if the job is not registered.
         """
-        given = msgspec.convert(problem, Problem)
-        seen = msgspec.convert(transcripts, list[tuple[Message, ...]]) or [()] * len(completions)
-        answers = [AnswerToScore(*one) for one in zip(completions, seen, strict=True)]
-        return await self._column(self._registered(job), 0, given, answers)
+        context = AnswerContext(
+            msgspec.convert(seen.transcripts, list[tuple[Message, ...]]),
+            msgspec.convert(seen.parts, list[TurnParts]),
+            state=msgspec.convert(seen.state, TrainerState) if seen.state else None,
+        )
+        return await self._column(self._registered(job), 0, msgspec.convert(problem, Problem), completions, context)
 
     def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
@@ -254,90 +247,109 @@ class RewardPool:
         return reward.model_copy(update={"name": known.target, "args": {**known.args, **reward.args}})
 
     async def _column(
-        self, job: _Job, index: int, problem: Problem, answers: list[AnswerToScore]
+        self, job: _Job, index: int, problem: Problem, texts: Sequence[str], context: AnswerContext
     ) -> list[ScoreOrReason]:
         """One reward's scores, one for each completion."""
         reward, group = job.rewards[index], job.group_of(index)
         if group is None:
-            return await self._asked(job, reward, problem, answers)
-        scores = await self._in_process(group, index, problem, answers)
+            return await self._asked(job, reward, problem, texts, context)
+        own, shown = group.index(index), list[tuple[str, str]]()
+        if group.loaded.reads_tokens[own]:
+            if context.shown is None:
+                return [_NO_TOKENS] * len(texts)
+            shown = await asyncio.to_thread(context.shown)
+        seen: list[list[dict[str, Any]]] = []
+        if group.loaded.sees_all[own]:  # most rewards read only the answer, so the conversation is not sent
+            seen = [as_given(one) for one in context.whole(problem, texts)]
+        request = ScoreCompletions(
+            own,
+            problem,
+            list(texts),
+            reward.cpu_seconds,
+            reward.memory_mb,
+            seen,
+            list(context.parts),
+            shown,
+            context.state,
+        )
+        scores = await self._in_process(group, reward, request)
         known = _known(self._installed, reward)
         if known is None:
             return scores
         return [type(one)(without_folder(one, known.target)) if isinstance(one, str) else one for one in scores]
 
     async def _asked(
-        self, job: _Job, reward: RewardConfig, problem: Problem, answers: list[AnswerToScore]
+        self, job: _Job, reward: RewardConfig, problem: Problem, texts: Sequence[str], context: AnswerContext
     ) -> list[ScoreOrReason]:
         """Scores of a reward that is scored elsewhere; an answer with a conversation too long to send has none."""
-        given = problem_as_given(problem)
-        sees_all = reward.name in SEES_ALL
-        seen = [as_json(as_given(answer.transcript)) if sees_all else [] for answer in answers]
-        written = [json.dumps(one, ensure_ascii=False) for one in seen]
+        given, sees_all = problem_as_given(problem), reward.name in SEES_ALL
+        talks = [as_json(as_given(one)) for one in context.transcripts if sees_all] or [[]] * len(texts)
+        parts = [as_json(parts_as_given(one)) for one in context.parts if sees_all]
+        if reward.name != "worker" and context.parts:  # a worker's function gets the text, as in the job's processes
+            texts = [one.speech for one in context.parts]
+        state = asdict(context.state) if reward.name == "worker" and context.state else {}
+        written = [json.dumps(one, ensure_ascii=False) for one in talks]
         sent = [n for n, one in enumerate(written) if len(one) <= LONGEST_TRANSCRIPT]
         limit = f"the most that are sent to be scored are {LONGEST_TRANSCRIPT}"
         scores: list[ScoreOrReason] = [f"the conversation has {len(one)} characters; {limit}" for one in written]
-        sizes = [len((one + own.text).encode(errors="replace")) for one, own in zip(written, answers, strict=True)]
+        others = [json.dumps(one, ensure_ascii=False) for one in parts] or [""] * len(texts)
+        sizes = [len("".join(one).encode(errors="replace")) for one in zip(written, texts, others, strict=True)]
         for some in _in_parts(sent, sizes):
-            texts, talks, started = [answers[n].text for n in some], [seen[n] for n in some], time.monotonic()
-            told = await self._elsewhere[reward.name](job.name, reward, given, texts, talks if any(talks) else [])
+            told, started = [texts[n] for n in some], time.monotonic()
+            seen = Seen([talks[n] for n in some if any(talks)], [parts[n] for n in some if parts], state)
+            answered = await self._elsewhere[reward.name](job.name, reward, given, told, seen)
             job.elsewhere[0] += time.monotonic() - started
-            for n, score in zip(some, told, strict=True):
+            for n, score in zip(some, answered, strict=True):
                 scores[n] = score
         return scores
 
     async def _in_process(
-        self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore]
+        self, group: WorkerGroup, reward: RewardConfig, request: ScoreCompletions
     ) -> list[ScoreOrReason]:
         """Scores of a reward that the job's processes score.
 
         A failed call for several completions is repeated for each alone, so that only the faulty one loses its rollout. A
         reward that compares completions is not called again.
         """
-        own = group.index(index)
-        if group.loaded.together[own] and len(answers) > 1:
-            scores = await self._call(group, index, problem, answers, last=group.loaded.compares[own])
+        own, n = request.reward, len(request.completions)
+        if group.loaded.together[own] and n > 1:
+            scores = await self._call(group, reward, request, last=group.loaded.compares[own])
             if scores is not None:
                 return scores
-        alone = await asyncio.gather(*(self._call(group, index, problem, [answer], last=True) for answer in answers))
-        return [scores[0] for scores in alone if scores is not None]
+        single = (self._call(group, reward, request.only(place), last=True) for place in range(n))
+        return [scores[0] for scores in await asyncio.gather(*single) if scores is not None]
 
     async def _call(
-        self, group: WorkerGroup, index: int, problem: Problem, answers: list[AnswerToScore], last: bool = False
+        self, group: WorkerGroup, reward: RewardConfig, request: ScoreCompletions, last: bool = False
     ) -> list[ScoreOrReason] | None:
         """One call; None if a call for several failed and each completion will be tried alone."""
-        worker = await group.take()
+        worker, n = await group.take(), len(request.completions)
         try:
-            reply = await self._ask(group, worker, index, problem, answers)
+            reply = await self._ask(group, worker, reward, request)
         except ClockLimitError as error:
-            return [Chance(error)] * len(answers)
+            return [Chance(error)] * n
         except ProcessDiedError as error:
-            return [str(error)] * len(answers) if last else None
+            return [str(error)] * n if last else None
         except EngineError as error:
-            return [f"cannot be sent to its process: {error}"] * len(answers) if last else None
+            return [f"cannot be sent to its process: {error}"] * n if last else None
         finally:
             group.give_back(worker)
         if reply.waits and not group.request.walled:  # what is behind a wall may write anything
             group.wait_together()
         if reply.failed and not last:
             return None
-        return [error or value for value, error in zip(reply.values, reply.errors, strict=True)]
+        return [error or value for value, error in zip(reply.noted(), reply.errors, strict=True)]
 
-    async def _ask(
-        self, group: WorkerGroup, worker: Worker, index: int, problem: Problem, answers: list[AnswerToScore]
-    ) -> Scores:
+    async def _ask(self, group: WorkerGroup, worker: Worker, reward: RewardConfig, request: ScoreCompletions) -> Scores:
         """A reply equal to that of a fresh process."""
-        reward, own, n = group.rewards[index], group.index(index), len(answers)
-        texts, seen = [answer.text for answer in answers], []
-        if group.loaded.sees_all[own]:  # most rewards read only the answer, so the conversation is not sent
-            seen = [answer.whole(problem) for answer in answers]
-        request = ScoreCompletions(own, problem, texts, reward.cpu_seconds * n, reward.memory_mb, seen)
+        n = len(request.completions)
+        request = msgspec.structs.replace(request, cpu_seconds=reward.cpu_seconds * n)
         while True:
             fresh = worker.link is None or worker.link.calls == 0
             try:
                 if worker.link is None:
                     worker.link = await group.start()
-                with group.timed(group.loaded.together[own]):
+                with group.timed(group.loaded.together[request.reward]):
                     reply = await worker.link.ask(request, reward.wall_seconds * n)
             except ProcessDiedError:
                 worker.link = None
@@ -356,19 +368,6 @@ class RewardPool:
                 return reply
 
 
-def as_given(messages: Transcript) -> list[dict[str, Any]]:
-    """Messages in the form that rewards get, without empty tool calls and names."""
-    fields = [asdict(replace(message, learned=False)) for message in messages]
-    return [{key: value for key, value in message.items() if value or key in _ALWAYS} for message in fields]
-
-
-def problem_as_given(problem: Problem) -> dict[str, Any]:
-    """A problem in the form that rewards get: plain values."""
-    fields = {**asdict(problem), "messages": as_given(problem.messages)}
-    del fields["continuation"]
-    return fields
-
-
 def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
     """Groups of answers that fit into one message."""
     part: list[int] = []
@@ -385,7 +384,7 @@ def _sum(job: _Job, scores: Sequence[ScoreOrReason]) -> ScoreOutcome:
     """The weighted sum of the scores that apply, as in TRL; without any, a completion has no reward."""
     told = list(zip(job.labels, job.rewards, scores, strict=True))
     failed = [f"reward {label}: {score}" for label, _, score in told if isinstance(score, str)]
-    good = {label: score for label, _, score in told if isinstance(score, int | float)}
+    good = {label: float(score) for label, _, score in told if isinstance(score, int | float)}
     total = sum(reward.weight * score for _, reward, score in told if isinstance(score, int | float))
     if not good and not failed:
         failed = [
@@ -395,4 +394,4 @@ def _sum(job: _Job, scores: Sequence[ScoreOrReason]) -> ScoreOutcome:
     if not failed and not abs(total) <= LARGEST_REWARD:
         failed = [f"the weighted sum of the rewards is {total:g}: give smaller weights or rewards"]
     clock_limited = any(isinstance(score, Chance) for score in scores)
-    return ScoreOutcome(math.nan if failed else total, good, "; ".join(failed), clock_limited)
+    return ScoreOutcome(math.nan if failed else float(total), good, "; ".join(failed), clock_limited, *logged(scores))

@@ -6,6 +6,7 @@ It loads the rewards of the first message, then answers each request with one re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import pickle
@@ -13,7 +14,8 @@ import resource
 import sys
 import time
 import zlib
-from collections.abc import Awaitable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -22,7 +24,9 @@ from motet.core.errors import RewardError, WallError
 from motet.process import wall
 from motet.process.own_code import describe
 from motet.tasks import worker_messages as m
-from motet.tasks.reward_loading import OWN, LoadedReward, resolve
+from motet.tasks.reward_answers import Answer, Logs
+from motet.tasks.reward_forms import Asked, LoadedReward, alone, scored
+from motet.tasks.reward_loading import OWN, resolve
 from motet.tasks.worker_process import Read, WorkerLimits, Write, over_limit, run, seed_random
 
 _LOADING_MB = 4096
@@ -35,13 +39,13 @@ _SPARE_MB = 256
 
 def answer_call(rewards: Sequence[LoadedReward], limits: WorkerLimits, request: m.ScoreCompletions) -> m.Scores:
     """Score the completions of one request."""
-    reward = rewards[request.reward]
+    reward, asked = rewards[request.reward], _asked(request)
     seed_random(zlib.crc32(json.dumps([request.problem.id, request.completions]).encode()))
     given = ("reward", request.cpu_seconds, request.memory_mb)
 
     def call() -> list[float | BaseException | None]:
         # None of a batched reward (TRL's signature): it does not apply
-        values = _raw_values(reward, request)
+        values = _raw_values(reward, asked)
         return [None if value is None and reward.batched else _number(value) for value in values]
 
     outcomes, error, exceeded = limits.run(call, *given)
@@ -52,27 +56,45 @@ def answer_call(rewards: Sequence[LoadedReward], limits: WorkerLimits, request: 
         outcomes = [ValueError()] * len(request.completions)
     values = [outcome if isinstance(outcome, float) else None for outcome in outcomes]
     errors = [error or _reason(outcome) if isinstance(outcome, BaseException) else "" for outcome in outcomes]
-    return m.Scores(values=values, errors=errors, failed=bool(error), exceeded=exceeded)
+    logged = [asked.logs.of(place) for place in range(len(values))]
+    metrics, extra = [one for one, _ in logged], [one for _, one in logged]
+    return m.Scores(
+        values=values,
+        errors=errors,
+        failed=bool(error),
+        exceeded=exceeded,
+        metrics=metrics if any(metrics) else [],
+        extra=extra if any(extra) else [],
+    )
 
 
-def _raw_values(reward: LoadedReward, request: m.ScoreCompletions) -> list[Any]:
-    problem, completions = request.problem, request.completions
+def _asked(request: m.ScoreCompletions) -> Asked:
+    def of(values: Sequence[Any], place: int, without: Any) -> Any:
+        return values[place] if values else without
+
+    answers = [
+        Answer(text, of(request.parts, n, None), of(request.transcripts, n, ()), of(request.shown, n, ("", "")))
+        for n, text in enumerate(request.completions)
+    ]
+    return Asked(request.problem, answers, request.state, Logs(len(answers)))
+
+
+def _raw_values(reward: LoadedReward, asked: Asked) -> list[Any]:
     if reward.batched:
-        values = reward.call(problem, completions)
+        values = reward.call(asked)
         if reward.is_async:
             values = _loop().run_until_complete(values)
-        n, returned = len(completions), type(values).__name__
-        listed = isinstance(values, Sized) and isinstance(values, Iterable)
-        if listed and not isinstance(values, str | bytes | Mapping):
-            if len(values) == n:
-                return list(values)
-            returned = f"{len(values)} value{'' if len(values) == 1 else 's'}"
+        n, returned = len(asked.answers), type(values).__name__
+        if (listed := scored(values, asked)) is not None:
+            return listed
+        with contextlib.suppress(TypeError):
+            if not isinstance(values, str | bytes | Mapping):
+                returned = f"{len(values)} value{'' if len(values) == 1 else 's'}"
         # Not the fault of one completion: called for each alone, it could return a list of one, which looks right.
         return [ValueError(f"returned {returned}, not a list of {n} numbers, one for each completion")] * n
-    transcripts = request.transcripts or [[]] * len(completions)
-    pairs = zip(completions, transcripts, strict=True)
-    calls = (reward.call(problem, [text], *[seen] * reward.sees_all) for text, seen in pairs)
-    return _loop().run_until_complete(_together(list(calls))) if reward.is_async else list(calls)
+    calls = [reward.call(replace(asked, answers=[answer])) for answer in asked.answers]
+    values = _loop().run_until_complete(_together(calls)) if reward.is_async else calls
+    return [alone(value, asked.logs, place) for place, value in enumerate(values)]
 
 
 async def _together(calls: list[Awaitable[Any]]) -> list[Any]:
@@ -121,7 +143,7 @@ def load(request: m.LoadRewards) -> list[LoadedReward]:
     if request.walled:
         wall.enter(_LOADING_MB + request.memory_mb)
     loaded = [
-        resolve(source.name, source.args, function, request.scorer)
+        resolve(source.name, source.args, function, request.scorer, request.columns)
         for source, function in zip(request.rewards, functions, strict=True)
     ]
     if any(reward.is_async for reward in loaded):
@@ -152,7 +174,7 @@ def serve(read: Read, write: Write) -> None:
     together = tuple(reward.batched or reward.is_async for reward in rewards)
     sees_all = tuple(reward.sees_all for reward in rewards)
     compares, waits = tuple(reward.compares for reward in rewards), any(reward.is_async for reward in rewards)
-    write(m.RewardsLoaded(together, sees_all, compares, waits))
+    write(m.RewardsLoaded(together, sees_all, compares, waits, tuple(reward.reads_tokens for reward in rewards)))
     limits = WorkerLimits()
     while request := read(m.ScoreCompletions):
         idle, used = _idle_seconds(), _used_seconds()

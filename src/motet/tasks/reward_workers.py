@@ -14,10 +14,10 @@ from pathlib import Path
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
-from motet.core.rules import TODAY, Rules
 from motet.process.piped import Piped
 from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reward_answers import sound
 from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, WorkerLink, import_path
 
 AT_ONCE = 16
@@ -25,7 +25,7 @@ AT_ONCE = 16
 
 
 def load_request(
-    rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool, rules: Rules = TODAY
+    rewards: Sequence[RewardConfig], scorer: ScorerSpec | None, walled: bool, columns: Sequence[str] | None = None
 ) -> m.LoadRewards:
     """The first message to a process, with this one's import path; RewardError if a function or its args cannot be sent."""
     try:
@@ -33,9 +33,8 @@ def load_request(
     except (TypeError, ValueError) as error:
         raise RewardError(f"args of a reward must be JSON values (text, numbers, lists, mappings): {error}") from error
     sources = [m.RewardSource(reward.name, reward.args, _pickled(reward)) for reward in rewards]
-    return m.LoadRewards(
-        import_path(), sources, scorer, walled, max(reward.memory_mb for reward in rewards), rules.number
-    )
+    memory, known = max(reward.memory_mb for reward in rewards), None if columns is None else list(columns)
+    return m.LoadRewards(import_path(), sources, scorer, walled, memory, known)
 
 
 def _pickled(reward: RewardConfig) -> bytes | None:
@@ -88,7 +87,10 @@ class RewardLink(WorkerLink):
         """One request, one reply. Raises as `exchange`."""
         reply: m.Scores = await self.exchange(request, m.Scores, wall_seconds, request.cpu_seconds)
         finite = all(value is None or math.isfinite(value) for value in reply.values)
-        if not finite or not len(reply.values) == len(reply.errors) == len(request.completions):
+        n = len(request.completions)
+        logged = len(reply.metrics) in (0, n) and len(reply.extra) in (0, n)
+        logged = logged and all(map(sound, reply.metrics or [{}] * n, reply.extra or [{}] * n))
+        if not finite or not logged or not len(reply.values) == len(reply.errors) == n:
             await self.kill()
             raise ProcessDiedError(NO_REPLY)
         self.calls += 1

@@ -1,5 +1,6 @@
 """The built-in rewards: short pure functions `(problem, completion, **args) -> float`, and the table that names them.
 
+A completion is what the answer says, without its thought and calls.
 Conventions decide whether a text is right, and each docstring says which one it follows. If none fits, your own reward
 is three lines of Python (`reward: my_rewards.py:score`).
 """
@@ -92,19 +93,40 @@ def math(problem: Problem, completion: str) -> float:
     return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
-def regex(problem: Problem, completion: str, *, pattern: str, full: bool = False, ignore_case: bool = False) -> float:
-    """1 if the pattern is found in the completion (`full`: matches all of it); `{answer}` in it is the escaped answer."""
+def regex(
+    problem: Problem,
+    completion: str,
+    *,
+    pattern: str,
+    full: bool = False,
+    ignore_case: bool = False,
+    of: str = "text",
+) -> float:
+    """1 if the pattern is found in the completion (`full`: matches all of it); `{answer}` in it is the escaped answer.
+
+    `of` says which part of the answer is the completion: `text`, `speech` or `thought`.
+    """
+    _check_part(of)
     flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
     compiled = re.compile(pattern.replace("{answer}", re.escape(problem.answer.strip())), flags)
     return float(bool(compiled.fullmatch(completion) if full else compiled.search(completion)))
 
 
-def length(problem: Problem, completion: str, *, target: float, unit: str = "words") -> float:
-    """1 up to `target` words (or `unit: characters`), then falling as target / length: half at twice the target."""
+def length(problem: Problem, completion: str, *, target: float, unit: str = "words", of: str = "text") -> float:
+    """1 up to `target` words (or `unit: characters`), then falling as target / length: half at twice the target.
+
+    `of` as for `regex`.
+    """
+    _check_part(of)
     if unit not in ("words", "characters"):
         raise ValueError(f"unit must be words or characters, got {unit!r}")
     size = len(completion.split()) if unit == "words" else len(completion)
     return 1.0 if size <= target else target / size
+
+
+def _check_part(of: str) -> None:
+    if of not in ("text", "speech", "thought"):
+        raise ValueError(f"of must be text, speech or thought, got {of!r}")
 
 
 def grader(problem: Problem, completion: str, /, *, type: str, **fields: Any) -> float:
@@ -172,6 +194,8 @@ BUILTIN: Mapping[str, RewardFunction] = {
     "code": code,
 }
 """Rewards by name. The name `scorer`, for the data's own scorer, has no function here."""
+READS_PART = ("regex", "length")
+"""Rewards that read the part of the answer that their argument `of` names; the others read its speech."""
 NEED_AN_ANSWER = ("exact", "contains", "numeric", "math")
 """Rewards that need a reference answer."""
 
@@ -186,5 +210,5 @@ def check_args(name: str, args: Mapping[str, Any]) -> None:
         from motet.tasks import graders
 
         graders.check(args)
-    if name in ("regex", "length"):
+    if name in READS_PART:
         BUILTIN[name](Problem(0, (), ""), "", **args)

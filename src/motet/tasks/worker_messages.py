@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from motet.core.rules import NEWEST
-from motet.core.types import Problem
+from msgspec import structs
+
+from motet.core.types import Problem, TurnParts
 from motet.process.channel import ChannelMessage
 from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reward_answers import Noted, TrainerState
 
 Limit = Literal["", "cpu", "memory"]
 """The limit that a call hit; its process should get no further calls then."""
@@ -39,8 +41,8 @@ class LoadRewards(ChannelMessage, frozen=True):
     scorer: ScorerSpec | None
     walled: bool
     memory_mb: int
-    rules: int = NEWEST
-    """Number of the job's rules."""
+    columns: list[str] | None = None
+    """Those that every row of the data has, if they are known."""
 
 
 class RewardsLoaded(ChannelMessage, frozen=True):
@@ -54,6 +56,8 @@ class RewardsLoaded(ChannelMessage, frozen=True):
     """Whether a score depends on other completions."""
     waits: bool = False
     """Whether one is `async`: it waits, such as for a network, rather than compute."""
+    reads_tokens: tuple[bool, ...] = ()
+    """Whether it takes prompts and answers with their special tokens."""
 
 
 class ScoreCompletions(ChannelMessage, frozen=True):
@@ -67,6 +71,16 @@ class ScoreCompletions(ChannelMessage, frozen=True):
     memory_mb: int
     transcripts: list[list[dict[str, Any]]] = []
     """One for each completion, if the reward takes them."""
+    parts: list[TurnParts] = []
+    """One for each completion; empty if all of each is speech."""
+    shown: list[tuple[str, str]] = []
+    """For each completion the prompt, and prompt and completion, with special tokens, if the reward takes them."""
+    state: TrainerState | None = None
+
+    def only(self, place: int) -> ScoreCompletions:
+        """The same for one completion."""
+        each = ("completions", "transcripts", "parts", "shown")
+        return structs.replace(self, **{name: getattr(self, name)[place : place + 1] for name in each})
 
 
 class Scores(ChannelMessage, frozen=True):
@@ -79,8 +93,18 @@ class Scores(ChannelMessage, frozen=True):
     failed: bool
     """Whether the whole call failed."""
     exceeded: Limit = ""
+    metrics: list[dict[str, float]] = []
+    """What it logged about each completion; empty if nothing."""
+    extra: list[dict[str, str]] = []
+    """Columns of each completion for the rollout log; empty if there are none."""
     waits: bool = False
     """Whether the call waited longer than it computed, as far as the system tells."""
+
+    def noted(self) -> list[float | None]:
+        """The values, with what was logged."""
+        n = len(self.values)
+        every = zip(self.values, self.metrics or [{}] * n, self.extra or [{}] * n, strict=True)
+        return [None if value is None else Noted.of(value, metrics, extra) for value, metrics, extra in every]
 
 
 # --- environments --------------------------------------------------------------------------------------------------------

@@ -33,9 +33,10 @@ from motet.tasks.episode import ENVIRONMENTS
 from motet.tasks.graders.shapes import parse
 from motet.tasks.plain_json import check_plain
 from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, check
+from motet.tasks.reward_forms import adapted
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_installed import Installed
-from motet.tasks.reward_loading import NO_SCORER, SCORER, adapted
+from motet.tasks.reward_loading import NO_SCORER, SCORER
 from motet.tasks.reward_walls import Walls
 from motet.tasks.rewards import BUILTIN
 from motet.tasks.row_files import OF_A_JOB

@@ -19,7 +19,7 @@ from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import FEW_BYTES
 from motet.service.routing import TenantRoute
-from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards
+from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards, WithLogs
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_loading import SCORER
 from motet.tasks.rewards import BUILTIN
@@ -63,7 +63,8 @@ async def results(service: ServiceDep, job: NamedJob, asked: Results) -> Counted
         if len(given[key]) != n:
             raise Refusal(400, f"{key} has {n} completions, but got {len(given[key])} scores; nothing was counted")
     wire = {
-        key: [score.model_dump() if isinstance(score, ByChance) else score for score in given[key]] for key in expected
+        key: [score.model_dump() if isinstance(score, ByChance | WithLogs) else score for score in given[key]]
+        for key in expected
     }
     counted = await service.reward_workers.settle(job.id, wire)
     known = [key for key in expected if key not in counted]

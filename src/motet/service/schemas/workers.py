@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from motet.service.schemas import Answer, Asked
+from motet.tasks.reward_answers import LONGEST_NAME, LONGEST_TEXT, MOST_LOGGED
 from motet.tasks.reward_elsewhere import MOST_LETTERS
 
 MOST_UNITS = 256
@@ -45,6 +46,10 @@ class ScoringWork(Answer):
     `name` and `arguments`), and the `name` of an answering tool. Empty in a job with the environment `single`, where
     each conversation is the problem's messages and the completion.
     """
+    parts: list[dict[str, Any]] = []
+    """`thought`, `speech`, `calls` and `unread` of each completion; empty if each is only speech."""
+    trainer_state: dict[str, Any] = {}
+    """`global_step`, `max_steps`, `epoch` and `num_train_epochs` of the job."""
     handed_out: int
     """How often it was leased, including now."""
 
@@ -65,7 +70,19 @@ class ByChance(Asked):
     chance: str = Field(max_length=MOST_LETTERS)
 
 
-Given = Finite | Annotated[str, Field(max_length=MOST_LETTERS)] | ByChance | None
+class WithLogs(Asked):
+    """A score, with what the function logged."""
+
+    score: Finite
+    metrics: dict[Annotated[str, Field(max_length=LONGEST_NAME)], Finite] = Field({}, max_length=MOST_LOGGED)
+    """Numbers for the job's `reward_metrics`, by name."""
+    extra: dict[Annotated[str, Field(max_length=LONGEST_NAME)], Annotated[str, Field(max_length=LONGEST_TEXT)]] = Field(
+        {}, max_length=MOST_LOGGED
+    )
+    """Texts for the rollout log, by column."""
+
+
+Given = Finite | Annotated[str, Field(max_length=MOST_LETTERS)] | ByChance | WithLogs | None
 """A worker's result for a completion: a finite number, a reason for no score, or null if the reward does not apply."""
 
 
@@ -74,8 +91,8 @@ class Result(Asked):
 
     id: WorkName
     scores: list[Given] = Field(max_length=MOST_COMPLETIONS, fail_fast=True)
-    """One per completion, in order: a finite number, a text with the reason for no score, that text as `chance`, or null
-    if the reward does not apply.
+    """One per completion, in order: a finite number (or `score`, with what was logged), a text with the reason for no score,
+    that text as `chance`, or null if the reward does not apply.
     """
 
 

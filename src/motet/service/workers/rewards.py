@@ -29,7 +29,7 @@ from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
 from motet.service.events import EventBus
 from motet.service.tenants.quotas import Quotas
 from motet.service.workers.attached import AttachedWorkers, Gone
-from motet.tasks.reward_elsewhere import Chance, ScoreOrReason, Transcripts, from_wire
+from motet.tasks.reward_elsewhere import NOTHING_SEEN, Chance, ScoreOrReason, Seen, from_wire
 
 MOST_LEASED = 2**24
 """Most characters of work leased at once, unless a single unit has more."""
@@ -43,7 +43,7 @@ class Leased:
 
     key: str
     work: Mapping[str, Any]
-    """`reward`, `problem`, `completions`, `transcripts`."""
+    """`reward`, `problem`, `completions`, `transcripts`, and `parts` and `trainer_state` where there are some."""
     handed_out: int
     """How often it was leased, including now."""
 
@@ -186,14 +186,16 @@ class RewardWorkers(AttachedWorkers):
         reward: RewardConfig,
         problem: dict[str, Any],
         completions: list[str],
-        transcripts: Transcripts,
+        seen: Seen = NOTHING_SEEN,
     ) -> list[ScoreOrReason]:
         """A worker's scores of completions. Raises `ScorerAway` if no worker is attached, and the job must stop."""
         if self._closing:
             raise ScorerAway("the service is stopping")
         self._start_checking()
         given = reward.model_dump(mode="json", exclude={"name", "weight"})
-        work = {"reward": given, "problem": problem, "completions": completions, "transcripts": transcripts}
+        work = {"reward": given, "problem": problem, "completions": completions, "transcripts": seen.transcripts}
+        others: dict[str, Any] = {"parts": seen.parts, "trainer_state": seen.state}
+        work |= {name: value for name, value in others.items() if value}
         key = await self._turns.run(job.tenant_id, lambda: key_of(work))
         answer = asyncio.get_running_loop().create_future()
         self._waiting[job.id].setdefault(key, []).append(answer)  # before the look-up, so that no answer is missed
