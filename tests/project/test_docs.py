@@ -220,7 +220,7 @@ def choices(model: type[BaseModel], field: str) -> list[str]:
     return [name for part in found for name in (get_args(part) or (part,)) if isinstance(name, str)]
 
 
-REWARD_EXAMPLES = fences(page_text("rewards"), "python")
+REWARD_EXAMPLES = [*fences(page_text("rewards"), "python"), *fences(page_text("bring-rewards"), "python")]
 
 
 @pytest.mark.parametrize("number", range(len(REWARD_EXAMPLES)))
@@ -228,18 +228,20 @@ def test_reward_examples_score(number: int, tmp_path: Path) -> None:
     """Each example is loaded by name, in a process of its own, and tells a right answer from a wrong one."""
     from motet.config import RewardConfig
     from motet.core.types import Message, Problem
-    from motet.tasks.reward_answers import ScoreOutcome
+    from motet.tasks.reward_answers import AnswerContext, ScoreOutcome, TrainerState
     from motet.tasks.reward_pool import RewardPool
 
-    file = tmp_path / "rewards.py"
-    file.write_text(REWARD_EXAMPLES[number], encoding="utf-8")
+    file, text = tmp_path / "rewards.py", REWARD_EXAMPLES[number]
+    file.write_text(text, encoding="utf-8")
+    function = next(name for name in ("compute_score", "reward_func", "reward") if f"def {name}(" in text)
+    shown = AnswerContext(shown=lambda: [("3 + 4?", "3 + 4?7"), ("3 + 4?", "3 + 4?eight")], state=TrainerState(1, 2))
     problem = Problem(0, (Message("user", "What is 3 + 4?"),), "7", {"answer": "7", "level": 2})
 
     async def scores() -> list[ScoreOutcome]:
         pool = RewardPool(1)
         try:
-            await pool.register("job", [RewardConfig(name=f"{file}:reward")], log=tmp_path / "rewards.log")
-            return await pool.score("job", problem, ["7", "eight"])
+            await pool.register("job", [RewardConfig(name=f"{file}:{function}")], log=tmp_path / "rewards.log")
+            return await pool.score("job", problem, ["7", "eight"], shown)
         finally:
             await pool.close()
 

@@ -24,7 +24,7 @@ from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.workers.attached import TAKES_PER_SECOND, AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers, key_of
-from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, Seen, WorkerArgs
+from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, AnswerDetails, WorkerArgs
 from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
 from tests.support.commands import NOBODY
@@ -227,7 +227,7 @@ def test_answers_alike_after_other_conversations_are_each_scored(house: House, w
     async def scored() -> list[Any]:
         workers = RewardWorkers(house.store, EventBus(), 60.0)
         talks = [[[{"role": "user", "content": text}]] for text in ("a", "b", "a")]
-        asked = [asyncio.create_task(workers.ask(job, reward, problem, ["yes"], Seen(talk))) for talk in talks]
+        asked = [asyncio.create_task(workers.ask(job, reward, problem, ["yes"], AnswerDetails(talk))) for talk in talks]
         found: dict[str, list[Any]] = {}
         async with asyncio.timeout(PATIENCE):
             while not all(one.done() for one in asked):

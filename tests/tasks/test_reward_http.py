@@ -23,7 +23,7 @@ from motet.core.types import Message, Problem, ToolCall
 from motet.process.channel import encode
 from motet.tasks import reward_elsewhere
 from motet.tasks.reward_answers import AnswerContext, ScoreOutcome, problem_as_given
-from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, NOTHING_SEEN, Chance, ScoreOrReason, Seen
+from motet.tasks.reward_elsewhere import LONGEST_TRANSCRIPT, MASK, NO_DETAILS, AnswerDetails, Chance, ScoreOrReason
 from motet.tasks.reward_http import Addresses, HttpRewards, is_public
 from motet.tasks.reward_pool import RewardPool
 from tests.support.misbehaving_rewards import Scorer, misbehaving
@@ -45,7 +45,7 @@ def asked(url: str, addresses: Addresses | None = None, **fields: Any) -> list[S
     args = {"url": url, **fields.pop("args", {})}
     rewards = HttpRewards(addresses or Addresses(anywhere=True), **fields.pop("how", {}))
     reward = RewardConfig(name="http", args=args, **fields)
-    return asyncio.run(rewards("job", reward, problem_as_given(PROBLEM), TEXTS, NOTHING_SEEN))
+    return asyncio.run(rewards("job", reward, problem_as_given(PROBLEM), TEXTS, NO_DETAILS))
 
 
 def pooled(url: str, **fields: Any) -> list[ScoreOutcome]:
@@ -73,7 +73,7 @@ def test_a_group_with_long_conversations_is_sent_in_parts() -> None:
     asked_of: list[int] = []
 
     async def score(
-        job: str, reward: RewardConfig, problem: dict[str, Any], texts: list[str], seen: Seen
+        job: str, reward: RewardConfig, problem: dict[str, Any], texts: list[str], seen: AnswerDetails
     ) -> list[ScoreOrReason]:
         encode(ScoreRequest(0, job, {}, problem, texts, seen.transcripts))
         asked_of.append(len(texts))
@@ -224,7 +224,7 @@ def test_one_job_asks_so_many_at_a_time_and_holds_up_no_other(server: Scorer) ->
         await asyncio.gather(*calls, return_exceptions=True)
         return held_up
 
-    given: tuple[Any, ...] = (problem_as_given(PROBLEM), TEXTS, NOTHING_SEEN)
+    given: tuple[Any, ...] = (problem_as_given(PROBLEM), TEXTS, NO_DETAILS)
     before = server.count("hang")
     assert asyncio.run(work()), "theirs still hang"
 
@@ -300,7 +300,7 @@ def test_a_job_whose_names_do_not_resolve_keeps_few_threads(server: Scorer) -> N
     async def work() -> None:
         rewards = HttpRewards(Addresses(("scores.example",)), resolve)
         args = {"url": server.url("good", "scores.example")}
-        given: tuple[Any, ...] = (problem_as_given(PROBLEM), TEXTS, NOTHING_SEEN)
+        given: tuple[Any, ...] = (problem_as_given(PROBLEM), TEXTS, NO_DETAILS)
         short, long = (RewardConfig(name="http", args=args, wall_seconds=seconds) for seconds in (0.1, 600))
         for _ in range(6):
             assert isinstance((await rewards("job", short, *given))[0], Chance)

@@ -17,7 +17,7 @@ from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
 from motet.service.schemas import Job
 from motet.service.schemas.workers import Lease, ScoringWork
-from motet.tasks.reward_elsewhere import ScoreOrReason, Seen, WorkerArgs, to_wire
+from motet.tasks.reward_elsewhere import AnswerDetails, ScoreOrReason, WorkerArgs, to_wire
 from motet.tasks.reward_pool import RewardPool
 
 _AT_ONCE = 16
@@ -68,7 +68,7 @@ class RewardWorker(LeaseWorker[ScoringWork]):
         name = await self._load(work.reward)
         self._loaded[name] += 1
         try:
-            seen = Seen(work.transcripts, work.parts, work.trainer_state)
+            seen = AnswerDetails(work.transcripts, work.parts, work.trainer_state)
             return await self._pool.scores(name, work.problem, work.completions, seen)
         finally:
             self._loaded[name] -= 1

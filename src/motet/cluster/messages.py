@@ -314,7 +314,7 @@ class ScoreRequest(ChannelMessage, frozen=True):
     """The conversation of each; empty if each is only the prompt and the completion."""
     parts: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
-    """As `Seen` has them."""
+    """As `AnswerDetails` has them."""
 
 
 class CancelScore(ChannelMessage, frozen=True):

@@ -11,7 +11,7 @@ from motet.cluster.messages import CancelScore, FromHost, ScoreRequest, ScoresAn
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, ScorerAway
 from motet.tasks.plain_json import as_json
-from motet.tasks.reward_elsewhere import NOTHING_SEEN, ScoreOrReason, Seen, from_wire
+from motet.tasks.reward_elsewhere import NO_DETAILS, AnswerDetails, ScoreOrReason, from_wire
 
 _NOBODY = "nobody is there to score this job's rollouts"
 
@@ -32,7 +32,7 @@ class AskedOfService:
         reward: RewardConfig,
         problem: dict[str, Any],
         completions: list[str],
-        seen: Seen = NOTHING_SEEN,
+        seen: AnswerDetails = NO_DETAILS,
     ) -> list[ScoreOrReason]:
         """Request scores and wait for them. Raises ScorerAway if no scorer is connected, and the job must stop."""
         if self._away:

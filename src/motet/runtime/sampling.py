@@ -72,8 +72,8 @@ class JobSampler:
         """
         job, path = self._job, self._job.directory.path
         columns = columns_of(job.data.train, job.data.holdout) if job.rules.reads_columns else None
-        rewards = self._services.rewards
-        await rewards.register(job.name, job.config.rewards, job.data.scorer, path / "rewards.log", columns)
+        known = job.config.rewards, job.data.scorer, path / "rewards.log", columns
+        await self._services.rewards.register(job.name, *known)
         if job.config.environment.own:
             self._own_environment = await own_environment(job, self._services)
 
@@ -283,9 +283,8 @@ class JobSampler:
     async def _scored(self, task: GroupTask, rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
         if not self._job.config.rewards:  # a teacher judges them
             return [ScoreOutcome(0.0, {}) for _ in rollouts]
-        texts, context = [one.completion for one in rollouts], self._context(task.step, rollouts)
-        scoring = self._services.rewards.score(self._job.name, task.problem, texts, context)
-        asked = asyncio.create_task(scoring)
+        texts, context = [one.completion for one in rollouts], _context(self._job, task.step, self._width, rollouts)
+        asked = asyncio.create_task(self._services.rewards.score(self._job.name, task.problem, texts, context))
         self._scoring.add(asked)
         try:
             return await asked
@@ -297,18 +296,19 @@ class JobSampler:
         finally:
             self._scoring.discard(asked)
 
-    def _context(self, step: int, rollouts: Sequence[Rollout]) -> AnswerContext:
-        """What rewards may see of answers; the conversations only where they are more than a prompt and one turn."""
-        config, job, size = self._job.config, self._job, len(self._job.data.train)
-        several = config.environment.own or config.environment.turns > 1
-        parts = [one.turns[-1].parts if one.turns else TurnParts() for one in rollouts if job.rules.reads_parts]
-        plain = all(own == TurnParts(speech=one.completion) for own, one in zip(parts, rollouts, strict=False))
-        return AnswerContext(
-            [one.transcript for one in rollouts] if several else [],
-            [] if plain else parts,
-            lambda: [_with_tokens(job.chat, one) for one in rollouts],
-            TrainerState.at(step, config.steps, self._width, size) if job.rules.reads_parts else None,
-        )
+
+def _context(job: Job, step: int, width: int, rollouts: Sequence[Rollout]) -> AnswerContext:
+    """What rewards may see of answers; the conversations only where they are more than a prompt and one turn."""
+    config, new = job.config, job.rules.reads_parts
+    several = config.environment.own or config.environment.turns > 1
+    parts = [one.turns[-1].parts if one.turns else TurnParts() for one in rollouts]
+    plain = all(own == TurnParts(speech=one.completion) for own, one in zip(parts, rollouts, strict=True))
+    return AnswerContext(
+        [one.transcript for one in rollouts] if several else [],
+        parts if new and not plain else [],
+        lambda: [_with_tokens(job.chat, one) for one in rollouts],
+        TrainerState.at(step, config.steps, width, len(job.data.train)) if new else None,
+    )
 
 
 def _with_tokens(chat: Chat, rollout: Rollout) -> tuple[str, str]:

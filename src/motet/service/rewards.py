@@ -31,14 +31,14 @@ from motet.service.workers.rewards import RewardWorkers
 from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
 from motet.tasks.judging import Graded, Graders, most_tokens, score_or_reason
-from motet.tasks.reward_elsewhere import Elsewhere, ScoreOrReason, Seen, to_wire
+from motet.tasks.reward_elsewhere import AnswerDetails, Elsewhere, ScoreOrReason, to_wire
 from motet.tasks.reward_walls import Walls
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.25, 5.0
 """Seconds between two attempts while the database is away."""
 
-Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], Seen], Awaitable[list[ScoreOrReason]]]
+Scorer = Callable[[StoredJob, RewardConfig, dict[str, Any], list[str], AnswerDetails], Awaitable[list[ScoreOrReason]]]
 
 
 class Grading(Graders):
@@ -153,5 +153,5 @@ class Scoring:
         if job is None or scorer is None:
             what = f"reward {reward.name!r}" if job is not None else "job"
             return ScoresAnswered(request.key, [f"this service knows no such {what}"] * len(completions))
-        seen = Seen(request.transcripts, request.parts, request.state)
+        seen = AnswerDetails(request.transcripts, request.parts, request.state)
         return ScoresAnswered(request.key, to_wire(await scorer(job, reward, request.problem, completions, seen)))

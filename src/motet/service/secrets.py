@@ -22,7 +22,7 @@ from motet.config import JobConfig, RewardConfig
 from motet.core.errors import ConfigError
 from motet.service.database.store import Store
 from motet.service.database.tables import ServiceStart
-from motet.tasks.reward_elsewhere import SEALED, Elsewhere, ScoreOrReason, Seen, with_headers
+from motet.tasks.reward_elsewhere import SEALED, AnswerDetails, Elsewhere, ScoreOrReason, with_headers
 
 KEY_FILE = "secret.key"
 KEY_VARIABLE = "MOTET_SECRET_KEY"
@@ -92,7 +92,7 @@ class Secrets:
         """Wrap a scorer so that it gets decrypted rewards."""
 
         async def asked(
-            job: str, reward: RewardConfig, problem: dict[str, object], texts: list[str], seen: Seen
+            job: str, reward: RewardConfig, problem: dict[str, object], texts: list[str], seen: AnswerDetails
         ) -> list[ScoreOrReason]:
             try:
                 opened = self.opened(reward)

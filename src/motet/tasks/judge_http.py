@@ -29,7 +29,7 @@ from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judge
 from motet.tasks.graders.template import Fields, UnfilledError
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
 from motet.tasks.judging import MAX_TOKENS, Graders, Room, most_tokens, prompt, score_or_reason
-from motet.tasks.reward_elsewhere import Elsewhere, HttpArgs, ScoreOrReason, Seen
+from motet.tasks.reward_elsewhere import AnswerDetails, Elsewhere, HttpArgs, ScoreOrReason
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
 from motet.tasks.reward_walls import Walls
 
@@ -129,7 +129,7 @@ class Judges:
         self._open: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def __call__(
-        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str], seen: Seen
+        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str], seen: AnswerDetails
     ) -> list[ScoreOrReason]:
         """Scores of all completions of a problem; a failure is a reason in place of a score."""
         address, grader = parts_of(reward)

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +18,8 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 from motet.config import Config, RewardConfig
 from motet.config.urls import parse_url
 from motet.core.errors import RewardError
-from motet.tasks.reward_answers import Noted, sound
+from motet.tasks.plain_json import as_json
+from motet.tasks.reward_answers import AnswerContext, Noted, as_given, parts_as_given, sound
 
 MOST_LETTERS = 4000
 """Most characters of a reason."""
@@ -40,7 +42,7 @@ Transcripts = list[list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class AnswerDetails:
     """What a scorer sees of completions besides their text, in plain values."""
 
     transcripts: Transcripts = field(default_factory=list)
@@ -50,8 +52,8 @@ class Seen:
     """`TrainerState`, for a worker's function; empty without."""
 
 
-NOTHING_SEEN = Seen()
-Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], Seen], Awaitable[list[ScoreOrReason]]]
+NO_DETAILS = AnswerDetails()
+Elsewhere = Callable[[str, RewardConfig, dict[str, Any], list[str], AnswerDetails], Awaitable[list[ScoreOrReason]]]
 """(job, reward, problem, completions, what else is seen) → one score per completion, in order; a `Problem` as plain values.
 
 A worker gets texts of completions, the others their speech."""
@@ -266,3 +268,44 @@ def _read(value: Any) -> ScoreOrReason:
     if isinstance(value, Mapping):
         return Chance(str(value.get("chance") or "gave no score"))
     return number(value)
+
+
+def to_send(
+    name: str, texts: Sequence[str], context: AnswerContext
+) -> tuple[list[tuple[list[int], list[str], AnswerDetails]], list[ScoreOrReason]]:
+    """Answers in messages to the scorer of a reward, each with their places; and for each answer the reason if it has none.
+
+    An answer with a conversation too long to send is in no message.
+    """
+    sees_all = name in SEES_ALL
+    talks = [as_json(as_given(one)) for one in context.transcripts if sees_all] or [[] for _ in texts]
+    parts = [as_json(parts_as_given(one)) for one in context.parts if sees_all]
+    if name != "worker" and context.parts:  # a worker's function gets the text, as in the job's processes
+        texts = [one.speech for one in context.parts]
+    state = asdict(context.state) if name == "worker" and context.state else {}
+    written = [json.dumps(one, ensure_ascii=False) for one in talks]
+    limit = f"the most that are sent to be scored are {LONGEST_TRANSCRIPT}"
+    others = [json.dumps(one, ensure_ascii=False) for one in parts] or [""] * len(texts)
+    sizes = [len("".join(one).encode(errors="replace")) for one in zip(written, texts, others, strict=True)]
+    sent = [n for n, one in enumerate(written) if len(one) <= LONGEST_TRANSCRIPT]
+    messages = [
+        (
+            some,
+            [texts[n] for n in some],
+            AnswerDetails([talks[n] for n in some if any(talks)], [parts[n] for n in some if parts], state),
+        )
+        for some in _in_parts(sent, sizes)
+    ]
+    return messages, [f"the conversation has {len(one)} characters; {limit}" for one in written]
+
+
+def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Groups of answers that fit into one message."""
+    part: list[int] = []
+    for n in sent:
+        if part and sum(sizes[one] for one in part) + sizes[n] > MOST_TOGETHER:
+            yield part
+            part = []
+        part.append(n)
+    if part:
+        yield part

@@ -26,7 +26,7 @@ import httpx2
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
-from motet.tasks.reward_elsewhere import NOTHING_SEEN, Chance, HttpArgs, ScoreOrReason, Seen, number
+from motet.tasks.reward_elsewhere import NO_DETAILS, AnswerDetails, Chance, HttpArgs, ScoreOrReason, number
 
 ATTEMPTS = 3
 """Attempts in total for an address that fails."""
@@ -132,7 +132,12 @@ class HttpRewards:
         self._lookups: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
 
     async def __call__(
-        self, job: str, reward: RewardConfig, problem: dict[str, Any], completions: list[str], seen: Seen = NOTHING_SEEN
+        self,
+        job: str,
+        reward: RewardConfig,
+        problem: dict[str, Any],
+        completions: list[str],
+        seen: AnswerDetails = NO_DETAILS,
     ) -> list[ScoreOrReason]:
         """Scores of completions, or reasons for missing ones. In a service, `job` is `TENANT/JOB`, both by id."""
         args = HttpArgs.model_validate(reward.args)

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from motet.config import RewardConfig
 from motet.core.errors import EngineError, RewardError
 from motet.core.types import LARGEST_REWARD, Message, Problem, TurnParts
 from motet.tasks import reward_elsewhere
-from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_answers import (
     NO_CONTEXT,
@@ -36,21 +34,18 @@ from motet.tasks.reward_answers import (
     TrainerState,
     as_given,
     logged,
-    parts_as_given,
     problem_as_given,
 )
 from motet.tasks.reward_elsewhere import (
     ELSEWHERE,
-    LONGEST_TRANSCRIPT,
-    MOST_TOGETHER,
-    NOTHING_SEEN,
-    SEES_ALL,
+    NO_DETAILS,
+    AnswerDetails,
     Chance,
     Elsewhere,
     Judging,
     ScoreOrReason,
-    Seen,
     labels_of,
+    to_send,
 )
 from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_walls import Walls
@@ -125,13 +120,9 @@ class RewardPool:
         self._jobs: dict[str, _Job] = {}
 
     async def register(
-        self,
-        job: str,
-        rewards: Sequence[RewardConfig],
-        scorer: ScorerSpec | None = None,
-        log: Path | None = None,
+        self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
         columns: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used.
 
         `columns` are those that every row has, where that is known; one may ask for no other.
@@ -206,18 +197,15 @@ class RewardPool:
         return [_sum(known, parts) for parts in zip(*columns, strict=True)]
 
     async def scores(
-        self, job: str, problem: dict[str, Any], completions: Sequence[str], seen: Seen = NOTHING_SEEN
+        self, job: str, problem: dict[str, Any], completions: Sequence[str], seen: AnswerDetails = NO_DETAILS
     ) -> list[ScoreOrReason]:
         """Unweighted scores by a job's first reward for completions of a problem (all in plain values).
 
         Raises RewardError if the job is not registered.
         """
-        context = AnswerContext(
-            msgspec.convert(seen.transcripts, list[tuple[Message, ...]]),
-            msgspec.convert(seen.parts, list[TurnParts]),
-            state=msgspec.convert(seen.state, TrainerState) if seen.state else None,
+        return await self._column(
+            self._registered(job), 0, msgspec.convert(problem, Problem), completions, _context(seen)
         )
-        return await self._column(self._registered(job), 0, msgspec.convert(problem, Problem), completions, context)
 
     def _may_start_another(self) -> bool:
         return sum(len(group.workers) for job in self._jobs.values() for group in job.groups) < self._workers
@@ -258,20 +246,9 @@ class RewardPool:
             if context.shown is None:
                 return [_NO_TOKENS] * len(texts)
             shown = await asyncio.to_thread(context.shown)
-        seen: list[list[dict[str, Any]]] = []
-        if group.loaded.sees_all[own]:  # most rewards read only the answer, so the conversation is not sent
-            seen = [as_given(one) for one in context.whole(problem, texts)]
-        request = ScoreCompletions(
-            own,
-            problem,
-            list(texts),
-            reward.cpu_seconds,
-            reward.memory_mb,
-            seen,
-            list(context.parts),
-            shown,
-            context.state,
-        )
+        # most rewards read only the answer, so the conversation is not sent
+        talks = context.whole(problem, texts) if group.loaded.sees_all[own] else ()
+        request = _request(own, reward, problem, texts, replace(context, transcripts=talks), shown)
         scores = await self._in_process(group, reward, request)
         known = _known(self._installed, reward)
         if known is None:
@@ -282,22 +259,10 @@ class RewardPool:
         self, job: _Job, reward: RewardConfig, problem: Problem, texts: Sequence[str], context: AnswerContext
     ) -> list[ScoreOrReason]:
         """Scores of a reward that is scored elsewhere; an answer with a conversation too long to send has none."""
-        given, sees_all = problem_as_given(problem), reward.name in SEES_ALL
-        talks = [as_json(as_given(one)) for one in context.transcripts if sees_all] or [[]] * len(texts)
-        parts = [as_json(parts_as_given(one)) for one in context.parts if sees_all]
-        if reward.name != "worker" and context.parts:  # a worker's function gets the text, as in the job's processes
-            texts = [one.speech for one in context.parts]
-        state = asdict(context.state) if reward.name == "worker" and context.state else {}
-        written = [json.dumps(one, ensure_ascii=False) for one in talks]
-        sent = [n for n, one in enumerate(written) if len(one) <= LONGEST_TRANSCRIPT]
-        limit = f"the most that are sent to be scored are {LONGEST_TRANSCRIPT}"
-        scores: list[ScoreOrReason] = [f"the conversation has {len(one)} characters; {limit}" for one in written]
-        others = [json.dumps(one, ensure_ascii=False) for one in parts] or [""] * len(texts)
-        sizes = [len("".join(one).encode(errors="replace")) for one in zip(written, texts, others, strict=True)]
-        for some in _in_parts(sent, sizes):
-            told, started = [texts[n] for n in some], time.monotonic()
-            seen = Seen([talks[n] for n in some if any(talks)], [parts[n] for n in some if parts], state)
-            answered = await self._elsewhere[reward.name](job.name, reward, given, told, seen)
+        given, (sendable, scores) = problem_as_given(problem), to_send(reward.name, texts, context)
+        for some, sent, details in sendable:
+            started = time.monotonic()
+            answered = await self._elsewhere[reward.name](job.name, reward, given, sent, details)
             job.elsewhere[0] += time.monotonic() - started
             for n, score in zip(some, answered, strict=True):
                 scores[n] = score
@@ -368,16 +333,35 @@ class RewardPool:
                 return reply
 
 
-def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Groups of answers that fit into one message."""
-    part: list[int] = []
-    for n in sent:
-        if part and sum(sizes[one] for one in part) + sizes[n] > MOST_TOGETHER:
-            yield part
-            part = []
-        part.append(n)
-    if part:
-        yield part
+def _context(seen: AnswerDetails) -> AnswerContext:
+    """What plain values say."""
+    return AnswerContext(
+        msgspec.convert(seen.transcripts, list[tuple[Message, ...]]),
+        msgspec.convert(seen.parts, list[TurnParts]),
+        state=msgspec.convert(seen.state, TrainerState) if seen.state else None,
+    )
+
+
+def _request(
+    own: int,
+    reward: RewardConfig,
+    problem: Problem,
+    texts: Sequence[str],
+    context: AnswerContext,
+    shown: list[tuple[str, str]],
+) -> ScoreCompletions:
+    """The message to a process about all completions of a problem; `own` is the position of the reward there."""
+    return ScoreCompletions(
+        own,
+        problem,
+        list(texts),
+        reward.cpu_seconds,
+        reward.memory_mb,
+        [as_given(talk) for talk in context.transcripts],
+        list(context.parts),
+        shown,
+        context.state,
+    )
 
 
 def _sum(job: _Job, scores: Sequence[ScoreOrReason]) -> ScoreOutcome:

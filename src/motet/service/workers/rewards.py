@@ -29,7 +29,7 @@ from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
 from motet.service.events import EventBus
 from motet.service.tenants.quotas import Quotas
 from motet.service.workers.attached import AttachedWorkers, Gone
-from motet.tasks.reward_elsewhere import NOTHING_SEEN, Chance, ScoreOrReason, Seen, from_wire
+from motet.tasks.reward_elsewhere import NO_DETAILS, AnswerDetails, Chance, ScoreOrReason, from_wire
 
 MOST_LEASED = 2**24
 """Most characters of work leased at once, unless a single unit has more."""
@@ -186,7 +186,7 @@ class RewardWorkers(AttachedWorkers):
         reward: RewardConfig,
         problem: dict[str, Any],
         completions: list[str],
-        seen: Seen = NOTHING_SEEN,
+        seen: AnswerDetails = NO_DETAILS,
     ) -> list[ScoreOrReason]:
         """A worker's scores of completions. Raises `ScorerAway` if no worker is attached, and the job must stop."""
         if self._closing:
