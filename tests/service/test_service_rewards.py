@@ -91,7 +91,7 @@ def house(tmp_path_factory: pytest.TempPathFactory, rewards_file: Path) -> Itera
 def test_all_rewards_are_listed_with_what_they_take(house: House) -> None:
     found = {one["name"]: one for one in house.ask("GET", "/v1/rewards").json()["data"]}
     assert list(found) == [*BUILTIN, "scorer", "short", "graded", "strict", "brief", *ELSEWHERE]
-    assert found["regex"]["parameters"] == {"pattern": "", "full": "False", "ignore_case": "False"}
+    assert found["regex"]["parameters"] == {"pattern": "", "full": "False", "ignore_case": "False", "of": "'text'"}
     assert found["short"] == {
         "name": "short", "kind": "installed", "summary": "One where the answer is short.", "parameters": {"limit": "20"},
     }  # fmt: skip
