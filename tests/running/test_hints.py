@@ -176,7 +176,7 @@ CASES: dict[str, Case] = {
     ),
     "no numbers": case(
         ("problem, completion", "1.0"),
-        "reward 'numeric' compares numbers, and no answer of .* has one, such as 'four'; write them in digits",
+        "reward 'numeric' compares numbers, and no answer of .* has one, such as 'four'; .* write them in digits",
         job={"data": {"source": [{"prompt": "2 + 2?", "answer": "four"}], "holdout": 0}, "reward": "numeric"},
         then_job={"data": {"source": [{"prompt": "2 + 2?", "answer": "4"}], "holdout": 0}},
     ),
