@@ -104,8 +104,8 @@ def test_what_the_model_sampled_is_never_made_again_from_text():
 
     async def agent(ask: Ask) -> None:
         first = await ask(user("a"), tools=[ADD])
-        assert first.calls == (ToolCall("add", {"a": 2, "b": 1}),)
-        assert first.text == ""
+        assert first.parts.calls == (ToolCall("add", {"a": 2, "b": 1}),)
+        assert first.parts.speech == ""
         await ask(user("a"), said("", ToolCall("add", {"a": 2, "b": 1})), Message("user", "3"), tools=[ADD])
 
     answers = iter([text, "3"])
@@ -265,7 +265,7 @@ def test_equal_conversations_at_once_have_the_same_branches_whichever_is_answere
 
         async def conversation() -> None:
             call = await one.complete([user("a")], (), CallLimits())
-            await one.complete([user("a"), said(call.text), user("sure?")], (), CallLimits())
+            await one.complete([user("a"), said(call.parts.speech), user("sure?")], (), CallLimits())
 
         async def both() -> None:
             await asyncio.gather(conversation(), conversation())

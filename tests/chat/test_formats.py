@@ -72,7 +72,10 @@ class _Given:
 )
 def test_messages_tell_the_stop_sequence_that_ended_them(finish: Any, stopped: str, ends: Any) -> None:
     request = MessagesRequest.model_validate({"max_tokens": 9, "messages": [HI], "stop_sequences": ["\n\n"]})
-    pieces = [AnswerPiece(0, "a", "It is"), AnswerPiece(0, "a", " 2.", (), finish, stopped=stopped)]
+    pieces = [
+        AnswerPiece(0, "a", [("text", "It is")]),
+        AnswerPiece(0, "a", [("text", " 2.")], (), finish, stopped=stopped),
+    ]
     reply = Reply("a", "m", 1, _Given(pieces))
 
     async def main() -> tuple[Any, list[Any]]:

@@ -14,6 +14,7 @@ import numpy as np
 from motet.cluster.host_link import HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Abandon, Complete, FromHost, ToHost
+from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from motet.hosting.answers import Answers
 from motet.runtime.scheduler import FairScheduler
@@ -28,9 +29,12 @@ ROOM = 20_000
 
 
 class Says:
-    """An engine that says texts in turn, a few letters at a time where it streams; keeps what it has read."""
+    """An engine that says texts in turn, a few tokens at a time where it streams; keeps what it has read."""
 
-    def __init__(self) -> None:
+    step = 5
+
+    def __init__(self, tokenizer: Any, end: int) -> None:
+        self.tokenizer, self.end = tokenizer, end
         self.texts: list[str] = []
         self.read: list[str] = []
         self.requests: list[GenerateRequest] = []
@@ -42,18 +46,22 @@ class Says:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """The next text, for each seed."""
         self.requests.append(request)
-        self.read.append(TOKENIZER.decode(request.prompt_ids.tolist()))
-        text = self.texts.pop(0)
-        step = 5 if request.stream else len(text)
-        parts = [text[at : at + step] for at in range(0, len(text), step)] or [""]
+        self.read.append(self.tokenizer.decode(request.prompt_ids.tolist()))
+        whole = [*self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False), self.end]
+        cut_off = len(whole) > request.sampling.max_tokens
+        step = self.step if request.stream else len(whole)
         for index in range(len(request.seeds)):
-            for number, part in enumerate(parts):
+            told = ""
+            for at in range(0, len(whole), step):
                 await asyncio.sleep(0)
-                ends = number == len(parts) - 1
-                ids = np.array([*TOKENIZER.encode(part, add_special_tokens=False), *([END] if ends else [])], np.int32)
+                ends = at + step >= len(whole)
+                ids = np.array(whole[at : at + step], np.int32)
+                text = self.tokenizer.decode(whole[: at + step], skip_special_tokens=True)
+                part = text.removeprefix(told) if ends else text.rstrip("\ufffd").removeprefix(told)
+                told += part
                 logprobs, versions = np.full(len(ids), -1.0, np.float32), np.full(len(ids), 3, np.int32)
                 reason = FinishReason.STOP if ends else None
-                if ends and len(TOKENIZER.encode(text)) >= request.sampling.max_tokens:
+                if ends and cut_off:
                     reason = FinishReason.LENGTH
                 if ends and self.overflows:
                     reason = FinishReason.ERROR
@@ -66,7 +74,9 @@ class _Process:
     """A host's process."""
 
     def __init__(self, host: HostLink, engine: Says) -> None:
-        info = SimpleNamespace(tokenizer=TOKENIZER, eos_token_ids=(END,), max_positions=ROOM)
+        tokenizer, end = engine.tokenizer, engine.end
+        vocabulary = TokenIds(len(tokenizer), frozenset())
+        info = SimpleNamespace(tokenizer=tokenizer, eos_token_ids=(end,), max_positions=ROOM, vocabulary=vocabulary)
         shared: Any = SimpleNamespace(engine=engine, scheduler=FairScheduler(16), engine_suffix="x")
         self._host = host
         self._answers = Answers(cast("Any", SimpleNamespace(info=info)), shared, ROOM, self._receive)
@@ -83,8 +93,8 @@ class _Process:
 
 
 @contextlib.contextmanager
-def scripted_service(directory: Path) -> Iterator[tuple[House, Says]]:
-    """The service, while the block runs, and its engine; `ours` has an adapter `job`."""
+def scripted_service(directory: Path, tokenizer: Any = TOKENIZER, end: int = END) -> Iterator[tuple[House, Says]]:
+    """The service, while the block runs, and its engine, whose turns end with `end`; `ours` has an adapter `job`."""
     with open_house(directory) as house:
         owner = house.store.tenants.made("us")
         row = UploadedAdapter(
@@ -92,7 +102,7 @@ def scripted_service(directory: Path) -> Iterator[tuple[House, Says]]:
         )
         house.part(Adapters).add(Principal(owner.id, owner.name, "key-none", "member"), row)
         house.part(Adapters).path(row.id).mkdir(parents=True)
-        engine = Says()
+        engine = Says(tokenizer, end)
         client = house.part(Hosts)
         (host,) = client.hosts
 

@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motet.chat.completer import CallLimits, id_of_call
+from motet.chat.spoken import SpokenTurn
 from motet.core import seeds
 from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFault, ServerGone
-from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, ToolCall
+from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, TurnParts
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
+from motet.tasks.forms.bounds import turn_grammar
 from motet.tasks.plain_json import as_json
-from motet.tasks.tool_calls import tool_calls, without_calls
 
 _OVER = "this episode is over: its time is up, or its agent has returned"
 
@@ -46,21 +47,18 @@ class AgentCall:
     read: IntArray
     """The tokens of the prompt that its parent did not read."""
     chunk: Chunk
-    calls: tuple[ToolCall, ...]
+    """Its text is as the template shows it."""
+    parts: TurnParts
     number: int
     """How often its prompt had been asked before with the same limits."""
     trained: bool = True
     """Whether its sampled tokens are trained."""
-
-    @property
-    def text(self) -> str:
-        """Text without tool calls."""
-        return without_calls(self.chunk.text) if self.calls else self.chunk.text
+    thought_tokens: int = 0
 
     @property
     def answered(self) -> bytes:
-        """The key of its conversation with the answer."""
-        return _longer(self.keys[-1], Message("assistant", self.text, self.calls))
+        """The key of its conversation with the answer; clients may leave its thought out."""
+        return _longer(self.keys[-1], replace(self.said, thought=""))
 
     @property
     def path(self) -> list[AgentCall]:
@@ -87,7 +85,7 @@ class AgentCall:
     @property
     def said(self) -> Message:
         """The turn, in parts."""
-        return Message("assistant", self.text, self.calls)
+        return Message("assistant", self.parts.speech, self.parts.calls, thought=self.parts.thought)
 
     @property
     def rank(self) -> tuple[int, str]:
@@ -126,7 +124,7 @@ class AgentEpisode:
         self._most_calls, self._begun = most_calls, 0
         self._asked: Counter[int] = Counter()
         self._known: dict[bytes, AgentCall] = {}
-        """By the conversation that ends with the answer."""
+        """By the conversation that ends with the answer, with and without thoughts."""
         self._running: dict[bytes, set[asyncio.Future[None]]] = {}
         """Calls without an answer yet, by their conversations."""
         self._calls: list[AgentCall] = []
@@ -150,11 +148,12 @@ class AgentEpisode:
             raise ChatRefusal(f"the agent has made all of its {self._most_calls} calls (environment.max_turns)")
         self._begun, self._at_once = self._begun + 1, self._at_once or bool(self._running)
         messages = self.context.chat.with_roles(messages)
-        keys, done = _keys(messages, tools), asyncio.get_running_loop().create_future()
+        done = asyncio.get_running_loop().create_future()
+        keys, full = (_keys(messages, tools, thoughts=thoughts) for thoughts in (False, True))
         conversation = keys[-1]
         self._running.setdefault(conversation, set()).add(done)
         try:
-            return await self._complete(keys, messages, tools, limits)
+            return await self._complete(keys, full, messages, tools, limits)
         finally:
             done.set_result(None)
             self._running[conversation].discard(done)
@@ -162,10 +161,16 @@ class AgentEpisode:
                 del self._running[conversation]
 
     async def _complete(
-        self, keys: Sequence[bytes], messages: Sequence[Message], tools: Tools, limits: CallLimits
+        self,
+        keys: Sequence[bytes],
+        full: Sequence[bytes],
+        messages: Sequence[Message],
+        tools: Tools,
+        limits: CallLimits,
     ) -> AgentCall:
+        """`full` are keys with thoughts, `keys` without."""
         chat = self.context.chat
-        parent, n_known = await self._continued(keys, messages)
+        parent, n_known = await self._continued(keys, full, messages)
         if parent is None:
             new = seen = chat.opening(messages, tools)
         else:
@@ -187,14 +192,22 @@ class AgentEpisode:
         number = self._asked[digest]
         self._asked[digest] += 1
         turn = seeds.key(digest, "call", number)
-        chunk = await self._sampled(prompt, turn, sampling)
-        calls = tool_calls(chunk.text) if tools and chunk.finish_reason is not FinishReason.LENGTH else ()
-        trained = limits.train and not limits.grammar
-        call = AgentCall(f"{turn:016x}", parent, keys[n_known:], new, read, chunk, calls, number, trained)
+        if limits.grammar:
+            sampling = replace(sampling, grammar=turn_grammar(chat, sampling, prompt, tools))
+        chunk, spoken = await self._sampled(prompt, turn, sampling), SpokenTurn(chat, prompt, tools, sampling.stop)
+        said = await spoken.read(chunk)
+        chunk, trained, name = (
+            replace(chunk, text=spoken.text(chunk)),
+            limits.train and not limits.grammar,
+            f"{turn:016x}",
+        )
+        call = AgentCall(
+            name, parent, keys[n_known:], new, read, chunk, said.parts, number, trained, said.thought_tokens
+        )
         if not self.closed:
             self._calls.append(call)
-            key = call.answered
-            self._known[key] = min(self._known.get(key, call), call, key=lambda one: one.rank)
+            for key in {call.answered, _longer(full[-1], call.said)}:
+                self._known[key] = min(self._known.get(key, call), call, key=lambda one: one.rank)
         return call
 
     def _limited(self, limits: CallLimits) -> SamplingParams:
@@ -215,7 +228,9 @@ class AgentEpisode:
             raise EngineError(self._fault)
         return chunk
 
-    async def _continued(self, keys: Sequence[bytes], messages: Sequence[Message]) -> tuple[AgentCall | None, int]:
+    async def _continued(
+        self, keys: Sequence[bytes], full: Sequence[bytes], messages: Sequence[Message]
+    ) -> tuple[AgentCall | None, int]:
         """The call that a conversation continues, and the number of messages with its answer.
 
         Calls with a part of this conversation and no answer yet are waited for: what follows may be their answer, and of
@@ -225,7 +240,7 @@ class AgentEpisode:
             running = self._running.get(keys[n - 1])
             if running is not None and messages[n - 1].role == "assistant":
                 await asyncio.wait(running)
-            if (call := self._known.get(keys[n])) is not None:
+            if (call := self._known.get(full[n]) or self._known.get(keys[n])) is not None:
                 return call, n
         return None, 0
 
@@ -270,7 +285,7 @@ class AgentEpisode:
                 call.chunk,
                 anew=not goes_on,
                 after=None if call.parent is None else place[call.parent],
-                calls=call.calls,
+                calls=call.parts.calls,
                 trained=call.trained,
             )
             last = call
@@ -328,12 +343,12 @@ def _walk(calls: Sequence[AgentCall], end: AgentCall | None) -> list[AgentCall]:
     return walked
 
 
-def _keys(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """A digest of the tools and the first n messages, for each n from 0 on."""
+def _keys(messages: Sequence[Message], tools: Tools, *, thoughts: bool) -> list[bytes]:
+    """A digest of the tools and the first n messages, with or without their thoughts, for each n from 0 on."""
     offered = json.dumps(list(tools), sort_keys=True) if tools else ""
     keys = [hashlib.blake2b(offered.encode(), digest_size=16).digest()]
     for message in messages:
-        keys.append(_longer(keys[-1], message))
+        keys.append(_longer(keys[-1], message if thoughts else replace(message, thought="")))
     return keys
 
 
@@ -344,4 +359,5 @@ def _longer(key: bytes, message: Message) -> bytes:
 def _key(message: Message) -> str:
     """Equal for equivalent messages: clients reformat arguments, get null for NaN, and strip spaces."""
     calls = [[call.name, as_json(call.arguments)] for call in message.tool_calls]
-    return json.dumps([message.role, message.content.strip(), calls], sort_keys=True)
+    thought = [message.thought.strip()] if message.thought else []
+    return json.dumps([message.role, message.content.strip(), calls, *thought], sort_keys=True)

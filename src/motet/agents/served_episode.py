@@ -119,13 +119,15 @@ class ServedEpisode:
             AnswerPiece(
                 index,
                 call.id,
-                call.text,
-                call.calls,
+                [("thought", call.parts.thought), ("text", call.parts.speech)],
+                call.parts.calls,
                 "length" if call.chunk.finish_reason is FinishReason.LENGTH else "stop",
                 ids := call.chunk.token_ids.tolist(),
                 call.chunk.logprobs.tolist(),
                 [token_bytes(chat.tokenizer, token) for token in ids] if asked.logprobs else [],
                 met(chat.completion_text(ids), asked.limits.stop) if asked.limits.stop else "",
+                call.thought_tokens,
+                call.parts.unread,
             )
             for index, call in enumerate(calls)
         ]

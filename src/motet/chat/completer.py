@@ -64,6 +64,10 @@ class Conversation:
             raise ChatRefusal("the conversation has no message that is read here; give one")
 
 
+Block = tuple[Literal["thought", "text"], str]
+"""A part of an answer that is shown as it comes."""
+
+
 @dataclass
 class AnswerPiece:
     """Part of one answer, or all of it."""
@@ -72,8 +76,8 @@ class AnswerPiece:
     """The answer's number among `n`."""
     id: str
     """The answer's id; the ids of its tool calls are made from it."""
-    text: str = ""
-    """Text without tool calls."""
+    blocks: list[Block] = field(default_factory=list)
+    """Thoughts and texts in order; a model may think again after it said something."""
     calls: tuple[ToolCall, ...] = ()
     """All tool calls of the answer, in its last piece."""
     finish: Literal["stop", "length"] | None = None
@@ -84,6 +88,26 @@ class AnswerPiece:
     """The bytes of each token, if requested."""
     stopped: str = ""
     """The stop string that ended the answer, on its last piece."""
+    thought_tokens: int = 0
+    """How many of `token_ids` are thought."""
+    unread: str = ""
+    """Why a part of the answer could not be read, on its last piece; empty if all was."""
+
+    @property
+    def text(self) -> str:
+        """What is said, without thoughts and tool calls."""
+        return "".join(text for kind, text in self.blocks if kind == "text")
+
+    @property
+    def thought(self) -> str:
+        """What is thought."""
+        return "".join(text for kind, text in self.blocks if kind == "thought")
+
+    @property
+    def shown(self) -> list[Block]:
+        """Its blocks; an answer that says and calls nothing ends with an empty text."""
+        silent = self.finish is not None and not self.text and not self.calls
+        return [*self.blocks, ("text", "")] if silent else self.blocks
 
     @property
     def escaped_tokens(self) -> list[str]:
@@ -92,7 +116,15 @@ class AnswerPiece:
 
     def add(self, other: AnswerPiece) -> None:
         """Append the next piece of the same answer."""
-        self.text += other.text
+        for kind, text in other.blocks:
+            if not text:
+                continue
+            if self.blocks and self.blocks[-1][0] == kind:
+                self.blocks[-1] = (kind, self.blocks[-1][1] + text)
+            else:
+                self.blocks.append((kind, text))
+        self.thought_tokens += other.thought_tokens
+        self.unread = other.unread or self.unread
         self.calls += other.calls
         self.finish = other.finish or self.finish
         self.token_ids += other.token_ids
@@ -131,6 +163,14 @@ async def whole(pieces: AsyncIterable[AnswerPiece]) -> list[AnswerPiece]:
     async for piece in pieces:
         answers.setdefault(piece.index, AnswerPiece(piece.index, piece.id)).add(piece)
     return [answers[index] for index in sorted(answers)]
+
+
+async def shown(pieces: AsyncIterable[AnswerPiece], answer: AnswerPiece) -> AsyncIterator[Block]:
+    """Parts of the only answer's blocks as its pieces come, which are added to `answer`."""
+    async for piece in pieces:
+        answer.add(piece)
+        for block in (*(one for one in piece.blocks if one[1]), *answer.shown[len(answer.blocks) :]):
+            yield block
 
 
 class Extra(Described):

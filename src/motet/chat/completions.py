@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -37,6 +37,7 @@ class Function(Extra):
 class CalledTool(Extra):
     """A call in a message."""
 
+    id: str | None = None
     function: Function
 
 
@@ -46,11 +47,19 @@ class ChatMessage(Extra):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_calls: list[CalledTool] | None = Field(None, fail_fast=True)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """What an assistant thought before `content`."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`, as vLLM writes it."""
 
-    def plain(self) -> Message:
-        """The message in the form of chat templates."""
+    def plain(self, called: Mapping[str, str]) -> Message:
+        """The message in the form of chat templates; `called` has the names of tools by the ids of their calls."""
         calls = (call_of(one.function.name, one.function.arguments) for one in self.tool_calls or ())
-        return Message("system" if self.role == "developer" else self.role, text_of(self.content), tuple(calls))
+        role = "system" if self.role == "developer" else self.role
+        name = called.get(self.tool_call_id or "", "") if role == "tool" else ""
+        thought = (self.reasoning_content or self.reasoning or "") if role == "assistant" else ""
+        return Message(role, text_of(self.content), tuple(calls), name, thought=thought)
 
 
 class StreamOptions(Extra):
@@ -78,15 +87,16 @@ class ChatRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """The conversation of the request."""
-        calls = (call for one in self.messages for call in one.tool_calls or ())
+        calls = [call for one in self.messages for call in one.tool_calls or ()]
         check_arguments(call.function.arguments for call in calls)
+        called = {call.id: call.function.name for call in calls if call.id}
         for tool in self.tools or ():
             check_function(tool.get("type"), tool.get("function"))
         tools = () if self.tool_choice == "none" else self.tools or ()
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        grammar = grammar_of(self.response_format, tools=bool(tools))
+        grammar = grammar_of(self.response_format)
         return Conversation(
-            tuple(one.plain() for one in self.messages),
+            tuple(one.plain(called) for one in self.messages),
             tools,
             CallLimits(self.max_completion_tokens or self.max_tokens, stop, self.train, grammar),
             n=self.n or 1,
@@ -97,17 +107,15 @@ class ChatRequest(ChatFormat):
 
     def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
-        choices = [
-            {"index": one.index, "message": _said(one), "finish_reason": _finish_reason(one), **self._of_tokens(one)}
-            for one in answers
-        ]
+        choices = [{"index": one.index, "message": _said(one), **_end(one), **self._of_tokens(one)} for one in answers]
         sampled = sum(len(one.token_ids) for one in answers)
-        return {**_head(reply), "choices": choices, "usage": usage(reply.prompt_tokens, sampled), **self._read(reply)}
+        used = usage(reply.prompt_tokens, sampled, sum(one.thought_tokens for one in answers))
+        return {**_head(reply), "choices": choices, "usage": used, **self._read(reply)}
 
     async def events(self, reply: Reply) -> AsyncIterator[str]:
         """The answer as server-sent events."""
         head = {**_head(reply), "object": "chat.completion.chunk"}
-        begun, sampled, read = set[int](), 0, self._read(reply)
+        begun, sampled, thought, read = set[int](), 0, 0, self._read(reply)
         async for piece in reply.pieces:
             delta = _said(piece)
             for number, one in enumerate(delta.get("tool_calls", ())):
@@ -117,13 +125,12 @@ class ChatRequest(ChatFormat):
             choice = {"index": piece.index, "delta": delta, "finish_reason": None, **self._of_tokens(piece)}
             yield event({**head, "choices": [choice], **read})
             if piece.finish is not None:
-                reason = _finish_reason(piece)
-                end = {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": reason}
+                end = {"index": piece.index, "delta": {}, "logprobs": None, **_end(piece)}
                 yield event({**head, "choices": [end]})
             begun.add(piece.index)
-            sampled, read = sampled + len(piece.token_ids), {}
+            sampled, thought, read = sampled + len(piece.token_ids), thought + piece.thought_tokens, {}
         if self.stream_options is not None and self.stream_options.include_usage:
-            yield event({**head, "choices": [], "usage": usage(reply.prompt_tokens, sampled)})
+            yield event({**head, "choices": [], "usage": usage(reply.prompt_tokens, sampled, thought)})
         yield "data: [DONE]\n\n"
 
     def _read(self, reply: Reply) -> dict[str, Any]:
@@ -134,22 +141,28 @@ class ChatRequest(ChatFormat):
         return {**fields, "token_ids": piece.token_ids} if self.return_token_ids else fields
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Tokens of one request."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def usage(prompt: int, completion: int, thought: int = 0) -> dict[str, Any]:
+    """Tokens of one request; `thought` are those of the completion that were thought."""
+    details = {"completion_tokens_details": {"reasoning_tokens": thought}} if thought else {}
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, **details}
 
 
 def _head(reply: Reply) -> dict[str, Any]:
     return {"id": reply.id, "object": "chat.completion", "created": reply.created, "model": reply.model}
 
 
-def _finish_reason(piece: AnswerPiece) -> str | None:
-    return "tool_calls" if piece.calls else piece.finish
+def _end(piece: AnswerPiece) -> dict[str, Any]:
+    """How a choice ended; `unread` is a field of Motet's own."""
+    reason = "tool_calls" if piece.calls else piece.finish
+    return {"finish_reason": reason, **({"unread": piece.unread} if piece.unread else {})}
 
 
 def _said(piece: AnswerPiece) -> dict[str, Any]:
-    content = piece.text if piece.text or not piece.calls else None
+    ends = piece.finish is not None and not piece.calls
+    content = piece.text if piece.text or ends or not (piece.calls or piece.thought) else None
     said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if piece.thought:
+        said["reasoning_content"] = piece.thought
     if piece.calls:
         said["tool_calls"] = [
             {"id": name, "type": "function", "function": {"name": one.name, "arguments": arguments_of(one)}}

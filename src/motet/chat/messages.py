@@ -18,6 +18,7 @@ from motet.chat.completer import (
     Reply,
     arguments_of,
     event,
+    shown,
 )
 from motet.core.errors import ChatRefusal
 from motet.core.stops import few
@@ -27,7 +28,9 @@ from motet.tasks.plain_json import as_json
 Blocks = str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _MOST_BLOCKS = 2 * MOST_MESSAGES
 """Most blocks of a request; each result of a tool becomes a message."""
-_UNREAD = frozenset({"thinking", "redacted_thinking"})
+_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
+_SIGNATURE = "bW90ZXQ="
+"""Of thoughts, which clients send back as they are; nothing is signed here."""
 
 
 class ToolChoice(Extra):
@@ -60,9 +63,10 @@ class MessagesRequest(ChatFormat):
         if self.messages[-1].role == "assistant":
             raise ChatRefusal("messages: an assistant's last turn is not continued here; end with a user's")
         system = [Message("system", _text_of(self.system))] if self.system else []
+        called: dict[str, str] = {}
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return Conversation(
-            (*system, *(message for one in self.messages for message in _messages(one))),
+            (*system, *(message for one in self.messages for message in _messages(one, called))),
             () if hidden else [_function(tool) for tool in self.tools or ()],
             CallLimits(self.max_tokens, tuple(self.stop_sequences or ()), self.train),
             stream=bool(self.stream),
@@ -74,14 +78,14 @@ class MessagesRequest(ChatFormat):
         ends = "stop_sequence" if one.stopped else "end_turn"
         if one.calls or one.finish == "length":
             ends = "tool_use" if one.calls else "max_tokens"
-        text = [{"type": "text", "text": one.text}] if one.text or not one.calls else []
         uses = (
             {"type": "tool_use", "id": name, "name": call.name, "input": as_json(call.arguments)}
             for name, call in one.named_calls
         )
-        sampled = {"input_tokens": reply.prompt_tokens, "output_tokens": len(one.token_ids)}
+        sampled: dict[str, Any] = {"input_tokens": reply.prompt_tokens, **_sampled(one)}
         head = {**_head(reply), "stop_reason": ends, "stop_sequence": one.stopped if ends == "stop_sequence" else None}
-        return {**head, "content": [*text, *uses], "usage": sampled}
+        said = (_block(kind, text) for kind, text in one.shown)
+        return {**head, "content": [*said, *uses], "usage": sampled}
 
     async def events(self, reply: Reply) -> AsyncIterator[str]:
         """The answer as server-sent events."""
@@ -92,24 +96,50 @@ class MessagesRequest(ChatFormat):
         used = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
         begun = {**_head(reply), "stop_reason": None, "stop_sequence": None, "content": [], "usage": used}
         yield "message_start", {"message": begun}
-        answer = AnswerPiece(0, reply.id)
-        async for piece in reply.pieces:
-            empty = not answer.text
-            answer.add(piece)
-            if piece.text or (piece.finish and not answer.text and not piece.calls):
-                if empty:
-                    yield "content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}}
-                yield "content_block_delta", {"index": 0, "delta": {"type": "text_delta", "text": piece.text}}
-        done, calls = self.answer(reply, [answer]), iter(answer.calls)
-        for index, block in enumerate(done["content"]):
-            if block["type"] == "tool_use":
-                given = {"type": "input_json_delta", "partial_json": arguments_of(next(calls))}
-                yield "content_block_start", {"index": index, "content_block": {**block, "input": {}}}
-                yield "content_block_delta", {"index": index, "delta": given}
-            yield "content_block_stop", {"index": index}
+        answer, index, opened = AnswerPiece(0, reply.id), -1, ""
+        async for kind, text in shown(reply.pieces, answer):
+            if kind != opened:
+                for step in _ended(index, opened):
+                    yield step
+                index, opened = index + 1, kind
+                yield "content_block_start", {"index": index, "content_block": _block(kind, "")}
+            yield "content_block_delta", {"index": index, "delta": _delta(kind, text)}
+        for step in _ended(index, opened):
+            yield step
+        done = self.answer(reply, [answer])
+        for at, (call, use) in enumerate(zip(answer.calls, done["content"][index + 1 :], strict=True), index + 1):
+            given = {"type": "input_json_delta", "partial_json": arguments_of(call)}
+            yield "content_block_start", {"index": at, "content_block": {**use, "input": {}}}
+            yield "content_block_delta", {"index": at, "delta": given}
+            yield "content_block_stop", {"index": at}
         end = {name: done[name] for name in ("stop_reason", "stop_sequence")}
-        yield "message_delta", {"delta": end, "usage": {"output_tokens": len(answer.token_ids)}}
+        yield "message_delta", {"delta": end, "usage": _sampled(answer)}
         yield "message_stop", {}
+
+
+def _block(kind: str, text: str) -> dict[str, Any]:
+    if kind == "thought":
+        return {"type": "thinking", "thinking": text, "signature": _SIGNATURE if text else ""}
+    return {"type": "text", "text": text}
+
+
+def _delta(kind: str, text: str) -> dict[str, Any]:
+    return {"type": "thinking_delta", "thinking": text} if kind == "thought" else {"type": "text_delta", "text": text}
+
+
+def _ended(index: int, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The end of a block, if one is open."""
+    if kind == "thought":
+        yield "content_block_delta", {"index": index, "delta": {"type": "signature_delta", "signature": _SIGNATURE}}
+    if kind:
+        yield "content_block_stop", {"index": index}
+
+
+def _sampled(answer: AnswerPiece) -> dict[str, Any]:
+    """Usage of an answer."""
+    n_thought = answer.thought_tokens
+    details = {"output_tokens_details": {"thinking_tokens": n_thought}} if n_thought else {}
+    return {"output_tokens": len(answer.token_ids), **details}
 
 
 def _head(reply: Reply) -> dict[str, Any]:
@@ -134,20 +164,23 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": about}
 
 
-def _messages(one: AnthropicMessage) -> Iterator[Message]:
+def _messages(one: AnthropicMessage, called: dict[str, str]) -> Iterator[Message]:
+    """`called` has the names of the tools that were called so far, by the ids of the calls."""
     text: list[dict[str, Any]] = [{"type": "text", "text": one.content}]
     blocks = text if isinstance(one.content, str) else one.content
+    calls: list[ToolCall] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            yield Message("tool", _text_of(block.get("content")))
-    calls = tuple(
-        ToolCall(_field(block, "name", str), _field(block, "input", dict))
-        for block in blocks
-        if block.get("type") == "tool_use"
-    )
-    said = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", *_UNREAD)]
-    if said or calls:
-        yield Message(one.role, _text_of(said), calls)
+            name = called.get(str(block.get("tool_use_id")), "")
+            yield Message("tool", _text_of(block.get("content")), name=name)
+        elif block.get("type") == "tool_use":
+            calls.append(ToolCall(_field(block, "name", str), _field(block, "input", dict)))
+            called[str(block.get("id"))] = calls[-1].name
+    thinks = one.role == "assistant"
+    thoughts = [_field(block, "thinking", str) for block in blocks if thinks and block.get("type") == "thinking"]
+    said = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", *_THOUGHTS)]
+    if said or calls or thoughts:
+        yield Message(one.role, _text_of(said), tuple(calls), thought="".join(thoughts))
 
 
 def _text_of(blocks: Any) -> str:

@@ -125,9 +125,9 @@ class HostLink:
         self.device: dict[str, float] = {}
         self.used: dict[str, float] = {}
         """Tokens by tenant since its start, each divided by the weight of its job."""
-        self.speed = ("", 0.0)
-        """Its device, and tokens a second as it measured them at its start."""
-        self.starts = self.positions = 0  # positions: tokens of its base's longest sequence; 0 before it was ready
+        self.speed = ("", 0.0)  # its device, and tokens a second as it measured them at its start
+        self.starts, self.positions, self.tool_format = 0, 0, ""
+        """The latter two of its base: tokens of the longest sequence, and the form of turns, once it was ready."""
 
     def adopt(self, child: HostChild) -> None:
         """Have a process that was started already (`start_host`) as the first; before `start`."""
@@ -297,7 +297,7 @@ class HostLink:
                 self.failure, self.hopeless, self._signs.ready = "", False, True
                 self._ready_since = time.monotonic()
                 self.speed = (message.device, message.tokens_per_second)
-                self.positions = message.positions
+                self.positions, self.tool_format = message.positions, message.tool_format
                 self.ready = True
                 self._heard(self, message)
             case m.HostFailed():

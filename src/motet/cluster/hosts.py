@@ -281,6 +281,11 @@ def longest_sequence(hosts: Hosts, *bases: str) -> int:
     return max(known) if all(known) else 0
 
 
+def tool_format(hosts: Hosts, base: str) -> str:
+    """The form in which a base writes thoughts and calls; empty if it is not known, or no host was ready yet."""
+    return next((host.tool_format for host in hosts.hosts if host.base == base and host.tool_format), "")
+
+
 async def _gathered(hosts: Sequence[HostLink], look: asyncio.Event, seconds: float) -> None:
     """Wait for all starting hosts: jobs given to the first one only would have to move.
 

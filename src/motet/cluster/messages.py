@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from motet.agents import episode_messages as e
+from motet.chat.spoken import SpokenPart
 from motet.config.service import Largest
 from motet.core.types import Chunk, FloatArray, IntArray, JobState, SamplingParams, Wanted
 from motet.core.types import Message as ChatMessage
@@ -131,6 +132,7 @@ class Complete(ChannelMessage, frozen=True):
     tools: list[dict[str, Any]] = []
     prompt: str | list[int] | None = None
     """Text or token ids; None uses `messages` with the chat template."""
+    template: dict[str, Any] = {}  # how its job uses the chat template: fields of `DataConfig`
     stop_token_ids: list[int] | None = None
     """Token ids that end a completion; None is the base's."""
     prompt_ids: bool = False
@@ -202,6 +204,7 @@ class HostReady(ChannelMessage, frozen=True):
     """Name of its device; hosts with equal names count as equally fast, even if other work slowed one down."""
     jobs: list[Held] = []  # unfinished jobs from an earlier service
     positions: int = 0  # tokens of the base's longest sequence; 0 if unknown
+    tool_format: str = ""  # in which its base writes turns; empty if it is not known
 
 
 class HostFailed(ChannelMessage, frozen=True):
@@ -355,8 +358,8 @@ class Tokens(ChannelMessage, frozen=True):
     chunk: Chunk
     token_bytes: list[bytes]
     """The bytes of each token, if requested."""
-    stopped: str = ""
-    """The stop string that ended the completion, with its last tokens."""
+    stopped: str = ""  # the stop string that ended the completion, with its last tokens
+    said: SpokenPart | None = None  # what a turn of a chat says; None: the text of `chunk`
 
 
 class AdapterExamined(ChannelMessage, frozen=True):

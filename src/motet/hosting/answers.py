@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from motet.chat.spoken import SpokenTurn
 from motet.cluster import messages as m
 from motet.core import seeds
 from motet.core.device import used_by
@@ -27,6 +29,7 @@ from motet.runtime.generation import together
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.forms.bounds import turn_grammar
 from motet.tasks.forms.json_in_tags import written
 from motet.tasks.forms.letters import token_bytes
 
@@ -35,6 +38,12 @@ if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
     from motet.training.sharded.base import ShardedBase
 
+_NO_FORM = (
+    "the form in which this base writes thoughts and tool calls is not known: chats with tools ask it for "
+    '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
+)
+_CHATS = 16
+"""Ways to use the template that are kept."""
 Send = Callable[[m.FromHost], None]
 """Sends one message."""
 
@@ -48,7 +57,7 @@ class Answers:
         self._engine, self._scheduler = shared.engine, shared.scheduler
         self._versions = LoadedVersions(shared.engine, f"stored.{shared.engine_suffix}")
         info = base.info
-        self._chat = Chat.plain(info.tokenizer)
+        self._chat_in = functools.lru_cache(_CHATS)(self._make_chat)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
         self._open: dict[int, asyncio.Task[None]] = {}
         self._sampling: dict[int, set[str]] = {}
@@ -60,6 +69,13 @@ class Answers:
         self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
+
+    def ready(self, notes: Sequence[str], tokens_per_second: float, device: str) -> m.HostReady:
+        """What this host says of itself when it can answer."""
+        form = self._chat_in("{}").form
+        told, positions = [*notes, *([] if form.known else [_NO_FORM])], self._base.info.max_positions
+        known = form.name if form.known else ""
+        return m.HostReady(told, tokens_per_second, device, positions=positions, tool_format=known)
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:
         """Keep the task of an answer, so that `abandon` can cancel it."""
@@ -86,7 +102,7 @@ class Answers:
         key = question.key
         try:
             prompt_ids = await asyncio.to_thread(
-                _prompt_ids, self._chat, self._base.info.vocabulary, question, self._longest
+                _prompt_ids, self._chat(question), self._base.info.vocabulary, question, self._longest
             )
             async with self._version(question) as ref:
                 await self._complete(question, prompt_ids, ref)
@@ -102,6 +118,9 @@ class Answers:
         if given and (token := self._base.info.vocabulary.unknown(given)) is not None:
             raise EngineError(f"stop has the token id {token}; {self._base.info.vocabulary.bounds}")
         sampling = replace(question.sampling, stop_token_ids=self._stops if given is None else tuple(given))
+        if sampling.grammar and question.prompt is None:
+            grammar = turn_grammar(self._chat(question), sampling, prompt_ids, question.tools)
+            sampling = replace(sampling, grammar=grammar)
         if question.within_room:
             sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._room - len(prompt_ids))))
         if len(prompt_ids) + sampling.max_tokens > self._room:  # the engine would see it too, but not before it scores
@@ -145,15 +164,31 @@ class Answers:
     async def _sample(self, question: m.Complete, request: GenerateRequest, first: int) -> None:
         """`first` is the index of the request's first completion."""
         sampled, stopped, stop = defaultdict[int, list[int]](list), "", request.sampling.stop
+        turns, chat = dict[int, SpokenTurn](), self._chat(question)
         async for chunk in self._engine.generate(request):
             self._scheduler.spend(request.job, len(chunk.token_ids))
             ids = chunk.token_ids.tolist()
-            texts = [token_bytes(self._chat.tokenizer, token) for token in ids] if question.logprobs else []
+            texts = [token_bytes(chat.tokenizer, token) for token in ids] if question.logprobs else []
             if stop:
                 sampled[chunk.index] += ids
                 ended = chunk.finish_reason is FinishReason.STOP
-                stopped = met(self._chat.completion_text(sampled[chunk.index]), stop) if ended else ""
-            self._send(m.Tokens(question.key, replace(chunk, index=first + chunk.index), texts, stopped))
+                stopped = met(chat.completion_text(sampled[chunk.index]), stop) if ended else ""
+            said = None
+            if question.prompt is None:
+                if chunk.index not in turns:
+                    turns[chunk.index] = SpokenTurn(chat, request.prompt_ids, question.tools, stop)
+                said = await turns[chunk.index].read(chunk)
+            self._send(m.Tokens(question.key, replace(chunk, index=first + chunk.index), texts, stopped, said))
+
+    def _chat(self, question: m.Complete) -> Chat:
+        """How the question's version talks to the model."""
+        return self._chat_in(json.dumps(question.template, sort_keys=True))
+
+    def _make_chat(self, template: str) -> Chat:
+        given = json.loads(template)
+        tokenizer: Any = self._base.info.tokenizer
+        templated = bool(tokenizer.chat_template) and given.get("chat_template", True)
+        return Chat(tokenizer, templated, given.get("chat_template_kwargs", {}))
 
     async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)
@@ -232,7 +267,7 @@ def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, longest:
     """
     prompt = question.prompt
     if prompt is None:
-        said = (text for one in question.messages for text in (one.content, written(one.tool_calls)))
+        said = (text for one in question.messages for text in (one.thought, one.content, written(one.tool_calls)))
         texts = [*said, *map(json.dumps, question.tools)]
     else:
         texts = [prompt] if isinstance(prompt, str) else []

@@ -122,7 +122,7 @@ class HostProcess:
             try:
                 compared = self._start.host is not None and self.workshop.servers is None
                 speed = await _tokens_per_second(self.workshop.engine, info.vocab_size) if compared else 0.0
-                self._ready = m.HostReady(self.workshop.notes, speed, device, positions=info.max_positions)
+                self._ready = self._answers.ready(self.workshop.notes, speed, device)
                 self._attach()
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):

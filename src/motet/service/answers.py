@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Sequence
 from msgspec.structs import replace
 
 from motet.chat.completer import AnswerPiece, Conversation, Reply, whole
+from motet.chat.spoken import SpokenPart
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
 from motet.core.errors import ConfigError
 from motet.core.types import FinishReason
-from motet.tasks.tool_calls import SpokenText
 
 _CHAT_TOKENS = 512
 
@@ -31,7 +31,6 @@ async def ask(hosts: Hosts, question: Complete, name: str = "") -> tuple[PromptR
 
 
 async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str) -> AsyncIterator[AnswerPiece]:
-    spoken: dict[int, SpokenText] = {}
     async for answer in answers:
         if not isinstance(answer, Tokens):
             continue
@@ -39,19 +38,20 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
         reason = chunk.finish_reason
         if reason is FinishReason.ERROR:
             raise ConfigError(chunk.error)
-        piece = AnswerPiece(chunk.index, f"{name}_{chunk.index}", chunk.text)
-        piece.token_ids, piece.logprobs = chunk.token_ids.tolist(), chunk.logprobs.tolist()
-        piece.tokens = answer.token_bytes
-        if reason is not None:
-            piece.finish = "length" if reason is FinishReason.LENGTH else "stop"
-        piece.stopped = answer.stopped
-        if question.tools:
-            text = spoken.setdefault(chunk.index, SpokenText())
-            piece.text = text.take(chunk.text)
-            if piece.finish is not None:
-                rest, piece.calls = text.end(cut_off=piece.finish == "length")
-                piece.text += rest
-        yield piece
+        said = answer.said or SpokenPart([("text", chunk.text)])
+        yield AnswerPiece(
+            chunk.index,
+            f"{name}_{chunk.index}",
+            said.blocks,
+            said.calls,
+            None if reason is None else "length" if reason is FinishReason.LENGTH else "stop",
+            chunk.token_ids.tolist(),
+            chunk.logprobs.tolist(),
+            answer.token_bytes,
+            answer.stopped,
+            said.thought_tokens,
+            said.unread,
+        )
 
 
 async def all_whole(hosts: Hosts, questions: Sequence[Complete]) -> list[tuple[int, list[AnswerPiece]]]:

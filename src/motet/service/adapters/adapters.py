@@ -7,8 +7,10 @@ adapter that another tenant shares. Other tenants' unshared adapters are not fou
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.exc import IntegrityError
@@ -23,6 +25,7 @@ from motet.service.storage import Storage
 
 ALL = "*"
 """Shares with all tenants."""
+_OF_TEMPLATE = ("chat_template", "chat_template_kwargs", "tool_format")
 MOST_SHARES = 1000
 """Most shares that a tenant gives."""
 
@@ -56,6 +59,8 @@ class Resolved:
     """The base that it was trained on, under its stored name."""
     job_of: str | None = None
     """The tenant whose job made it; None for an uploaded adapter."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """How its job uses the chat template: fields of its `data`."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class Answerer:
     """The name of the base."""
     directory: Path | None = None
     """A version of an adapter; None for the base itself."""
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """How its job uses the chat template."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class Adapters:
         resolved = self.find(who, model)
         if resolved is None:
             raise NoModelError(model)
-        return Answerer(self.bases.of(resolved.base), resolved.path)
+        return Answerer(self.bases.of(resolved.base), resolved.path, resolved.template)
 
     def find_by_id(self, reference: str) -> Resolved | None:
         """The PEFT directory of a `Resolved.reference`, or of a job's id with `best` or `latest`."""
@@ -186,7 +193,10 @@ class Adapters:
         if version is None:
             return None
         number, path = version
-        return Resolved(path, f"{thing.name}-v{number}", f"{thing.id}@{number}", thing.base, thing.tenant_id)
+        data = thing.spec.get("data")
+        template = {name: data[name] for name in _OF_TEMPLATE if name in data} if isinstance(data, dict) else {}
+        reference = f"{thing.id}@{number}"
+        return Resolved(path, f"{thing.name}-v{number}", reference, thing.base, thing.tenant_id, template)
 
     def share(self, share: Share) -> Shared:
         """Create a share, or return the existing one. Raises StoreError if the tenant gives too many."""

@@ -350,6 +350,8 @@ class Model(Answer):
     owned_by: str = "motet"
     base: str | None = None
     """Base of an adapter, if the service has several."""
+    tool_format: str | None = None
+    """Of a base: the form in which it writes thoughts and tool calls. Left out while it is not known."""
 
 
 class Models(Answer):

@@ -60,7 +60,11 @@ class ReadsTurns:
         reader = self.reader(prompt_ids, tools, stop)
         reader.take(chunk.token_ids)
         _, parts = reader.end(cut_off=chunk.finish_reason is FinishReason.LENGTH)
-        return reader.opened + chunk.text if self._vocabulary.is_text else reader.text, parts
+        return self.text_of(reader, chunk), parts
+
+    def text_of(self, reader: TurnReader, whole: Chunk) -> str:
+        """The text of a turn that was read to its end, as the template shows it."""
+        return reader.opened + whole.text if self._vocabulary.is_text else reader.text
 
     def parts(
         self,
