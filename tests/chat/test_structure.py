@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from tokenizers import AddedToken
 
 from motet.agents.episode import AgentEpisode
 from motet.chat.completer import CallLimits
@@ -25,12 +28,15 @@ from motet.core.errors import ChatRefusal, EngineError
 from motet.core.tenant_cache import TenantCache
 from motet.core.tenant_turns import Payer
 from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
-from motet.model.load import load_base
+from motet.model.load import load_base, load_tokenizer
 from motet.process.apart import here
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.grammars import Grammar, Grammars
-from motet.tasks.chat import stop_token_ids
+from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import GroupContext
+from motet.tasks.forms.bounds import in_form, turn_grammar
+from motet.tasks.forms.reading import TurnForm
+from motet.tasks.forms.table import CALL_STYLES
 from tests.support.captured import none_scored
 from tests.support.scripted_model import CHAT, Script
 
@@ -74,7 +80,7 @@ def completed(engine: EmbeddedEngine, *requests: GenerateRequest) -> list[list[C
 
 
 def test_answers_keep_to_their_schema_and_those_beside_them_have_the_bits_that_they_have_alone(engine):
-    bound, free = request(engine, "bound", grammar_of(FORMAT, tools=False), 4), request(engine, "free", n=4)
+    bound, free = request(engine, "bound", grammar_of(FORMAT), 4), request(engine, "free", n=4)
     [alone] = completed(engine, free)
     kept, beside = completed(engine, bound, free)
     for chunk in kept:
@@ -92,12 +98,46 @@ def test_answers_keep_to_their_schema_and_those_beside_them_have_the_bits_that_t
 
 
 def test_with_tools_an_answer_may_begin_with_a_call(engine):
-    asked = request(engine, "x", grammar_of(FORMAT, tools=True)).sampling
-    grammar = asyncio.run(engine._grammars.of(asked, Payer())).begun()
-    tokenizer: Any = engine.base.info.tokenizer
+    asked, tokenizer = request(engine, "x", grammar_of(FORMAT)), engine.base.info.tokenizer
+    sampling = asked.sampling
+    sampling = replace(sampling, grammar=turn_grammar(Chat.plain(tokenizer), sampling, asked.prompt_ids, [TOOL]))
+    grammar = asyncio.run(engine._grammars.of(sampling, Payer())).begun()
     for token in tokenizer.encode('<tool_call>{"name": "add"}</tool_call>', add_special_tokens=False):
         assert grammar.allowed()[token]
         assert grammar.take(token) == ""
+
+
+ANSWER = '{"answer": 5, "sure": true}'
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call> so'
+
+
+@pytest.mark.parametrize("kind", ["letters", "tokens", "special tokens"])
+def test_what_is_bound_begins_after_the_thought_in_the_marks_of_the_form(kind: str) -> None:
+    """A mark is one token, or the letters of several; a thought may name any other mark."""
+    tokenizer: Any = load_tokenizer("small")
+    if kind != "letters":
+        marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+        tokenizer.add_tokens([AddedToken(mark, special=kind != "tokens", normalized=False) for mark in marks])
+    form, ends = TurnForm("thinks", ("<think>", "</think>"), CALL_STYLES["hermes"]), stop_token_ids(tokenizer)
+    known = from_tokenizer(tokenizer, len(tokenizer), list(ends))
+    thought = 'a thought with {"answer": 1} in it' + (" and <tool_call>" if kind != "letters" else "")
+
+    def kept(text: str, **how: bool) -> bool:
+        """Whether a turn is let through, and may end there."""
+        matcher = LLMatcher(known, in_form(grammar_of(FORMAT), form, tokenizer, ends, **how))
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+    for tools in (False, True):
+        assert kept(f"{thought}</think>\n\n{ANSWER}", opened=True, tools=tools)
+        assert kept(f"<think>{thought}</think>{ANSWER}", tools=tools)
+        assert kept(ANSWER, tools=tools)
+        assert not kept(ANSWER, opened=True, tools=tools), "it would be thought"
+        assert not kept(f"{thought}</think>I think 5", opened=True, tools=tools)
+        assert not kept(f"{thought}</think>{ANSWER}</think>", opened=True, tools=tools)
+        assert kept(f"{thought}</think>{CALL}", opened=True, tools=tools) == tools
+        assert kept(CALL, tools=tools) == tools
 
 
 def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(engine):
@@ -107,7 +147,7 @@ def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(e
 
 def test_an_answer_that_meets_the_limits_of_its_grammar_is_no_good_one(engine):
     asked = {"type": "json_schema", "schema": {"type": "string", "pattern": "^(.*a.{20,40}b.*){16}$"}}
-    sampling = request(engine, "hard", grammar_of(asked, tools=False)).sampling
+    sampling = request(engine, "hard", grammar_of(asked)).sampling
     grammar = asyncio.run(Grammars(engine.base.info).of(sampling, Payer())).begun()
     for text in '"' + "ab" * 400:
         (token,) = engine.base.info.tokenizer.encode(text)
@@ -158,7 +198,7 @@ class Held:
 
 def test_masks_that_take_long_hold_no_tick_of_others_and_change_no_bit(engine):
     """A mask never ends while the others sample, so their answers come only if no tick waits for it."""
-    asked, free = request(engine, "held", grammar_of(FORMAT, tools=False), 2), request(engine, "others", n=3)
+    asked, free = request(engine, "held", grammar_of(FORMAT), 2), request(engine, "others", n=3)
     [alone] = completed(engine, asked)
     waits, go = threading.Event(), threading.Event()
     known = asked.sampling.grammar, asked.sampling.stop_token_ids
@@ -224,7 +264,7 @@ def test_beyond_its_credit_a_tenants_masks_take_a_part_of_the_time_while_others_
 
 
 def test_what_a_tenant_uses_is_kept_for_it_alone(engine):
-    asked = request(engine, "x", grammar_of({"type": "json_object"}, tools=False)).sampling
+    asked = request(engine, "x", grammar_of({"type": "json_object"})).sampling
 
     async def main() -> list[Grammar]:
         grammars = Grammars(engine.base.info)
@@ -263,14 +303,14 @@ def test_a_tenant_with_many_values_drops_none_of_another():
     ],
 )  # fmt: skip
 def test_a_schema_that_refers_to_itself_is_refused_where_no_answer_would_end(schema, ends):
-    grammar = grammar_of({"type": "json_schema", "schema": schema}, tools=False)
+    grammar = grammar_of({"type": "json_schema", "schema": schema})
     with contextlib.nullcontext() if ends else pytest.raises(ChatRefusal, match="refers to itself without an end"):
         asyncio.run(check_grammar(grammar, here(), "us"))
 
 
 def test_a_request_that_is_aborted_while_its_grammar_is_made_ready_is_not_begun(engine):
     async def main() -> list[Chunk]:
-        asked = request(engine, "left", grammar_of(FORMAT, tools=True), 2)
+        asked = request(engine, "left", grammar_of(FORMAT), 2)
         reading = asyncio.create_task(chunks_of(engine, asked))
         await asyncio.sleep(0)
         await engine.abort("left")
@@ -295,7 +335,7 @@ def test_a_request_that_is_aborted_while_its_grammar_is_made_ready_is_not_begun(
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused_with_what_is_wrong_with_it(asked, message):
     with pytest.raises(ChatRefusal, match=re.escape(message)):
-        asyncio.run(check_grammar(grammar_of(asked, tools=False), here(), "us"))
+        asyncio.run(check_grammar(grammar_of(asked), here(), "us"))
 
 
 def test_both_routes_of_openai_ask_for_the_same():
@@ -303,7 +343,6 @@ def test_both_routes_of_openai_ask_for_the_same():
     chat = ChatRequest(**words, response_format=FORMAT)
     responses = ResponsesRequest(input="hi", text={"format": {"type": "json_schema", "name": "sum", "schema": SCHEMA}})
     assert chat.conversation().limits.grammar == responses.conversation().limits.grammar != ""
-    assert "tool_call" in ChatRequest(**words, response_format=FORMAT, tools=[TOOL]).conversation().limits.grammar
     assert ChatRequest(**words, response_format={"type": "text"}).conversation().limits == CallLimits()
     assert ChatRequest(**words, train=False).conversation().limits == CallLimits(train=False)
     assert (
@@ -312,7 +351,7 @@ def test_both_routes_of_openai_ask_for_the_same():
     )
 
 
-@pytest.mark.parametrize("limits", [CallLimits(grammar=grammar_of(FORMAT, tools=False)), CallLimits(train=False)])
+@pytest.mark.parametrize("limits", [CallLimits(grammar=grammar_of(FORMAT)), CallLimits(train=False)])
 def test_a_turn_that_is_not_trained_is_read_like_any_other(limits):
     answers = iter(["one", "two", "three"])
     context = GroupContext(Problem(0, (), ""), CHAT, 1, Script(lambda *_: next(answers)), none_scored, judged=False)
@@ -322,7 +361,7 @@ def test_a_turn_that_is_not_trained_is_read_like_any_other(limits):
         for asked in (CallLimits(), limits, CallLimits()):
             said.append(Message("user", "go on"))
             call = await episode.complete(said, (), asked)
-            said.append(Message("assistant", call.text))
+            said.append(Message("assistant", call.parts.speech))
         return episode
 
     rollout = asyncio.run(main()).rollout({})

@@ -97,10 +97,10 @@ def test_a_key_may_have_so_much_waiting_and_what_is_cancelled_does_not_count(tur
 def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(apart):
     async def main() -> None:
         with pytest.raises(ChatRefusal, match="too complex: it takes more than"):
-            await check_grammar(grammar_of(hostile(), tools=False), apart, "us")
+            await check_grammar(grammar_of(hostile()), apart, "us")
         with pytest.raises(ChatRefusal, match="too complex"):  # which is remembered
-            await check_grammar(grammar_of(hostile(), tools=False), apart, "them")
-        await check_grammar(grammar_of({"type": "json_object"}, tools=False), apart, "us")
+            await check_grammar(grammar_of(hostile()), apart, "them")
+        await check_grammar(grammar_of({"type": "json_object"}), apart, "us")
 
     asyncio.run(main())
     assert len(apart.pids()) == 1
@@ -123,7 +123,7 @@ def test_a_schema_that_takes_too_much_memory_is_refused():
 
     async def main() -> None:
         nonlocal most
-        asked = asyncio.create_task(check_grammar(grammar_of(hostile(40, "m"), tools=False), apart, "us"))
+        asked = asyncio.create_task(check_grammar(grammar_of(hostile(40, "m")), apart, "us"))
         while not asked.done():
             for pid in apart.pids():
                 with contextlib.suppress(psutil.Error):  # it has ended

@@ -239,7 +239,7 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
             (request(seeds=()), "empty prompt or no seeds"),
             (request(prompt=(1, 97)), "has the token id 97; those of this base go from 0 to 96"),
             (
-                replace(request(), sampling=SamplingParams(grammar=grammar_of({"type": "json_object"}, tools=True))),
+                replace(request(), sampling=SamplingParams(grammar="start: thought answer\nanswer: %json {}")),
                 "remove the tools or response_format, or sample on the embedded engine",
             ),
         ):
@@ -255,7 +255,7 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
 def test_a_schema_is_sent_and_an_answer_that_breaks_off_begins_anew(dialect: Any, tmp_path: Path) -> None:
     """What a server has said already is in the prompt of the next attempt, where its grammar does not look."""
     schema = {"enum": ["yes", "no"]}
-    grammar = grammar_of({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}, tools=False)
+    grammar = grammar_of({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
 
     async def test(engine: ServerEngine) -> None:
         server.faults.token_seconds = 0.003

@@ -20,10 +20,11 @@ _KEPT = 256
 """Cached results of checks."""
 
 
-def grammar_of(asked: Any, *, tools: bool) -> str:
+def grammar_of(asked: Any) -> str:
     """The grammar of llguidance for a chat's `response_format` or a response's `text.format`; empty for plain text.
 
-    It is not compiled here; see `check_grammar`. With `tools`, an answer may start with tool calls instead.
+    It is not compiled here; see `check_grammar`. Where the answer is sampled, thoughts and tool calls are let through, in
+    the form of the base (`tasks.forms.bounds`).
 
     Raises:
         ChatRefusal: the format is not supported; the message says why.
@@ -46,11 +47,7 @@ def grammar_of(asked: Any, *, tools: bool) -> str:
     answer = json.dumps({"x-guidance": _SPACES, **schema})
     if len(answer) > _LONGEST:
         raise ChatRefusal(f"response_format: the schema has {len(answer)} characters; the limit is {_LONGEST}")
-    return (
-        f'start: answer | CALL\nanswer: %json {answer}\nCALL: "<tool_call>" /(.|\\n)*/'
-        if tools
-        else f"{JSON_GRAMMAR}{answer}"
-    )
+    return f"{JSON_GRAMMAR}{answer}"
 
 
 async def check_grammar(grammar: str, apart: Apart, key: str) -> None:

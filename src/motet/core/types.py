@@ -196,8 +196,11 @@ JSON_GRAMMAR = "start: %json "
 
 
 def schema_of(grammar: str) -> str:
-    """The JSON schema, if it is the whole grammar; empty if an answer may call tools instead."""
-    return grammar.removeprefix(JSON_GRAMMAR) if grammar.startswith(JSON_GRAMMAR) else ""
+    """The JSON schema, if it alone keeps to the grammar; empty if a thought must end first, or tools may be called."""
+    if grammar.startswith(JSON_GRAMMAR):
+        return grammar.removeprefix(JSON_GRAMMAR)
+    rules, _, schema = grammar.partition("\nanswer: %json ")
+    return schema if rules.partition("\n")[0].endswith(")? answer") else ""
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ _ATTEMPTS = 5
 _BUSY = (408, 425, 429)
 """Status codes of temporary refusals."""
 _NO_CALLS = (
-    "asks for an answer that follows a schema or calls a tool (response_format with tools); servers support a schema only: "
-    "remove the tools or response_format, or sample on the embedded engine"
+    "asks for an answer that follows a schema after an open thought, or for one or a call (response_format with tools); "
+    "servers support a schema only: remove the tools or response_format, or sample on the embedded engine"
 )
 
 
