@@ -35,7 +35,6 @@ from motet.runtime.metrics import rollout_records
 from motet.runtime.steps import SampledStep
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
-from motet.tasks.tool_calls import tool_calls
 from tests.support.captured import check_captured, none_scored
 from tests.support.counting import calls
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
@@ -765,7 +764,8 @@ def test_a_conversation_that_the_template_refuses_is_asked_once_and_told_why(too
 
 def test_arguments_without_end_are_text():
     assert call_of("add", "[" * 100_000).arguments == {"arguments": "[" * 100_000}
-    (call,) = tool_calls("<tool_call>" + "[" * 100_000 + "</tool_call>")
+    ids = TOKENIZER.encode("<tool_call>" + "[" * 100_000 + "</tool_call>")
+    (call,) = CHAT.parts([], ids, [ADD], cut_off=False).calls
     assert (call.name, call.arguments) == ("[" * 40, {})
 
 

@@ -13,7 +13,6 @@ import pytest
 
 from motet.chat.responses import ResponsesRequest
 from motet.core.types import Message
-from motet.tasks.tool_calls import SpokenText, tool_calls, without_calls
 from tests.support.house import House
 from tests.support.scripted_service import ROOM, Says, scripted_service
 from tests.support.service_run import Json
@@ -415,21 +414,6 @@ def test_tool_calls_that_follow_each_other_become_one_message_at_once() -> None:
         sys.setprofile(None)
     assert [(one.role, len(one.tool_calls)) for one in messages] == [("user", 0), ("assistant", 50)]
     assert len(made) <= 3, "a message for each call"
-
-
-@pytest.mark.parametrize(
-    "text", [CALL, "a <b> c", "  x  ", f"a\n\n{CALL} b {CALL}\n", "<tool_call>no", "a <tool_cal", "<<tool_call>{}", ""]
-)
-@pytest.mark.parametrize("step", [1, 2, 7, 100])
-def test_text_that_comes_in_pieces_is_shown_without_its_calls(text: str, step: int) -> None:
-    spoken = SpokenText()
-    shown = [spoken.take(text[at : at + step]) for at in range(0, len(text), step)]
-    rest, calls = spoken.end(cut_off=False)
-    whole = "".join([*shown, rest])
-    assert calls == tool_calls(text)
-    assert whole.strip() == (without_calls(text) if calls else text).strip()
-    assert calls or whole == text
-    assert not any("<tool_call" in one for one in shown)
 
 
 def test_arguments_of_tool_calls_are_bounded_like_the_request_that_has_them(scripted: tuple[House, Says]) -> None:

@@ -285,7 +285,7 @@ class AgentEpisode:
                 call.chunk,
                 anew=not goes_on,
                 after=None if call.parent is None else place[call.parent],
-                calls=call.parts.calls,
+                said=(call.chunk.text, call.parts),
                 trained=call.trained,
             )
             last = call

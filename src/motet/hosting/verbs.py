@@ -319,7 +319,10 @@ class Verbs:
             )
             async for chunk in self._host.workshop.engine.generate(request):
                 chunks[chunk.index] = chunk
-        rollouts = (extended(Rollout(problem, index, (), ()), prompt, chunks[index]) for index in range(n))
+        rollouts = (
+            extended(Rollout(problem, index, (), ()), prompt, chunk, said=self._chat.turn(prompt, chunk))
+            for index, chunk in sorted(chunks.items())
+        )
         return Group(problem, seed, version, tuple(rollouts))
 
     def _segments(

@@ -24,13 +24,11 @@ from motet.core.types import (
     Problem,
     Rollout,
     SamplingParams,
-    ToolCall,
     Turn,
     TurnParts,
 )
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.reward_answers import ScoreOutcome
-from motet.tasks.tool_calls import without_calls
 
 
 class Generate(Protocol):
@@ -186,7 +184,6 @@ def extended(
     anew: bool = False,
     after: int | None = None,
     said: tuple[str, TurnParts] | None = None,
-    calls: tuple[ToolCall, ...] = (),
     trained: bool = True,
 ) -> Rollout:
     """The rollout with tokens read and a sampled turn; `anew` begins a branch with the tokens read.
@@ -215,10 +212,7 @@ def extended(
         error = chunk.error or "sampling failed"
     elif reason is FinishReason.ABORT:
         error = "aborted before the answer was complete"
-    text, parts = said or (
-        chunk.text,
-        TurnParts(speech=without_calls(chunk.text) if calls else chunk.text, calls=calls),
-    )
+    text, parts = said or (chunk.text, TurnParts(speech=chunk.text))
     turns = (*rollout.turns, Turn(text, reason, parts, trained=trained))
     return replace(rollout, branches=(*before, branch), turns=turns, error=error)
 
