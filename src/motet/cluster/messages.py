@@ -118,8 +118,7 @@ class EvenOut(ChannelMessage, frozen=True):
 class Complete(ChannelMessage, frozen=True):
     """A question: complete a conversation or a plain prompt. Answered by `PromptRead`, `PromptScored` if asked, `Tokens`."""
 
-    tenant: str
-    """The tenant charged for the tokens."""
+    tenant: str  # the tenant charged for the tokens
     adapter: str | None
     """The directory of a version; None is the base."""
     n: int
@@ -135,10 +134,8 @@ class Complete(ChannelMessage, frozen=True):
     template: dict[str, Any] = {}  # how its job uses the chat template: fields of `DataConfig`
     stop_token_ids: list[int] | None = None
     """Token ids that end a completion; None is the base's."""
-    prompt_ids: bool = False
-    """Whether `PromptRead` includes the token ids."""
-    prompt_logprobs: bool = False
-    """Whether to send `PromptScored`."""
+    prompt_ids: bool = False  # whether `PromptRead` includes the token ids
+    prompt_logprobs: bool = False  # whether to send `PromptScored`
     prompt_top: int = 0
     """Number of likeliest tokens per position in `PromptScored`."""
     within_room: bool = False
