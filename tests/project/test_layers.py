@@ -348,6 +348,18 @@ def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
                 yield f"{module.name}:{node.lineno} {name}: start a new program"
 
 
+def encoding_faults(modules: dict[str, Module]) -> Iterator[str]:
+    """Texts in the encoding of the locale: the same file would be another one on another machine."""
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            given = [*node.args, *(one.value for one in node.keywords if one.arg in ("encoding", "errors"))]
+            named = any(isinstance(one, ast.Constant) and one.value in ("utf-8", "ascii") for one in given)
+            if node.func.attr in ("read_text", "write_text") and not named:
+                yield f"{module.name}:{node.lineno} {node.func.attr} names no encoding: utf-8"
+
+
 def faults(root: Path) -> list[str]:
     """Everything in the package at `root` that breaks a law."""
     modules = read_package(root)
@@ -360,6 +372,7 @@ def faults(root: Path) -> list[str]:
         *size_faults(modules, root),
         *name_faults(modules),
         *fork_faults(modules),
+        *encoding_faults(modules),
     ]
 
 
@@ -416,6 +429,7 @@ def test_a_sound_house_passes(tmp_path: Path) -> None:
 
 
 PLANTED = {
+    "the locale's encoding": ({"tasks__chat": "text = path.read_text()"}, "tasks.chat:1 read_text names no encoding"),
     "upward": ({"core__types": "from motet.protocols import y"}, "core.types:1 imports protocols"),
     "upward, in a function": (
         {"core__types": "def f():\n    import motet.runtime.pipeline"},

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from motet import Message, Problem, Verbs
 from motet.commands.cli import app
 from motet.commands.verify import verify
 from motet.config.jobfile import merge, validate
@@ -181,3 +182,18 @@ def test_rules_that_are_not_known_yet_are_refused_and_a_job_that_starts_over_has
     assert rules_at(JobDirectory(begun), {"job": known["job"]}, today).clock == clock_of(whole / "run/dated")
     assert rules_at(JobDirectory(begun), {"job": {**known["job"], "seed": 5}}, today) == today
     assert rules_at(JobDirectory(tmp_path / "none"), {}, today) == today
+
+
+def test_a_loop_of_ones_own_has_the_date_of_its_adapters(base: Path, tmp_path: Path) -> None:
+    problem = Problem(0, (Message("user", "Hi"),), "")
+
+    def prompt(zone: str, *names: str) -> dict[str, list[int]]:
+        with in_zone(zone), Verbs(str(base), directory=tmp_path / "loop", longest=64) as verbs:
+            for name in names:
+                verbs.add_adapter(name, rank=2)
+            groups = verbs.sample(dict.fromkeys(names, [problem]), 1, seed=0, max_tokens=1)
+            return {name: group.rollouts[0].prompt_ids.tolist() for name, (group,) in groups.items()}
+
+    first = prompt(FIRST, "a")["a"]
+    again = prompt(LAST, "a", "b")
+    assert again["a"] == first != again["b"]

@@ -86,7 +86,7 @@ class LocalHosts:
         """The listening process, if it is a host of this service."""
         socket_file, token_file = self._files(number)
         try:
-            token = token_file.read_text()
+            token = token_file.read_text("utf-8")
             with _short(self._directory) as short:
                 reader, writer = await asyncio.open_unix_connection(short / socket_file.name, limit=LONGEST_LINE)
         except (FileNotFoundError, ConnectionRefusedError):

@@ -129,7 +129,7 @@ def leads_away(project: Path, run: Path, mounts: Path = MOUNTS) -> dict[str, str
 def _mounts(project: Path, mounts: Path) -> list[Path]:
     """Mount points of other file systems in a project; empty if the kernel does not list them."""
     try:
-        lines = mounts.read_text(errors="surrogateescape").splitlines()
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return []
     points = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), line.split()[4]) for line in lines)

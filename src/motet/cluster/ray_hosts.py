@@ -138,14 +138,14 @@ def _marked(directory: Path) -> Iterator[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     mark = directory / f".motet-mark-{secrets.token_hex(4)}"
     try:
-        mark.write_text(mark.name)
+        mark.write_text(mark.name, "utf-8")
         yield mark
     finally:
         mark.unlink(missing_ok=True)
 
 
 def _sees(mark: Path) -> bool:
-    return mark.is_file() and mark.read_text() == mark.name
+    return mark.is_file() and mark.read_text("utf-8") == mark.name
 
 
 @ray.remote

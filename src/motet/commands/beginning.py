@@ -23,7 +23,7 @@ def demo(
     from motet.commands.run import run_file
 
     if show:
-        typer.echo(_DEMO.read_text(), nl=False)
+        typer.echo(_DEMO.read_text("utf-8"), nl=False)
         raise typer.Exit
     raise typer.Exit(run_file(_DEMO, overrides or [], directory=directory))
 

@@ -40,8 +40,11 @@ def peft(source: ExportSource, target: Path) -> Loaded:
     """The adapter's own files, and its receipt where it has one."""
     if source.caveat:
         say(f"note: {source.caveat} On the hub's own, the adapter computes slightly different logprobs.", aside=True)
-    config = {**json.loads((source.adapter / ADAPTER_CONFIG).read_text()), "base_model_name_or_path": source.loads_as}
-    (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    config = {
+        **json.loads((source.adapter / ADAPTER_CONFIG).read_text("utf-8")),
+        "base_model_name_or_path": source.loads_as,
+    }
+    (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     if (source.adapter / RECEIPT).is_file():  # which has the sum of the file with the base's name in the run
         trained = source.adapter / TRAINED_CONFIG  # of an export
         shutil.copyfile(trained if trained.is_file() else source.adapter / ADAPTER_CONFIG, target / TRAINED_CONFIG)
@@ -81,13 +84,13 @@ def split_experts(source: ExportSource, target: Path) -> None:
     tensors = apart(weights.tensors, weights.rank, weights.target_modules, names)
     if tensors.keys() == weights.tensors.keys():
         raise AdapterError(f"{adapter} has no weights on experts; give a server the adapter unchanged")
-    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text("utf-8"))
     named = config.get("target_modules") or []
     config["target_modules"] = sorted({*([named] if isinstance(named, str) else named), *names})
     config.pop("target_parameters", None)
     config.update(r=weights.rank, lora_alpha=weights.alpha)
     save_tensors(tensors, target / ADAPTER_WEIGHTS, {"format": "pt"})
-    (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (target / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 FORMATS: Mapping[str, Format] = {

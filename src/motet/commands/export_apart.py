@@ -52,7 +52,7 @@ def convert(script: Path, arguments: Sequence[str]) -> None:
         try:
             return str(known(model, tokenizer))
         except NotImplementedError:
-            name = pre_tokenizer(json.loads((model.dir_model / "tokenizer.json").read_text()))
+            name = pre_tokenizer(json.loads((model.dir_model / "tokenizer.json").read_text("utf-8")))
             if name is None:
                 raise
             return name

@@ -50,7 +50,7 @@ def write_card(source: ExportSource, target: Path) -> None:
         f"## Load it\n\n```py\n{_LOAD.format(base=source.loads_as)}```",
         *_origin(source),
     ]
-    (target / "README.md").write_text("\n\n".join(parts) + "\n")
+    (target / "README.md").write_text("\n\n".join(parts) + "\n", "utf-8")
 
 
 _LOAD = """from peft import PeftModel
@@ -64,7 +64,7 @@ model = PeftModel.from_pretrained(base, ".")  # this directory, or its name on t
 def _licence(base: Path) -> str | None:
     """As the card of the base names it; `other` where there is only a file."""
     card = base / "README.md"
-    parts = card.read_text(errors="replace").split("---\n", 2) if card.is_file() else []
+    parts = card.read_text("utf-8", "replace").split("---\n", 2) if card.is_file() else []
     try:
         head = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
     except yaml.YAMLError:
@@ -79,7 +79,9 @@ def _rewards(job: JobRecord, adapter: Path, target: Path) -> list[str]:
     held_out = job.evaluations
     if not held_out.xs:
         return []
-    (target / _CURVES).write_text(draw_curves([Curves(job.name, job.columns.get("reward", Series()), held_out)]))
+    (target / _CURVES).write_text(
+        draw_curves([Curves(job.name, job.columns.get("reward", Series()), held_out)]), "utf-8"
+    )
     figure = "log-likelihood" if job.figure == LOG_LIKELIHOOD else job.figure
     best = job.committed.best_version if job.committed else None
     marks = {adapter.name: "this adapter"} | ({f"v{best}": "best"} if best is not None else {})

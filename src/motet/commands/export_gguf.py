@@ -72,7 +72,7 @@ def ollama(source: ExportSource, target: Path) -> Loaded:
     ends = ends if isinstance(ends, list) else [ends]
     stops = [tokenizer.decode([end]) for end in stop_token_ids(tokenizer, [end for end in ends if end is not None])]
     lines = ["FROM ./model.gguf", *modelfile_template(tokenizer), *(f'PARAMETER stop "{stop}"' for stop in stops)]
-    (target / "Modelfile").write_text("\n".join(lines) + "\n")
+    (target / "Modelfile").write_text("\n".join(lines) + "\n", "utf-8")
     return loaded
 
 

@@ -54,7 +54,7 @@ def push(folder: Path, name: str, *, public: bool) -> str:
     """
     from huggingface_hub import HfApi
 
-    base = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    base = json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]
     if Path(base).is_absolute():
         say(
             f"note: {base} is its base, a directory of this machine: others need --base with a name on the hub",

@@ -69,10 +69,12 @@ def write_job_file(file: Path, task: str | None, data: str | None, base: str | N
     made = [file]
     file.parent.mkdir(parents=True, exist_ok=True)
     if task == "own" and not (rewards := file.parent / "rewards.py").exists():
-        rewards.write_text(_OWN_REWARD)
+        rewards.write_text(_OWN_REWARD, "utf-8")
         made.append(rewards)
     heading = "# Written by motet init. Fields: docs/configuration.md. Try it: motet check, then motet run.\n"
-    file.write_text(heading + yaml.safe_dump({"base": base, "jobs": [tree]}, sort_keys=False, allow_unicode=True))
+    file.write_text(
+        heading + yaml.safe_dump({"base": base, "jobs": [tree]}, sort_keys=False, allow_unicode=True), encoding="utf-8"
+    )
     try:
         check_before_loading(load_jobs(file))
     except MotetError:

@@ -87,7 +87,7 @@ class ExportSource:
     def caveat(self) -> str:
         """What is to be known of the base's name on the hub; empty where its files are those here."""
         named = hub_id_of(Path(self.files))
-        if named is None or "_model_name_or_path" not in (Path(self.files) / "config.json").read_text():
+        if named is None or "_model_name_or_path" not in (Path(self.files) / "config.json").read_text("utf-8"):
             return ""
         return f"The weights it was trained on are those of {named}, expanded from four bits by `make smollm2`."
 

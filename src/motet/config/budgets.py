@@ -82,7 +82,7 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 def _of_machine(meminfo: Path) -> int:
     if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
+        for line in meminfo.read_text("utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES")) // 2
@@ -90,7 +90,7 @@ def _of_machine(meminfo: Path) -> int:
 
 def _below_limits(own: Path, cgroups: Path) -> Iterator[int]:
     """Bytes left in each cgroup of this process and its parents; a container may see its own as the root, at any path."""
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in own.read_text("utf-8").splitlines() if own.exists() else ():
         number, kinds, path = line.split(":", 2)
         if number == "0":
             root, most, used, files = cgroups, "memory.max", "memory.current", "inactive_file"
@@ -102,13 +102,13 @@ def _below_limits(own: Path, cgroups: Path) -> Iterator[int]:
         below = PurePosixPath(path.lstrip("/"))
         for one in () if ".." in below.parts else (below, *below.parents):
             with contextlib.suppress(OSError, ValueError):  # no limit, or `max`
-                left = int((root / one / most).read_text()) - int((root / one / used).read_text())
+                left = int((root / one / most).read_text("utf-8")) - int((root / one / used).read_text("utf-8"))
                 yield left + _in_stat(root / one / "memory.stat", files)
 
 
 def _in_stat(stat: Path, name: str) -> int:
     """Page cache that counts as used but is freed first."""
-    lines = (line.split() for line in stat.read_text().splitlines())
+    lines = (line.split() for line in stat.read_text("utf-8").splitlines())
     return next((int(line[1]) for line in lines if line[0] == name), 0)
 
 

@@ -82,7 +82,7 @@ def unlike(adapter: AdapterConfig, shape: Mapping[str, Any]) -> str:
 def shape_of(directory: Path) -> dict[str, Any]:
     """Rank, alpha and target modules of a PEFT directory, as far as its configuration tells them."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        saved = json.loads((directory / ADAPTER_CONFIG).read_text())
+        saved = json.loads((directory / ADAPTER_CONFIG).read_text("utf-8"))
         if saved.get("target_parameters"):  # the rank of what its tensors are joined to is another
             return {}
         shape = {"rank": int(saved["r"]), "alpha": float(saved["lora_alpha"])}
@@ -132,6 +132,6 @@ def take_shapes(jobs: Sequence[Any], run: str | None = None) -> list[Any]:
 
 def _begun(identity: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
-        adapter = plain_yaml.read(identity.read_text())["job"]["adapter"]
+        adapter = plain_yaml.read(identity.read_text("utf-8"))["job"]["adapter"]
         return {field: adapter[field] for field in _SHAPE} if adapter["init"] else {}
     return {}

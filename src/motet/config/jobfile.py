@@ -53,7 +53,7 @@ def load_jobs(
     """
     file = Path(path)
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the job file {file}: {_why_unread(file, error)}") from error
     config = parse_jobs(text, str(file), overrides, directory=file.parent)
@@ -100,7 +100,7 @@ def _read_service(path: Path) -> ServiceConfig:
 
 def _read_tree(path: Path) -> Any:
     try:
-        return plain_yaml.read(path.read_text())
+        return plain_yaml.read(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {_why_unread(path, error)}") from error
     except ConfigError as error:

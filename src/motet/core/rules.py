@@ -27,6 +27,11 @@ class Rules:
         return self.number >= 1
 
     @property
+    def fixes_zone(self) -> bool:
+        """Whether rewards and environments are in UTC; else in the zone of their machine."""
+        return self.number >= 1
+
+    @property
     def reads_columns(self) -> bool:
         """Whether values and columns of rows are read as their file says."""
         return self.number >= 1

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, TypeVar
@@ -304,7 +304,8 @@ class Verbs:
         return grouped
 
     async def _group(self, name: str, problem: Problem, n: int, seed: int, params: SamplingParams) -> Group:
-        prompt, versions = self._chat.prompt_ids(problem), self._adapter(name).session.versions
+        session = self._adapter(name).session
+        prompt, versions = replace(self._chat, rules=session.job.rules).prompt_ids(problem), session.versions
         version = versions.latest
         self._asked += 1
         chunks: dict[int, Chunk] = {}

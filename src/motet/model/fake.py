@@ -150,7 +150,7 @@ def read_adapter(directory: Path) -> FakeAdapter:
     """
     tensors = read_tensors(directory / ADAPTER_WEIGHTS)
     try:
-        config = json.loads((directory / ADAPTER_CONFIG).read_text())
+        config = json.loads((directory / ADAPTER_CONFIG).read_text("utf-8"))
         return FakeAdapter(
             config["r"], config["lora_alpha"], tensors["fake.lora_A.weight"], tensors["fake.lora_B.weight"]
         )

@@ -109,7 +109,7 @@ def write_adapter(
     if layout.experts:
         config["target_parameters"] = [place.path for place in layout.experts]
     save_tensors(tensors, directory / ADAPTER_WEIGHTS, {"format": "pt"})
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", "utf-8")
     sync(directory / ADAPTER_CONFIG)
 
 
@@ -178,7 +178,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     find_adapter(directory)
     check_version(directory)
     try:
-        config: Any = json.loads(config_file.read_text())
+        config: Any = json.loads(config_file.read_text("utf-8"))
     except ValueError as error:
         raise AdapterError(f"{config_file} is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Generic, TypeVar, get_args
 
@@ -108,13 +108,16 @@ class Child(Generic[Received]):
 
     @classmethod
     async def start(
-        cls, module: str, kinds: Any, log: Path | None, *, without: Collection[str] = ()
-    ) -> Child[Received]:
+        cls, module: str, kinds: Any, log: Path | None, *, without: Collection[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> Child[Received]:  # fmt: skip
         """Start `python -m module`; its standard error is appended to `log`, or inherited if None.
 
-        The child gets this process's environment, except the variables in `without`.
+        The child gets this process's environment with these `variables`, except those in `without`.
         """
-        environment = {name: value for name, value in os.environ.items() if name not in without}
+        environment = {
+            name: value for name, value in {**os.environ, **(variables or {})}.items() if name not in without
+        }
         piped = await Piped.start(wall.command(module), log, environment, LONGEST_LINE)
         hanging_up = asyncio.create_task(piped.hang_up())
 

@@ -74,7 +74,7 @@ def _examined() -> tuple[Mapping[str, str], Mapping[str, str]]:
     asked = command(_PROBE, json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
     try:
         done = subprocess.run(
-            asked, env=environment(), capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            asked, env=environment(), capture_output=True, encoding="utf-8", timeout=_PROBE_SECONDS, check=False
         )
         answer = json.loads(done.stdout)
         return answer["outcomes"], answer["left_out"]
@@ -107,7 +107,7 @@ def call_apart(
     try:
         done = subprocess.run(
             command(module, *arguments), input=given, env=environ, capture_output=True, timeout=seconds, check=False,
-            text=True, errors="replace",
+            encoding="utf-8", errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"no answer within {seconds:g} s") from error
@@ -119,6 +119,10 @@ def call_apart(
     return done.stdout
 
 
+FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}
+"""Variables of processes that run a person's code: its results must not depend on the machine, nor on the process."""
+
+
 def environment(**more: str) -> dict[str, str]:
     """The environment of a process behind the wall: no variables of this process, and no threads of numpy.
 
@@ -127,7 +131,7 @@ def environment(**more: str) -> dict[str, str]:
     homes = dict.fromkeys(HOMES, _home())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     logged = {LOGGED: os.environ[LOGGED]} if LOGGED in os.environ else {}
-    fixed = {**importable.variables(), **logged, "PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8", "PATH": ""}
+    fixed = {**importable.variables(), **logged, "PYTHONDONTWRITEBYTECODE": "1", "PATH": "", **FIXED}
     return {**fixed, **threads, **homes, **more}
 
 

@@ -339,7 +339,7 @@ class JobDirectory:
     def read_status(self) -> dict[str, Any]:
         """The last written status; empty before the first."""
         with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((self.path / "status.json").read_text()))
+            return dict(json.loads((self.path / "status.json").read_text("utf-8")))
         return {}
 
 

@@ -63,7 +63,7 @@ def computed_by(directories: Iterable[JobDirectory]) -> list[str]:
     for directory in directories:
         if directory.steps():
             with contextlib.suppress(OSError, UnicodeDecodeError):
-                named = re.search(r"^kernels: (.*)$", (directory.path / "job.yaml").read_text(), re.MULTILINE)
+                named = re.search(r"^kernels: (.*)$", (directory.path / "job.yaml").read_text("utf-8"), re.MULTILINE)
                 found.append("" if named is None else named[1].strip("'\" "))
     return found
 

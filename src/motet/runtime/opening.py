@@ -164,7 +164,7 @@ def shared_fields(before: Any, now: Any) -> Any:
 def _read_identity(path: Path) -> dict[str, Any] | None:
     """The content of job.yaml; None if it cannot be read."""
     try:
-        values = _values(path.read_text())
+        values = _values(path.read_text("utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
     return values if isinstance(values, dict) else None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from motet.config import JobConfig
 from motet.core.errors import EnvironmentFault
+from motet.core.rules import TODAY, Rules
 from motet.runtime.job import Job, Services
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import OwnEnvironment
@@ -37,13 +38,13 @@ async def own_environment(job: Job, services: Services) -> OwnEnvironment:
     if config.elsewhere and services.agents is not None:
         _check_not_put_aside(job.config)
         return services.agents(job.name, config)
-    workers = await _loaded(job.config, log)
+    workers = await _loaded(job.config, log, job.rules)
     if not workers.info.agent:
         return workers
     await workers.close()
     from motet.agents.runner import AgentRunner
 
-    runner = AgentRunner(job.name, config, log)
+    runner = AgentRunner(job.name, config, log, job.rules)
     await runner.open()
     return runner
 
@@ -54,16 +55,16 @@ async def check_environment(config: JobConfig, log: Path) -> None:
     Raises:
         EnvironmentFault: it cannot be used.
     """
-    await (await _loaded(config, log)).close()
+    await (await _loaded(config, log, TODAY)).close()
 
 
-async def _loaded(config: JobConfig, log: Path) -> EnvironmentWorkers:
+async def _loaded(config: JobConfig, log: Path, rules: Rules) -> EnvironmentWorkers:
     """Start an environment process; agents are checked for missing packages."""
     if config.environment.elsewhere:
         raise EnvironmentFault(
             "environment 'agent' runs beside a service (`motet agent`); here, name the function as `file.py:function`"
         )
-    workers = EnvironmentWorkers(config.environment, log)
+    workers = EnvironmentWorkers(config.environment, log, rules=rules)
     await workers.open()
     if workers.info.agent or config.team:
         try:

@@ -347,7 +347,7 @@ def _reason(job: Job, error: BaseException) -> str:
     log = job.directory.path / "error.log"
     pointer = f"traceback in {log}"
     try:
-        log.write_text("".join(traceback.format_exception(error)))
+        log.write_text("".join(traceback.format_exception(error)), "utf-8")
     except OSError:
         pointer = f"{log} could not be written"
     return f"{type(error).__name__}: {error} ({pointer}); this is an internal error of Motet, please report it"

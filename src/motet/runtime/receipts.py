@@ -159,7 +159,7 @@ def with_arguments(settings: Mapping[str, Any], record: Path) -> dict[str, Any]:
     Texts that own code and addresses are given stay sums: they may be secret.
     """
     try:
-        known = yaml.safe_load(record.read_text())["job"]["rewards"]
+        known = yaml.safe_load(record.read_text("utf-8"))["job"]["rewards"]
         hidden = [({**(sums := _hidden(reward)), "args": _shown(reward, sums["args"])}, sums) for reward in known]
     except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
         hidden = []

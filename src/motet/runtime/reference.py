@@ -137,7 +137,7 @@ def shape_of(directory: Path) -> AdapterConfig:
     find_adapter(directory)
     path = directory / ADAPTER_CONFIG
     try:
-        saved = json.loads(path.read_text())
+        saved = json.loads(path.read_text("utf-8"))
         shape = {
             "rank": saved["r"],
             "alpha": saved["lora_alpha"],

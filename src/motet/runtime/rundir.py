@@ -86,7 +86,7 @@ class RunDirectory:
         with (self.path / ".lock.count").open("a") as counting:  # parts of a run open it at the same time
             fcntl.flock(counting, fcntl.LOCK_EX)
             try:
-                values = json.loads(path.read_text())
+                values = json.loads(path.read_text("utf-8"))
                 run_id, attempt = str(values["run_id"]), int(values["attempt"]) + 1
             except (OSError, ValueError, TypeError, KeyError):
                 run_id, attempt = secrets.token_hex(4), 0
@@ -118,7 +118,7 @@ def read_commands(jobs: Sequence[Job], turn: int = 0) -> Iterator[tuple[str, Wan
     for job in jobs[turn % rounds :: rounds]:
         path, obeys = job.directory.path / CONTROL, not job.state.final or job.state is JobState.FAILED
         try:
-            command = path.read_text(errors="replace").strip()
+            command = path.read_text("utf-8", "replace").strip()
             path.unlink()
         except FileNotFoundError:  # mostly
             continue

@@ -75,7 +75,7 @@ def back_up(directory: Path, target: Path, database: str, progress: Progress) ->
                 progress(place.name)
                 _copy(place, draft / place.name, draft, copied)
         manifest = {"motet": importlib.metadata.version("motet"), "time": time.time(), "files": copied.files}
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
         sync(draft / MANIFEST)
         draft.rename(target)
         sync(target.parent)

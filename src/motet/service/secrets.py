@@ -107,7 +107,7 @@ def load_secrets(directory: Path, file: str, store: Store) -> Secrets:
     """Load or create the operator's key. Raises ConfigError if it is invalid, or not the key used before."""
     path = Path(file).expanduser() if file else directory / KEY_FILE
     given = os.environ.get(KEY_VARIABLE, "").replace(",", " ").split()
-    text = path.read_text() if path.is_file() and not given else None
+    text = path.read_text("utf-8") if path.is_file() and not given else None
     keys = given or (text or "").split()
     where = f"the environment variable {KEY_VARIABLE}" if given else str(path)
     try:

@@ -29,7 +29,6 @@ from motet.process import wall
 if TYPE_CHECKING:  # every reward process loads this module, and files of rows take as long as all the rest of Motet
     from motet.tasks.row_files import RowLimits
 
-HASH_SEED = "0"
 _MEMORY_MB = 1 << 16
 """Default memory limit of the process that makes rows."""
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -77,7 +76,7 @@ def _made_apart(spec: str, bounds: RowLimits | None) -> str:
             "(it needs a C compiler)"
         )
     memory, seconds = ([], None) if bounds is None else ([str(bounds.memory_mb)], bounds.seconds)
-    environ = wall.environment(PYTHONHASHSEED=HASH_SEED, PYTHONWARNINGS="ignore")
+    environ = wall.environment(PYTHONWARNINGS="ignore")
     try:
         return wall.call_apart(__name__, *memory, given=spec, seconds=seconds, environ=environ)
     except (TimeoutError, ChildProcessError) as error:

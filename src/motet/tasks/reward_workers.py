@@ -72,7 +72,7 @@ class RewardLink(WorkerLink):
             RewardError: the rewards do not load; the text is for a person.
             ProcessDiedError, ClockLimitError: loading ended the process or took too long.
         """
-        link = await cls.spawn(log, walled=request.walled)
+        link = await cls.spawn(log, Rules(request.rules), walled=request.walled)
         try:
             reply = await link.exchange(request, m.RewardsLoaded | m.LoadRefused, LOAD_SECONDS)
             if isinstance(reply, m.LoadRefused):

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from motet.core.rules import Rules
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, ChannelMessage, ProcessFault, decode, encode
 from motet.process.piped import Piped
-from motet.tasks.reasoning import HASH_SEED
 from motet.tasks.sandbox import PLACE
 
 LOAD_SECONDS = 120.0
@@ -50,10 +50,15 @@ class WorkerLink:
         self._used = 0.0
 
     @classmethod
-    async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
-        """Start a process; one for behind a wall gets none of this process's environment variables."""
+    async def spawn(cls, log: Path | None, rules: Rules, *, walled: bool = False) -> Self:
+        """Start a process; one for behind a wall gets none of this process's environment variables.
+
+        What its code makes of a call depends on the call: random numbers, hashes, encodings and the zone are fixed.
+        """
         # The limit is on address space; one arena and one thread keep it close to the memory in use.
-        environment = wall.environment(PYTHONHASHSEED=HASH_SEED, MALLOC_ARENA_MAX="2")
+        environment = wall.environment(MALLOC_ARENA_MAX="2")
+        if not rules.fixes_zone:
+            del environment["TZ"]
         if not walled:
             own = {name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}
             environment = {**os.environ, **own}
@@ -149,7 +154,7 @@ def _keep(sandboxes: str) -> subprocess.Popen[bytes]:
 def cpu_seconds_of(pid: int) -> float | None:
     """CPU seconds of a process and of those that it has waited for; None if the system does not say."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:
         return None
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

@@ -139,7 +139,7 @@ class Follower(threading.Thread):
 
     def _begin(self, job: ObservedJob) -> _Followed:
         try:
-            count, _, ended = (self._places / job.id).read_text().partition(" ")
+            count, _, ended = (self._places / job.id).read_text("utf-8").partition(" ")
             sent = int(count)
         except (OSError, ValueError):
             sent, ended = 0, ""
@@ -161,7 +161,7 @@ class Follower(threading.Thread):
         one.sent, one.ended = sent, ended
         self._places.mkdir(parents=True, exist_ok=True)
         draft = self._places / f"{one.job.id}.part"
-        draft.write_text(f"{sent} {ended}")
+        draft.write_text(f"{sent} {ended}", "utf-8")
         draft.rename(self._places / one.job.id)
 
     def _send(self, one: _Followed) -> bool:
@@ -281,14 +281,14 @@ def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:
 def job_of_run(run_directory: Path, name: str) -> ObservedJob:
     """A job of a run directory."""
     try:
-        run_id = str(json.loads((run_directory / "run.json").read_text())["run_id"])
+        run_id = str(json.loads((run_directory / "run.json").read_text("utf-8"))["run_id"])
     except (OSError, ValueError, TypeError, KeyError):
         run_id = run_directory.resolve().name
     job_id = re.sub(r"[^\w-]+", "_", whole := f"{run_id}-{name}")
     if job_id != whole:  # otherwise `a.1` and `a=1` would be one job
         job_id += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
     with contextlib.suppress(FileNotFoundError):
-        job_id += f"-{_times(run_directory, name).read_text()}"
+        job_id += "-" + _times(run_directory, name).read_text("utf-8")
     return ObservedJob(job_id, name, run_directory.resolve().name, "", run_directory / name, run_directory)
 
 
@@ -297,7 +297,7 @@ def begin(run_directory: Path, name: str) -> None:
     job, times = job_of_run(run_directory, name), _times(run_directory, name)
     metrics = job.path / "metrics.jsonl"
     if any(run_directory.glob(f".observed/*/{job.id}")) and not (metrics.is_file() and metrics.stat().st_size):
-        times.write_text(str(int(times.read_text()) + 1 if times.is_file() else 2))
+        times.write_text(str(int(times.read_text("utf-8")) + 1 if times.is_file() else 2), "utf-8")
 
 
 def _times(run_directory: Path, name: str) -> Path:
@@ -307,7 +307,7 @@ def _times(run_directory: Path, name: str) -> Path:
 
 def _state(path: Path) -> JobState:
     try:
-        return JobState(json.loads((path / "status.json").read_text())["state"])
+        return JobState(json.loads((path / "status.json").read_text("utf-8"))["state"])
     except (OSError, ValueError, TypeError, KeyError):
         return JobState.PAUSED
 

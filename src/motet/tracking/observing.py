@@ -42,7 +42,7 @@ class ObservedJob:
         Values of reward and environment arguments, and URL queries, are left out: they can hold keys.
         """
         try:
-            known = _without_keys(yaml.safe_load((self.path / "job.yaml").read_text()))
+            known = _without_keys(yaml.safe_load((self.path / "job.yaml").read_text("utf-8")))
             return known if isinstance(known, dict) else {}
         except (OSError, ValueError, yaml.YAMLError):
             return {}

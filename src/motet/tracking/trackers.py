@@ -162,7 +162,7 @@ class Swanlab:
     """
 
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - open as long as the process
         self._child = subprocess.Popen(
             [sys.executable, "-c", _SWANLAB],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said, text=True, start_new_session=True,

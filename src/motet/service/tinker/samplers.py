@@ -98,7 +98,7 @@ class SamplingSessions:
             if given not in (places := known.get(source, {})) and len(places) < _MOST_OF_A_SOURCE:
                 # a crash or a full disk may have left half of a line
                 room = self._room.pop(tenant_id, 0) or _MOST_SOURCES + _rewrite(file, known)
-                with file.open("a") as target:
+                with file.open("a", encoding="utf-8") as target:
                     target.write(f"{source} {given}\n")
                 self._room[tenant_id] = room - 1
             return _place(known, source, given)
@@ -118,7 +118,7 @@ def _place(known: OrderedDict[str, dict[int, int]], source: str, given: int) -> 
 def _read(file: Path) -> OrderedDict[str, dict[int, int]]:
     known = OrderedDict[str, dict[int, int]]()
     with contextlib.suppress(FileNotFoundError):
-        for line in file.read_text(errors="replace").splitlines():
+        for line in file.read_text("utf-8", "replace").splitlines():
             if whole := _LINE.fullmatch(line):
                 _place(known, whole[1], int(whole[2]))
     return known
@@ -129,7 +129,7 @@ def _rewrite(file: Path, known: OrderedDict[str, dict[int, int]]) -> int:
     lines = [f"{source} {given}\n" for source, places in known.items() for given in places]
     draft = file.with_name(f".part-{SESSIONS}")
     draft.parent.mkdir(parents=True, exist_ok=True)
-    draft.write_text("".join(lines))
+    draft.write_text("".join(lines), "utf-8")
     draft.rename(file)
     return len(lines)
 
