@@ -18,6 +18,7 @@ from motet.commands.verify import verify
 from motet.config.jobfile import load_jobs
 from motet.core.types import JobState
 from motet.hosting.running import run_config
+from motet.runtime.checkpoint import JobDirectory
 from motet.view.results import RunResult
 from tests.support.earlier import KNOWN, unpack
 
@@ -66,6 +67,26 @@ def test_its_jobs_go_on_to_the_bytes_that_they_would_have_had(continued: tuple[P
     else:
         assert all(result.jobs[name].inexact for name in ("half", "pairs"))
     assert verify(project / "run", None) == 0
+
+
+def test_they_keep_the_rules_that_they_began_with(continued: tuple[Path, RunResult]) -> None:
+    project, _ = continued
+    for name in JOBS:
+        done = JobDirectory(project / "run" / name).newest()
+        assert done is not None
+        assert (done.rules, done.clock) == (0, "")
+        assert not {"rules", "clock"} & yaml.safe_load((project / "run" / name / "job.yaml").read_text()).keys()
+
+
+def test_steps_of_both_releases_are_derived_again(continued: tuple[Path, RunResult]) -> None:
+    project, _ = continued
+    words = ["replay", str(project / "jobs.yaml"), "half@0..", "--set", f"run={project / 'run'}"]
+    shown = CliRunner().invoke(app, words)
+    if _as_there(project):
+        assert shown.exit_code == 0, shown.output
+        assert "the same bytes, and the same rollouts" in shown.output
+    else:
+        assert "the runs first differ in step" in shown.output
 
 
 def test_its_steps_are_derived_again_by_a_motet_in_another_place(left: Path, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_loop_of_ones_own_has_the_date_of_its_adapters(base: Path, tmp_path: P
         with in_zone(zone), Verbs(str(base), directory=tmp_path / "loop", longest=64) as verbs:
             for name in names:
                 verbs.add_adapter(name, rank=2)
-            groups = verbs.sample(dict.fromkeys(names, [problem]), 1, seed=0, max_tokens=1)
+            groups = verbs.sample({name: [problem] for name in names}, 1, seed=0, max_tokens=1)
             return {name: group.rollouts[0].prompt_ids.tolist() for name, (group,) in groups.items()}
 
     first = prompt(FIRST, "a")["a"]

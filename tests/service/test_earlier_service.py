@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from motet.commands.verify import verify
+from motet.core.rules import NEWEST
+from motet.runtime.checkpoint import JobDirectory
 from motet.service.database.store import Store
 from tests.support.earlier import KNOWN, unpack
 from tests.support.service_run import Service, serving
@@ -69,6 +71,10 @@ def test_its_jobs_go_on(service: Service) -> None:
     service.become(KEYS["acme"])
     assert service.ended("half") == "succeeded", service.job("half")
     assert service.ended("queued") == "succeeded", service.job("queued")
+    begun = {
+        name: JobDirectory(service.directory / "run" / service.job(name)["id"]).newest() for name in ("half", "queued")
+    }
+    assert {name: done and done.rules for name, done in begun.items()} == {"half": 0, "queued": NEWEST}
     assert service.steps("half") == list(range(service.job("half")["steps"] + 1))
     assert {name: service.job(name)["state"] for name in ("done", "cancelled")} == {
         "done": "succeeded", "cancelled": "cancelled",
