@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ from weakref import WeakValueDictionary
 import pytest
 import yaml
 
-from motet.config import OF_CLIENT, EngineConfig, JobConfig
+from motet.config import OF_CLIENT, EngineConfig, HostConfig, JobConfig
 from motet.config.jobfile import validate, validate_as
+from motet.core.checksums import sealed
 from motet.core.errors import ConfigError, RunError
 from motet.core.rules import TODAY, Rules
 from motet.core.types import Problem
 from motet.hosting.launch import load
-from motet.hosting.preparing import ReadData, Sources, prepare
+from motet.hosting.preparing import ReadData, Sources, identity, prepare
 from motet.hosting.running import run_config
-from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import open_job
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.identity import of_config
+from motet.runtime.opening import check_identity, open_job
 from motet.runtime.probe import probe_ids
 from motet.runtime.rundir import RunDirectory
 from tests.support.counting import calls
@@ -322,3 +325,26 @@ def test_what_an_observer_raises_ends_the_run_with_all_saved(error: BaseExceptio
         committed = saved.job("endless").newest()
     assert committed is not None
     assert raised[0] <= committed.step < 50_000
+
+
+def test_rows_of_the_hub_are_a_part_of_the_job(base: Any, tmp_path: Path) -> None:
+    """Their owner may change them while the job waits; a file is compared by its content."""
+
+    def described(source: str, rules: Rules, size: int) -> dict[str, Any]:
+        config = validate_as(JobConfig, job("a", data={"source": "toy:add", "size": size, "holdout": 2}), "test")
+        with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
+            made, _ = prepare(config, base.info, directory, Sources(), rules)
+        made.config = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
+        return identity(made, base.info, HostConfig(base="small"), of_config(made.config))
+
+    was, is_ = (described("somebody/numbers", TODAY, size) for size in (20, 21))
+    directory = JobDirectory(tmp_path / "there")
+    open_job(directory, was)
+    (directory.path / "state/1").mkdir()
+    (directory.path / "state/1/state.json").write_bytes(sealed(asdict(Committed(step=1))))
+    assert check_identity(directory, was, accept_changes=False) == []
+    is_["job"] = was["job"]
+    with pytest.raises(RunError, match=r"rows.somebody/numbers \(train\): was '\w+', is '\w+'"):
+        check_identity(directory, is_, accept_changes=False)
+    assert "rows" not in described("somebody/numbers", Rules(0), 20)
+    assert "rows" not in described("toy:add", TODAY, 20)

@@ -32,6 +32,11 @@ class Rules:
         return self.number >= 1
 
     @property
+    def knows_rows(self) -> bool:
+        """Whether rows of the Hub are a part of the job: others make it another job."""
+        return self.number >= 1
+
+    @property
     def reads_columns(self) -> bool:
         """Whether values and columns of rows are read as their file says."""
         return self.number >= 1

@@ -25,6 +25,7 @@ from motet.runtime.learning_rate import auto_learning_rate
 from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
+from motet.runtime.source_sums import SHOWN
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.clock import reads_clock
 from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
@@ -32,6 +33,7 @@ from motet.tasks.judge_http import tokens_of
 from motet.tasks.problems import Problems
 from motet.tasks.row_files import RowLimits
 from motet.tasks.rows import check_rows, longest_row
+from motet.tasks.sources import is_elsewhere
 
 _RATE_FIELDS = {
     "optimizer": {"lr", "lr_multiplier"},
@@ -298,6 +300,18 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
         **({"rules": job.rules.number} if job.rules.number else {}),  # in this form earlier releases wrote their jobs
         **({"clock": job.rules.clock} if job.rules.clock else {}),
         **known,
+        **({"rows": rows} if (rows := _rows_elsewhere(job)) else {}),
+    }
+
+
+def _rows_elsewhere(job: Job) -> dict[str, str]:
+    """The first digits of the sum of rows that no file here has, by their source."""
+    data, parts = job.config.data, {"train": job.data.train, "holdout": Problems.of(job.data.holdout)}
+    sources = {"train": data.source, "holdout": data.eval_source or data.source}
+    if not job.rules.knows_rows or data.rows is not None or data.source == OF_CLIENT:
+        return {}
+    return {
+        f"{sources[name]} ({name})": part.sum()[:SHOWN] for name, part in parts.items() if is_elsewhere(sources[name])
     }
 
 

@@ -45,6 +45,11 @@ def has_splits(source: str) -> bool:
     return not (generated or place.is_file() or (place / "state.json").is_file())
 
 
+def is_elsewhere(source: str) -> bool:
+    """Whether `datasets` reads the source from the Hub, where its owner may change it."""
+    return has_splits(source) and not Path(os.path.expanduser(source)).exists()
+
+
 def check_part(config: DataConfig) -> None:
     """Refuse a split or a subset where no source has one. Raises DataError."""
     if config.eval_source is not None and has_splits(config.eval_source):
