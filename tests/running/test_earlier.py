@@ -78,17 +78,6 @@ def test_they_keep_the_rules_that_they_began_with(continued: tuple[Path, RunResu
         assert not {"rules", "clock"} & yaml.safe_load((project / "run" / name / "job.yaml").read_text()).keys()
 
 
-def test_steps_of_both_releases_are_derived_again(continued: tuple[Path, RunResult]) -> None:
-    project, _ = continued
-    words = ["replay", str(project / "jobs.yaml"), "half@0..", "--set", f"run={project / 'run'}"]
-    shown = CliRunner().invoke(app, words)
-    if _as_there(project):
-        assert shown.exit_code == 0, shown.output
-        assert "the same bytes, and the same rollouts" in shown.output
-    else:
-        assert "the runs first differ in step" in shown.output
-
-
 def test_its_steps_are_derived_again_by_a_motet_in_another_place(left: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(left, project)
