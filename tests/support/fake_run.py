@@ -16,6 +16,7 @@ from motet.config import JobConfig, RewardConfig
 from motet.config.candidates import raced
 from motet.config.jobfile import merge
 from motet.core.device import Device
+from motet.core.rules import TODAY, Rules
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
@@ -82,6 +83,7 @@ class InlineRewards(RewardPool):
         scorer: ScorerSpec | None = None,
         log: Path | None = None,
         columns: Sequence[str] | None = None,
+        rules: Rules = TODAY,
     ) -> None:
         await asyncio.sleep(0)
         self._rewards[job] = rewards

@@ -72,7 +72,7 @@ class JobSampler:
         """
         job, path = self._job, self._job.directory.path
         columns = columns_of(job.data.train, job.data.holdout) if job.rules.reads_columns else None
-        known = job.config.rewards, job.data.scorer, path / "rewards.log", columns
+        known = job.config.rewards, job.data.scorer, path / "rewards.log", columns, job.rules
         await self._services.rewards.register(job.name, *known)
         if job.config.environment.own:
             self._own_environment = await own_environment(job, self._services)
