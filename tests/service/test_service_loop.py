@@ -24,7 +24,9 @@ from motet.config.service import RateConfig
 from motet.core.json_text import rough_size
 from motet.service.app import ROUTES
 from motet.service.http.auth import FEW_BYTES
+from motet.service.http.bodies import BYTES_OF_A_REQUEST
 from motet.service.http.forms import FormReader
+from motet.service.http.json_size import BYTES_OF_A_REQUEST as JSON_OF_A_REQUEST
 from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
 from motet.service.http.parsing import CHUNK, FREE_CHUNKS, MOST_HEAD, MOST_LINES, Parser
 from motet.service.routing import TenantRoute
@@ -218,6 +220,33 @@ def test_a_body_of_many_values_counts_as_many_requests(tmp_path: Path) -> None:
         statuses = [house.ask("GET", "/v1/me").status_code for _ in range(40)]
         assert 0 < statuses.count(200) < 40 - 250_000 / VALUES_OF_A_REQUEST
         assert house.ask("GET", "/v1/me", "theirs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "counts_as"),
+    [
+        ("/v1/check", b'{"text": "' + b"x" * 10**6 + b'"}', 10**6 / JSON_OF_A_REQUEST),
+        ("/tinker/api/v1/forward_backward", b"\xff" * 2**23, 2**23 / BYTES_OF_A_REQUEST),
+    ],
+)
+def test_a_body_of_many_bytes_counts_as_many_requests(
+    tmp_path: Path, path: str, content: bytes, counts_as: float
+) -> None:
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=20)) as house:
+        house.ask("POST", path, content=content, headers={"content-type": "application/json"})
+        statuses = [house.ask("GET", "/v1/me").status_code for _ in range(20)]
+        assert 0 < statuses.count(200) <= 20 - counts_as + 1
+
+
+@pytest.mark.parametrize("path", ["/v1/keys", "/v1/shares", "/tinker/api/v1/create_session"])
+def test_thousands_of_faults_of_a_body_are_one_error(house: House, path: str) -> None:
+    """To name them took a hundred times as long as to find them."""
+    for many in ({f"{number}": "" for number in range(16_000)}, {"scope": ["x"] * 16_000, "tags": [1] * 16_000}):
+        answer = house.ask("POST", path, json=many)
+        assert answer.status_code in (400, 422)
+        assert len(answer.content) < 1000
+    assert "fields or values are unknown" in house.ask("POST", path, json={f"{one}": 1 for one in range(16_000)}).text
+    assert "fields or values are unknown" not in house.ask("POST", path, json={"unknown": 1, "other": 1}).text
 
 
 def test_a_right_is_looked_at_before_a_body_is_parsed(house: House) -> None:

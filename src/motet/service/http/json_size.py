@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from starlette.exceptions import HTTPException
 
 MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 2**15, 2**13
@@ -12,25 +10,29 @@ MOST_NUMBERS = 2**18
 """Limit of values where lists of numbers (prompts as token ids, and scores) or many jobs are sent; another parser reads it."""
 MOST_VALUES_OF_NOBODY = 2**10
 """Limit of values before the key is checked."""
-VALUES_OF_A_REQUEST = 2**13
-"""Values of a body that count as one request."""
+VALUES_OF_A_REQUEST, BYTES_OF_A_REQUEST = 2**13, 2**17
+"""Values, or bytes, of a body that count as one request. A megabyte takes 13 ms of the event loop."""
 NO_KEY = "give an API key that is good: Authorization: Bearer mk-…"
 
 
 class JsonSize:
     """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
 
-    def __init__(
-        self, most: int = MOST_VALUES, times: int = 1, charge: Callable[[float], None] = lambda requests: None
-    ) -> None:
-        """`times` as many texts and containers may come; `charge` counts values beyond the first ones, as so many requests."""
-        self._most, self._charge, self._charged, self._times = most, charge, 1.0, times
-        self.values = self._quotes = self._containers = 0
+    def __init__(self, most: int = MOST_VALUES, times: int = 1) -> None:
+        """`times` as many texts and containers may come."""
+        self._most, self._times = most, times
+        self.values = self._bytes = self._quotes = self._containers = 0
         self._rest = b""
         """A backslash at the end of the last part."""
 
+    @property
+    def requests(self) -> float:
+        """How many requests this counts as."""
+        return max(self.values / VALUES_OF_A_REQUEST, self._bytes / BYTES_OF_A_REQUEST)
+
     def add(self, part: bytes) -> None:
         """Count another part. Raises HTTPException if it has too many values, or is not UTF-8."""
+        self._bytes += len(part)
         if b"\0" in part:  # as in UTF-16, where any byte may look like a quote
             raise HTTPException(400, "a JSON body has no NUL bytes; send it in UTF-8")
         part = (self._rest + part).replace(b"\\\\", b"")
@@ -41,9 +43,6 @@ class JsonSize:
         containers = outside.count(b"[") + outside.count(b"{")
         self._containers += containers
         self.values += containers + outside.count(b",")
-        if (requests := self.values / VALUES_OF_A_REQUEST) > self._charged:
-            self._charge(requests - self._charged)
-            self._charged = requests
         for what, count, most in (
             ("values", self.values, self._most),
             ("texts", self._quotes // 2, self._times * MOST_TEXTS),
