@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from motet.config.service import TENANT_NAME
 from motet.core.section import Described
+
+_MOST_FAULTS = 64
 
 
 class Answer(Described):
@@ -16,7 +28,23 @@ class Answer(Described):
     model_config = ConfigDict(from_attributes=True)
 
 
-class Asked(Described):
+class FewFaults(BaseModel):
+    """A request that does not name thousands of faults, which takes a hundred times as long as to find them."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def few_faults(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Raises a single error in place of many."""
+        try:
+            return handler(given)
+        except ValidationError as error:
+            if (count := error.error_count()) <= _MOST_FAULTS:
+                raise
+            words = "{count} fields or values are unknown or of a wrong kind; see docs/http.md for what this request may have"
+            raise PydanticCustomError("many_faults", words, {"count": count}) from None
+
+
+class Asked(Described, FewFaults):
     """Base of all requests; unsupported fields are refused by name."""
 
     model_config = ConfigDict(extra="forbid")

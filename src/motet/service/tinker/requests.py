@@ -8,6 +8,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from motet.core.stops import few
+from motet.service.schemas import FewFaults
 from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
@@ -38,7 +39,7 @@ def _kept(value: dict[str, Any]) -> dict[str, Any]:
 Metadata = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(_kept)]
 
 
-class Request(BaseModel):
+class Request(FewFaults):
     """Base of all requests."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
