@@ -167,6 +167,8 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_middleware(RequestLog, files=service.request_files, metrics=service.request_metrics)
     for module in ROUTES:
         app.include_router(module.router)
+    for route in app.routes:  # else FastAPI makes them at the first request, in the event loop
+        getattr(route, "effective_candidates", list)()
     _describe(app)
     return app
 
