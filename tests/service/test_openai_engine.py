@@ -145,8 +145,13 @@ def test_graders_are_run_and_validated(service: Service, stock: openai.OpenAI) -
 
 
 def test_a_model_of_the_service_is_the_judge(service: Service, stock: openai.OpenAI) -> None:
-    run = stock.fine_tuning.alpha.graders.run
+    def charged() -> int:
+        lines = service.ask("GET", "/v1/usage")["data"]
+        return sum(one["tokens_prompt"] + one["tokens_sampled"] for one in lines if one["kind"] == "completions")
+
+    run, before = stock.fine_tuning.alpha.graders.run, charged()
     ran = run(grader=JUDGE, model_sample="x")
+    service.until(lambda: charged() - before >= (ran.metadata.token_usage or 0))
     judge = parse(JUDGE)
     assert isinstance(judge, Judge)
     messages: Any = prompt(judge, Fields("item", {}), "x")
