@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from motet.config.service import TENANT_NAME
 from motet.core.section import Described
-
-_MOST_FAULTS = 64
+from motet.service.schemas.faults import FewFaults
 
 
 class Answer(Described):
     """Base of all responses; built from fields, or from an object with attributes of the same names."""
 
     model_config = ConfigDict(from_attributes=True)
-
-
-class FewFaults(BaseModel):
-    """A request that does not name thousands of faults, which takes a hundred times as long as to find them."""
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def few_faults(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Raises a single error in place of many."""
-        try:
-            return handler(given)
-        except ValidationError as error:
-            if (count := error.error_count()) <= _MOST_FAULTS:
-                raise
-            words = "{count} fields or values are unknown or of a wrong kind; see docs/http.md for what this request may have"
-            raise PydanticCustomError("many_faults", words, {"count": count}) from None
 
 
 class Asked(Described, FewFaults):

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from motet.core.stops import few
-from motet.service.schemas import FewFaults
+from motet.service.schemas.faults import FewFaults
 from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
