@@ -49,7 +49,7 @@ def follow_up(chat, *given):
 
 
 @pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize("message", ["No.\nTry again.", "<|im_start|>", "  spaces  "])
+@pytest.mark.parametrize("message", ["No.\nTry again.", "<|im_s", "  spaces  "])
 def test_a_second_turn_equals_the_template(tokenizer, ended, message):
     chat, end = Chat(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
     sampled = np.asarray(tokenizer.encode("It is 4.", add_special_tokens=False), np.int32)

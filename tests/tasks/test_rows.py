@@ -241,7 +241,7 @@ def test_a_row_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
     """As Gemma 3's text models have none of the tokenizer's token for images."""
     rows = [{"prompt": "a", "completion": one} for one in ("b", "<|im_start|>")]
     chat, _ = examples(rows, "last_answer", chat_template=False)
-    data = load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0})).train
+    data = load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0, "special_tokens": True})).train
     assert longest_row(data, "last_answer", chat, "data", TokenIds(len(chat.tokenizer)))[0] == 3
     with pytest.raises(DataError, match=r"data row 2 has the token '<\|im_start\|>'"):
         longest_row(data, "last_answer", chat, "data", TokenIds(chat.tokenizer.convert_tokens_to_ids("<|im_start|>")))

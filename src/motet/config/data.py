@@ -116,6 +116,9 @@ class DataConfig(Config):
     """Set it to false to use the prompt without a chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the chat template, such as `enable_thinking: false`."""
+    special_tokens: bool = False
+    """Read names of special tokens in the rows' prompts and answers as the tokens, as in prompts that are rendered already.
+    Otherwise they are letters, as they always are in what models, tools and environments say."""
     shuffle: bool = True
     """Shuffle every pass over the data with the seed of the job."""
     order: str | None = None

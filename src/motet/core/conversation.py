@@ -35,6 +35,9 @@ class Message:
     """Whether an assistant's turn is trained if the conversation is an example."""
     thought: str = ""
     """What an assistant thought before `content`, without the marks around it."""
+    special: int = 0
+    """In how many letters at the beginning of `content` a token's name is the token: in those of a job's own row, if the job
+    wants it. Everywhere else it is letters."""
 
 
 @dataclass(frozen=True)

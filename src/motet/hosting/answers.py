@@ -22,7 +22,7 @@ from motet.core.device import used_by
 from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
 from motet.core.stops import met
 from motet.core.token_ids import TokenIds
-from motet.core.types import AdapterRef, FinishReason, GenerateRequest, IntArray, Message, Problem
+from motet.core.types import AdapterRef, FinishReason, GenerateRequest, IntArray, Message
 from motet.hosting.loaded_versions import LoadedVersions
 from motet.runtime.alternating import Alternating
 from motet.runtime.generation import together
@@ -278,7 +278,8 @@ def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, longest:
     if not prompt:
         raise EngineError("the prompt has no tokens; give it one at least")
     if isinstance(prompt, str):
-        return Chat(chat.tokenizer, chat_template=False).prompt_ids(Problem(0, (Message("user", prompt),), ""))
+        raw = Message("user", prompt, special=len(prompt))  # one's own prompt, often rendered already
+        return Chat(chat.tokenizer, chat_template=False).prompt_of((raw,))
     if (token := vocabulary.unknown(prompt)) is not None:
         raise EngineError(f"the prompt has the token id {token}; {vocabulary.bounds}")
     return np.asarray(prompt, np.int32)

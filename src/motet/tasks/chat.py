@@ -7,7 +7,6 @@ continued by appending ids to ids.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +21,7 @@ from motet.core.types import BoolArray, IntArray, Message, Problem
 from motet.tasks.clock import with_clock
 from motet.tasks.forms.turns import ReadsTurns
 from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
+from motet.tasks.spellings import Spellings, plain
 from motet.tasks.wording import Wording, apply, with_calls
 
 # A placeholder for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
@@ -34,8 +34,6 @@ _TOOLS_INTRODUCTION = (
     'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
 )
 
-_TOGETHER = 256
-"""Prompts tokenised together to find the longest."""
 _AROUND = 8
 
 
@@ -74,11 +72,20 @@ class Chat(ReadsTurns):
 
     def prompt_text(self, problem: Problem) -> str:
         """The prompt as text."""
-        return self.rendered(problem.messages)
+        return plain(self.rendered(problem.messages))
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's token ids, [T]. Raises BaseModelError if the template rejects the conversation."""
-        return self.encoded(self.prompt_text(problem), special=not self.chat_template)
+        return self.prompt_of(problem.messages)
+
+    @property
+    def spellings(self) -> Spellings:
+        """Which letters are tokens in what the template writes, and letters in texts."""
+        return Spellings.of(self.tokenizer, self._source if self.chat_template else "")
+
+    @property
+    def _source(self) -> str:
+        return str(self.template_kwargs.get("chat_template") or self.tokenizer.chat_template)
 
     @cached_property
     def wording(self) -> Wording:
@@ -86,8 +93,7 @@ class Chat(ReadsTurns):
         if not self.chat_template:
             return Wording(tool_role="user")
         kwargs = self._given(())
-        source = str(kwargs.get("chat_template") or self.tokenizer.chat_template)
-        return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), source)
+        return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), self._source)
 
     @cached_property
     def _end(self) -> IntArray:
@@ -107,23 +113,17 @@ class Chat(ReadsTurns):
 
     def longer_than(self, problem: Problem, most: int) -> bool:
         """Whether a prompt has more tokens than this."""
-        text = self.prompt_text(problem)
-        return _most_tokens(text) > most and len(self.encoded(text, special=not self.chat_template)) > most
+        text = self.rendered(problem.messages)
+        return _most_tokens(text) > most and len(self.prompt_encoded(text)) > most
 
     def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
         """Number of tokens of the longest prompt, and its problem; among equals, the first."""
-        most_tokens, longest_index = 0, 0
-        for first in range(0, len(problems), _TOGETHER):
-            texts = [self.prompt_text(one) for one in problems[first : first + _TOGETHER]]
-            likely = [index for index, text in enumerate(texts) if _most_tokens(text) > most_tokens]
-            if not likely:
-                continue
-            wanted = [texts[index] for index in likely]
-            ids = self.tokenizer(wanted, add_special_tokens=not self.chat_template)["input_ids"]
-            for index, length in zip(likely, map(len, ids), strict=True):
-                if length > most_tokens:
-                    most_tokens, longest_index = length, first + index
-        return most_tokens, problems[longest_index]
+        most, longest = 0, 0
+        for index, problem in enumerate(problems):
+            text = self.rendered(problem.messages)
+            if _most_tokens(text) > most and (length := len(self.prompt_encoded(text))) > most:
+                most, longest = length, index
+        return most, problems[longest]
 
     def follow_up_ids(
         self, spoken: Sequence[Message], sampled_ids: IntArray, replies: Sequence[Message], tools: Tools = ()
@@ -142,42 +142,29 @@ class Chat(ReadsTurns):
         *before, turn = spoken
         prompt, alone = self.rendered(before, tools), self.rendered(spoken, tools, generation_prompt=False)
         whole = self.rendered((*spoken, *replies), tools)
-        own, _ = self.ended(alone[len(prompt) :])
+        own, _ = self.spellings.ended(alone[len(prompt) :])
         if not alone.startswith(prompt) or not whole.startswith(prompt + own):
             return None
         if not own.strip() and turn.content.strip():
             raise BaseModelError("the chat template leaves out the assistant's text: set environment: single")
         ids = self.encoded(whole[len(prompt + own) :])
         last = int(sampled_ids[-1]) if len(sampled_ids) else -1
-        if not _is_special(self.tokenizer, last):
+        if not _is_special(self.tokenizer, last) or self.is_shown_tag(last):
             return ids
         return ids[1:] if len(ids) and ids[0] == last else None
 
     def between(self, replies: Sequence[Message]) -> IntArray:
         """What is read between two turns without a template, [T]."""
-        return self.encoded("\n\n" + "".join(f"{reply.content}\n\n" for reply in replies))
+        return self.encoded("\n\n" + "".join(f"{self.text_of(reply)}\n\n" for reply in replies))
 
-    def special_at_start(self, text: str) -> str:
-        """The special token with which a text begins, if one does."""
-        found = self._specials.match(text)
-        return found[0] if found else ""
-
-    def ended(self, text: str) -> tuple[str, str]:
-        """A turn's text without its end, and the special token that ends it, if one does."""
-        whole = text.rstrip()
-        last = next((one for one in self._specials.finditer(whole) if one.end() == len(whole)), None)
-        return (text[: last.start()], last[0]) if last else (text, "")
-
-    @cached_property
-    def _specials(self) -> re.Pattern[str]:
-        """A special token in a text."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        names = {*self.tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+    def text_of(self, message: Message) -> str:
+        """A message as text without a template, with marks where a token is a token."""
+        message, spellings = with_calls(message), self.spellings
+        return spellings.text_of(message) if self.rules.writes_as_template else spellings.marked(message.content)
 
     def prompt_of(self, messages: Sequence[Message], tools: Tools = ()) -> IntArray:
         """The token ids of a conversation up to the model's next turn, [T]."""
-        return self.encoded(self.rendered(messages, tools), special=not self.chat_template)
+        return self.prompt_encoded(self.rendered(messages, tools))
 
     def with_roles(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Messages in roles that the template has."""
@@ -192,8 +179,9 @@ class Chat(ReadsTurns):
         if not tools or self._names(tools):
             return messages
         listed = "\n".join(json.dumps(tool) for tool in tools)
-        system, rest = ("", messages) if messages[0].role != "system" else (messages[0].content + "\n\n", messages[1:])
-        return (Message("system", f"{system}{_TOOLS_INTRODUCTION}\n<tools>\n{listed}\n</tools>"), *rest)
+        system, *rest = messages if messages[0].role == "system" else (Message("system", ""), *messages)
+        before = system.content and f"{system.content}\n\n"
+        return (replace(system, content=f"{before}{_TOOLS_INTRODUCTION}\n<tools>\n{listed}\n</tools>"), *rest)
 
     @property
     def tool_role(self) -> str:
@@ -252,26 +240,40 @@ class Chat(ReadsTurns):
         return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
 
     def rendered(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = True) -> str:
-        """A conversation as text. Raises BaseModelError if the template refuses it."""
+        """A conversation as text with marks, see `Spellings`. Raises BaseModelError if the template refuses it."""
         if not self.chat_template:
-            return "\n\n".join(with_calls(message).content for message in messages)
-        plain = not any(one.thought or one.tool_calls or one.role == "tool" for one in messages)
-        given = (Wording() if plain else self.wording).given(messages)
-        return apply(self.tokenizer, given, generation_prompt, self._given(tools))
+            return "\n\n".join(map(self.text_of, messages))
+        seal = ""
+        if self.rules.writes_as_template:
+            messages, tools, seal = self.spellings.sealed(messages, tools)
+        in_parts = any(one.thought or one.tool_calls or one.role == "tool" for one in messages)
+        given = (self.wording if in_parts else Wording()).given(messages)
+        return self.spellings.marked(apply(self.tokenizer, given, generation_prompt, self._given(tools)), seal)
 
     def _given(self, tools: Tools) -> dict[str, Any]:
         """The template's variables besides the messages."""
         given = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
         return with_clock(self.tokenizer, given, self.rules.clock) if self.rules.clock else given
 
-    def encoded(self, text: str, special: bool = False) -> IntArray:
-        """Token ids. Raises BaseModelError for half of a surrogate pair, which tokenizers do not accept."""
+    def encoded(self, text: str) -> IntArray:
+        """Token ids of a text with marks, [T].
+
+        Raises BaseModelError for half of a surrogate pair, which tokenizers do not accept.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             half = text[error.start]
             raise BaseModelError(f"a text has {half!r}, half of a character, which no tokenizer reads") from error
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=special), np.int32)
+        return np.asarray(self.spellings.encode(text), np.int32)
+
+    def prompt_encoded(self, text: str) -> IntArray:
+        """Token ids of a prompt, [T]: with what the tokenizer puts before a text (BOS) once, and nothing behind it."""
+        ids, before = self.encoded(text), np.asarray(self.spellings.before, np.int32)
+        if self.chat_template:
+            n_twice = len(before) if before.size and np.array_equal(ids[: 2 * len(before)], np.tile(before, 2)) else 0
+            return ids[n_twice:]
+        return ids if before.size and np.array_equal(ids[: len(before)], before) else np.concatenate([before, ids])
 
     def _decode(self, ids: Sequence[int] | IntArray) -> str:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))

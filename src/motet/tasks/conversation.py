@@ -14,7 +14,7 @@ import numpy as np
 from motet.core.batch import Example
 from motet.core.types import IntArray, Message, ToolCall
 from motet.tasks.chat import Chat, Tools
-from motet.tasks.wording import THOUGHT_TAGS, with_calls
+from motet.tasks.wording import THOUGHT_TAGS
 
 _OTHER = Message("assistant", "7other7text7", (ToolCall("7other7name7", {}),), thought="7other7thought7")
 
@@ -37,9 +37,9 @@ class WrittenTurn:
         prompt, whole = chat.rendered(before, tools), chat.rendered((*before, turn), tools, generation_prompt=False)
         start = len(prompt) if whole.startswith(prompt) else _behind_header(chat, before, turn, tools, whole)
         if start is None:
-            return cls(prompt, _put_together(prompt, turn), chat.end_of_turn, put_together=True)
-        own, end = chat.ended(whole[start:])
-        return cls(prompt, _opened_once(prompt, own), end)
+            return cls(prompt, _put_together(chat, prompt, turn), chat.spellings.marked(chat.end_of_turn), True)
+        own, end = chat.spellings.ended(whole[start:])
+        return cls(prompt, _opened_once(chat, prompt, own), end)
 
 
 def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tools) -> tuple[Example, ...]:
@@ -57,7 +57,7 @@ def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tool
         if messages[index].role == "assistant":
             turn = WrittenTurn.of(chat, messages[:index], messages[index], tools)
             if not done or not done[-1].read(turn.prompt):
-                done.append(_Growing(chat, turn.prompt, [(chat.encoded(turn.prompt), False)]))
+                done.append(_Growing(chat, turn.prompt, [(chat.prompt_encoded(turn.prompt), False)]))
             done[-1].say(turn, messages[index].learned)
     return tuple(one.example() for one in done)
 
@@ -82,7 +82,7 @@ class _Growing:
         if not prompt.startswith(self.text):
             return False
         rest = prompt[len(self.text) :]
-        end = self.chat.special_at_start(rest) if self.end else ""  # in the middle, some templates write another one
+        end = self.chat.spellings.first(rest) if self.end else ""  # in the middle, some templates write another one
         self.pieces += [(self.chat.encoded(end), self.learned), (self.chat.encoded(rest[len(end) :]), False)]
         return True
 
@@ -105,9 +105,13 @@ def _plain(chat: Chat, messages: Sequence[Message], first: int) -> Example:
             continue
         if index > first:
             pieces.append((chat.between(replies), False))
-        pieces.append((np.append(chat.encoded(with_calls(message).content), chat.eos), message.learned))
+        pieces.append((_once(chat.encoded(chat.text_of(message)), chat.eos), message.learned))
         replies = []
     return _joined(pieces)
+
+
+def _once(ids: IntArray, end: IntArray) -> IntArray:
+    return ids if end.size and np.array_equal(ids[-1:], end) else np.append(ids, end)
 
 
 def _behind_header(chat: Chat, before: Sequence[Message], turn: Message, tools: Tools, whole: str) -> int | None:
@@ -129,21 +133,20 @@ def _behind_header(chat: Chat, before: Sequence[Message], turn: Message, tools: 
     return None if start < 0 else start + len(header)
 
 
-def _put_together(prompt: str, turn: Message) -> str:
+def _put_together(chat: Chat, prompt: str, turn: Message) -> str:
     """A turn behind a prompt that its template never writes before it; a thought that the prompt opens has an end."""
-    opens, closes = THOUGHT_TAGS
-    text = with_calls(turn).content
+    opens, closes = map(chat.spellings.marked, THOUGHT_TAGS)
+    text = _opened_once(chat, prompt, chat.text_of(turn))
     if not prompt.rstrip().endswith(opens):
         return text
-    text = _opened_once(prompt, text)
     if turn.thought or closes not in text:
-        text = f"{turn.thought}\n{closes}\n\n{text}"
-    return text if prompt.endswith("\n") else f"\n{text}"
+        text = f"{chat.text_of(Message('user', turn.thought))}\n{closes}\n\n{text}"
+    return text if prompt.endswith("\n") or text.startswith("\n") else f"\n{text}"
 
 
-def _opened_once(prompt: str, text: str) -> str:
+def _opened_once(chat: Chat, prompt: str, text: str) -> str:
     """A turn without the mark of a thought that its prompt has opened."""
-    opens, _ = THOUGHT_TAGS
+    opens = chat.spellings.marked(THOUGHT_TAGS[0])
     if prompt.rstrip().endswith(opens) and text.lstrip().startswith(opens):
         return text.lstrip().removeprefix(opens).removeprefix("\n")
     return text

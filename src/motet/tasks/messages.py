@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from motet.core.errors import DataError
@@ -42,6 +43,11 @@ def check_characters(messages: Iterable[Message], where: str) -> None:
             raise DataError(
                 f"{where} has {half!r}, half of a character, which no tokenizer reads; take it out"
             ) from error
+
+
+def with_special_tokens(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Messages of a job's row in which names of special tokens are the tokens; results of tools stay letters."""
+    return tuple(one if one.role == "tool" else replace(one, special=len(one.content)) for one in messages)
 
 
 def plain_preference(row: dict[str, Any]) -> dict[str, Any]:

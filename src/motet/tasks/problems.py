@@ -100,12 +100,16 @@ def _line(problem: Problem) -> bytes:
 
 
 def _written(messages: Sequence[Message]) -> list[list[Any]]:
-    """What a message has, in the order of its fields; a thought only if there is one, so that earlier sums stay."""
+    """What a message has, in the order of its fields; the last ones only if it has them, so that earlier sums stay."""
     calls = ([[call.name, call.arguments] for call in one.tool_calls] for one in messages)
     return [
-        [one.role, one.content, made, one.name, one.learned, *([one.thought] if one.thought else [])]
+        [one.role, one.content, made, one.name, one.learned, *_rest(one)]
         for one, made in zip(messages, calls, strict=True)
     ]
+
+
+def _rest(message: Message) -> list[Any]:
+    return [message.thought, message.special] if message.special else [message.thought] * bool(message.thought)
 
 
 def _read(messages: Sequence[Sequence[Any]]) -> tuple[Message, ...]:

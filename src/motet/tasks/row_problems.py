@@ -15,7 +15,7 @@ from motet.core.rules import Rules
 from motet.core.types import Message, Problem
 from motet.tasks import pace
 from motet.tasks.columns import FIRST_ROWS, PROMPT_COLUMNS, Columns
-from motet.tasks.messages import check_characters, messages_of, plain_preference, without_prompt
+from motet.tasks.messages import check_characters, messages_of, plain_preference, with_special_tokens, without_prompt
 from motet.tasks.nested import MISSING, may_lead_on, names_of, text_of, value_at
 from motet.tasks.row_files import Row, RowLimits
 
@@ -160,6 +160,8 @@ class Reading:
             raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
         if config.system is not None:
             messages = (Message("system", config.system), *(one for one in messages if one.role != "system"))
+        if config.special_tokens:
+            messages, continuation = with_special_tokens(messages), with_special_tokens(continuation)
         check_characters((*messages, *continuation), where)
         nothing = own is None or own is MISSING or (own == "" and self._config.source.lower().endswith(".csv"))
         if nothing and not answer and not row.keys() & {"completion", "chosen"}:

@@ -14,7 +14,7 @@ from motet.core.token_ids import TokenIds
 from motet.core.types import IntArray, Message, Problem
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.conversation import examples_of
-from motet.tasks.messages import messages_of
+from motet.tasks.messages import messages_of, with_special_tokens
 
 Continuation = tuple[Message, ...]
 
@@ -55,7 +55,7 @@ def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
 
 def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     """All turns of the assistant in a conversation."""
-    messages = (*problem.messages, *answer_of(problem, where))
+    messages = (*problem.messages, *_as_prompt(problem, answer_of(problem, where)))
     first = next(at for at, message in enumerate(messages) if message.role == "assistant")
     examples = examples_of(chat, messages, first, _tools(problem, where))
     taught = tuple(one for one in examples if one.n_learned) or examples[-1:]
@@ -185,9 +185,14 @@ def _tools(problem: Problem, where: str) -> Tools:
 
 def _example(problem: Problem, continuation: Continuation, chat: Chat, where: str) -> Example:
     """A continuation as one example; where the template rewrites its earlier turns, the last one is trained."""
-    messages = (*problem.messages, *continuation)
+    messages = (*problem.messages, *_as_prompt(problem, continuation))
     *_, last = examples_of(chat, messages, len(problem.messages), _tools(problem, where))
     return _learned(last, where)
+
+
+def _as_prompt(problem: Problem, continuation: Continuation) -> Continuation:
+    """A continuation with special tokens if the row's prompt may have them."""
+    return with_special_tokens(continuation) if any(one.special for one in problem.messages) else continuation
 
 
 def _learned(example: Example, where: str) -> Example:

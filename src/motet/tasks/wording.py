@@ -22,6 +22,8 @@ NameCall = Callable[[int, str], str]
 """(number in the conversation, tool) → the id of a call."""
 THOUGHT_TAGS = ("<think>", "</think>")
 """Around the thoughts of bases whose template has no variable for them."""
+PART_TAGS = frozenset((*THOUGHT_TAGS, "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"))
+"""Tags of parts that an assistant's text may have."""
 _NAME, _KEY, _TEXT, _OTHER = "name7of7tool", "key7of7tool", "text7of7turn", "other7name7of7tool"
 """Stand for parts when a template is tried; letters and digits only, so that no template trims or escapes them."""
 _QUESTION = Message("user", "hi")

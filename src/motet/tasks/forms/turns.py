@@ -43,6 +43,11 @@ class ReadsTurns:
         }
         return Vocabulary(self.tokenizer, self.form.tags, ends)
 
+    def is_shown_tag(self, token: int) -> bool:
+        """Whether a token is a tag that texts show, such as `</tool_call>`: no turn ends with it."""
+        marks = self._vocabulary.marks
+        return token in marks and marks[token] not in self._vocabulary.silent
+
     def reader(self, prompt_ids: Sequence[int] | IntArray, tools: Tools = (), stop: Sequence[str] = ()) -> TurnReader:
         """A reader of the turn that is sampled after a prompt; calls are read if tools are offered.
 

@@ -1,0 +1,75 @@
+"""What is trained of a row is what the chat template writes, for bases that write headers, thoughts and ends of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from motet.config import DataConfig
+from motet.core.rules import TODAY
+from motet.tasks.chat import Chat
+from motet.tasks.dataset import load_dataset
+from motet.tasks.rows import row_of
+from tests.support.chat_templates import BASES, tokenizer_of
+
+ASKED = {"role": "user", "content": "One?"}
+TALK = [
+    ASKED,
+    {"role": "assistant", "content": "Eins."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Zwei."},
+]
+LEARNED = {
+    "chatml": ["Eins.<|im_end|>", "Zwei.<|im_end|>"],
+    "gpt-oss": ["<|channel|>final<|message|>Eins.<|end|>", "<|channel|>final<|message|>Zwei.<|return|>"],
+    "qwen3": ["<think>\n\n</think>\n\nEins.<|im_end|>", "<think>\n\n</think>\n\nZwei.<|im_end|>"],
+    "qwen3.5": ["\n</think>\n\nEins.<|im_end|>", "\n</think>\n\nZwei.<|im_end|>"],
+    "llama3": ["Eins.<|eot_id|>", "Zwei.<|eot_id|>"],
+    "mistral": ["Eins.</s>", "Zwei.</s>"],
+    "gemma": ["Eins.<end_of_turn>", "Zwei.<end_of_turn>"],
+    "glm": ["\n<think></think>\nEins.", "\n<think></think>\nZwei."],
+}
+
+
+def learned(
+    row: dict[str, Any], base: str, kind: str = "answer", **data: Any
+) -> tuple[Any, list[str], list[list[int]]]:
+    """The tokenizer, the trained texts, and the ids of the examples of a row."""
+    tokenizer = tokenizer_of(base)
+    config = DataConfig.model_validate({"source": [row], "holdout": 0, **data})
+    examples = row_of(load_dataset(config).train[0], kind, Chat.of(tokenizer, config, TODAY), "data").examples
+    texts = []
+    for one in examples:
+        edges = np.flatnonzero(np.diff(one.loss_mask.astype(int), prepend=0, append=0))
+        texts += [tokenizer.decode(one.token_ids[a:b]) for a, b in edges.reshape(-1, 2)]
+    return tokenizer, texts, [one.token_ids.tolist() for one in examples]
+
+
+def whole(tokenizer: Any, turns: list[dict[str, Any]]) -> list[int]:
+    """What the template writes of a conversation, without spaces behind its last token."""
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    return list(tokenizer.encode(text.rstrip(), add_special_tokens=False))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_answer_is_trained_as_the_template_writes_it(base: str) -> None:
+    for content in ("Eins.", " \nEins.\n", "e<|im_x", "日本 🙂"):
+        turns = [ASKED, {"role": "assistant", "content": content}]
+        tokenizer, texts, (ids,) = learned({"messages": turns}, base)
+        assert ids == whole(tokenizer, turns)
+        assert (
+            "".join(texts)
+            == tokenizer.decode(ids)[
+                len(tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)) :
+            ]
+        )
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_every_turn_is_trained_as_the_model_samples_it(base: str) -> None:
+    tokenizer, texts, examples = learned({"messages": TALK}, base)
+    assert texts == LEARNED[base]
+    assert examples[-1] == whole(tokenizer, TALK)
+    assert len(examples) == (2 if base in ("qwen3", "qwen3.5") else 1)  # they rewrite the turn before
