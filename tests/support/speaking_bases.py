@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from motet.core.types import IntArray, TurnParts
 from motet.model.load import load_tokenizer
+from motet.tasks.chat import Chat
 
 _CHAT_ML = """
 {%- set ns = namespace(last=messages|length - 1) %}
@@ -90,6 +94,7 @@ _GLM = """{{- '[gMASK]<sop>' }}
 {%- endif %}"""
 
 _LLAMA = """{{- '<|begin_of_text|>' }}
+{%- set ns = namespace(told=false) %}
 {%- for m in messages %}
   {%- if m.role == 'assistant' and m.tool_calls %}
     {%- if m.tool_calls|length != 1 %}{{- raise_exception('one call at a time') }}{% endif %}
@@ -100,7 +105,8 @@ _LLAMA = """{{- '<|begin_of_text|>' }}
     {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (m.content | tojson) + '<|eot_id|>' }}
   {%- else %}
     {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
-    {%- if tools and m.role == 'user' and loop.last %}
+    {%- if tools and m.role == 'user' and not ns.told %}
+      {%- set ns.told = true %}
       {%- for tool in tools %}{{- (tool | tojson) + '\\n\\n' }}{% endfor %}
     {%- endif %}
     {{- (m.content | trim) + '<|eot_id|>' }}
@@ -229,3 +235,22 @@ SPEAKERS = {
     ),
     "gpt_oss": Speaker(_HARMONY, "harmony", (), _HARMONY_SPECIAL, end="<|return|>"),
 }  # fmt: skip
+
+
+def own_turn(chat: Chat, parts: TurnParts) -> IntArray:
+    """The tokens of a turn as a base's template writes its parts, with the token that ends it."""
+    tokenizer, asked = chat.tokenizer, {"role": "user", "content": "What is 2 and 2?"}
+    calls = [
+        {"id": f"call1234{at}", "type": "function", "function": {"name": one.name, "arguments": dict(one.arguments)}}
+        for at, one in enumerate(parts.calls)
+    ]
+    answer: dict[str, Any] = {"role": "assistant", "content": parts.speech}
+    answer |= {"tool_calls": calls} if calls else {}
+    answer |= {"reasoning_content": parts.thought, "thinking": parts.thought} if parts.thought else {}
+    text = tokenizer.apply_chat_template([asked, answer], tokenize=False, add_generation_prompt=False)
+    before = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+    assert text.startswith(before)
+    turn, end, behind = text[len(before) :].rpartition(tokenizer.eos_token)
+    if not end and chat.form.name == "glm":  # its turns end with the beginning of the next one
+        end = "<|observation|>" if parts.calls else "<|user|>"
+    return np.asarray(tokenizer.encode(turn + end if turn else behind + end, add_special_tokens=False), np.int32)
