@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ import numpy as np
 from starlette.responses import Response
 
 from motet.core.types import ADAPTER_CONFIG, AdapterRef, FinishReason, GenerateRequest, SamplingParams
-from motet.model.fake import END, VOCABULARY, FakePolicy, FakeTokenizer, read_adapter
+from motet.model.fake import END, VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, read_adapter
 from motet.rollout.fake import FakeEngine
 from tests.support.protocol_faults import ODD, Counts, Faults, Setup
 
@@ -96,6 +96,8 @@ class Ask:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     seeds: tuple[int, ...]
+    biases: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of sampled tokens, of which probabilities are told."""
 
 
 class Entry(NamedTuple):
@@ -247,7 +249,7 @@ class Backend:
                     for index in range(len(ask.seeds)):
                         yield Piece(index, [], [], FinishReason.ABORT)
                     return
-                ref = ask.resolve()
+                ref = self._biased(ask.resolve(), ask.biases)
                 async with aclosing(self._sampled(ask, ref)) as pieces:
                     async for piece in pieces:
                         yield piece
@@ -265,6 +267,17 @@ class Backend:
                 place.entries += piece.entries
                 place.reason = piece.reason
         return found
+
+    def _biased(self, ref: AdapterRef | None, biases: Mapping[int, float]) -> AdapterRef | None:
+        """A version of these weights whose tokens are likelier by their biases."""
+        if not biases:
+            return ref
+        shift = self._policies[ref].shift.copy()
+        shift[list(biases)] += list(biases.values())
+        biased, adapter = AdapterRef("biased", next(self._serial)), FakeAdapter(1, 1.0, np.ones(VOCABULARY), shift)
+        self.engine.install(biased, adapter)
+        self._policies[biased] = FakePolicy(adapter)
+        return biased
 
     def _later(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -306,6 +319,11 @@ class Backend:
 def whole_number(value: Any, fallback: int) -> int:
     """A number that a request may leave out."""
     return fallback if value is None else int(value)
+
+
+def biases_of(body: Mapping[str, Any]) -> dict[int, float]:
+    """The biases of a request, by token; vLLM cuts them at 100."""
+    return {int(token): min(100.0, max(-100.0, float(bias))) for token, bias in (body.get("logit_bias") or {}).items()}
 
 
 def strings(value: Any) -> tuple[str, ...]:

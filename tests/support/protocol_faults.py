@@ -80,6 +80,8 @@ class Faults:
     """So many token ids more (or fewer) than there are logprobs, at the end of each completion."""
     logprobs: tuple[float | None, ...] = ()
     """In place of the first of each completion and the last of a prompt: (-9999.0,), (None,) for null, (0.5,)."""
+    speculates: bool = False
+    """It drafts tokens, for which vLLM takes no biases."""
     misreads: bool = False
     """vLLM: the prompt that is told back is not the one that was sent."""
     ends: list[tuple[int, str]] = field(default_factory=list)

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,6 +25,7 @@ from tests.support.protocol_core import (
     RankError,
     Refusal,
     Route,
+    biases_of,
     event,
     outside,
     stop_cause,
@@ -273,6 +274,7 @@ class Sglang:
                 prompt=tuple(prompt),
                 sampling=sampling,
                 seeds=((random.getrandbits(63) if seed is None else seed) % 2**64,),
+                biases=biases_of(params),
             )
             for index in range(n)
         ]
@@ -337,7 +339,7 @@ class Sglang:
 
 def _with_adapter(ask: Ask, adapter: Adapter | None) -> Ask:
     resolve = (lambda: None) if adapter is None else (lambda: adapter.ref)
-    return Ask(ask.id, ask.model, ask.turn, resolve, ask.prompt, ask.sampling, ask.seeds)
+    return replace(ask, resolve=resolve)
 
 
 def _sampling(params: Mapping[str, Any]) -> SamplingParams:

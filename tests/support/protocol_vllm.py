@@ -30,6 +30,7 @@ from tests.support.protocol_core import (
     RankError,
     Refusal,
     Route,
+    biases_of,
     event,
     outside,
     stop_cause,
@@ -239,6 +240,10 @@ class Vllm:
         sampling = _sampling(body, setup.max_model_len, len(prompt))
         if (token := outside(prompt)) is not None:
             raise Refusal(400, f"Token id {token} is out of vocabulary")
+        biases = biases_of(body)
+        if (biases or sampling.min_p) and self._backend.faults.speculates:
+            text = "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding."
+            raise Refusal(400, text)
         seed = body.get("seed")
         first = random.getrandbits(63) if seed in (None, -1) else int(seed)
         ask = Ask(
@@ -249,6 +254,7 @@ class Vllm:
             prompt=tuple(prompt),
             sampling=sampling,
             seeds=tuple((first + index) % 2**64 for index in range(whole_number(body.get("n"), 1))),
+            biases=biases,
         )
         id = call.headers.get("x-request-id") or body.get("request_id") or f"{random.getrandbits(64):016x}"
         return ask, {"id": f"cmpl-{id}", "object": "text_completion", "created": int(time.time()), "model": model}

@@ -17,6 +17,8 @@ from motet.core.token_ids import TokenIds
 from motet.core.types import SamplingParams, schema_of
 
 Json = Mapping[str, Any]
+_MOST_BIASES = 1024
+"""Ids that vLLM takes biases for."""
 SEED_BITS = 63
 """Seeds are sent as signed 64-bit integers."""
 
@@ -128,6 +130,12 @@ class Dialect:
     """Releases that the tests have run."""
 
 
+def _kept_to_tokens(ask: Ask) -> Json:
+    """Servers compute all rows of the head: those without a token get the lowest bias, if they are few."""
+    absent = sorted(ask.vocabulary.without)
+    return {"logit_bias": dict.fromkeys(map(str, absent), -100.0)} if 0 < len(absent) <= _MOST_BIASES else {}
+
+
 # --- vLLM: /v1/completions, which every deployment has (its tokens-only endpoint is switched off by default) ---------------
 
 
@@ -156,6 +164,7 @@ def _vllm_generate(ask: Ask, base: str | None) -> HttpRequest:
             "return_token_ids": True,
             "skip_special_tokens": True,
             "stream": ask.stream,
+            **_kept_to_tokens(ask),
             **({"structured_outputs": {"json": schema_of(sampling.grammar)}} if sampling.grammar else {}),
         },
     )
@@ -238,6 +247,7 @@ def _sglang_generate(ask: Ask, base: str | None) -> HttpRequest:
                 "repetition_penalty": 1.0,
                 "skip_special_tokens": True,
                 "no_stop_trim": True,
+                **_kept_to_tokens(ask),
                 **({"json_schema": schema_of(sampling.grammar)} if sampling.grammar else {}),
             },
             "return_logprob": True,

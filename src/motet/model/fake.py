@@ -43,6 +43,7 @@ class FakeTokenizer:
     chat_template = None
     eos_token_id = END
     all_special_ids = (END,)
+    all_special_tokens = ()
     added_tokens_decoder: Mapping[int, str] = {}
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -93,7 +94,8 @@ class FakePolicy:
     """The base with one version of an adapter (None is the base). Rows are cached and computed one at a time."""
 
     def __init__(self, adapter: FakeAdapter | None) -> None:
-        self._shift = np.zeros(VOCABULARY) if adapter is None else adapter.shift
+        self.shift = np.zeros(VOCABULARY) if adapter is None else adapter.shift
+        """Added to the base's logits, [V]."""
         self._rows: dict[tuple[int, float], Vector] = {}
 
     def row(self, previous: int, temperature: float) -> Vector:
@@ -101,7 +103,7 @@ class FakePolicy:
         logprobs_V = self._rows.get((previous, temperature))
         if logprobs_V is None:
             with np.errstate(all="ignore"):  # an adapter that overflowed gives NaN, which callers check
-                scaled = (_LOGITS[previous] + self._shift) / (temperature or 1.0)
+                scaled = (_LOGITS[previous] + self.shift) / (temperature or 1.0)
                 scaled = scaled - scaled.max()
                 logprobs_V = self._rows[previous, temperature] = scaled - np.log(np.exp(scaled).sum())
         return logprobs_V

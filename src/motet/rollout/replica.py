@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,6 +51,8 @@ class Replica:
     """The server from which its workers fetch versions; None if they read them from a path."""
     from_files: str = ""
     """Why its workers read from a path in spite of `versions`; reset by `greet`."""
+    unbiased: str = ""
+    """Why it is asked without `logit_bias`; reset by `greet`."""
     untried: str = ""
     """Warning that its release is not covered by tests; empty otherwise."""
     facts: Facts = field(default_factory=Facts)
@@ -96,6 +98,7 @@ class Replica:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerFault(f"{self.url} does not answer as {self.dialect.name} does: {error!r}") from error
         self.loaded, self.from_files, self.untried = set(self.facts.adapters), "", self._untried()
+        self.unbiased = ""
         if self.untried and self.versions is not None:
             self.from_files = f"{self.untried}, so it reads versions from files and does not fetch them"
         if said := self.from_files or self.untried:
@@ -237,7 +240,9 @@ class Replica:
             ServerRefused: an error status, with the server's message.
             ServerFault: an invalid answer.
         """
-        request, reading = self.dialect.generate(ask, self.facts.base), _Reading(self, ask)
+        biased = bool(ask.vocabulary.without) and not self.unbiased
+        sent = ask if biased else replace(ask, vocabulary=TokenIds(ask.vocabulary.size))
+        request, reading = self.dialect.generate(sent, self.facts.base), _Reading(self, ask)
         size = len(ask.token_ids) + ask.max_tokens
         self.requests, self.tokens = self.requests + 1, self.tokens + size
         try:
@@ -249,6 +254,13 @@ class Replica:
             elif (piece := reading.take(await self.server.request(request, self.clocks.request))) is not None:
                 yield piece
             reading.end()
+        except ServerRefused as error:
+            if not biased or "logit_bias" not in error.detail:
+                raise
+            if not self.unbiased:
+                self.unbiased = f"{self.url} takes no logit_bias, so it may sample ids without a token: {error.detail}"
+                _log.warning("%s", self.unbiased)
+            raise ServerFault(self.unbiased) from error
         finally:
             self.requests, self.tokens = self.requests - 1, self.tokens - size
 

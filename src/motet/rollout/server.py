@@ -315,7 +315,10 @@ class ServerEngine:
                 async with self.fleet.awake():
                     if adapter is not None:
                         await self._versions.hand(replica, adapter)
-                    return await replica.top_logprobs(token_ids, name, k)
+                    ids, logprobs = await replica.top_logprobs(token_ids, name, k)
+                if (token := self._bounds.vocabulary.unknown(ids)) is not None:
+                    raise ServerFault(f"{replica.url} finds the id {token} likely, which has no token")
+                return ids, logprobs
             except (ServerGone, ServerRefused) as error:
                 self._trouble(replica, adapter, error)
                 if attempt == _ATTEMPTS - 1:
