@@ -1,0 +1,60 @@
+"""An id that the base has no token for is refused at every door of a client, and no other id is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from motet.cluster.messages import Complete
+from motet.core.errors import EngineError
+from motet.core.token_ids import TokenIds
+from motet.core.types import SamplingParams
+from motet.hosting.answers import _prompt_ids
+from motet.model.find import SMALL_BASE
+from motet.runtime import journal as j
+from motet.runtime.client_loop import _misfit
+from motet.tasks.chat import Chat
+
+IDS = TokenIds(1030, frozenset({500, *range(1025, 1030)}))
+"""The tokenizer has 1,024 ids, and one token more behind them: its length is none of both."""
+UNKNOWN = (500, 1025, 1029, 1030, 10**6)
+KNOWN = (0, 499, 501, 1023, 1024)
+
+
+def asked(**fields: Any) -> Complete:
+    return Complete("ours", None, 1, 0, stream=False, logprobs=False, sampling=SamplingParams(max_tokens=1), **fields)
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_BASE)
+    assert len(tokenizer) == 1024
+    return Chat(tokenizer, chat_template=False)
+
+
+@pytest.mark.parametrize("token", UNKNOWN)
+def test_prompts_and_gradients_refuse_the_same_ids(chat: Chat, token: int) -> None:
+    """Samples and `compute_logprobs` are prompts; so what may be sampled may be scored and learned."""
+    told = rf"has the token id {token}; those of this base go from 0 to 1024, and 1 between have no token"
+    with pytest.raises(EngineError, match=told):
+        _prompt_ids(chat, IDS, asked(prompt=[5, token, 6]), 10**6)
+    for tokens, targets in (([5, token], [5, 6]), ([5, 6], [token, 6])):
+        assert (misfit := misfit_of(tokens, targets)) is not None
+        assert told in misfit
+
+
+@pytest.mark.parametrize("token", KNOWN)
+def test_every_id_with_a_token_is_taken(chat: Chat, token: int) -> None:
+    """Also one behind as many ids as the tokenizer has tokens."""
+    assert _prompt_ids(chat, IDS, asked(prompt=[5, token]), 10**6).tolist() == [5, token]
+    assert misfit_of([5, token], [token, 5]) is None
+
+
+def misfit_of(tokens: list[int], targets: list[int]) -> str | None:
+    ids = (np.array(one, "<i4").tobytes() for one in (tokens, targets))
+    services: Any = SimpleNamespace(positions=64, vocabulary=IDS)
+    return _misfit(services, j.ForwardBackward(data=[j.Datum(*ids, 0)], loss="cross_entropy", settings={}))
