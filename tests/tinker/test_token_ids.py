@@ -55,6 +55,6 @@ def test_every_id_with_a_token_is_taken(chat: Chat, token: int) -> None:
 
 
 def misfit_of(tokens: list[int], targets: list[int]) -> str | None:
-    ids = (np.array(one, "<i4").tobytes() for one in (tokens, targets))
+    read, wanted = (np.array(one, "<i4").tobytes() for one in (tokens, targets))
     services: Any = SimpleNamespace(positions=64, vocabulary=IDS)
-    return _misfit(services, j.ForwardBackward(data=[j.Datum(*ids, 0)], loss="cross_entropy", settings={}))
+    return _misfit(services, j.ForwardBackward(data=[j.Datum(read, wanted, 0)], loss="cross_entropy", settings={}))
