@@ -40,7 +40,7 @@ from motet.runtime.opening import check_identity
 from motet.runtime.race import check_prepared
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
-from motet.runtime.signs import no_signal
+from motet.runtime.signs import in_thought, no_signal
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.rows import row_of
@@ -210,7 +210,7 @@ async def _check_all(
             reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
             failed = Counter(reason for reason in reasons if reason)
             failing += [job.name] * (failed.total() == len(reasons))
-            if warning := _no_signal(job, sampled.groups):
+            if warning := _in_thought(job, sampled.groups) or _no_signal(job, sampled.groups):
                 failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
             if failed:
                 (commonest, _), *_ = failed.most_common(1)
@@ -225,6 +225,12 @@ async def _check_all(
         if name in begun:
             console.print(f"job {name}: {foreseen.against(begun[name])}", highlight=False, soft_wrap=True)
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
+
+
+def _in_thought(job: Job, groups: Sequence[Group]) -> str:
+    figures = group_metrics(groups)
+    answers = figures["rollouts"] - figures["failed"]
+    return in_thought(figures.get("in_thought", 0), answers, figures["truncated"], job.config.sampling.max_tokens)
 
 
 def _no_signal(job: Job, groups: Sequence[Group]) -> str:

@@ -40,6 +40,10 @@ class Message:
     wants it. Everywhere else it is letters."""
 
 
+OPEN_THOUGHT = "a thought has no end"
+"""Beginning of what `unread` says of a turn that ends inside its thought."""
+
+
 @dataclass(frozen=True)
 class TurnParts:
     """What a model's turn says, read from its tokens in the form in which its base writes."""
@@ -51,3 +55,8 @@ class TurnParts:
     calls: tuple[ToolCall, ...] = ()
     unread: str = ""
     """Why a part of the turn could not be read (a thought without an end, a broken call); empty if all was."""
+
+    @property
+    def ends_in_thought(self) -> bool:
+        """Whether the turn ends before its thought does, so that it says nothing."""
+        return self.unread.startswith(OPEN_THOUGHT)

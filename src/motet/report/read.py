@@ -343,10 +343,10 @@ def _text(path: Path) -> str:
 def signs_of(job: Mapping[str, Any]) -> Signs:
     """For the lines of a job with these settings."""
     algorithm = job.get("algorithm")
-    steps = job.get("steps")
-    return Signs(
-        _weights(job), algorithm if isinstance(algorithm, dict) else {}, steps if isinstance(steps, int) else 0
-    )
+    sampling = job.get("sampling")
+    numbers = job.get("steps"), sampling.get("max_tokens") if isinstance(sampling, dict) else 0
+    steps, max_tokens = (number if isinstance(number, int) else 0 for number in numbers)
+    return Signs(_weights(job), algorithm if isinstance(algorithm, dict) else {}, steps, max_tokens)
 
 
 def _weights(job: Mapping[str, Any]) -> Mapping[str, float]:

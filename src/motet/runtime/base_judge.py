@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from motet.core import seeds
 from motet.core.model_info import ModelInfo
 from motet.core.rules import TODAY, Rules
-from motet.core.types import Chunk, GenerateRequest, Message, Problem, SamplingParams
+from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams, TurnParts
 from motet.protocols import RolloutEngine
 from motet.runtime.scheduler import FairScheduler
 from motet.tasks.chat import Chat, stop_token_ids
@@ -73,4 +75,9 @@ class BaseJudge:
         chunks: list[Chunk] = [chunk async for chunk in self._engine.generate(request)]
         written = sum(len(chunk.token_ids) for chunk in chunks)
         self._scheduler.spend(job, len(prompt_ids) + written)
-        return Said("".join(chunk.text for chunk in chunks), len(prompt_ids), written)
+        said = "".join(chunk.text for chunk in chunks)
+        if chat.rules.reads_parts:  # the verdict is in what it says, not in its thought
+            ids, cut_off = np.concatenate([chunk.token_ids for chunk in chunks]), chunks[-1].finish_reason
+            parts = chat.parts(prompt_ids, ids, cut_off=cut_off is FinishReason.LENGTH)
+            said = said if parts == TurnParts(speech=parts.speech) else parts.speech
+        return Said(said, len(prompt_ids), written)

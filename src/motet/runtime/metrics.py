@@ -30,6 +30,8 @@ STEP_FIELDS: Mapping[str, str] = {
     "reward_metrics": "mean of each number that reward functions log (`log_metric`, or entries beside `score`), if any",
     "length": "mean number of sampled tokens",
     "truncated": "share of rollouts that reached max_tokens",
+    "unread": "turns of which a part could not be read (a thought without an end, a broken call), if there are some; likewise "
+    "`in_thought`, answers that end inside their thought",
     "turns": "with several turns: their mean number; likewise `tool_calls`, `tool_errors` (tool results that begin with "
     "`Error`) and `branches`",
     "rollouts": "rollouts sampled",
@@ -112,11 +114,19 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, Any]:
         **({"reward_metrics": dict(list(logged.items())[:MOST_LOGGED])} if logged else {}),
         "length": float(np.mean(lengths)) if lengths else float("nan"),
         "truncated": float(np.mean([rollout.truncated for rollout in scored])) if scored else float("nan"),
+        **_unread(scored),
         **_turns(scored),
         **_roles(scored),
         "rollouts": len(rollouts),
         "failed": len(rollouts) - len(scored),
     }
+
+
+def _unread(scored: Sequence[Rollout]) -> dict[str, int]:
+    """Numbers of turns that could not be read; empty if all could be."""
+    unread = sum(bool(turn.parts.unread) for rollout in scored for turn in rollout.turns)
+    inside = sum(rollout.turns[-1].parts.ends_in_thought for rollout in scored if rollout.turns)
+    return {"unread": unread, "in_thought": inside} if unread else {}
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

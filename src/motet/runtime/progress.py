@@ -114,7 +114,12 @@ class JobProgress:
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
         """Progress of a job that has not begun."""
-        signs = Signs(weights_of(config.rewards), config.algorithm.model_dump(mode="json"), config.steps)
+        signs = Signs(
+            weights_of(config.rewards),
+            config.algorithm.model_dump(mode="json"),
+            config.steps,
+            config.sampling.max_tokens,
+        )
         return cls(config.name, config.steps, signs=signs, setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:

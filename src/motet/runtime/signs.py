@@ -40,7 +40,7 @@ PART_LOST = 0.5
 """What is left of one part of a summed reward while another part rises: less is no trade but a sacrifice."""
 NORM = 1.5
 """Growth of the adapter's norm over the recent steps: the first ten of the demo, where it grows most, reach 1.1."""
-_NEVER_ALARMS = ("failed", "no-signal", "flat", "untrained")
+_NEVER_ALARMS = ("failed", "no-signal", "thought", "flat", "untrained")
 """They say that nothing is learned, not that something wrong is."""
 
 
@@ -68,6 +68,8 @@ class Signs:
     """The job's, as job.yaml has it."""
     steps: int = 0
     """Of the whole job; 0 if unknown."""
+    max_tokens: int = 0
+    """Most tokens of an answer; 0 if unknown."""
     first: list[Line] = field(default_factory=list)
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
@@ -144,6 +146,9 @@ class Signs:
 
     def _not_learning(self) -> dict[str, str]:
         """Where the reward has not risen, what is missing; one sentence of those that have one cause."""
+        answers, inside = (sum(_numbers(self.recent, name)) for name in ("rollouts", "in_thought"))
+        if thought := in_thought(inside, answers, _mean(self.recent, "truncated"), self.max_tokens):
+            return {"thought": thought}
         if lost := self._lost():
             return {"lost": lost}
         if identical := self._identical():
@@ -270,6 +275,24 @@ def no_signal(share: float, reward: float, spread: float, algorithm: Mapping[str
         f"no signal in {share:.0%} of the groups (mean reward {reward:.2g}): too hard or too easy for this base; take other "
         "problems, give partial rewards, or raise algorithm.group_size"
     )
+
+
+def in_thought(inside: float, answers: float, truncated: float, max_tokens: int) -> str:
+    """A warning if most answers end inside their thought, so that they say nothing.
+
+    Args:
+        inside: how many of them.
+        answers: number of answers.
+        truncated: share of answers that end at `max_tokens`.
+        max_tokens: the job's; 0 if unknown.
+    """
+    if not answers or not inside >= CUT_OFF * answers:
+        return ""
+    ends = f"{inside:.0f} of {answers:.0f} answers end inside the thought"
+    if not truncated >= CUT_OFF * inside / answers:
+        return f"{ends} and stop there: they say nothing; train on rows with whole thoughts first (algorithm: sft)"
+    limit = f" (max_tokens {max_tokens})" if max_tokens else ""
+    return f"{ends}{limit}: they say nothing that a reward could judge; raise sampling.max_tokens"
 
 
 def _alike(before: float, now: float) -> str:

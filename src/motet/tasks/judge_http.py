@@ -28,7 +28,8 @@ from motet.tasks.graders import item_of
 from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, Rank, judges, parse
 from motet.tasks.graders.template import Fields, UnfilledError
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend, key_of
-from motet.tasks.judging import MAX_TOKENS, Graders, Room, most_tokens, prompt, score_or_reason
+from motet.tasks.judging import MAX_TOKENS, Graders, most_tokens, prompt, score_or_reason
+from motet.tasks.judging_room import Room
 from motet.tasks.reward_elsewhere import AnswerDetails, Elsewhere, HttpArgs, ScoreOrReason
 from motet.tasks.reward_http import Addresses, AddressFailed, AddressRefused, HttpRewards
 from motet.tasks.reward_walls import Walls
@@ -279,10 +280,19 @@ def _read(body: bytes, asked: int, most: int) -> Said:
     if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
     said = len(text.encode()) if isinstance(text, str) else most
+    if isinstance(text, str):
+        text = _spoken(text)
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
         text = None
     counts = [n if isinstance(n, int) and n > 0 else size for n, size in ((read, asked), (written, said))]
     return Said(text, min(counts[0], 10**9), min(counts[1], 10**9))
+
+
+def _spoken(text: str) -> str:
+    """What a judge says, where its server leaves its thought in the text."""
+    if "</think>" in text:
+        return text.rpartition("</think>")[2]
+    return "" if text.lstrip().startswith("<think>") else text
 
 
 def of_a_run(directory: Path, base: OfBase | None = None) -> dict[str, Elsewhere]:

@@ -7,7 +7,6 @@ a model of a service, or an address (`judge_http`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import json
@@ -17,8 +16,8 @@ import sys
 import time
 import weakref
 import zlib
-from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal, TypeVar
@@ -30,6 +29,7 @@ from motet.process.apart import ThreadTurns
 from motet.tasks.graders import combined
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, Rank, Rubric, ScoreModel, Single
 from motet.tasks.graders.template import MOST_FILLED, Fields, UnfilledError, pieces_of
+from motet.tasks.judging_room import Room
 from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
@@ -50,6 +50,7 @@ _OBJECT = re.compile(r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)?\}")
 MAX_TOKENS = 512
 """Default limit of a judge's answer."""
 _SHOWN = 120
+_SILENT = "said nothing, or only thought: raise args.sampling_params.max_completion_tokens"
 _ALONE = 0.5
 """Reward of an answer without others to compare with."""
 Fault = Literal["formula", "sample", "variable", "parse", "server", "other"]
@@ -80,43 +81,6 @@ class _Row:
     owner: str
     item: Fields
     asked: Asked
-
-
-class Room:
-    """Limits the size of what is open at a time, first come, first served; something larger than that is open alone.
-
-    The smallest of the limits counts that those who are let in or wait have given.
-    """
-
-    def __init__(self) -> None:
-        self._limits, self._taken = Counter[int](), 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    @contextlib.asynccontextmanager
-    async def take(self, size: int, most: int) -> AsyncIterator[None]:
-        """Wait until there is room within the limit `most`."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._limits[most] += 1
-        self._waiting.append((size, turn))
-        self._let_in()
-        try:
-            await turn
-            yield
-        finally:
-            if turn.done() and not turn.cancelled():  # a task may be cancelled after it was let in
-                self._taken -= size
-            self._limits -= Counter([most])
-            self._let_in()
-
-    def _let_in(self) -> None:
-        while self._waiting:
-            size, turn = self._waiting[0]
-            if not turn.done():
-                if self._taken and self._taken + size > min(self._limits):
-                    break
-                turn.set_result(None)
-                self._taken += size
-            self._waiting.popleft()
 
 
 class Graders:
@@ -259,7 +223,9 @@ class Graders:
                 messages = await self._filled(row.owner, lambda: prompt(*shown))
                 said, tokens = await row.asked(judge, messages)
             graded.tokens[judge.model] = graded.tokens.get(judge.model, 0) + tokens
-            return said
+            if said.strip():
+                return said
+            graded.faults["parse"] = f"the judge {judge.model!r} {_SILENT}"
         except UnfilledError as error:  # each message could be filled, but together they are too long
             graded.faults["variable"] = str(error)
         except (ConfigError, EngineError) as error:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined
@@ -82,7 +83,7 @@ class _ChannelReader:
             self._piece(piece)
         read, unread = CallsRead(), self._strange
         if self._kind == "thought":
-            unread = "a thought has no end" + (", because the turn was cut off at max_tokens" if cut_off else "")
+            unread = OPEN_THOUGHT + (", because the turn was cut off at max_tokens" if cut_off else "")
         elif self._calls and cut_off:
             unread = "the turn was cut off at max_tokens, so its calls are not read"
         elif self._calls and self._schemas is None:

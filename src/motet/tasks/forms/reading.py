@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
 from motet.tasks.forms.arguments import MOST_CALLS, Schemas
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined, merged
@@ -166,7 +167,7 @@ class _TaggedReader:
         calls: tuple[ToolCall, ...] = ()
         unread = ""
         if self._thinks:
-            unread = "a thought has no end" + (", because the turn was cut off at max_tokens" if cut_off else "")
+            unread = OPEN_THOUGHT + (", because the turn was cut off at max_tokens" if cut_off else "")
         elif self._rest:
             read = CallsRead(speech=joined(self._rest))
             if cut_off:
