@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from motet.config import JobConfig
+from motet.config.mistakes import FIELDS
+from motet.core.types import FinishReason, Group, Message, Problem, Rollout, Turn
 from motet.report.read import signs_of
 from motet.runtime.held_out import figure_of
+from motet.runtime.metrics import group_metrics
 from motet.runtime.progress import JobProgress
-from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, no_signal
+from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, in_thought, no_signal
+from motet.tasks.chat import Chat
+from motet.tasks.rewards import exact
 from tests.support.counting import calls
+from tests.support.speaking_bases import SPEAKERS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 Values = list[float | None]
 
@@ -220,3 +232,68 @@ def test_numbers_that_are_missing_warn_of_nothing() -> None:
 
 def test_an_unknown_accuracy_is_no_figure() -> None:
     assert math.isnan(figure_of({"accuracy": None})[1])
+
+
+def test_answers_that_end_inside_their_thought_are_told_with_what_to_raise() -> None:
+    signs = Signs(max_tokens=128)
+    ill = {"reward": 0.0, "reward_std": 0.0, "no_signal": 1.0, "rollouts": 16, "truncated": 0.9, "in_thought": 13}
+    for _ in range(LEAST):
+        signs.see(ill)
+    (says,) = (one.says for one in signs.diagnoses)
+    assert says == (
+        "65 of 80 answers end inside the thought (max_tokens 128): they say nothing that a reward could judge; raise "
+        "sampling.max_tokens"
+    )
+    (says,) = warnings(reward=0.0, no_signal=1.0, rollouts=16, truncated=0.1, in_thought=13)
+    assert says.endswith("stop there: they say nothing; train on rows with whole thoughts first (algorithm: sft)")
+    (says,) = warnings(reward=0.0, no_signal=1.0, rollouts=16, truncated=0.9, in_thought=7)
+    assert says.startswith("no signal"), "most answers say something"
+
+
+def test_more_tokens_close_the_thought() -> None:
+    """What the hint says, done: the same turn with more tokens is read whole, and its reward is that of its speech."""
+    chat = Chat(SPEAKERS["qwen35"].tokenizer())
+    prompt = chat.prompt_ids(Problem(0, (Message("user", "2 + 2?"),), "4"))
+    sampled = chat.tokenizer.encode("two and two\n</think>\n\n4", add_special_tokens=False)
+
+    def figures(max_tokens: int) -> dict[str, Any]:
+        ids = np.asarray(sampled[:max_tokens], np.int32)
+        cut_off = max_tokens < len(sampled)
+        parts = chat.parts(prompt, ids, cut_off=cut_off)
+        turn = Turn("", FinishReason.LENGTH if cut_off else FinishReason.STOP, parts)
+        problem = Problem(0, (), "4")
+        reward = exact(problem, parts.speech)
+        rollouts = tuple(Rollout(problem, n, (), (turn,), reward, {"exact": reward}) for n in range(4))
+        return group_metrics([Group(problem, 0, 0, rollouts)])
+
+    cut, whole = figures(2), figures(100)
+    assert (cut["in_thought"], cut["unread"], cut["reward"]) == (4, 4, 0.0)
+    assert in_thought(cut["in_thought"], 4, cut["truncated"], 2).endswith("raise sampling.max_tokens")
+    assert "in_thought" not in whole
+    assert whole["reward"] == 1.0
+
+
+HINTS = ("src/motet/runtime/signs.py", "src/motet/runtime/evaluations.py", "docs/not-learning.md")
+
+
+def test_each_hint_names_a_field_that_a_job_takes() -> None:
+    """What a sign says is followed in a job file."""
+    sections = "|".join({path.partition(".")[0] for path in FIELDS if "." in path})
+    named = {
+        found
+        for file in HINTS
+        for text in texts_of(ROOT / file)
+        for found in re.findall(rf"\b(?:{sections})\.(?!md)[a-z_]+(?:\.[a-z_]+)*", text)
+    }
+    assert len(named) > 8
+    assert named <= set(FIELDS), named - set(FIELDS)
+
+
+def texts_of(file: Path) -> list[str]:
+    """A page, or the texts in a module."""
+    text = file.read_text()
+    if file.suffix == ".md":
+        return [text]
+    return [
+        one.value for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    ]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -19,7 +20,7 @@ from motet.commands.replay import replay
 from motet.config import EngineConfig, JobConfig, RewardConfig
 from motet.core.errors import ConfigError, GraderError, JobFailed, RewardError
 from motet.core.rules import Rules
-from motet.core.types import Message, Problem
+from motet.core.types import Chunk, FinishReason, Message, Problem, TurnParts
 from motet.hosting.launch import load
 from motet.rollout.fake import FakeEngine
 from motet.runtime.base_judge import BaseJudge
@@ -31,12 +32,14 @@ from motet.tasks.graders.shapes import parse
 from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import JudgeAnswers, Said, Spend
 from motet.tasks.judge_http import Judges, of_a_run, tokens_of
-from motet.tasks.judging import Room, VerdictError, ranking, verdict
-from motet.tasks.reward_answers import ScoreOutcome
+from motet.tasks.judging import VerdictError, ranking, verdict
+from motet.tasks.judging_room import Room
+from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.tasks.reward_pool import RewardPool
 from tests.support import small_runs
 from tests.support.judge_server import JudgeServer, judging
 from tests.support.scripted_model import byte_tokenizer
+from tests.support.speaking_bases import SPEAKERS
 
 PROBLEM = Problem(3, (Message("user", "2 + 2 ="),), "4", {"answer": "4"})
 ASKED = "Rate |{{sample.output_text}}| for {{item.answer}}"
@@ -60,13 +63,18 @@ def judge(server: JudgeServer, **args: Any) -> RewardConfig:
 
 
 def scored(
-    folder: Path, reward: RewardConfig, said: Sequence[str], problem: Problem = PROBLEM, base: Any = None
+    folder: Path,
+    reward: RewardConfig,
+    said: Sequence[str],
+    problem: Problem = PROBLEM,
+    base: Any = None,
+    context: AnswerContext = NO_CONTEXT,
 ) -> list[ScoreOutcome]:
     async def work() -> list[ScoreOutcome]:
         pool = RewardPool(1, of_a_run(folder, base))
         try:
             await pool.register("job", [reward])
-            return await pool.score("job", problem, said)
+            return await pool.score("job", problem, said, context)
         finally:
             await pool.close()
 
@@ -153,6 +161,47 @@ def test_a_question_without_room_is_the_same_fault_each_time(small: Any) -> None
     ask = BaseJudge(small.info, FakeEngine(), FairScheduler(8), kv_tokens=48)
     with pytest.raises(UnfilledError, match=r"up to 40; together they exceed 48, .* args.sampling_params.max"):
         asyncio.run(ask("job", fields))
+
+
+def test_a_judge_reads_what_is_said_and_is_read_so(tmp_path: Path) -> None:
+    """Its own thought, which a server may leave in the text, has no verdict, nor has it one without an end."""
+
+    def thinks(question: str) -> str:
+        assert "hidden" not in question
+        return {"good": "<think>bad or good?</think>good", "open": "bad or good?</think> bad", "cut": "<think>good"}[
+            next(word for word in ("good", "open", "cut") if f"|{word}|" in question)
+        ]
+
+    context = AnswerContext(parts=[TurnParts("hidden", word) for word in ("good", "open", "cut")])
+    with judging(thinks) as server:
+        reward = judge(server, type="label_model", labels=["good", "bad"], passing_labels=["good"])
+        found = scored(tmp_path, reward, ["<think>hidden</think>"] * 3, context=context)
+    assert [one.reward for one in found[:2]] == [1.0, 0.0]
+    assert "said nothing, or only thought: raise args.sampling_params.max_completion_tokens" in found[2].error
+    assert not found[2].clock_limited
+
+
+class Saying(FakeEngine):
+    """Answers each question with the same tokens."""
+
+    def __init__(self, tokens: Sequence[int], text: str) -> None:
+        super().__init__()
+        ids = np.asarray(tokens, np.int32)
+        self._chunk = Chunk(0, ids, np.zeros(len(ids), np.float32), ids, text, FinishReason.STOP)
+
+    async def generate(self, request: Any) -> Any:
+        yield self._chunk
+
+
+@pytest.mark.parametrize(("said", "wanted"), [("so 8?</think>2", "2"), ("so 8?", "")])
+def test_the_verdict_of_the_base_is_not_in_its_thought(small: Any, said: str, wanted: str) -> None:
+    speaker = SPEAKERS["qwen35"].tokenizer()
+    engine = Saying(speaker.encode(said, add_special_tokens=False), said.replace("</think>", ""))
+    ask = BaseJudge(replace(small.info, tokenizer=speaker), engine, FairScheduler(8), kv_tokens=4000)
+    ask.rules["old"] = Rules(number=0)
+    fields = {"model": "base", "messages": [{"role": "user", "content": "Say."}], "temperature": 0.0, "max_tokens": 9}
+    assert asyncio.run(ask("new", fields)).text == wanted
+    assert asyncio.run(ask("old", fields)).text == said.replace("</think>", "")
 
 
 def test_the_base_judges_on_the_date_of_the_jobs_prompts(small: Any) -> None:

@@ -1,0 +1,68 @@
+"""What reward functions log in a run, and the state of the job that they read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from motet.config import EngineConfig
+from motet.hosting.launch import load
+from tests.support import small_runs
+
+REWARDS = """
+def reward(completions, trainer_state, log_metric, log_extra, **columns):
+    log_metric("done", trainer_state.global_step / trainer_state.max_steps)
+    log_extra("epoch", [round(trainer_state.epoch, 3)] * len(completions))
+    return [float(len(text)) for text in completions]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(solution_str)), "index": extra_info["index"], "pred": solution_str[:3]}
+
+def reward_func(queries, prompts, labels):
+    assert all(query.startswith(prompt) and prompt for query, prompt in zip(queries, prompts))
+    return {"rewards": [float(len(query) - len(prompt)) for query, prompt in zip(queries, prompts)],
+            "extra_logs": {"label": [float(label) for label in labels]}}
+"""
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"{n} + 1 ="}],
+        "data_source": "sums",
+        "reward_model": {"ground_truth": str(n + 1)},
+        "extra_info": {"index": 7},
+    }
+    for n in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return load("small", EngineConfig(threads=1))
+
+
+def test_logs_of_each_librarys_functions_reach_metrics_and_rollouts(small: Any, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    data = {"source": ROWS, "holdout": 1, "answer": "reward_model.ground_truth", "size": None}
+    jobs = [
+        small_runs.job(name, tmp_path, data=data, reward=f"{tmp_path / 'rewards.py'}:{name}", steps=2)
+        for name in ("reward", "compute_score", "reward_func")
+    ]
+    for job in jobs:
+        job["data"] = data
+    small_runs.run(small, tmp_path / "run", jobs, threads=1)
+
+    def lines(job: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "run" / job / "metrics.jsonl").read_text().splitlines()]
+
+    def rollouts(job: str, step: str) -> list[dict[str, Any]]:
+        log = tmp_path / "run" / job / "rollouts" / f"{step}.jsonl"
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+    assert [line["reward_metrics"] for line in lines("reward")[:2]] == [{"done": 0.0}, {"done": 0.5}]
+    assert {row["extra"]["epoch"] for row in rollouts("reward", "1")} == {"0.667"}  # two of three rows in each step
+    assert {tuple(line["reward_metrics"].items()) for line in lines("compute_score")[:2]} == {(("index", 7.0),)}
+    assert all(row["extra"] == {"pred": row["completion"][:3]} for row in rollouts("compute_score", "0"))
+    assert all(1 <= line["reward_metrics"]["label"] <= 4 for line in lines("reward_func")[:2])
+    assert all(line["failed"] == 0 for name in ("reward", "compute_score", "reward_func") for line in lines(name)[:2])
