@@ -12,13 +12,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import motet
+from motet.core.checksums import sealed
 from motet.core.types import Problem
+from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
 from tests.support.waiting import wait_until
 
@@ -241,6 +244,7 @@ def test_check_shows_what_the_model_reads_and_says_what_run_would(here: Path, sa
     ]  # fmt: skip
     old = here / "runs" / "jobs" / "zero"
     (old / "state" / "3").mkdir(parents=True)
+    (old / "state" / "3" / "state.json").write_bytes(sealed(asdict(Committed(step=3))))
     (old / "job.yaml").write_text("job: {steps: 7}")
     code, out, err = says("check", job_file(here, *jobs, engine={"threads": 1, "max_rows": 8}), "--rollouts", "2")
     assert (code, err) == (1, ""), out
@@ -254,6 +258,7 @@ def test_check_shows_what_the_model_reads_and_says_what_run_would(here: Path, sa
     for said in (
         r"a conversation of 2 turns\n +assistant  .* \(reward 0\)\n +user  'Once more\.'\n +assistant  ",
         r"\d+ tokens are read before the first answer",
+        r"\ncolumns: prompt = prompt, answer = answer\n",
         r"note: job zero: \d+ of 40 rows are left out of training, because their prompts are held out",
         r"job zero, from 8 answers: no signal in 100% of the groups \(mean reward 0\)",
         r"motet run refuses this: runs/jobs/zero was made by a different job, and has done 3 steps of it",

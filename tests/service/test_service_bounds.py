@@ -26,7 +26,6 @@ from motet.core.types import Message, Problem
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.tenants import Principal
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
-from motet.service.jobs.validation import TEMPLATE_PARAMETERS
 from motet.service.rewards import Grading
 from motet.tasks.dataset import load_dataset
 from motet.tasks.graders.shapes import parse
@@ -36,6 +35,7 @@ from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, rows_of
+from motet.tasks.template_variables import TEMPLATE_PARAMETERS
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 

@@ -237,3 +237,29 @@ def test_the_rows_that_columns_are_chosen_from_are_bounded_in_bytes() -> None:
     rows = iter([{"question": "q" * 2**20, "answer": "a"}] * 9)
     next(Reading(DataConfig(source="data"), TODAY).problems(rows, None))
     assert len(list(rows)) == 5
+
+
+SHOWS = (
+    "{% if tools %}T:{{ tools | tojson }} {% endif %}{% if thinks is defined %}{{ thinks }} {% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_a_row_has_tools_and_variables_of_the_template() -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    row = {"prompt": "2 + 2?", "completion": "4", "tools": [tool], "chat_template_kwargs": {"thinks": "yes"}}
+    plain = {"prompt": "2 + 2?", "completion": "4", "tools": "hammer", "chat_template_kwargs": None}
+    chat = Chat(byte_tokenizer(SHOWS), template_kwargs={"thinks": "no"})
+    first, second = read([row, plain]).train
+    assert chat.prompt_text(first) == f"T:[{json.dumps(tool)}] yes user:2 + 2?<|im_end|>assistant:"
+    assert chat.prompt_text(second) == "no user:2 + 2?<|im_end|>assistant:"
+    (example,) = row_of(first, "answer", chat, "data").examples
+    assert chat.tokenizer.decode(example.token_ids) == chat.prompt_text(first) + "4<|im_end|>"
+    earlier = Chat(byte_tokenizer(SHOWS), rules=Rules(0))
+    assert earlier.prompt_text(first) == "user:2 + 2?<|im_end|>assistant:", "an earlier job goes on as before"
+    for wrong in ({"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"thinks": ["x"]}, {"thinks": "x" * 201}):
+        with pytest.raises(
+            DataError, match=r"row 2: chat_template_kwargs\.\w+: (this is not a variable|give true, false)"
+        ):
+            read([row, {**row, "chat_template_kwargs": wrong}])

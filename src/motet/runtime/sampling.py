@@ -245,7 +245,7 @@ class JobSampler:
             try:
                 context = GroupContext(
                     problem,
-                    job.chat,
+                    job.chat.of_row(problem),
                     purpose.n,
                     requests.generator(),
                     score,

@@ -22,12 +22,14 @@ from motet.tasks.clock import with_clock
 from motet.tasks.forms.turns import ReadsTurns
 from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
 from motet.tasks.spellings import Spellings, plain
+from motet.tasks.template_variables import ROW_VARIABLES, tools_shown, variables_of
 from motet.tasks.wording import Wording, apply, with_calls
 
 # A placeholder for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
 _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
 _MOST_PAIRS = 2**15
+_MOST_KINDS_OF_ROWS = 64
 _MOST_LINES = 120
 """Of a prompt that a person reads token by token."""
 _TOOLS_INTRODUCTION = (
@@ -51,6 +53,8 @@ class Chat(ReadsTurns):
     """Those of its job; a chat without a job has today's, and the time of each call."""
     _pairs: dict[tuple[int, int], str] = field(default_factory=dict, repr=False, compare=False)
     """Text that a token adds after another; a cache."""
+    _of_rows: dict[str, Chat] = field(default_factory=dict, repr=False, compare=False)
+    """By the variables of rows; a cache."""
 
     def __post_init__(self) -> None:
         """Check that the tokenizer has a chat template. Raises ConfigError if it has none."""
@@ -72,11 +76,15 @@ class Chat(ReadsTurns):
 
     def prompt_text(self, problem: Problem) -> str:
         """The prompt as text."""
-        return plain(self.rendered(problem.messages))
+        return plain(self._prompt(problem))
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's token ids, [T]. Raises BaseModelError if the template rejects the conversation."""
-        return self.prompt_of(problem.messages)
+        return self.prompt_encoded(self._prompt(problem))
+
+    def _prompt(self, problem: Problem) -> str:
+        chat, tools = self.of_row(problem), tools_shown(problem.metadata, self.rules)
+        return chat.rendered(chat.with_tools(problem.messages, tools), tools)
 
     @property
     def spellings(self) -> Spellings:
@@ -86,6 +94,18 @@ class Chat(ReadsTurns):
     @property
     def _source(self) -> str:
         return str(self.template_kwargs.get("chat_template") or self.tokenizer.chat_template)
+
+    def of_row(self, problem: Problem) -> Chat:
+        """The chat of a problem, whose row may have variables of the template of its own."""
+        if not (own := variables_of(problem.metadata, self.rules)):
+            return self
+        if (known := self._of_rows.get(key := json.dumps(own, sort_keys=True))) is None:
+            if any(self.spellings.all.found(str(value)) for value in own.values()):
+                raise BaseModelError(f"row {problem.id + 1}: {ROW_VARIABLES} has a special token; take it out")
+            known = Chat(self.tokenizer, self.chat_template, {**self.template_kwargs, **own}, self.rules)
+            if len(self._of_rows) < _MOST_KINDS_OF_ROWS:
+                self._of_rows[key] = known
+        return known
 
     @cached_property
     def wording(self) -> Wording:
@@ -113,14 +133,14 @@ class Chat(ReadsTurns):
 
     def longer_than(self, problem: Problem, most: int) -> bool:
         """Whether a prompt has more tokens than this."""
-        text = self.rendered(problem.messages)
+        text = self._prompt(problem)
         return _most_tokens(text) > most and len(self.prompt_encoded(text)) > most
 
     def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
         """Number of tokens of the longest prompt, and its problem; among equals, the first."""
         most, longest = 0, 0
         for index, problem in enumerate(problems):
-            text = self.rendered(problem.messages)
+            text = self._prompt(problem)
             if _most_tokens(text) > most and (length := len(self.prompt_encoded(text))) > most:
                 most, longest = length, index
         return most, problems[longest]

@@ -29,6 +29,7 @@ from motet.core.types import (
 )
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.reward_answers import ScoreOutcome
+from motet.tasks.template_variables import tools_shown
 
 
 class Generate(Protocol):
@@ -136,11 +137,14 @@ ENVIRONMENTS: Mapping[str, Environment] = {"single": single_turn, "retry": retry
 
 
 async def _first_turn(context: GroupContext) -> list[Rollout]:
-    prompt, indices = context.chat.prompt_ids(context.problem), tuple(range(context.group_size))
+    chat, problem, indices = context.chat, context.problem, tuple(range(context.group_size))
+    prompt = chat.prompt_ids(problem)
+    messages = chat.with_tools(problem.messages, tools_shown(problem.metadata, chat.rules))
+    opening = () if messages == problem.messages else messages
     chunks = await whole(context.generate(prompt, indices, 0), context.group_size)
     said = [await heard(context, prompt, chunk) for chunk in chunks]
     return [
-        extended(Rollout(context.problem, index, (), ()), prompt, chunk, said=said[index])
+        extended(Rollout(problem, index, (), (), opening=opening), prompt, chunk, said=said[index])
         for index, chunk in enumerate(chunks)
     ]
 
@@ -148,7 +152,8 @@ async def _first_turn(context: GroupContext) -> list[Rollout]:
 async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
     (branch,) = rollout.branches
     rollout = answered(rollout, (Message("user", RETRY_MESSAGE),))
-    read, anew = _next(context.chat, rollout, branch.token_ids[branch.loss_mask])
+    tools = tools_shown(context.problem.metadata, context.chat.rules)
+    read, anew = _next(context.chat, rollout, branch.token_ids[branch.loss_mask], tools)
     prompt = read if anew else np.concatenate([branch.token_ids, read])
     try:
         (chunk,) = await whole(context.generate(prompt, (rollout.index,), 1), 1)

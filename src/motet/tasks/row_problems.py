@@ -18,6 +18,7 @@ from motet.tasks.columns import FIRST_ROWS, PROMPT_COLUMNS, Columns
 from motet.tasks.messages import check_characters, messages_of, plain_preference, with_special_tokens, without_prompt
 from motet.tasks.nested import MISSING, may_lead_on, names_of, text_of, value_at
 from motet.tasks.row_files import Row, RowLimits
+from motet.tasks.template_variables import ROW_VARIABLES, check_variables, variables_of
 
 _FIRST_BYTES = 2**22
 """Bytes as JSON of the rows that columns are chosen from, and that are in memory together."""
@@ -163,6 +164,7 @@ class Reading:
         if config.special_tokens:
             messages, continuation = with_special_tokens(messages), with_special_tokens(continuation)
         check_characters((*messages, *continuation), where)
+        check_variables(variables_of(row, self._rules), f"{where}: {ROW_VARIABLES}")
         nothing = own is None or own is MISSING or (own == "" and self._config.source.lower().endswith(".csv"))
         if nothing and not answer and not row.keys() & {"completion", "chosen"}:
             self._note_lacking(row, columns, index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -15,6 +14,7 @@ from motet.core.types import IntArray, Message, Problem
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.conversation import examples_of
 from motet.tasks.messages import messages_of, with_special_tokens
+from motet.tasks.template_variables import tools_of
 
 Continuation = tuple[Message, ...]
 
@@ -24,7 +24,7 @@ def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
 
     Raises DataError, which says what to do, if it lacks what the algorithm learns from.
     """
-    return KINDS[kind][1](problem, chat, f"{source} row {problem.id + 1}")
+    return KINDS[kind][1](problem, chat.of_row(problem), f"{source} row {problem.id + 1}")
 
 
 def longest_row(
@@ -169,18 +169,10 @@ def _continuation(problem: Problem, column: str, where: str) -> Continuation:
 
 
 def _tools(problem: Problem, where: str) -> Tools:
-    """The row's `tools`: JSON schemas, or the JSON of each, or of all."""
-    tools = problem.metadata.get("tools") or ()
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        tools = (
-            [json.loads(one) if isinstance(one, str) else one for one in tools] if isinstance(tools, list) else tools
-        )
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: tools is no JSON: {error}") from error
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{where}: tools must be a list of JSON schemas, got {tools!r:.80}")
-    return tools
+        return tools_of(problem.metadata)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _example(problem: Problem, continuation: Continuation, chat: Chat, where: str) -> Example:

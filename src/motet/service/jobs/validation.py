@@ -42,6 +42,7 @@ from motet.tasks.rewards import BUILTIN
 from motet.tasks.row_files import OF_A_JOB
 from motet.tasks.row_problems import parts_of
 from motet.tasks.sources import check_toy
+from motet.tasks.template_variables import check_variables
 
 _ENVIRONMENTS = (*ENVIRONMENTS, EnvironmentConfig.AGENT)
 GENERATED = ("toy:", "reasoning-gym:")
@@ -73,15 +74,6 @@ MOST_LISTED = 64
 """Rewards of a job, and stop strings."""
 LONGEST_STOP = 200
 """Characters of a stop string; each is searched for at every token."""
-TEMPLATE_PARAMETERS = frozenset(
-    (
-        "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
-        "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict",
-        "return_assistant_tokens_mask", "tokenizer_kwargs", "messages", "self",
-    )
-)  # fmt: skip
-"""Own arguments of `apply_chat_template` in transformers; `chat_template` would be a program of the tenant."""
-_LONGEST_ARGUMENT = 200
 LONGEST_TEXT = 64_000
 """Characters of a text."""
 MOST_JOBS = 200
@@ -299,17 +291,7 @@ def _check_texts(data: DataConfig) -> None:
             raise ConfigError(f"data.{name}: {len(text)} characters are more than {MOST_TEXT}, the most here")
     if data.template is not None:
         parts_of(data.template)
-    for name, value in data.chat_template_kwargs.items():
-        if name in TEMPLATE_PARAMETERS:
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name}: this is not a variable of the chat template; give those that it has, such "
-                "as enable_thinking"
-            )
-        if not isinstance(value, bool | int | float | str | None) or len(str(value)) > _LONGEST_ARGUMENT:
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name:.80}: give true, false, a number or a text of at most {_LONGEST_ARGUMENT} "
-                "characters"
-            )
+    check_variables(data.chat_template_kwargs, "data.chat_template_kwargs")
 
 
 async def jobs_in(text: str, bases: Bases, apart: Apart, key: str) -> list[dict[str, Any]]:
