@@ -138,11 +138,11 @@ ENVIRONMENTS: Mapping[str, Environment] = {"single": single_turn, "retry": retry
 
 async def _first_turn(context: GroupContext) -> list[Rollout]:
     chat, problem, indices = context.chat, context.problem, tuple(range(context.group_size))
-    prompt = chat.prompt_ids(problem)
-    messages = chat.with_tools(problem.messages, tools_shown(problem.metadata, chat.rules))
+    prompt, tools = chat.prompt_ids(problem), tools_shown(problem.metadata, chat.rules)
+    messages = chat.with_tools(problem.messages, tools)
     opening = () if messages == problem.messages else messages
     chunks = await whole(context.generate(prompt, indices, 0), context.group_size)
-    said = [await heard(context, prompt, chunk) for chunk in chunks]
+    said = [await heard(context, prompt, chunk, tools) for chunk in chunks]
     return [
         extended(Rollout(problem, index, (), (), opening=opening), prompt, chunk, said=said[index])
         for index, chunk in enumerate(chunks)
@@ -159,7 +159,7 @@ async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
         (chunk,) = await whole(context.generate(prompt, (rollout.index,), 1), 1)
     except EngineError as error:  # two turns may be too long for this rollout and not for the others
         return replace(rollout, error=str(error))
-    return extended(rollout, read, chunk, anew=anew, said=await heard(context, prompt, chunk))
+    return extended(rollout, read, chunk, anew=anew, said=await heard(context, prompt, chunk, tools))
 
 
 async def whole(generating: Awaitable[list[Chunk]], n: int) -> list[Chunk]:
