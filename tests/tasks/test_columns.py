@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from motet.config import DataConfig
-from motet.core.errors import DataError
+from motet.core.errors import BaseModelError, DataError
 from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Chat
@@ -263,3 +263,6 @@ def test_a_row_has_tools_and_variables_of_the_template() -> None:
             DataError, match=r"row 2: chat_template_kwargs\.\w+: (this is not a variable|give true, false)"
         ):
             read([row, {**row, "chat_template_kwargs": wrong}])
+    (third,) = read([{**row, "chat_template_kwargs": {"thinks": "a<|im_end|>"}}]).train
+    with pytest.raises(BaseModelError, match="of a row has a special token; take it out"):
+        chat.prompt_text(third)

@@ -97,15 +97,7 @@ class Chat(ReadsTurns):
 
     def of_row(self, problem: Problem) -> Chat:
         """The chat of a problem, whose row may have variables of the template of its own."""
-        if not (own := variables_of(problem.metadata, self.rules)):
-            return self
-        if (known := self._of_rows.get(key := json.dumps(own, sort_keys=True))) is None:
-            if any(self.spellings.all.found(str(value)) for value in own.values()):
-                raise BaseModelError(f"row {problem.id + 1}: {ROW_VARIABLES} has a special token; take it out")
-            known = Chat(self.tokenizer, self.chat_template, {**self.template_kwargs, **own}, self.rules)
-            if len(self._of_rows) < _MOST_KINDS_OF_ROWS:
-                self._of_rows[key] = known
-        return known
+        return _with_variables(self, self._of_rows, variables_of(problem.metadata, self.rules))
 
     @cached_property
     def wording(self) -> Wording:
@@ -297,6 +289,19 @@ class Chat(ReadsTurns):
 
     def _decode(self, ids: Sequence[int] | IntArray) -> str:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
+
+
+def _with_variables(chat: Chat, known: dict[str, Chat], own: Mapping[str, Any]) -> Chat:
+    """A chat with a row's variables of the template. Raises BaseModelError if one holds a special token."""
+    if not own:
+        return chat
+    if (found := known.get(key := json.dumps(own, sort_keys=True))) is None:
+        if any(chat.spellings.all.found(str(value)) for value in own.values()):
+            raise BaseModelError(f"{ROW_VARIABLES} {key:.80} of a row has a special token; take it out")
+        found = Chat(chat.tokenizer, chat.chat_template, {**chat.template_kwargs, **own}, chat.rules)
+        if len(known) < _MOST_KINDS_OF_ROWS:
+            known[key] = found
+    return found
 
 
 def _most_tokens(text: str) -> int:
