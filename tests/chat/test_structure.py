@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,11 @@ from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.grammars import Grammar, Grammars
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import GroupContext
-from motet.tasks.forms.bounds import in_form, turn_grammar
+from motet.tasks.forms.bounds import turn_grammar
 from motet.tasks.forms.reading import TurnForm
 from motet.tasks.forms.table import CALL_STYLES
 from tests.support.captured import none_scored
+from tests.support.chat_templates import tokenizer_of
 from tests.support.scripted_model import CHAT, Script
 
 SCHEMA = {
@@ -108,7 +109,17 @@ def test_with_tools_an_answer_may_begin_with_a_call(engine):
 
 
 ANSWER = '{"answer": 5, "sure": true}'
-CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call> so'
+
+
+def kept(chat: Chat, text: str, prompt: str = "", tools: Sequence[Any] = ()) -> bool:
+    """Whether a turn is let through after a prompt, and may end there."""
+    tokenizer, ends = chat.tokenizer, stop_token_ids(chat.tokenizer)
+    sampling = SamplingParams(stop_token_ids=ends, grammar=grammar_of(FORMAT))
+    before, ids = (tokenizer.encode(one, add_special_tokens=False) for one in (prompt, text))
+    grammar = turn_grammar(chat, sampling, np.array(before, np.int32), tools)
+    matcher = LLMatcher(from_tokenizer(tokenizer, len(tokenizer), list(ends)), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("kind", ["letters", "tokens", "special tokens"])
@@ -118,26 +129,47 @@ def test_what_is_bound_begins_after_the_thought_in_the_marks_of_the_form(kind: s
     if kind != "letters":
         marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
         tokenizer.add_tokens([AddedToken(mark, special=kind != "tokens", normalized=False) for mark in marks])
-    form, ends = TurnForm("thinks", ("<think>", "</think>"), CALL_STYLES["hermes"]), stop_token_ids(tokenizer)
-    known = from_tokenizer(tokenizer, len(tokenizer), list(ends))
+    chat = Chat(tokenizer)
+    vars(chat)["form"] = TurnForm("thinks", ("<think>", "</think>"), CALL_STYLES["hermes"])
     thought = 'a thought with {"answer": 1} in it' + (" and <tool_call>" if kind != "letters" else "")
+    for tools in ((), [TOOL]):
+        assert kept(chat, f"{thought}</think>\n\n{ANSWER}", "<think>\n", tools)
+        assert kept(chat, f"<think>{thought}</think>{ANSWER}", "", tools)
+        assert kept(chat, ANSWER, "", tools)
+        assert not kept(chat, ANSWER, "<think>\n", tools), "it would be thought"
+        assert not kept(chat, f"{thought}</think>I think 5", "<think>\n", tools)
+        assert not kept(chat, f"{thought}</think>{ANSWER}</think>", "<think>\n", tools)
+        call = '<tool_call>{"name": "add", "arguments": {}}</tool_call> so'
+        assert kept(chat, f"{thought}</think>{call}", "<think>\n", tools) == bool(tools)
+        assert kept(chat, call, "", tools) == bool(tools)
 
-    def kept(text: str, **how: bool) -> bool:
-        """Whether a turn is let through, and may end there."""
-        matcher = LLMatcher(known, in_form(grammar_of(FORMAT), form, tokenizer, ends, **how))
-        assert not matcher.is_error(), matcher.get_error()
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
 
-    for tools in (False, True):
-        assert kept(f"{thought}</think>\n\n{ANSWER}", opened=True, tools=tools)
-        assert kept(f"<think>{thought}</think>{ANSWER}", tools=tools)
-        assert kept(ANSWER, tools=tools)
-        assert not kept(ANSWER, opened=True, tools=tools), "it would be thought"
-        assert not kept(f"{thought}</think>I think 5", opened=True, tools=tools)
-        assert not kept(f"{thought}</think>{ANSWER}</think>", opened=True, tools=tools)
-        assert kept(f"{thought}</think>{CALL}", opened=True, tools=tools) == tools
-        assert kept(CALL, tools=tools) == tools
+CALLS = {
+    "qwen3": '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',
+    "qwen3.5": "<tool_call>\n<function=add>\n</function>\n</tool_call>",
+    "glm": "<tool_call>add\n</tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {}}]',
+    "llama3": '{"name": "add", "parameters": {}}',
+    "gpt-oss": '<|channel|>commentary to=functions.add<|message|>{"a": 1}',
+}
+THOUGHT = "<|channel|>analysis<|message|>So {}.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize("base", CALLS)
+def test_a_schema_leaves_room_for_the_thoughts_and_calls_of_each_form(base: str) -> None:
+    chat = Chat.plain(tokenizer_of(base))
+    thinks = {"qwen3": "<think>\nSo {}.\n</think>\n\n", "glm": "<think>So {}.</think>\n", "gpt-oss": THOUGHT}.get(
+        base, ""
+    )
+    final = FINAL if base == "gpt-oss" else ""
+    prompt = chat.tokenizer.decode(chat.prompt_of([Message("user", "hi")]).tolist())
+    opened = "hm</think>" if base == "qwen3.5" else ""
+    for before in ("", thinks):
+        assert kept(chat, f"{opened}{before}{final}{ANSWER}", prompt)
+        assert not kept(chat, f"{opened}{before}{final}no", prompt)
+        assert kept(chat, opened + before + CALLS[base], prompt, [TOOL])
+        assert not kept(chat, opened + before + CALLS[base], prompt)
 
 
 def test_a_grammar_that_this_base_cannot_keep_to_is_refused_before_it_is_drawn(engine):

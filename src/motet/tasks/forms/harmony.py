@@ -11,6 +11,7 @@ from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined
+from motet.tasks.forms.marks import Marks
 from motet.tasks.forms.reading import CallsRead, Shown, TurnForm, TurnReader
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -42,6 +43,26 @@ class Harmony(TurnForm):
         _, start, head = before.rpartition(_START)
         opened = head.removeprefix("assistant") if start else _MESSAGE
         return _ChannelReader(Letters(vocabulary, stops), vocabulary, opened, schemas)
+
+    def rules(self, marks: Marks, opened: str, tools: Sequence[str] | None) -> list[str]:
+        """See `TurnForm`. Only a message in the channel `final` is bound; thoughts may come before it."""
+        final = f'{marks.written(_CHANNEL)} "final" as_json? {marks.written(_MESSAGE)} answer'
+        ends = f'{marks.written("<|end|>")} {marks.written(_START)} "assistant"'
+        last = "(final | call)" if tools is not None else "final"
+        if not opened.endswith(_MESSAGE):
+            begins = f"note* {last}"
+        else:
+            begins = "answer" if "final" in opened else f"inside {ends} note* {last}"
+        rules = [
+            f"start: {begins}",
+            f'note: {marks.written(_CHANNEL)} ("analysis" | "commentary") {marks.written(_MESSAGE)} inside {ends}',
+            f"inside: {marks.but(*_TAGS)}*",
+            f"final: {final}",
+            f'as_json: " "? {marks.written(_CONSTRAIN)}? "json"',
+        ]
+        if tools is not None:
+            rules.append(f'call: ({marks.written(_CHANNEL)} "commentary to=" | " to=") {marks.but()}*')
+        return rules
 
 
 class _ChannelReader:

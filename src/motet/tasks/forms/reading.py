@@ -6,15 +6,17 @@ any pieces, and gives what can be shown so far; at the end it gives the turn's p
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
 from motet.tasks.forms.arguments import MOST_CALLS, Schemas
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined, merged
+from motet.tasks.forms.marks import SPACE, Marks
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,22 @@ class TurnForm:
         if self.thought and (end := re.search(re.escape(self.thought[0]) + r"\s*\Z", before)):
             opened = end[0]
         return _TaggedReader(self, Letters(vocabulary, stops), vocabulary.spelled, opened, schemas)
+
+    def rules(self, marks: Marks, opened: str, tools: Sequence[str] | None) -> list[str]:
+        """Rules of llguidance for a turn with the rule `answer`; none if it is the answer alone. See `bounds.in_form`."""
+        calls = self.calls if tools is not None else None
+        if not (self.thought or calls):
+            return []
+        begins, rules = "", list[str]()
+        if self.thought:
+            begins = "thought " if opened else f"({marks.written(self.thought[0])} thought)? "
+            rules += ["thought: inside SPACE", *marks.until("inside", self.thought[1]), f"SPACE: {SPACE}"]
+        if calls:
+            ways = [f"({' | '.join(map(marks.written, calls.opens))}) {marks.but()}*"]
+            if calls.bare:
+                ways.append(f"%json {json.dumps(bare_call(tools or ()))}")
+            rules.append(f"call: {' | '.join(ways)}")
+        return [f"start: {begins}{'(answer | call)' if calls else 'answer'}", *rules]
 
 
 class _TaggedReader:
@@ -227,6 +245,14 @@ class _TaggedReader:
         thought, speech = self._shown
         self._shown = len(self._thought), len(self._speech)
         return Shown("".join(self._thought[thought:]), "".join(self._speech[speech:]))
+
+
+def bare_call(tools: Sequence[str]) -> dict[str, Any]:
+    """The JSON schema of a call without tags."""
+    fields = {"name": {"enum": list(tools)}, "parameters": {"type": "object"}}
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    needed = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    return {"x-guidance": spaces, **needed}
 
 
 def between(
