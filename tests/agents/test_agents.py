@@ -10,7 +10,7 @@ import os
 import re
 import time
 import tracemalloc
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,45 @@ def test_a_template_that_takes_thoughts_out_begins_a_branch():
     rollout, script = played(lambda *_: next(answers), agent, chat)
     assert len(rollout.branches) == 2
     check_captured(rollout, script)
+
+
+THINKING = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}",
+)
+
+
+def thought(*texts: str) -> Iterator[str]:
+    """Turns with these thoughts, which all say `one`."""
+    return (f"<think>\n{text}\n</think>\n\none" for text in texts)
+
+
+@pytest.mark.parametrize("sent", ["", "with <tool_call>"])
+def test_an_agent_that_leaves_thoughts_out_of_its_history_goes_on(sent: str) -> None:
+    async def agent(ask: Ask) -> None:
+        first = await ask(user("a"), tools=[ADD])
+        assert (first.parts.thought, first.parts.speech, first.parts.calls) == ("with <tool_call>", "one", ())
+        await ask(user("a"), Message("assistant", "one", thought=sent), user("b"), tools=[ADD])
+
+    answers = thought("with <tool_call>", "so")
+    rollout, script = played(lambda *_: next(answers), agent, chat=Chat(byte_tokenizer(THINKING)))
+    (branch,) = rollout.branches
+    check_captured(rollout, script)
+    assert "<think>\nwith <tool_call>\n</think>\n\none<|im_end|>" in TOKENIZER.decode(branch.token_ids.tolist())
+    assert [turn.parts.thought for turn in rollout.turns] == ["with <tool_call>", "so"]
+
+
+def test_of_answers_that_differ_in_their_thought_the_one_that_was_sent_back_goes_on() -> None:
+    async def agent(ask: Ask) -> None:
+        await ask(user("a"))
+        await ask(user("a"))
+        await ask(user("a"), Message("assistant", "one", thought="the second"), user("b"))
+
+    answers = thought("the first", "the second", "so")
+    rollout, _ = played(lambda *_: next(answers), agent, chat=Chat(byte_tokenizer(THINKING)))
+    long = max(rollout.branches, key=lambda branch: len(branch.token_ids))
+    assert "the second" in TOKENIZER.decode(long.token_ids.tolist())
+    assert len(rollout.branches) == 2
 
 
 def test_calls_at_once_come_out_the_same_in_whatever_order_they_arrive():
