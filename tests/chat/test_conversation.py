@@ -84,3 +84,28 @@ def test_an_answer_cannot_steer_the_terminal() -> None:
     )
     assert "adapter 1" in told.stdout
     assert "\x1b" not in told.stdout
+
+
+def test_thoughts_are_apart_from_answers_and_sent_back_as_thoughts() -> None:
+    thinks = """
+import asyncio
+from motet.commands.chat import converse
+from motet.core.types import Thought
+
+async def answer(messages, plain):
+    if len(messages) == 1:
+        for piece in (Thought("I "), Thought("add."), "It is ", "2."):
+            yield piece
+    else:
+        yield Thought(repr(messages[1]))
+
+with asyncio.Runner() as runner:
+    converse(runner, answer, "job@best", None)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", thinks], input="Hello\nAnd?\n\n", capture_output=True, text=True, check=True
+    ).stdout
+    assert "> I add.\nIt is 2.\n" in told
+    assert "content='It is 2.'" in told
+    assert "thought='I add.'" in told
+    assert "(the answer ended in its thought)" in told

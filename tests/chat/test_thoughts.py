@@ -163,6 +163,30 @@ def test_chat_completions_tell_thoughts_and_read_them_again(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_without_an_end_has_no_answer_and_says_so(
+    served: tuple[str, House, Says], stock: openai.OpenAI, claude: anthropic.Anthropic, stream: bool
+) -> None:
+    base, house, model = served
+    text, thought, _ = TURNS[base]
+    if not thought or base == "gpt-oss":  # whose end of a turn ends its thought too
+        return
+    model.texts = [text.partition(" äö")[0]] * 3
+    asked = {"model": "small", "max_tokens": 900, "stream": stream}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    body = {**asked, "messages": [HI], "response_format": schema}
+    told = house.ask("POST", "/v1/chat/completions", json=body).text
+    assert "a thought has no end" in told
+    assert '"stop"' in told
+    assert "answer: %json" in model.requests[-1].sampling.grammar, "what the schema binds comes after the thought"
+    assert (
+        "a thought has no end"
+        in house.ask("POST", "/v1/responses", json={**asked, "max_tokens": None, "input": "hi"}).text
+    )
+    (block,) = claude.messages.create(model="small", max_tokens=20, messages=[HI]).content[:-1]
+    assert block.type == "thinking"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_responses_tell_thoughts_and_read_them_again(
     served: tuple[str, House, Says], stock: openai.OpenAI, stream: bool
 ) -> None:

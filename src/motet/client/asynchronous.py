@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from motet.client.races import RaceMethods
 from motet.client.sign_in import SignInMethods
 from motet.client.tenants import TenantMethods
 from motet.core.errors import ConfigError, DataError, ServiceError
-from motet.core.types import JobState
+from motet.core.types import JobState, Thought
 from motet.service.schemas import (
     CheckedJobs,
     Events,
@@ -198,19 +198,28 @@ class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
         return await self._ask(Health, "GET", "/readyz", also=503)
 
     async def chat(
-        self, /, model: str, messages: Sequence[Mapping[str, str]], **sampling: float | str | list[str]
+        self,
+        /,
+        model: str,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        thoughts: bool = False,
+        **sampling: float | str | list[str],
     ) -> AsyncGenerator[str, None]:
         """Yield pieces of an answer to a conversation as they arrive.
 
         Args:
             model: `job@version`, an adapter's name, or the base's.
-            messages: turns with `role` and `content`.
+            messages: turns with `role` and `content`, and `reasoning_content` for a thought.
+            thoughts: yield pieces of thoughts too, as `motet.core.types.Thought`, a kind of text.
             sampling: fields of the route for chat completions: temperature, max_tokens, top_p, seed, stop.
         """
         body = {**sampling, "model": model, "messages": [dict(message) for message in messages], "stream": True}
         async with aclosing(self._lines("POST", "/v1/chat/completions", json=body)) as lines:
             async for line in lines:
-                yield _piece(line)
+                for piece in _pieces(line):
+                    if thoughts or not isinstance(piece, Thought):
+                        yield piece
 
     async def events(self, job: str, after: int = 0, *, follow: bool = False) -> AsyncGenerator[JobEvent, None]:
         """Yield events of a job in order.
@@ -300,15 +309,18 @@ def _unix_seconds(at: datetime | str | float | None) -> float | None:
         raise ConfigError(f"{at!r} is not a time; write it like 2026-12-01T08:00 or 2026-12-01T08:00+00:00") from error
 
 
-def _piece(line: str) -> str:
-    """The text that a line of a stream adds to the answer. Raises ServiceError if the answer ends with an error."""
+def _pieces(line: str) -> Iterator[str]:
+    """What a line of a stream adds to the answer. Raises ServiceError if the answer ends with an error."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
-        return ""
+        return
     message = json.loads(data)
     if "error" in message:
         raise ServiceError(str(message["error"].get("message", "the answer broke off; try again")))
-    return "".join(choice["delta"].get("content") or "" for choice in message["choices"])
+    for choice in message["choices"]:
+        delta = choice["delta"]
+        yield Thought(delta.get("reasoning_content") or "")
+        yield delta.get("content") or ""
 
 
 def _to_send(path: Path) -> tuple[str, IO[bytes]]:

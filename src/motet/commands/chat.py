@@ -16,7 +16,7 @@ from motet.core import seeds
 from motet.core.errors import MotetError, ServiceError
 from motet.core.model_info import ModelInfo
 from motet.core.near import close_matches
-from motet.core.types import AdapterRef, Message
+from motet.core.types import AdapterRef, Message, Thought
 from motet.protocols import RolloutEngine
 from motet.view.text import plain_console, safe
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from motet.client import AsyncClient
 
 Answer = Callable[[Sequence[Message], bool], AsyncIterator[str]]
-"""(conversation, whether the base answers) → pieces of the answer."""
+"""(conversation, whether the base answers) → pieces of the answer, thoughts among them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
 
 
 def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None, style: Style) -> Answer:
+    from motet.chat.spoken import SpokenTurn
     from motet.core.types import GenerateRequest, Problem, SamplingParams
     from motet.tasks.chat import Chat, stop_token_ids
 
@@ -75,8 +76,10 @@ def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None,
         request = GenerateRequest(
             f"chat/{next(numbers)}", "chat", prompt_ids, None if plain else ref, params, keys, stream=True
         )
+        turn = SpokenTurn(chat, prompt_ids, (), ())
         async for chunk in engine.generate(request):
-            yield chunk.text
+            for kind, text in (await turn.read(chunk)).blocks:
+                yield Thought(text) if kind == "thought" else text
 
     return answer
 
@@ -106,7 +109,8 @@ def chat_over_http(url: str | None, key: str | None, model: str, style: Style, s
         def answer(messages: Sequence[Message], plain: bool) -> AsyncIterator[str]:
             return client.chat(
                 base if plain else model,
-                [{"role": message.role, "content": message.content} for message in messages],
+                [_sent(message) for message in messages],
+                thoughts=True,
                 temperature=style.temperature,
                 top_p=style.top_p,
                 max_tokens=style.max_tokens,
@@ -114,6 +118,11 @@ def chat_over_http(url: str | None, key: str | None, model: str, style: Style, s
             )
 
         converse(runner, answer, model, system)
+
+
+def _sent(message: Message) -> dict[str, str]:
+    thought = {"reasoning_content": message.thought} if message.thought else {}
+    return {"role": message.role, "content": message.content, **thought}
 
 
 async def _look_for(client: AsyncClient, model: str) -> None:
@@ -178,18 +187,26 @@ def converse(runner: asyncio.Runner, answer: Answer, adapter: str, system: str |
             continue
         asked = [*messages, Message("user", line)]
         try:
-            text = runner.run(_shown(console, answer(asked, plain)))
+            said = runner.run(_shown(console, answer(asked, plain)))
         except MotetError as error:
             console.print(f"{safe(str(error))}; /new starts over", style="red", highlight=False, soft_wrap=True)
         else:
-            messages = [*asked, Message("assistant", text)]
+            messages = [*asked, said]
 
 
-async def _shown(console: Console, pieces: AsyncIterator[str]) -> str:
-    """Print an answer while it arrives."""
-    text = ""
+async def _shown(console: Console, pieces: AsyncIterator[str]) -> Message:
+    """Print an answer while it arrives, its thoughts dimmed and on lines of their own."""
+    said, last = dict[bool, list[str]]({False: [], True: []}), False
     async for piece in pieces:
-        console.print(safe(piece), end="", highlight=False, soft_wrap=True)
-        text += piece
+        if not piece:
+            continue
+        thinks = isinstance(piece, Thought)
+        if thinks is not last and any(said.values()):
+            console.print()
+        last = thinks
+        console.print(safe(piece), end="", highlight=False, soft_wrap=True, style="dim" if thinks else None)
+        said[thinks].append(piece)
     console.print()
-    return text
+    if not said[False] and said[True]:
+        console.print("(the answer ended in its thought)", style="dim", highlight=False)
+    return Message("assistant", "".join(said[False]), thought="".join(said[True]))

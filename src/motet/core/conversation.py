@@ -44,6 +44,12 @@ OPEN_THOUGHT = "a thought has no end"
 """Beginning of what `unread` says of a turn that ends inside its thought."""
 
 
+class Thought(str):
+    """A piece of a thought, among pieces of an answer."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class TurnParts:
     """What a model's turn says, read from its tokens in the form in which its base writes."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.conversation import Message as Message  # noqa: PLC0414  (what others import from here)
+from motet.core.conversation import Thought as Thought  # noqa: PLC0414
 from motet.core.conversation import ToolCall as ToolCall  # noqa: PLC0414
 from motet.core.conversation import TurnParts as TurnParts  # noqa: PLC0414
 

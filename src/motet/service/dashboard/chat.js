@@ -24,10 +24,10 @@ class Talk {
 
   async send(model, text, settings, signal) {
     this.messages.push({role: "user", content: text});
-    const answer = el("div", {class: "said assistant"});
-    add(this.list, el("div", {class: "said user"}, text), answer);
+    const answer = el("div", {class: "said assistant"}), mind = el("div", {class: "said assistant small soft", hidden: true});
+    add(this.list, el("div", {class: "said user"}, text), mind, answer);
     this.list.scrollTop = this.list.scrollHeight;
-    let written = "";
+    let written = "", thought = "";
     try {
       const messages = [...(this.system ? [{role: "system", content: this.system}] : []), ...this.messages];
       const response = await request("POST", "v1/chat/completions", {body: {model, messages, stream: true, ...settings}, signal});
@@ -36,11 +36,14 @@ class Talk {
         const {choices, error} = JSON.parse(event.data);
         if (error) throw new Error(error.message);
         written += choices[0]?.delta.content || "";
+        thought += choices[0]?.delta.reasoning_content || "";
         say(answer, written);
+        say(mind, thought);
+        mind.hidden = !thought;
         this.list.scrollTop = this.list.scrollHeight;
       }
       if (!written) say(answer, "(nothing)");
-      this.messages.push({role: "assistant", content: written});
+      this.messages.push({role: "assistant", content: written, ...(thought && {reasoning_content: thought})});
     } catch (error) {
       this.messages.pop();
       answer.classList.add("failed");
