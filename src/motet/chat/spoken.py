@@ -59,7 +59,7 @@ class SpokenTurn:
 
     def text(self, whole: Chunk) -> str:
         """The turn as the template shows it, once it is read to its end; `whole` has all of its tokens."""
-        return whole.text if self._reader is None else self._chat.text_of(self._reader, whole)
+        return whole.text if self._reader is None else self._chat.shown_text(self._reader, whole)
 
     def _read(self, reader: TurnReader, chunk: Chunk) -> SpokenPart:
         blocks, thought = list[tuple[Literal["thought", "text"], list[str]]](), 0

@@ -217,9 +217,8 @@ class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
         body = {**sampling, "model": model, "messages": [dict(message) for message in messages], "stream": True}
         async with aclosing(self._lines("POST", "/v1/chat/completions", json=body)) as lines:
             async for line in lines:
-                for piece in _pieces(line):
-                    if thoughts or not isinstance(piece, Thought):
-                        yield piece
+                for piece in _pieces(line, thoughts=thoughts):
+                    yield piece
 
     async def events(self, job: str, after: int = 0, *, follow: bool = False) -> AsyncGenerator[JobEvent, None]:
         """Yield events of a job in order.
@@ -309,7 +308,7 @@ def _unix_seconds(at: datetime | str | float | None) -> float | None:
         raise ConfigError(f"{at!r} is not a time; write it like 2026-12-01T08:00 or 2026-12-01T08:00+00:00") from error
 
 
-def _pieces(line: str) -> Iterator[str]:
+def _pieces(line: str, *, thoughts: bool) -> Iterator[str]:
     """What a line of a stream adds to the answer. Raises ServiceError if the answer ends with an error."""
     data = line.removeprefix("data:").strip()
     if not line.startswith("data:") or data == "[DONE]":
@@ -319,7 +318,8 @@ def _pieces(line: str) -> Iterator[str]:
         raise ServiceError(str(message["error"].get("message", "the answer broke off; try again")))
     for choice in message["choices"]:
         delta = choice["delta"]
-        yield Thought(delta.get("reasoning_content") or "")
+        if thoughts:
+            yield Thought(delta.get("reasoning_content") or "")
         yield delta.get("content") or ""
 
 

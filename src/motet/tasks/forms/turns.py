@@ -65,9 +65,9 @@ class ReadsTurns:
         reader = self.reader(prompt_ids, tools, stop)
         reader.take(chunk.token_ids)
         _, parts = reader.end(cut_off=chunk.finish_reason is FinishReason.LENGTH)
-        return self.text_of(reader, chunk), parts
+        return self.shown_text(reader, chunk), parts
 
-    def text_of(self, reader: TurnReader, whole: Chunk) -> str:
+    def shown_text(self, reader: TurnReader, whole: Chunk) -> str:
         """The text of a turn that was read to its end, as the template shows it."""
         return reader.opened + whole.text if self._vocabulary.is_text else reader.text
 
