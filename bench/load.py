@@ -2,6 +2,7 @@
 
     make load                                   # ten minutes
     make load LOAD_ARGS="--seconds 30"          # a short look
+    make load LOAD_ARGS=--attacks               # one more tenant attacks meanwhile, in each way of bench/attacks.py in turn
     .venv/bin/python -m bench.load --tenants 20 # with locust in .envs/locust (bench/speed/envs.py)
 
 They chat, stream, complete, list, upload, submit small jobs and take their adapters, and sample in the Tinker protocol.
@@ -12,22 +13,28 @@ waited for.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
+from bench.attacks import ATTACKS
 from bench.speed.envs import directory, python_of
 
 from tests.support.service_run import Service
 
 USERS = Path(__file__).with_name("load_users.py")
 TOKEN = "token-of-the-load"
+ATTACK_SECONDS = 15.0
+"""Until the next attack."""
 CONFIG = f"engine: {{samplers: 0, threads: 1}}\nmetrics_token: {TOKEN}\n"
 
 
@@ -62,7 +69,29 @@ def _seconds(milliseconds: str) -> float:
     return 0.0 if milliseconds in ("", "N/A") else float(milliseconds) / 1000
 
 
-def load(where: Path, seconds: float, tenants: int) -> tuple[list[Kind], str]:
+@contextlib.contextmanager
+def attacked(service: Service, key: str) -> Iterator[None]:
+    """One attack after another, while the block runs."""
+    done = threading.Event()
+
+    def attack() -> None:
+        while not done.is_set():
+            for name, way in ATTACKS.items():
+                print(f"attack: {name}", file=sys.stderr, flush=True)
+                with contextlib.suppress(httpx2.HTTPError), way(service, key):
+                    if done.wait(ATTACK_SECONDS):
+                        return
+
+    attacking = threading.Thread(target=attack)
+    attacking.start()
+    try:
+        yield
+    finally:
+        done.set()
+        attacking.join()
+
+
+def load(where: Path, seconds: float, tenants: int, *, attacks: bool = False) -> tuple[list[Kind], str]:
     """Put a service in a directory under load: requests by kind, and what failed, as locust tells it."""
     python = python_of(directory(), "locust")
     if not python.exists():
@@ -80,10 +109,12 @@ def load(where: Path, seconds: float, tenants: int) -> tuple[list[Kind], str]:
         command = [str(python), "-m", "locust", "-f", str(USERS), "--headless", "--only-summary", "--host", service.url]
         command += f"--users {tenants} --spawn-rate 10 --run-time {int(seconds)}s --stop-timeout 60".split()
         command += ["--csv", str(found), "--loglevel", "ERROR"]
-        told = subprocess.run(
-            command, env={**os.environ, "MOTET_LOAD_KEYS": str(keys)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-            text=True, check=False,
-        )  # fmt: skip
+        beside = attacked(service, service.key_for("greedy")) if attacks else contextlib.nullcontext()
+        with beside:
+            told = subprocess.run(
+                command, env={**os.environ, "MOTET_LOAD_KEYS": str(keys)}, stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, check=False,
+            )  # fmt: skip
         assert service.answers("/readyz")
     finally:
         service.close()
@@ -106,9 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--tenants", type=int, default=50)
+    parser.add_argument("--attacks", action="store_true", help="one more tenant attacks meanwhile")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="motet-load-") as place:
-        kinds, wrong = load(Path(place), given.seconds, given.tenants)
+        kinds, wrong = load(Path(place), given.seconds, given.tenants, attacks=given.attacks)
     print(table(kinds), wrong, sep="\n")
     return int(bool(wrong))
 
