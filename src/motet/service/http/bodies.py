@@ -95,11 +95,8 @@ class OpenBytes:
         with self._lock:
             if not always and (self._taken[payer] + size > most or self._total + size > self._most):
                 whose = "your" if self._taken[payer] + size > most else "all"
-                raise HTTPException(
-                    429,
-                    f"{whose} open requests use all the memory for requests; try again in a moment",
-                    _SOON,
-                )
+                words = f"{whose} open requests use all the memory for requests; try again in a moment"
+                raise HTTPException(429, words, _SOON)
             self._taken[payer] += size
             self._total += size
 
@@ -199,7 +196,7 @@ class Bodies:
         """Refuse a request, and read up to `most` bytes of it."""
         asked_of(scope).reason = words
         await self._refusal(status, words, **more)(scope, receive, send)
-        await _drain(receive, most)
+        self._access.charge(Request(scope), await _drain(receive, most))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, payer: str) -> None:
         refuse = functools.partial(self._refuse, scope, receive, send)
@@ -231,7 +228,7 @@ class Bodies:
         try:
             await self._app(scope, body.receive, self._in_pieces(scope, body, receive, send))
             if too_long:
-                await _drain(receive, limit)
+                charge(await _drain(receive, limit))
         except asyncio.CancelledError:  # the server cancels stuck requests at shutdown
             if not self._stopping():
                 raise
@@ -387,8 +384,8 @@ class _Body:
             self._taken = 0
 
 
-async def _drain(receive: Receive, limit: int) -> None:
-    """Read incoming data for a moment: closing a connection while the client sends may lose the response."""
+async def _drain(receive: Receive, limit: int) -> float:
+    """Read incoming data for a moment, and count it in requests: to close the connection now may lose the response."""
     read = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_SECONDS):
@@ -396,4 +393,5 @@ async def _drain(receive: Receive, limit: int) -> None:
                 message = await receive()
                 read += len(message.get("body", b""))
                 if message["type"] != "http.request" or not message.get("more_body"):
-                    return
+                    break
+    return read / BYTES_OF_A_REQUEST
