@@ -36,6 +36,8 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
         del job["optimizer"]["lr_factors"]
     if config.data.pools is None:
         del job["data"]["pools"]
+    if not config.data.special_tokens:
+        del job["data"]["special_tokens"]
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
     job["adapter"]["init"] = _placeless(job["adapter"]["init"])
