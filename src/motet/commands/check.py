@@ -19,6 +19,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.commands.answers import print_table
+from motet.commands.as_template import compared
 from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
@@ -195,10 +196,12 @@ async def _check_all(
     async with host.open():
         shared = host.services
         for job in jobs:
-            if isinstance(job.config.algorithm, RowAlgorithm):
+            if isinstance(algorithm := job.config.algorithm, RowAlgorithm):
                 table.add_row(*await _check_rows(console, job, shared))
+                _say_tokens(console, job, algorithm.kind, [])
                 continue
             sampled, took = await _check_job(console, job, shared, rollouts)
+            _say_tokens(console, job, None, sampled.groups)
             spend, held_out = shared.rewards.spend(job.name), len(job.data.holdout)
             whole = took.whole(job.config, held_out)
             table.add_row(*_row(job, took.step, whole, _figures(sampled.groups)))
@@ -231,6 +234,11 @@ def _in_thought(job: Job, groups: Sequence[Group]) -> str:
     figures = group_metrics(groups)
     answers = figures["rollouts"] - figures["failed"]
     return in_thought(figures.get("in_thought", 0), answers, figures["truncated"], job.config.sampling.max_tokens)
+
+
+def _say_tokens(console: Console, job: Job, kind: str | None, groups: Sequence[Group]) -> None:
+    for line in compared(job.chat, job.data.train, kind, groups):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _no_signal(job: Job, groups: Sequence[Group]) -> str:

@@ -28,6 +28,7 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.source_sums import SHOWN
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.clock import reads_clock
+from motet.tasks.conversation import rendered_already
 from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
 from motet.tasks.judge_http import tokens_of
 from motet.tasks.problems import Problems
@@ -102,6 +103,8 @@ class ReadData:
         if config.source == OF_CLIENT:
             return cls(Dataset(Problems.of(()), (), None), chat, None)
         data = sources.split(config, rules, chat.longer_than)
+        if note := rendered_already(chat, data.train):
+            data = replace(data, notes=(*data.notes, f"{config.source}: {note}"))
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
             chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source, info.vocabulary)

@@ -167,9 +167,9 @@ class Chat(ReadsTurns):
 
     def between(self, replies: Sequence[Message]) -> IntArray:
         """What is read between two turns without a template, [T]."""
-        return self.encoded("\n\n" + "".join(f"{self.text_of(reply)}\n\n" for reply in replies))
+        return self.encoded("\n\n" + "".join(f"{self.marked_text(reply)}\n\n" for reply in replies))
 
-    def text_of(self, message: Message) -> str:
+    def marked_text(self, message: Message) -> str:
         """A message as text without a template, with marks where a token is a token."""
         message, spellings = with_calls(message), self.spellings
         return spellings.text_of(message) if self.rules.writes_as_template else spellings.marked(message.content)
@@ -254,7 +254,7 @@ class Chat(ReadsTurns):
     def rendered(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = True) -> str:
         """A conversation as text with marks, see `Spellings`. Raises BaseModelError if the template refuses it."""
         if not self.chat_template:
-            return "\n\n".join(map(self.text_of, messages))
+            return "\n\n".join(map(self.marked_text, messages))
         seal = ""
         if self.rules.writes_as_template:
             messages, tools, seal = self.spellings.sealed(messages, tools)

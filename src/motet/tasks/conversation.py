@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from motet.core.batch import Example
-from motet.core.types import IntArray, Message, ToolCall
+from motet.core.types import IntArray, Message, Problem, ToolCall
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.wording import THOUGHT_TAGS
 
 _OTHER = Message("assistant", "7other7text7", (ToolCall("7other7name7", {}),), thought="7other7thought7")
+
+
+_FIRST = 64
+"""Prompts that are looked at for special tokens."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def _plain(chat: Chat, messages: Sequence[Message], first: int) -> Example:
             continue
         if index > first:
             pieces.append((chat.between(replies), False))
-        pieces.append((_once(chat.encoded(chat.text_of(message)), chat.eos), message.learned))
+        pieces.append((_once(chat.encoded(chat.marked_text(message)), chat.eos), message.learned))
         replies = []
     return _joined(pieces)
 
@@ -136,11 +140,11 @@ def _behind_header(chat: Chat, before: Sequence[Message], turn: Message, tools: 
 def _put_together(chat: Chat, prompt: str, turn: Message) -> str:
     """A turn behind a prompt that its template never writes before it; a thought that the prompt opens has an end."""
     opens, closes = map(chat.spellings.marked, THOUGHT_TAGS)
-    text = _opened_once(chat, prompt, chat.text_of(turn))
+    text = _opened_once(chat, prompt, chat.marked_text(turn))
     if not prompt.rstrip().endswith(opens):
         return text
     if turn.thought or closes not in text:
-        text = f"{chat.text_of(Message('user', turn.thought))}\n{closes}\n\n{text}"
+        text = f"{chat.marked_text(Message('user', turn.thought))}\n{closes}\n\n{text}"
     return text if prompt.endswith("\n") or text.startswith("\n") else f"\n{text}"
 
 
@@ -150,3 +154,26 @@ def _opened_once(chat: Chat, prompt: str, text: str) -> str:
     if prompt.rstrip().endswith(opens) and text.lstrip().startswith(opens):
         return text.lstrip().removeprefix(opens).removeprefix("\n")
     return text
+
+
+def rendered_already(chat: Chat, problems: Sequence[Problem]) -> str:
+    """A note about prompts that somebody rendered through a template before; empty if none is."""
+    some = problems[: min(len(problems), _FIRST)]
+    found = [one for one in some if chat.spellings.special.begins(one.messages[0].content.lstrip())]
+    if not found:
+        return ""
+    has_tokens = any(one.messages[0].special for one in found)
+    if has_tokens and not chat.chat_template:
+        return ""
+    name = found[0].messages[0].content.lstrip()[:40]
+    again = (
+        "the template renders them again"
+        if chat.chat_template and has_tokens
+        else "their special tokens are read as letters"
+    )
+    wanted = [] if has_tokens else ["data.special_tokens: true"]
+    wanted += ["data.chat_template: false"] if chat.chat_template else []
+    return (
+        f"{len(found)} of the first {len(some)} prompts are rendered already, such as {name!r} in row {found[0].id + 1}, and "
+        f"{again}: set {' and '.join(wanted)}, or give messages"
+    )

@@ -81,6 +81,12 @@ def answer_of(problem: Problem, where: str) -> Continuation:
     return (Message("assistant", problem.answer),)
 
 
+def continuations_of(problem: Problem, kind: str, where: str) -> tuple[Continuation, ...]:
+    """What a row continues its prompt with, as `kind` is learned. Raises DataError as `row_of`."""
+    found = pair_of(problem, where) if kind == "pair" else (_thumb_of(problem, where)[0],) if kind == "thumb" else None
+    return tuple(_as_prompt(problem, one) for one in found or (answer_of(problem, where),))
+
+
 def pair_of(problem: Problem, where: str) -> tuple[Continuation, Continuation]:
     """The chosen continuation, and the rejected one. Raises DataError if one is missing, or they are equal."""
     chosen, rejected = (_continuation(problem, name, where) for name in ("chosen", "rejected"))

@@ -158,6 +158,9 @@ class _Names:
     def found(self, text: str) -> bool:
         return self._pattern.search(text) is not None
 
+    def begins(self, text: str) -> bool:
+        return self._pattern.match(text) is not None
+
     def count(self, text: str) -> int:
         return sum(1 for _ in self._pattern.finditer(text))
 
