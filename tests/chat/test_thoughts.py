@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from motet.chat.spoken import SpokenPart, SpokenTurn
 from motet.core.types import Chunk, FinishReason, Message, ToolCall
+from motet.service.database.tenants import Principal
 from motet.tasks.chat import Chat
 from tests.support.chat_templates import tokenizer_of
 from tests.support.house import House
@@ -244,3 +246,18 @@ def test_messages_tell_thoughts_and_read_them_again(
     result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": "2"}
     send([HI, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}])
     assert model.read[-1] == history(base)
+
+
+def test_a_version_reads_the_template_as_its_job_does(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("qwen3")
+    with scripted_service(tmp_path, tokenizer, tokenizer.eos_token_id) as (house, model):
+        ours = Principal.member_of(house.store.tenants.made("us").id)
+        job = house.store.job(ours, "ended")
+        assert job is not None
+        kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+        house.store.change_job(job.id, spec={**job.spec, "data": {"source": "toy:add", **kwargs}})
+        model.texts = ["Two."] * 2
+        for name in ("ended@best", "small"):
+            answer = house.ask("POST", "/v1/chat/completions", json={"model": name, "messages": [HI]})
+            assert answer.is_success, answer.text
+    assert [text.endswith("<think>\n\n</think>\n\n") for text in model.read] == [True, False]

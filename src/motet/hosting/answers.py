@@ -17,9 +17,11 @@ import numpy as np
 
 from motet.chat.spoken import SpokenTurn
 from motet.cluster import messages as m
+from motet.config import DataConfig
 from motet.core import seeds
 from motet.core.device import used_by
 from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
+from motet.core.rules import TODAY
 from motet.core.stops import met
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, FinishReason, GenerateRequest, IntArray, Message
@@ -185,10 +187,11 @@ class Answers:
         return self._chat_in(json.dumps(question.template, sort_keys=True))
 
     def _make_chat(self, template: str) -> Chat:
-        given = json.loads(template)
         tokenizer: Any = self._base.info.tokenizer
-        templated = bool(tokenizer.chat_template) and given.get("chat_template", True)
-        return Chat(tokenizer, templated, given.get("chat_template_kwargs", {}))
+        config = DataConfig(**{"source": "toy:add", **json.loads(template)})
+        if not tokenizer.chat_template:
+            config = config.model_copy(update={"chat_template": False})
+        return Chat.of(tokenizer, config, TODAY)
 
     async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)

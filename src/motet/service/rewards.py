@@ -103,6 +103,7 @@ class Grading(Graders):
         question = Complete(
             tenant, adapter, n=1, seed=seed, stream=False, logprobs=False, sampling=params,
             messages=[Message(one["role"], one["content"]) for one in messages], base=asked.base,
+            template=dict(asked.template),
         )  # fmt: skip
         read, pieces = await ask(self._hosts, question)
         (answer,) = await whole(pieces)
