@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from motet.config import EnvironmentConfig
+from motet.commands.forecast import warnings_of
+from motet.config import DataConfig, EnvironmentConfig, JobConfig
+from motet.core.rules import TODAY, Rules
 from motet.core.types import (
     Chunk,
     FinishReason,
+    Group,
     IntArray,
     Message,
     Problem,
@@ -22,6 +26,7 @@ from motet.core.types import (
     ToolCall,
     TurnParts,
 )
+from motet.runtime.metrics import group_metrics
 from motet.tasks.chat import Chat
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import GroupContext, retry, single_turn
@@ -80,6 +85,11 @@ class Speaks:
 def in_turn(chat: Chat, turns: Sequence[TurnParts]) -> Says:
     """Says these turns as the template writes them."""
     return lambda turn, _: own_turn(chat, turns[turn])
+
+
+def says(chat: Chat, text: str) -> Says:
+    """Says a text in each turn."""
+    return lambda *_: np.asarray(chat.tokenizer.encode(text, add_special_tokens=False))
 
 
 async def no_score(_: Sequence[Rollout]) -> list[ScoreOutcome]:
@@ -168,3 +178,35 @@ def test_single_and_retry_see_the_parts() -> None:
         assert rollout.completion == (
             "<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant<|channel|>final<|message|>4"
         )
+
+
+def test_turns_that_cannot_be_read_are_told() -> None:
+    chat = Chat(SPEAKERS["qwen3"].tokenizer())
+    said = ["<think>\nlet me", "<think>\nso\n</think>\n\n4<|im_end|>"]
+
+    async def score(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
+        return [ScoreOutcome(0.0, {}) for _ in rollouts]
+
+    rollouts: list[Rollout] = []
+    for text in said:
+        model = Speaks(chat, says(chat, text))
+        rollouts += asyncio.run(single_turn(GroupContext(PROBLEM, chat, 1, model, score)))
+    group = Group(PROBLEM, 0, 0, tuple(rollouts))
+    config = JobConfig.model_validate({"name": "sums", "data": "toy:sums", "rewards": "exact"})
+    told = [line for line in warnings_of(config, chat, [PROBLEM], [group]) if "could not be read" in line]
+    assert told == ["1 of 2 turns could not be read: a thought has no end"]
+    assert group_metrics([group])["unread"] == 1
+    assert "unread" not in group_metrics([replace(group, rollouts=tuple(rollouts[1:]))])
+
+
+def test_a_form_can_be_named_and_an_unknown_one_is_told() -> None:
+    tokenizer = SPEAKERS["qwen25"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "<call>")
+    chat = Chat(tokenizer)
+    assert not chat.form.known
+    assert "does not know" in chat.form.told
+    config = JobConfig.model_validate({"name": "a", "data": "toy:sums", "environment": {"name": "shop.py:Shop"}})
+    assert any("data.tool_format" in line for line in warnings_of(config, chat, [PROBLEM], []))
+    named = DataConfig(source="toy:sums", tool_format="glm")
+    assert Chat.of(tokenizer, named, TODAY).form.name == "glm"
+    assert Chat.of(tokenizer, named, Rules(0)).form.name == "hermes"

@@ -242,8 +242,11 @@ def _say_tokens(console: Console, job: Job, kind: str | None, groups: Sequence[G
 
 
 def _no_signal(job: Job, groups: Sequence[Group]) -> str:
-    """The warnings of `motet run` that a few groups can show; none if no answer has a reward."""
-    rewards = [rollout.reward for group in groups for rollout in group.scored]
+    """The warnings of `motet run` that a few groups can show; none if no answer has a reward, or most cannot be read."""
+    scored = [rollout for group in groups for rollout in group.scored]
+    if 2 * sum(any(turn.parts.unread for turn in one.turns) for one in scored) > len(scored):
+        return ""
+    rewards = [rollout.reward for rollout in scored]
     share = sum(not group.has_signal for group in groups) / len(groups)
     own = job.config.algorithm.model_dump(mode="json")
     return no_signal(share, fmean(rewards), pstdev(rewards), own) if rewards else ""
@@ -344,6 +347,7 @@ def _title(console: Console, job: Job) -> None:
     console.rule(job.name)
     if job.data.columns:
         console.print(f"columns: {job.data.columns}", highlight=False, soft_wrap=True)
+    console.print(f"turns: {job.chat.form.told}", highlight=False, soft_wrap=True)
 
 
 def _show(console: Console, job: Job, group: Group) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,10 +15,11 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from motet.config import JobConfig, PricesConfig
-from motet.core.types import Group, Problem
+from motet.core.types import Group, Problem, Rollout
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.metrics import distinct
 from motet.tasks.chat import Chat
+from motet.tasks.episode import ENVIRONMENTS
 from motet.view.text import count_text, duration_text
 
 _ROWS = 200
@@ -47,6 +49,7 @@ def warnings_of(config: JobConfig, chat: Chat, data: Sequence[Problem], groups: 
     cut = fmean(rollout.truncated for rollout in rollouts) if rollouts else 0.0
     if cut > _MOST_CUT:
         yield f"{cut:.0%} of the answers were cut at sampling.max_tokens ({most}): raise it, or ask for shorter answers"
+    yield from (found for found in (_unread(rollouts), _unknown(config, chat)) if found)
     alike = [group for group in groups if len(group.scored) > 1 and len({one.completion for one in group.scored}) == 1]
     if groups and len(alike) > _ALIKE * len(groups):
         yield (
@@ -55,6 +58,26 @@ def warnings_of(config: JobConfig, chat: Chat, data: Sequence[Problem], groups: 
         )
     elif groups and distinct(groups) < _ALIKE:
         yield f"only {distinct(groups):.0%} of a group's answers differ: raise sampling.temperature or use other problems"
+
+
+def _unread(rollouts: Sequence[Rollout]) -> str:
+    """A warning about turns that could not be read in the base's form."""
+    why = Counter(turn.parts.unread for rollout in rollouts for turn in rollout.turns if turn.parts.unread)
+    if not why:
+        return ""
+    n_turns = sum(len(rollout.turns) for rollout in rollouts)
+    ((first, _),) = why.most_common(1)
+    return f"{sum(why.values())} of {n_turns} turns could not be read: {first}"
+
+
+def _unknown(config: JobConfig, chat: Chat) -> str:
+    """A warning about a base whose calls cannot be read, if the job may offer tools."""
+    if chat.form.known or config.environment.name in ENVIRONMENTS:
+        return ""
+    return (
+        f"this base has {chat.form.told}: calls are read as {chat.form.name}. If it writes them otherwise, its calls are "
+        "not found; name its form in data.tool_format if it is one of those there"
+    )
 
 
 def _mangled(chat: Chat, problems: Sequence[Problem]) -> str:

@@ -116,6 +116,9 @@ class DataConfig(Config):
     """Set it to false to use the prompt without a chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the chat template, such as `enable_thinking: false`."""
+    tool_format: Literal["hermes", "qwen3_coder", "glm", "llama3_json", "mistral", "harmony", "none"] | None = None
+    """How the base writes tool calls ([Thoughts and calls](thoughts.md)). By default Motet finds it out from the chat
+    template."""
     special_tokens: bool = False
     """Read names of special tokens in the rows' prompts and answers as the tokens, as in prompts that are rendered already.
     Otherwise they are letters, as they always are in what models, tools and environments say."""

@@ -51,6 +51,8 @@ class Chat(ReadsTurns):
     """Passed to the template (`enable_thinking`, …)."""
     rules: Rules = TODAY
     """Those of its job; a chat without a job has today's, and the time of each call."""
+    tool_format: str | None = None
+    """How the base writes calls; by default its template tells."""
     _pairs: dict[tuple[int, int], str] = field(default_factory=dict, repr=False, compare=False)
     """Text that a token adds after another; a cache."""
     _of_rows: dict[str, Chat] = field(default_factory=dict, repr=False, compare=False)
@@ -67,7 +69,7 @@ class Chat(ReadsTurns):
     @classmethod
     def of(cls, tokenizer: Any, config: DataConfig, rules: Rules) -> Chat:
         """The chat for the data section of a job with these rules."""
-        return cls(tokenizer, config.chat_template, config.chat_template_kwargs, rules)
+        return cls(tokenizer, config.chat_template, config.chat_template_kwargs, rules, config.tool_format)
 
     @classmethod
     def plain(cls, tokenizer: Any) -> Chat:
@@ -246,10 +248,6 @@ class Chat(ReadsTurns):
                         break
             index += 1
         return texts
-
-    def completion_text(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens without special tokens, as rewards see it."""
-        return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
 
     def rendered(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = True) -> str:
         """A conversation as text with marks, see `Spellings`. Raises BaseModelError if the template refuses it."""

@@ -29,6 +29,11 @@ class Harmony(TurnForm):
     name: str = "harmony"
 
     @property
+    def told(self) -> str:
+        """See `TurnForm`."""
+        return "thoughts, answers and tool calls in channels (harmony)"
+
+    @property
     def plain(self) -> bool:
         """See `TurnForm`."""
         return False

@@ -106,6 +106,14 @@ class TurnForm:
     """Whether the base's template was recognised, so that its calls can be read."""
 
     @property
+    def told(self) -> str:
+        """The form, for a person."""
+        thought = f"thoughts between {self.thought[0]} and {self.thought[1]}" if self.thought else "no thoughts"
+        if not self.known:
+            return f"{thought}; its template writes tool calls in a way that Motet does not know"
+        return f"{thought}, tool calls as {self.name}"
+
+    @property
     def plain(self) -> bool:
         """Whether all text is speech where no tools are offered."""
         return self.thought is None

@@ -25,6 +25,7 @@ class ReadsTurns:
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
     rules: Rules
+    tool_format: str | None
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -34,7 +35,9 @@ class ReadsTurns:
     @cached_property
     def form(self) -> TurnForm:
         """How the base writes a turn."""
-        return find_form(self.tokenizer, self.template_kwargs) if self.rules.reads_parts else EARLIER
+        if not self.rules.reads_parts:
+            return EARLIER
+        return find_form(self.tokenizer, self.template_kwargs, self.tool_format or "")
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -84,6 +87,10 @@ class ReadsTurns:
         reader = self.reader(prompt_ids, tools, stop)
         reader.take(token_ids)
         return reader.end(cut_off=cut_off)[1]
+
+    def completion_text(self, token_ids: Sequence[int]) -> str:
+        """Text of sampled tokens without special tokens, as rewards see it."""
+        return str(self.tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=True))
 
     def _end_of(self, prompt_ids: Sequence[int] | IntArray) -> str:
         last = [int(token) for token in prompt_ids[-_END_OF_PROMPT:]]
