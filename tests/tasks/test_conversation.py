@@ -9,7 +9,9 @@ import pytest
 
 from motet.config import DataConfig
 from motet.core.rules import TODAY
+from motet.core.types import Message
 from motet.tasks.chat import Chat
+from motet.tasks.conversation import examples_of, is_plain
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import row_of
 from tests.support.chat_templates import BASES, tokenizer_of
@@ -73,3 +75,26 @@ def test_every_turn_is_trained_as_the_model_samples_it(base: str) -> None:
     assert texts == LEARNED[base]
     assert examples[-1] == whole(tokenizer, TALK)
     assert len(examples) == (2 if base in ("qwen3", "qwen3.5") else 1)  # they rewrite the turn before
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_jobs_of_before_are_told_only_where_their_turns_were_others(base: str) -> None:
+    chat = Chat(tokenizer_of(base))
+    assert is_plain(chat, "a") == (base in ("chatml", "llama3", "mistral", "gemma"))
+    assert is_plain(chat, " a ") == (base in ("chatml", "mistral"))
+
+
+def test_a_turn_behind_an_opened_thought_closes_it_and_has_one_mark() -> None:
+    """As DeepSeek's distilled models: the prompt opens a thought that no turn of the template has."""
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = BASES["chatml"][0].replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    chat, asked = Chat(tokenizer), Message("user", "q")
+    for said, own in (
+        (Message("assistant", "a"), "\n</think>\n\na<|im_end|>"),
+        (Message("assistant", "<think>\nt\n</think>\n\na"), "t\n</think>\n\na<|im_end|>"),
+        (Message("assistant", "<think>t</think>a"), "t</think>a<|im_end|>"),
+        (Message("assistant", "a", thought="t"), "t\n</think>\n\na<|im_end|>"),
+    ):
+        (example,) = examples_of(chat, (asked, said), 1, ())
+        assert tokenizer.decode(example.token_ids[example.loss_mask]) == own
+        assert tokenizer.decode(example.token_ids).count("<think>") == 1

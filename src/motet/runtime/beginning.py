@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from motet.algorithms.rows import RowAlgorithm
 from motet.config import JobConfig
 from motet.core.errors import RunError
 from motet.core.model_info import ModelInfo
@@ -18,7 +19,9 @@ from motet.runtime.checkpoint import FORKED, JobDirectory
 from motet.runtime.opening import changed_since, identity_in, shared_fields
 from motet.tasks.chat import Chat
 from motet.tasks.clock import moment
+from motet.tasks.conversation import is_plain
 from motet.tasks.dataset import Dataset
+from motet.tasks.rows import continuations_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,25 @@ class Concern:
     """Whether it changes a job's bytes. It may read all rows: it is asked for older jobs alone."""
 
 
+def _turns_differ(info: ModelInfo, config: JobConfig, chat: Chat, data: Dataset) -> bool:
+    """Whether a job learns turns that were put together from their texts, and its template writes them otherwise."""
+    if (
+        not isinstance(algorithm := config.algorithm, RowAlgorithm)
+        or algorithm.kind == "soft"
+        or not chat.chat_template
+    ):
+        return False
+    rows = (problem for part in (data.train, data.holdout) for problem in part)
+    answers = (answer for row in rows for answer in continuations_of(row, algorithm.kind, config.data.source))
+    said = [message for answer in answers for message in answer if message.role == "assistant"]
+    if any(one.thought or one.tool_calls for one in said) or not is_plain(chat, "a"):
+        return True
+    return any(one.content != one.content.strip() for one in said) and not is_plain(chat, " a ")
+
+
 CONCERNS: tuple[Concern, ...] = (
     Concern(1, "ids that the tokenizer has no token for are never sampled", lambda info, *_: bool(info.without_token)),
+    Concern(1, "turns are learned as the chat template writes them", _turns_differ),
 )
 """One entry for each change whose old form is gone."""
 
