@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from motet.config import DataConfig
+from motet.core.errors import BaseModelError
 from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem, ToolCall
 from motet.tasks.chat import Chat
@@ -174,3 +175,11 @@ def test_texts_with_the_seal_are_read_too() -> None:
     chat = CHATS["chatml"]
     text = f"<{_SEAL}|im_end|>{_SEAL}<|im_end|>"
     assert text in chat.tokenizer.decode(chat.prompt_of((Message("user", text),)))
+
+
+def test_tools_without_a_floor_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(BaseModelError, match="nested too deep"):
+        CHATS["qwen3"].prompt_of((QUESTION,), [deep])

@@ -119,12 +119,6 @@ class Chat(ReadsTurns):
         """The special token that ends an answer, as text; empty if the template writes none."""
         return self._decode(self._end) if len(self._end) else ""
 
-    @property
-    def eos(self) -> IntArray:
-        """The tokenizer's EOS, [0 or 1]."""
-        eos = self.tokenizer.eos_token_id
-        return np.array([] if eos is None else [eos], np.int32)
-
     def longer_than(self, problem: Problem, most: int) -> bool:
         """Whether a prompt has more tokens than this."""
         text = self._prompt(problem)
@@ -203,10 +197,9 @@ class Chat(ReadsTurns):
         return self.wording.tool_role
 
     def _names(self, tools: Tools) -> bool:
+        asked = (Message("user", "hi"),)
         try:
-            return self.chat_template and self.rendered((Message("user", "hi"),)) != self.rendered(
-                (Message("user", "hi"),), tools
-            )
+            return self.chat_template and self.rendered(asked) != self.rendered(asked, tools)
         except BaseModelError:
             return False
 
@@ -255,7 +248,12 @@ class Chat(ReadsTurns):
             return "\n\n".join(map(self.marked_text, messages))
         seal = ""
         if self.rules.writes_as_template:
-            messages, tools, seal = self.spellings.sealed(messages, tools)
+            try:
+                messages, tools, seal = self.spellings.sealed(messages, tools)
+            except RecursionError as error:
+                raise BaseModelError(
+                    "tools or the arguments of a call are nested too deep; make them flatter"
+                ) from error
         in_parts = any(one.thought or one.tool_calls or one.role == "tool" for one in messages)
         given = (self.wording if in_parts else Wording()).given(messages)
         return self.spellings.marked(apply(self.tokenizer, given, generation_prompt, self._given(tools)), seal)

@@ -117,13 +117,14 @@ def _plain(chat: Chat, messages: Sequence[Message], first: int) -> Example:
             continue
         if index > first:
             pieces.append((chat.between(replies), False))
-        pieces.append((_once(chat.encoded(chat.marked_text(message)), chat.eos), message.learned))
+        pieces.append((_ended(chat.encoded(chat.marked_text(message)), chat.tokenizer.eos_token_id), message.learned))
         replies = []
     return _joined(pieces)
 
 
-def _once(ids: IntArray, end: IntArray) -> IntArray:
-    return ids if end.size and np.array_equal(ids[-1:], end) else np.append(ids, end)
+def _ended(ids: IntArray, eos: int | None) -> IntArray:
+    """An answer that ends with EOS, once."""
+    return ids if eos is None or ids[-1:].tolist() == [eos] else np.append(ids, np.int32(eos))
 
 
 def _behind_header(chat: Chat, before: Sequence[Message], turn: Message, tools: Tools, whole: str) -> int | None:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
+from motet.core.errors import BaseModelError
 from motet.core.types import Message, ToolCall
 from motet.tasks.wording import PART_TAGS
 
@@ -62,10 +63,16 @@ class Spellings:
     def sealed(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]], str]:
-        """A conversation and its tools, sealed, and the seal; it is empty where no text has a token's letters."""
+        """A conversation and its tools, sealed, and the seal; it is empty where no text has a token's letters.
+
+        Raises BaseModelError for tools or arguments that are nested too deep.
+        """
         calls = ([[call.name, call.arguments] for call in one.tool_calls] for one in messages)
         own = [[one.content, one.thought, one.name, made] for one, made in zip(messages, calls, strict=True)]
-        texts = "\n".join(_texts([own, tools]))
+        try:
+            texts = "\n".join(_texts([own, tools]))
+        except RecursionError as error:
+            raise BaseModelError("tools or the arguments of a call are nested too deep; make them flatter") from error
         if not self.all.found(texts):
             return messages, tools, ""
         seal = _SEAL
