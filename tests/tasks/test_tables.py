@@ -142,6 +142,21 @@ def test_a_null_that_was_written_stays_where_a_format_can_tell(tmp_path: Path) -
     assert [problem.answer for problem in read(path, bounds=UPLOADED).train] == told
 
 
+def test_a_stream_of_unknown_types_has_no_nulls_of_arrow() -> None:
+    rows = [
+        {"prompt": "a", "answer": {"a": 1, "in": [{"x": "1"}, None]}},
+        {"prompt": "b", "answer": {"b": 2, "in": [{"y": None}]}},
+    ]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    mapped = stream.map(lambda row: {**row, "more": {"c": None}})
+    assert mapped.features is None
+    answers = [problem.answer for problem in read(stream).train]
+    assert answers == ['{"a": 1, "in": [{"x": "1"}, null]}', '{"in": [{}], "b": 2}']
+    data = read(mapped)
+    assert [problem.answer for problem in data.train] == answers
+    assert data.train[0].metadata["more"] == {}
+
+
 VALUES = [
     (pyarrow.array(["x", None], pyarrow.large_string()), ["x", ""]),
     (pyarrow.array(["x", None], pyarrow.string_view()), ["x", ""]),

@@ -92,10 +92,7 @@ def of_datasets(table: Any) -> Iterator[dict[str, Any]]:
     kinds = {} if features is None else {field.name: field.type for field in features.arrow_schema}
     readers = {name: _reader(kind, decoded=True) for name, kind in kinds.items()}
     for row in table:
-        yield {
-            name: _read(name, readers[name], [value])[0] if name in readers else _cell(name, value)
-            for name, value in row.items()
-        }
+        yield {name: _read(name, readers.get(name, _without_nulls), [value])[0] for name, value in row.items()}
 
 
 def as_written(rows: Any, size: int | None = None) -> Iterable[Any]:
@@ -176,6 +173,13 @@ def _plain(value: Any) -> Any:
     if kind == "M":  # a date of numpy
         return None if str(value) == "NaT" else str(value)
     return _scalar(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of Arrow as Python's, whose type is not known: nulls of objects may be Arrow's, and are left out."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else _plain(value)
 
 
 def _scalar(value: Any) -> Any:
