@@ -85,6 +85,12 @@ def test_every_turn_of_history_is_in_parts(base: str) -> None:
     assert chat.prompt_of(talk, [ADD]).tolist() == wanted
 
 
+def test_a_turn_has_a_thought_content_and_a_call_where_the_template_takes_two() -> None:
+    """gpt-oss's takes content or a thought beside a call: both are its analysis then."""
+    said = Message("assistant", "A moment.", (CALL,), thought="I add.")
+    assert "analysis<|message|>I add.\n\nA moment.<|end|>" in read(Chat(tokenizer_of("gpt-oss")), ASKED, said, GOT)
+
+
 def test_calls_of_one_turn_get_turns_of_their_own_where_the_template_takes_one() -> None:
     """Llama 3.1's template refuses two calls, gpt-oss's leaves the second out."""
     both = Message("assistant", "Both.", (CALL, ToolCall("mul", {"a": 2})))

@@ -151,13 +151,18 @@ def apply(tokenizer: Any, turns: Sequence[Given], generation_prompt: bool, kwarg
 
 
 def _thought_of(write: Write, source: str) -> GiveThought | None:
+    """The first way that the template writes and does not refuse beside content and a call; else the first it writes."""
     asked: Given = {"role": "user", "content": "hi"}
     said: Given = {"role": "assistant", "content": _NAME}
+    call = {"type": "function", "function": {"name": _OTHER, "arguments": {}}}
+    found = None
     for way in _THOUGHTS:
         text = _tried(write, [asked, way(said, _TEXT)])
         if _TEXT in text and f"'{_TEXT}'" not in text and (way is not _in_tags or THOUGHT_TAGS[0] in source):
-            return way
-    return None
+            found = found or way
+            if _tried(write, [asked, way({**said, "tool_calls": [call]}, _TEXT)]):
+                return way
+    return found
 
 
 def _tried(write: Write, turns: Sequence[Given]) -> str:
