@@ -15,6 +15,7 @@ from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Chat
 from motet.tasks.columns import FIRST_ROWS
 from motet.tasks.dataset import Dataset, load_dataset
+from motet.tasks.nested import MISSING, may_lead_on, value_at
 from motet.tasks.row_problems import Reading
 from motet.tasks.rows import answer_of, pair_of, row_of
 from tests.support.scripted_model import byte_tokenizer
@@ -160,6 +161,45 @@ def test_a_column_with_more_different_values_is_told() -> None:
 def test_a_path_that_leads_nowhere_is_refused(fields: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read([VERL], **{"prompt": "prompt", **fields} if "template" not in fields else fields)
+
+
+class CountedRow(dict[str, Any]):
+    """A row that counts how often a name is looked up in it."""
+
+    asked = 0
+
+    def __contains__(self, name: object) -> bool:
+        self.asked += 1
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked += 1
+        return super().get(name, default)
+
+
+def test_a_long_path_is_looked_up_as_often_as_a_short_one() -> None:
+    row, name = CountedRow({"a": {"b.c": 1, "b": {}}, "a.x": 2, "b": ""}), "a.b.c" + ".a" * 2000
+    assert value_at(row, "a.b.c") == 1
+    assert value_at(row, "a.x") == 2
+    assert row.asked == 2
+    assert value_at(row, name) is MISSING
+    assert may_lead_on(row, name)
+    assert not may_lead_on(row, "b" + ".a" * 2000)
+    assert row.asked == 3
+
+
+LONG, DOTS = "n" * 501, "a" + ".a" * 33
+
+
+@pytest.mark.parametrize("name", [LONG, DOTS])
+@pytest.mark.parametrize("field", ["prompt", "answer", "order", "template", "pools"])
+def test_names_that_are_too_long_are_refused(field: str, name: str) -> None:
+    value: Any = {"template": f"x{{{name}}}", "pools": {"column": name, "weights": {"a": 1}}}.get(field, name)
+    with pytest.raises((DataError, ValueError), match="may have 500 characters and 32 dots, this one has"):
+        read([VERL], TODAY, **{field: value})
+    kept = name[1:] if name == LONG else name[2:]
+    with pytest.raises(DataError, match=f"no column '{kept}'"):
+        read([VERL], answer=kept)
 
 
 def test_order_and_pools_read_paths() -> None:

@@ -23,6 +23,21 @@ OF_CLIENT = "[client]"
 MOST_POOLS = 64
 """Values of a column with a weight, and changes of weights."""
 _LEAST_SHARE = 0.001
+_LONGEST_NAME = 500
+_MOST_DOTS = 32
+
+
+def column_name(name: str) -> str:
+    """The name of a column, or a path into one. Raises ValueError if it is too long to be looked up in every row."""
+    if len(name) > _LONGEST_NAME or name.count(".") > _MOST_DOTS:
+        raise ValueError(
+            f"the name of a column may have {_LONGEST_NAME} characters and {_MOST_DOTS} dots, this one has {len(name)} and "
+            f"{name.count('.')}; name the column shorter"
+        )
+    return name
+
+
+ColumnName = Annotated[str, AfterValidator(column_name)]
 
 
 def pool_of(value: Any) -> str:
@@ -66,7 +81,7 @@ Weights = Annotated[
 class PoolsConfig(Config):
     """How often rows with each value of a column, such as a difficulty, are trained on."""
 
-    column: str
+    column: ColumnName
     """A column of the data."""
     weights: Weights
     """Relative weight of each value, as `{easy: 3, hard: 1}`. Rows with another value are left out."""
@@ -100,10 +115,10 @@ class DataConfig(Config):
     size: int | None = Field(None, ge=1, le=10**9)
     """Number of rows that a generated source makes (4096 by default), or the most to read from another source (all by
     default)."""
-    prompt: str | None = None
+    prompt: ColumnName | None = None
     """Column with the prompt (text, or a list of messages), or the path to it in a column. By default a known column, such as
     prompt, question or messages."""
-    answer: str | None = None
+    answer: ColumnName | None = None
     """Column with the reference answer, or the path to it, such as `reward_model.ground_truth`. By default a known column,
     such as answer, solution or output."""
     template: str | None = None
@@ -124,7 +139,7 @@ class DataConfig(Config):
     Otherwise they are letters, as they always are in what models, tools and environments say."""
     shuffle: bool = True
     """Shuffle every pass over the data with the seed of the job."""
-    order: str | None = None
+    order: ColumnName | None = None
     """Column by which every pass goes through the rows, smallest value first, such as a difficulty. It replaces
     `shuffle`."""
     pools: PoolsConfig | None = None

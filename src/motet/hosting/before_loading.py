@@ -271,8 +271,8 @@ def check_data(job: JobConfig, sources: Sources, rules: Rules) -> Dataset:
             and not any(value_at(row.metadata, column) not in (None, MISSING, "", []) for row in data.train)
         ):
             raise DataError(
-                f"reward 'code': no row of {source} has tests in the column {column!r}; name theirs in args (column: …; the "
-                f"columns: {', '.join(names_of(data.train[0].metadata)) or 'none'})"
+                f"reward 'code': no row of {source} has tests in the column {column!r:.80}; name theirs in args (column: …; "
+                f"the columns: {', '.join(names_of(data.train[0].metadata)) or 'none'})"
             )
     return data
 

@@ -18,11 +18,9 @@ def value_at(row: Any, name: str) -> Any:
     """
     while True:
         if isinstance(row, Mapping):
-            head = name
-            while head not in row:
-                head, dot, _ = head.rpartition(".")
-                if not dot:
-                    return MISSING
+            head = name if name in row else max(_heads(row, name), key=len, default=None)
+            if head is None:
+                return MISSING
             row, name = row[head], name[len(head) + 1 :]
         elif isinstance(row, list):
             head, _, name = name.partition(".")
@@ -37,9 +35,12 @@ def value_at(row: Any, name: str) -> Any:
 
 def may_lead_on(row: Mapping[str, Any], name: str) -> bool:
     """Whether a column of the row is the beginning of a path, and other rows may have a value there."""
-    parts = name.split(".")
-    heads = (row.get(".".join(parts[:n]), MISSING) for n in range(1, len(parts)))
-    return any(head is None or isinstance(head, Mapping | list) for head in heads)
+    return any(row[head] is None or isinstance(row[head], Mapping | list) for head in _heads(row, name))
+
+
+def _heads(row: Mapping[Any, Any], name: str) -> list[str]:
+    """The keys that a path may begin with. They are searched, not the path, whose beginnings may be long and many."""
+    return [key for key in row if isinstance(key, str) and name.startswith(f"{key}.")] if "." in name else []
 
 
 def names_of(row: Mapping[str, Any]) -> list[str]:

@@ -151,7 +151,7 @@ def code(
     """
     tests = _tests(value_at(problem.metadata, column))
     if not tests or not isinstance(tests, Sequence):
-        raise ValueError(f"the row has no tests in the column {column!r}: name theirs in args (column: …)")
+        raise ValueError(f"the row has no tests in the column {column!r:.80}: name theirs in args (column: …)")
     blocks = _BLOCK.findall(completion)
     program = str(blocks[-1]) if blocks else completion
     with Sandbox(seconds) as sandbox:

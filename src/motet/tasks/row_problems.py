@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from motet.config import DataConfig
+from motet.config.data import column_name
 from motet.core.errors import DataError
 from motet.core.rules import Rules
 from motet.core.types import Message, Problem
@@ -252,3 +253,7 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
                 "add a column"
             )
     return [(text, column) for text, column, _, _ in pieces]
+        try:
+            column_name(column or "")
+        except ValueError as error:
+            raise DataError(f"data.template cannot be filled: {error}") from error
