@@ -25,6 +25,11 @@ _FIRST_BYTES = 2**22
 """Bytes as JSON of the rows that columns are chosen from, and that are in memory together."""
 _EXACT = 2**53
 """Whole numbers below this are exact as floats."""
+_TEXTS_ALONE = (
+    "as in a corpus for sft, set data.answer to their column, data.template to what every text follows, such as "
+    "'Write a text.', and data.holdout to 0"
+)
+"""What rows need that have no prompts, and nothing else but the texts to learn."""
 _WHOLE_TEXT = re.compile(r"-?\d{1,15}\.0")
 
 
@@ -148,9 +153,10 @@ class Reading:
         else:
             value = self._prompt(row, columns, where)
         if not value and columns.prompt is None and config.template is None:
+            texts = "; to learn texts as they are, " + _TEXTS_ALONE if columns.answer is None else ""
             raise DataError(
                 f"{where} has no column named {', '.join(PROMPT_COLUMNS)}. {_columns(row)}. "
-                "Set data.prompt to one of them, or data.template to a text with {column} fields"
+                f"Set data.prompt to one of them, or data.template to a text with {{column}} fields{texts}"
             )
         conversational = isinstance(value, list)
         messages = _with_more(messages_of(value, where, columns.prompt or "template"), row, columns, where)
@@ -252,8 +258,8 @@ def parts_of(template: str) -> list[tuple[str, str | None]]:
                 f"data.template cannot be filled: {asked:.80} is not the name of a column alone. {hint}; for anything else "
                 "add a column"
             )
-    return [(text, column) for text, column, _, _ in pieces]
         try:
             column_name(column or "")
         except ValueError as error:
             raise DataError(f"data.template cannot be filled: {error}") from error
+    return [(text, column) for text, column, _, _ in pieces]
