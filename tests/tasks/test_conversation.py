@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from motet.config import DataConfig
+from motet.core.errors import DataError
 from motet.core.rules import TODAY
 from motet.core.types import Message
-from motet.tasks.chat import Chat
+from motet.tasks.chat import Chat, Tools
 from motet.tasks.conversation import examples_of, is_plain
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import row_of
@@ -40,7 +43,7 @@ def learned(
 ) -> tuple[Any, list[str], list[list[int]]]:
     """The tokenizer, the trained texts, and the ids of the examples of a row."""
     tokenizer = tokenizer_of(base)
-    config = DataConfig.model_validate({"source": [row], "holdout": 0, **data})
+    config = DataConfig.model_validate({"source": [row], "holdout": 0} | data)
     examples = row_of(load_dataset(config).train[0], kind, Chat.of(tokenizer, config, TODAY), "data").examples
     texts = []
     for one in examples:
@@ -98,3 +101,39 @@ def test_a_turn_behind_an_opened_thought_closes_it_and_has_one_mark() -> None:
         (example,) = examples_of(chat, (asked, said), 1, ())
         assert tokenizer.decode(example.token_ids[example.loss_mask]) == own
         assert tokenizer.decode(example.token_ids).count("<think>") == 1
+
+
+class CountingChat(Chat):
+    """A chat that counts how often it is rendered."""
+
+    renders = 0
+
+    def rendered(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = True) -> str:
+        CountingChat.renders += 1
+        return super().rendered(messages, tools, generation_prompt=generation_prompt)
+
+
+def test_the_renders_of_a_row_are_two_for_each_turn_to_learn_and_bounded() -> None:
+    def renders(turns: int, kind: str = "answer") -> int:
+        talk = [turn for n in range(turns) for turn in (ASKED, {"role": "assistant", "content": f"{n}"})]
+        (problem,) = load_dataset(DataConfig(source=[{"messages": talk}], holdout=0)).train
+        CountingChat.renders = 0
+        row_of(problem, kind, CountingChat(tokenizer_of("chatml")), "data")
+        return CountingChat.renders
+
+    assert [renders(3), renders(30), renders(300, "last_answer")] == [6, 60, 2]
+    with pytest.raises(DataError, match=r"row 1 has 300 turns to learn in 600 messages.*rows of at most 360 messages"):
+        renders(300)
+    assert CountingChat.renders == 0
+
+
+def test_texts_alone_are_learned_as_the_message_says() -> None:
+    rows = [{"text": f"Once upon {number}."} for number in range(3)]
+    with pytest.raises(DataError) as refused:
+        load_dataset(DataConfig(source=rows))
+    told = re.search(r"data\.answer to (.*), data\.template to .*'(.*)', and data\.holdout to (\d)", str(refused.value))
+    assert told is not None
+    assert told[1] == "their column"
+    _, texts, _ = learned(rows[1], "chatml", answer="text", template=told[2], holdout=int(told[3]))
+    assert texts == ["Once upon 1.<|im_end|>"]
+    assert len(load_dataset(DataConfig(source=rows, answer="text", template=told[2], holdout=int(told[3]))).train) == 3

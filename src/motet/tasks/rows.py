@@ -17,6 +17,10 @@ from motet.tasks.messages import messages_of, with_special_tokens
 from motet.tasks.template_variables import tools_of
 
 Continuation = tuple[Message, ...]
+_MOST_WORK = 2**17
+"""Turns to learn times messages of a row, because a template writes all before a turn again for each of them."""
+_SHORT = 360
+"""Messages of a row that never is too much."""
 
 
 def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
@@ -57,7 +61,7 @@ def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     """All turns of the assistant in a conversation."""
     messages = (*problem.messages, *_as_prompt(problem, answer_of(problem, where)))
     first = next(at for at, message in enumerate(messages) if message.role == "assistant")
-    examples = examples_of(chat, messages, first, _tools(problem, where))
+    examples = _examples(chat, messages, first, problem, where)
     taught = tuple(one for one in examples if one.n_learned) or examples[-1:]
     return Row(tuple(_learned(one, where) for one in taught))
 
@@ -181,10 +185,20 @@ def _tools(problem: Problem, where: str) -> Tools:
         raise DataError(f"{where}: {error}") from error
 
 
+def _examples(chat: Chat, messages: Sequence[Message], first: int, problem: Problem, where: str) -> tuple[Example, ...]:
+    turns = sum(message.role == "assistant" for message in messages[first:])
+    if turns * len(messages) > _MOST_WORK and chat.chat_template and chat.rules.writes_as_template:
+        raise DataError(
+            f"{where} has {turns} turns to learn in {len(messages)} messages, and every turn is written with all messages "
+            f"before it, which would take too long; split it into rows of at most {_SHORT} messages"
+        )
+    return examples_of(chat, messages, first, _tools(problem, where))
+
+
 def _example(problem: Problem, continuation: Continuation, chat: Chat, where: str) -> Example:
     """A continuation as one example; where the template rewrites its earlier turns, the last one is trained."""
     messages = (*problem.messages, *_as_prompt(problem, continuation))
-    *_, last = examples_of(chat, messages, len(problem.messages), _tools(problem, where))
+    *_, last = _examples(chat, messages, len(problem.messages), problem, where)
     return _learned(last, where)
 
 
