@@ -148,6 +148,28 @@ PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraPro
     "counted": lambda arithmetic, device, dtype: CountedProducts(dtype, arithmetic),
 """,
     ),
+    "A form of tool calls": (
+        {
+            "tasks/forms/arrows.py": """
+import json
+from motet.core.types import ToolCall
+from motet.tasks.forms.reading import CallsRead
+
+class Arrows:
+    opens = tags = ("=>",)
+    bare = ""
+
+    def read(self, pieces, schemas):
+        text = "".join(pieces).removeprefix("=>")
+        name, _, arguments = text.partition(" ")
+        return CallsRead.of([(ToolCall(name, json.loads(arguments)), text)], "")
+"""
+        },
+        "tasks/forms/table.py",
+        '    "llama3_json": Llama(),\n',
+        '    "llama3_json": Llama(),\n'
+        '    "arrows": __import__("motet.tasks.forms.arrows", fromlist=["Arrows"]).Arrows(),\n',
+    ),
     "A wire protocol": (
         {
             "service/routes/greeting.py": """
@@ -178,6 +200,7 @@ FILES = {
     "An environment": 2,
     "An advantage": 1,
     "A chat format": 4,
+    "A form of tool calls": 2,
 }
 SEVERAL: Mapping[str, tuple[Mapping[str, str], tuple[tuple[str, str, str], ...]]] = {
     # where more than one line goes into existing files
@@ -260,6 +283,7 @@ from motet.model.arithmetic import Arithmetic
 from motet.model.load import load_base
 from motet.hosting.running import config_of, run_config
 from motet.service.app import ROUTES
+from motet.tasks.chat import Chat
 
 assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__
 paths = {route.path for module in ROUTES for route in module.router.routes}
@@ -276,6 +300,11 @@ jobs = [
     {**job, "name": kind, "algorithm": {"type": kind, "group_size": 4, "groups_per_step": 2}} for kind in ("grpo", "halved")
 ]
 jobs.append({**jobs[0], "name": "signs", "algorithm": {**jobs[0]["algorithm"], "advantage": "signs"}})
+chat = Chat(load_base("small", device="cpu").info.tokenizer, tool_format="arrows")
+tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+said = chat.tokenizer.encode('I look. =>look {"for": 1}', add_special_tokens=False)
+(call,) = chat.parts([], said, tools, cut_off=False).calls
+assert (call.name, call.arguments) == ("look", {"for": 1})
 base = load_base("small", device="cpu", arithmetic=Arithmetic(products="counted"))
 config = config_of(jobs, "small", {"samplers": 0, "threads": 1, "slots": 6, "kernels": "torch"}, "x", home / "run", ["printed"])
 run = run_config(config, base=base)
