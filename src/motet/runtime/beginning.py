@@ -5,8 +5,9 @@ A change of rules whose old form is gone is one of `CONCERNS`: jobs that began b
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,15 @@ from motet.config import JobConfig
 from motet.core.errors import RunError
 from motet.core.model_info import ModelInfo
 from motet.core.rules import NEWEST, Rules
+from motet.core.types import Message
 from motet.runtime.checkpoint import FORKED, JobDirectory
 from motet.runtime.opening import changed_since, identity_in, shared_fields
+from motet.tasks import pace
 from motet.tasks.chat import Chat
 from motet.tasks.clock import moment
 from motet.tasks.conversation import is_plain
 from motet.tasks.dataset import Dataset
+from motet.tasks.rewards import read_otherwise
 from motet.tasks.rows import continuations_of
 
 
@@ -44,17 +48,43 @@ def _turns_differ(info: ModelInfo, config: JobConfig, chat: Chat, data: Dataset)
         or not chat.chat_template
     ):
         return False
-    rows = (problem for part in (data.train, data.holdout) for problem in part)
-    answers = (answer for row in rows for answer in continuations_of(row, algorithm.kind, config.data.source))
-    said = [message for answer in answers for message in answer if message.role == "assistant"]
-    if any(one.thought or one.tool_calls for one in said) or not is_plain(chat, "a"):
+    if not is_plain(chat, "a"):
         return True
-    return any(one.content != one.content.strip() for one in said) and not is_plain(chat, " a ")
+    given = _messages(config, data, prompts=algorithm.kind == "answer")  # of which all turns are learned
+    spaced = any(one.content != one.content.strip() for one in given if one.role == "assistant")
+    return spaced and not is_plain(chat, " a ")
+
+
+def _parts_differ(info: ModelInfo, config: JobConfig, chat: Chat, data: Dataset) -> bool:
+    """Whether a job may read or say more than texts: what was done of that is gone."""
+    if config.environment.own:
+        return True
+    given = _messages(config, data) if chat.chat_template else ()
+    return any(one.thought or one.tool_calls or one.role == "tool" for one in given)
+
+
+def _messages(config: JobConfig, data: Dataset, *, prompts: bool = True) -> Iterator[Message]:
+    """The messages of a job's rows: of prompts, and of what is learned behind them."""
+    kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else "soft"
+    for row in itertools.chain(data.train, data.holdout):
+        pace.step()
+        yield from row.messages if prompts else ()
+        for answer in continuations_of(row, kind, config.data.source) if kind != "soft" else ():
+            yield from answer
+
+
+def _tests_differ(info: ModelInfo, config: JobConfig, chat: Chat, data: Dataset) -> bool:
+    """Whether `code` reads a row's tests otherwise: those as JSON text, and inputs and outputs that are null."""
+    columns = [one.args.get("column", "tests") for one in config.rewards if one.name == "code"]
+    rows = itertools.chain(data.train, data.holdout) if columns else ()
+    return any(read_otherwise(row.metadata, column) for row in rows for column in columns)
 
 
 CONCERNS: tuple[Concern, ...] = (
     Concern(1, "ids that the tokenizer has no token for are never sampled", lambda info, *_: bool(info.without_token)),
     Concern(1, "turns are learned as the chat template writes them", _turns_differ),
+    Concern(1, "thoughts, tool calls and their results are read and written in the base's own form", _parts_differ),
+    Concern(1, "tests as JSON, and inputs and outputs that are null, are read as such (reward code)", _tests_differ),
 )
 """One entry for each change whose old form is gone."""
 

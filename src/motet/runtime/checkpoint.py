@@ -52,9 +52,8 @@ class Committed:
     best_version: int | None = None
     """The best trained version by evaluation; None before one was evaluated."""
     best_reward: float | None = None
-    """The figure that decides, of that version."""
     best_tie: float = 0.0
-    """Decides between equal figures; higher is better."""
+    """The figure that decides, of that version, and what decides between equal ones; higher is better."""
     best_by: str = ""
     """The figure that decides it, since the first step. Empty in older jobs: the loss for `dpo` and `kto`, version 0 too."""
     evaluated: int = -1
@@ -76,9 +75,10 @@ class Committed:
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on time or on other jobs; empty for an exact job."""
     rules: int = 0
-    """Number of the rules that the job began with (`Rules`); 0 in jobs by releases that stored none."""
     clock: str = ""
-    """The time that its chat templates see; empty where none reads it."""
+    """The `Rules` that the job began with; number 0 in jobs by releases that stored none."""
+    steps: int = 0
+    """Its number of steps when it began; 0 in such jobs."""
     after: str = ""
     """Sum of the manifest's newest record before this commit; empty in commits by older releases of Motet."""
 

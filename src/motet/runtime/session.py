@@ -190,6 +190,8 @@ class Session:
                 job.note_inexact(
                     f"torch threads changed from {self.done.threads} to {services.threads} at step {start}"
                 )
+            if self.done.steps not in (0, job.config.steps) and services.rewards.reads_state(job.name):
+                job.note_inexact(f"a reward reads trainer_state, and the job had {self.done.steps} steps when it began")
             for version in range(self.oldest_needed, start):
                 await self.versions.restore(version, state / str(version))
         else:
@@ -197,7 +199,7 @@ class Session:
                 await self._load(start_from := job.init_directory(), optimizer=False)
                 if why := await asyncio.to_thread(untrained, start_from):
                     job.note(f"starts from an untrained adapter: {why}")
-            self.done = replace(self.done, threads=services.threads, best_by=job.best_by)
+            self.done = replace(self.done, threads=services.threads, best_by=job.best_by, steps=job.config.steps)
             await self.commit()
         await self.work.open(start)
         job.progress.begin(start)

@@ -14,6 +14,8 @@ from motet.tasks.plain_json import check_plain
 
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")
+CONTINUATIONS = ("completion", "chosen", "rejected")
+"""Columns of turns that are learned behind a prompt."""
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 _SHAREGPT_ROLES = {
     "human": "user", **dict.fromkeys(("gpt", "chatgpt", "model", "function_call"), "assistant"),
@@ -43,6 +45,19 @@ def check_characters(messages: Iterable[Message], where: str) -> None:
             raise DataError(
                 f"{where} has {half!r}, half of a character, which no tokenizer reads; take it out"
             ) from error
+
+
+def without_odd_thoughts(turns: Any) -> Any:
+    """Turns of a job that began when thoughts were not read: without those that are no text, or none for a tokenizer."""
+    if isinstance(turns, list):
+        return [without_odd_thoughts(one) if isinstance(one, dict) else one for one in turns]
+    if not isinstance(turns, dict):
+        return turns
+    return {key: value for key, value in turns.items() if key not in THOUGHT_NAMES or _readable(value)}
+
+
+def _readable(value: Any) -> bool:
+    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def with_special_tokens(messages: Iterable[Message]) -> tuple[Message, ...]:

@@ -70,6 +70,8 @@ class LoadedReward:
     """Compares the completions of a problem, so it cannot be called for one alone."""
     reads_tokens: bool = False
     """Takes prompts and answers with their special tokens."""
+    reads_state: bool = False
+    """Takes `trainer_state`."""
 
 
 def adapted(function: Any, args: Mapping[str, Any], name: str, columns: Collection[str] | None = None) -> LoadedReward:
@@ -103,7 +105,7 @@ def adapted(function: Any, args: Mapping[str, Any], name: str, columns: Collecti
     if list(parameters)[:2] == ["problem", "completions"] and not made.open_ended:
         return LoadedReward(made.compared(), True, is_async, compares=True)
     if "completions" in parameters:
-        return LoadedReward(made.trl(), True, is_async)
+        return LoadedReward(made.trl(), True, is_async, reads_state=made.names("trainer_state"))
     return LoadedReward(made.own(), False, is_async, "transcript" in parameters)
 
 
@@ -149,6 +151,11 @@ class _Function:
             if value.default is value.empty and value.kind not in _VARIADIC
         ]
 
+    def names(self, parameter: str) -> bool:
+        """Whether it has a parameter, or its code names one that it takes with others."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        return parameter in self.parameters or (self.open_ended and _names(code, parameter))
+
     def taken(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What it takes of what is there, and the job's args."""
         whole = {**given, **self.args}
@@ -174,6 +181,7 @@ class _Function:
             raise RewardError(f"reward {self.name!r} takes {wrong}; write {usual}")
         self._check_args()
         seen = [key for key in _SEEN if key in parameters and key not in self.args]
+        defaults = {key for key in seen if key != "transcript" and key not in self.required}
 
         def call(asked: Asked) -> Any:
             (answer,) = asked.answers
@@ -183,7 +191,9 @@ class _Function:
                 "speech": answer.part("speech"),
             }
             parts["calls"] = answer.calls
-            more = {**{key: parts[key] for key in seen}, **self.args}
+            # a job that began when rewards saw no parts leaves a parameter of that name its default
+            left = defaults if asked.state is None and answer.parts is None else ()
+            more = {**{key: parts[key] for key in seen if key not in left}, **self.args}
             if by_name:
                 return self.function(problem=asked.problem, completion=answer.text, **more)
             return self.function(asked.problem, answer.text, **more)
@@ -317,6 +327,11 @@ class _Function:
             near = close_matches(unknown[0], own, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(own) or 'none'}"
             raise RewardError(f"reward {self.name!r} has no argument {unknown[0]!r}; {hint}")
+
+
+def _names(code: Any, text: str) -> bool:
+    """Whether code, or code within it, has a text as a constant."""
+    return any(one == text or _names(one, text) for one in getattr(code, "co_consts", ()))
 
 
 def ground_truth(problem: Problem) -> Any:

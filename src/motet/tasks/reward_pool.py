@@ -177,6 +177,10 @@ class RewardPool:
         waits = known.elsewhere[0] or any(group.waits for group in known.groups)
         return RewardLoad(own, together, self._most_waiting() if waits else self._workers)
 
+    def reads_state(self, job: str) -> bool:
+        """Whether a reward of a job takes `trainer_state`."""
+        return job in self._jobs and any(group.loaded.reads_state for group in self._jobs[job].groups)
+
     def rest(self, job: str, wanted: bool) -> None:
         """Set whether a job must pause; `score` then raises `ScorerAway` if its scorer is absent."""
         if self._rest is not None and job in self._jobs:

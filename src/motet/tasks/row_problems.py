@@ -16,7 +16,15 @@ from motet.core.rules import Rules
 from motet.core.types import Message, Problem
 from motet.tasks import pace
 from motet.tasks.columns import FIRST_ROWS, PROMPT_COLUMNS, Columns
-from motet.tasks.messages import check_characters, messages_of, plain_preference, with_special_tokens, without_prompt
+from motet.tasks.messages import (
+    CONTINUATIONS,
+    check_characters,
+    messages_of,
+    plain_preference,
+    with_special_tokens,
+    without_odd_thoughts,
+    without_prompt,
+)
 from motet.tasks.nested import MISSING, may_lead_on, names_of, text_of, value_at
 from motet.tasks.row_files import Row, RowLimits
 from motet.tasks.template_variables import ROW_VARIABLES, check_variables, variables_of
@@ -159,6 +167,9 @@ class Reading:
                 f"Set data.prompt to one of them, or data.template to a text with {{column}} fields{texts}"
             )
         conversational = isinstance(value, list)
+        if not self._rules.reads_parts:
+            value = without_odd_thoughts(value)
+            row = {**row, **{name: without_odd_thoughts(row[name]) for name in CONTINUATIONS if name in row}}
         messages = _with_more(messages_of(value, where, columns.prompt or "template"), row, columns, where)
         continuation: tuple[Message, ...] = ()
         if messages[-1].role == "assistant":  # a row for supervised training: its last turn is the reference answer
