@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from motet.core.types import Chunk, FinishReason, IntArray, ToolCall, TurnParts
 from motet.model.load import load_tokenizer
 from motet.tasks.chat import Chat
-from motet.tasks.forms.arguments import MOST_CALLS, typed
+from motet.tasks.forms.arguments import MOST_CALLS, TypedTexts
 from motet.tasks.forms.table import find_form
 from tests.support.speaking_bases import SPEAKERS, Speaker, own_turn
 
@@ -260,6 +262,14 @@ def test_text_ends_before_a_stop_string() -> None:
     assert reader.text == head + "one "
 
 
+def test_a_stop_string_goes_on_behind_tokens_without_letters() -> None:
+    chat = chat_of("magistral")
+    reader = chat.reader(prompt(chat), stop=("ENDS",))
+    shown = reader.take([*ids(chat, "one E"), *ids(chat, "[/THINK]").tolist() * 9, *ids(chat, "NDS two")]).speech
+    shown += reader.end(cut_off=False)[0].speech
+    assert (shown, reader.text) == ("one ", "one ")
+
+
 @pytest.mark.parametrize(
     ("text", "schema", "value"),
     [
@@ -286,8 +296,49 @@ def test_text_ends_before_a_stop_string() -> None:
 )
 def test_schemas_give_texts_their_types(text: str, schema: Any, value: Any) -> None:
     root = {"$defs": {"Size": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}}
-    assert typed(text, schema, root) == value
-    assert type(typed(text, schema, root)) is type(value)
+    typed = TypedTexts({"f": {**root, "properties": {"x": schema}}}).value("f", "x", text)
+    assert typed == value
+    assert type(typed) is type(value)
+
+
+_ODD = (
+    None,
+    5,
+    True,
+    "",
+    "#/",
+    [],
+    [[1]],
+    {},
+    {"type": 5},
+    {"type": {"a": 1}},
+    {"$ref": "#/$defs/x/0"},
+    [{"enum": [[1]]}],
+)
+
+
+@ALL
+def test_no_schema_breaks_a_call(name: str) -> None:
+    chat = chat_of(name)
+    said = own_turn(chat, turns_of(SPEAKERS[name])[2])
+    whole = chat.parts(prompt(chat), said, TOOLS, cut_off=False).calls
+    for odd in _ODD:
+        for key in ("type", "enum", "const", "nullable", "anyOf", "allOf", "$ref"):
+            for parameters in (odd, {"properties": odd, key: odd}, {"properties": {"n": {key: odd}}, "$defs": odd}):
+                tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+                parts = chat.parts(prompt(chat), said, tools, cut_off=False)
+                assert ([one.name for one in parts.calls], parts.unread) == ([one.name for one in whole], ""), (
+                    parameters
+                )
+
+
+def test_a_wide_schema_is_read_once() -> None:
+    wide = {"type": ["null"] * 9000}
+    schema = {"anyOf": [{"$ref": "#/d"}] * 9000}
+    texts = TypedTexts({"f": {"d": wide, "properties": {"x": schema}}})
+    first = _counted(lambda: texts.value("f", "x", "1"))
+    assert first < 20000
+    assert _counted(lambda: texts.value("f", "x", "1")) < 50
 
 
 @pytest.mark.parametrize("name", ["qwen35", "glm", "llama3", "magistral", "gpt_oss"])
@@ -299,14 +350,36 @@ def test_the_work_grows_with_the_tokens(name: str) -> None:
     openers = [one for one in (*chat.form.tags, "<", "<tool_cal", "{", '"', " ", "\n") if one]
     for opener in openers:
         for lead in dict.fromkeys(("", begins, *chat.form.tags[-1:])):
-            few, many = (ids(chat, lead).tolist() + ids(chat, opener).tolist() * n for n in (20, 120))
-            assert _steps(chat, before, many) < 8 * _steps(chat, before, few) + 2000, (opener, lead)
+            _check_growth(chat, before, lead, opener)
 
 
-def _steps(chat: Chat, before: IntArray, tokens: list[int]) -> int:
-    import sys
+@pytest.mark.parametrize("name", ["qwen35", "glm", "llama3", "gpt_oss"])
+def test_tokens_without_letters_wait_at_no_cost(name: str) -> None:
+    chat = chat_of(name)
+    for opener in (chat.tokenizer.eos_token, *chat.form.tags[:2]):
+        for lead in ("", "z"):
+            _check_growth(chat, prompt(chat), lead, opener, ("zzz",))
 
+
+def _check_growth(chat: Chat, before: IntArray, lead: str, opener: str, stop: tuple[str, ...] = ()) -> None:
+    few, many = (ids(chat, lead).tolist() + ids(chat, opener).tolist() * n for n in (20, 120))
+    assert _steps(chat, before, many, stop) < 8 * _steps(chat, before, few, stop) + 2000, (opener, lead)
+
+
+def _steps(chat: Chat, before: IntArray, tokens: list[int], stop: tuple[str, ...]) -> int:
     chat.parts(before, tokens, TOOLS, cut_off=False)
+
+    def read() -> None:
+        reader = chat.reader(before, TOOLS, stop)
+        for token in tokens:
+            reader.take([token])
+        reader.end(cut_off=False)
+
+    return _counted(read)
+
+
+def _counted(work: Callable[[], object]) -> int:
+    """The steps of the interpreter."""
     steps = 0
 
     def count(*_: Any) -> Any:
@@ -316,10 +389,7 @@ def _steps(chat: Chat, before: IntArray, tokens: list[int]) -> int:
 
     sys.settrace(count)
     try:
-        reader = chat.reader(before, TOOLS)
-        for token in tokens:
-            reader.take([token])
-        reader.end(cut_off=False)
+        work()
     finally:
         sys.settrace(None)
     return steps

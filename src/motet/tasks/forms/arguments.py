@@ -15,7 +15,7 @@ DEEPEST_CALL = 100
 MOST_CALLS = 256
 """Most calls of one turn: each is a request to the environment."""
 _MOST_STEPS = 64
-"""Schemas that are looked at for the types of one argument."""
+"""Schemas that are looked at for the types of one argument, and types, values and choices of each."""
 _SHOWN = 40
 _NAME = re.compile(r"[\w.:/-]*")
 """What a tool can be called."""
@@ -52,12 +52,23 @@ def broken(text: str, error: Exception) -> tuple[ToolCall, str]:
     return ToolCall(name, {}), f"a call cannot be read: {f'{type(error).__name__}: {error}':.200}"
 
 
-def typed(text: str, schema: Any, root: Any = None) -> Any:
-    """An argument that is written as text. A string stays as it is; other types are JSON, or text if they are none.
+class TypedTexts:
+    """Arguments of one turn's calls that are written as texts."""
 
-    `root` is the schema of all parameters, in which `schema` may refer to definitions.
-    """
-    types = set(_types(schema, root))
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas, self._known = schemas, dict[tuple[str, str], set[str]]()
+
+    def value(self, tool: str, name: str, text: str) -> Any:
+        """A string stays as it is; other types are JSON, or text if they are none."""
+        if (types := self._known.get((tool, name))) is None:
+            root: Any = self._schemas.get(tool)
+            properties = root.get("properties") if isinstance(root, Mapping) else None
+            schema = properties.get(name) if isinstance(properties, Mapping) else None
+            types = self._known[tool, name] = set(_types(schema, root))
+        return _typed(text, types)
+
+
+def _typed(text: str, types: set[str]) -> Any:
     if types == {"string"}:
         return text
     try:
@@ -84,27 +95,28 @@ def _names(value: Any) -> set[str]:
 
 
 def _types(schema: Any, root: Any) -> Iterator[str]:
-    """The types that a schema allows; none if it does not say."""
+    """The types that a schema allows; none if it does not say. `root` has the definitions to which it may refer."""
     left, steps = [schema], 0
     while left and steps < _MOST_STEPS:
         one, steps = left.pop(), steps + 1
         if not isinstance(one, Mapping):
             continue
         named = one.get("type")
-        yield from (name for name in ([named] if isinstance(named, str) else named or ()) if isinstance(name, str))
+        names = named if isinstance(named, list) else [named]
+        yield from (name for name in names[:_MOST_STEPS] if isinstance(name, str))
         if named is None:
             values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
             yield from (name for value in values[:_MOST_STEPS] for name in _names(value))
         if one.get("nullable") is True:
             yield "null"
         for several in ("anyOf", "oneOf", "allOf"):
-            left += one[several] if isinstance(one.get(several), list) else []
+            left += one[several][:_MOST_STEPS] if isinstance(one.get(several), list) else []
         if isinstance(one.get("$ref"), str):
             left.append(_referred(one["$ref"], root))
 
 
 def _referred(path: str, root: Any) -> Any:
     """The definition to which `#/$defs/…` refers, or None."""
-    for name in path.removeprefix("#").split("/")[1:_MOST_STEPS]:
+    for name in path.removeprefix("#").split("/", _MOST_STEPS)[1:_MOST_STEPS]:
         root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
     return root

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import Schemas, broken, typed
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken
 from motet.tasks.forms.json_in_tags import CLOSES, OPENS
 from motet.tasks.forms.letters import Tag, joined
 from motet.tasks.forms.reading import CallsRead, between
@@ -23,8 +23,9 @@ class Glm:
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""
+        typed = TypedTexts(schemas)
         bodies, around = between(pieces, OPENS, CLOSES, _outside_values)
-        return CallsRead.of([_call(body, schemas) for body in bodies], around)
+        return CallsRead.of([_call(body, typed) for body in bodies], around)
 
 
 def _outside_values() -> Callable[[str], bool]:
@@ -39,7 +40,7 @@ def _outside_values() -> Callable[[str], bool]:
     return outside
 
 
-def _call(body: Sequence[str], schemas: Schemas) -> tuple[ToolCall, str]:
+def _call(body: Sequence[str], typed: TypedTexts) -> tuple[ToolCall, str]:
     """The call between two tags, and what is wrong with it."""
     parts: list[list[str]] = [[]]
     for piece in body:
@@ -52,9 +53,8 @@ def _call(body: Sequence[str], schemas: Schemas) -> tuple[ToolCall, str]:
     name = texts[0].strip()
     if len(texts) % 4 != 1 or not name or any(text.strip() for text in texts[2::2] if len(texts) > 1):
         return broken(joined(body), ValueError("its names and values are not between their tags"))
-    root = schemas.get(name, {})
-    properties = root.get("properties") if isinstance(root, dict) else None
-    properties = properties if isinstance(properties, dict) else {}
-    keys, values = texts[1::4], texts[3::4]
-    pairs = ((key.strip(), value) for key, value in zip(keys, values, strict=True))
-    return ToolCall(name, {key: typed(value, properties.get(key), root) for key, value in pairs}), ""
+    pairs = ((key.strip(), value) for key, value in zip(texts[1::4], texts[3::4], strict=True))
+    try:
+        return ToolCall(name, {key: typed.value(name, key, value) for key, value in pairs}), ""
+    except UNREADABLE as error:
+        return broken(joined(body), error)

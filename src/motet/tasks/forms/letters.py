@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,7 +146,9 @@ class Letters:
         self._vocabulary, self._stops = vocabulary, tuple(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._keep = max(map(len, self._stops), default=1) - 1
-        self._held: list[str] = []
+        self._held: deque[str] = deque()
+        self._text = ""
+        """What is held, in the text of engines."""
         self._begun = self._stopped = False
 
     def of(self, tokens: Iterable[int]) -> list[str]:
@@ -155,11 +158,12 @@ class Letters:
             if self._stopped:
                 break
             if token in marks:
-                self._held += [self._decoder.decode(b"", True), marks[token]]
+                self._hold(self._decoder.decode(b"", True))
+                self._hold(marks[token])
                 self._decoder.reset()
             else:
                 known = self._vocabulary.bytes_of if self._begun else self._vocabulary.at_start
-                self._held.append(self._decoder.decode(known(token)))
+                self._hold(self._decoder.decode(known(token)))
             self._begun = True
             given += self._certain()
         return given
@@ -167,30 +171,33 @@ class Letters:
     def end(self) -> list[str]:
         """The pieces that were held back."""
         if not self._stopped:
-            self._held.append(self._decoder.decode(b"", True))
+            self._hold(self._decoder.decode(b"", True))
         given, self._keep = self._certain(), 0
         return given + self._certain()
 
+    def _hold(self, piece: str) -> None:
+        if piece:
+            self._held.append(piece)
+            self._text += self._letters(piece)
+
     def _certain(self) -> list[str]:
         """Take the pieces before the last `_keep` letters, or before a stop string."""
-        if (
-            self._stops
-            and not self._stopped
-            and (stop := met(text := "".join(map(self._letters, self._held)), self._stops))
-        ):
+        if self._stops and not self._stopped and (stop := met(self._text, self._stops)):
             self._stopped, self._keep = True, 0
-            self._held = list(_first(self._held, text.index(stop), self._letters))
-        at, keep = len(self._held), self._keep
-        while at and keep > 0:
-            at -= 1
-            piece = self._held[at]
-            size = max(1, len(self._letters(piece))) if piece else 0
-            if size > keep and not isinstance(piece, Tag):
-                self._held[at : at + 1] = [piece[:-keep], piece[-keep:]]
-                at += 1
-            keep -= size
-        given, self._held = self._held[:at], self._held[at:]
-        return [piece for piece in given if piece]
+            self._held = deque(_first(self._held, self._text.index(stop), self._letters))
+        given, at, end = list[str](), 0, max(0, len(self._text) - self._keep)
+        while self._held:
+            piece = self._held[0]
+            size = len(self._letters(piece))
+            if size > end - at:
+                if at < end and not isinstance(piece, Tag):
+                    given.append(piece[: end - at])
+                    self._held[0], at = piece[end - at :], end
+                break
+            given.append(self._held.popleft())
+            at += size
+        self._text = self._text[at:]
+        return given
 
     def _letters(self, piece: str) -> str:
         """A piece in the text of engines, which has no special tokens."""
@@ -202,7 +209,7 @@ def _first(pieces: Iterable[str], n_letters: int, letters: Callable[[str], str])
     for piece in pieces:
         size = len(letters(piece))
         if size > n_letters:
-            if not isinstance(piece, Tag):
+            if n_letters and not isinstance(piece, Tag):
                 yield piece[:n_letters]
             return
         yield piece

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, typed
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken
 from motet.tasks.forms.json_in_tags import CLOSES, OPENS
 from motet.tasks.forms.letters import Tag, joined, merged
 from motet.tasks.forms.reading import CallsRead, between
@@ -29,8 +29,9 @@ class XmlInTags:
         """See `CallStyle`."""
         bodies, around = between(_with_outer_tags(list(merged(pieces))), OPENS, CLOSES, _after_function)
         calls: list[tuple[ToolCall, str]] = []
+        typed = TypedTexts(schemas)
         for body in bodies:
-            around += _read_into(calls, joined(body), schemas)
+            around += _read_into(calls, joined(body), typed)
         return CallsRead.of(calls, around)
 
 
@@ -55,12 +56,12 @@ def _after_function() -> Callable[[str], bool]:
     return lambda piece: piece.rstrip().endswith("</function>")
 
 
-def _read_into(calls: list[tuple[ToolCall, str]], body: str, schemas: Schemas) -> str:
+def _read_into(calls: list[tuple[ToolCall, str]], body: str, typed: TypedTexts) -> str:
     """Add the calls between two tags, and what is wrong with each; returns the text behind them."""
     at = 0
     while not at or body.startswith(_FUNCTION, at):
         try:
-            call, at = _call(body, at, schemas)
+            call, at = _call(body, at, typed)
         except UNREADABLE as error:
             calls.append(broken(body[at:], error))
             return ""
@@ -68,22 +69,19 @@ def _read_into(calls: list[tuple[ToolCall, str]], body: str, schemas: Schemas) -
     return body[at:]
 
 
-def _call(body: str, at: int, schemas: Schemas) -> tuple[ToolCall, int]:
+def _call(body: str, at: int, typed: TypedTexts) -> tuple[ToolCall, int]:
     """The call that begins here, and where it ends. Raises ValueError if it is broken."""
     begins = _BEGINS.match(body, at)
     if begins is None:
         raise ValueError("it has no <function=…>")
     name, at = begins[1].strip(), begins.end()
-    root = schemas.get(name, {})
-    properties = root.get("properties") if isinstance(root, dict) else None
-    properties = properties if isinstance(properties, dict) else {}
     arguments = {}
     while parameter := _PARAMETER.match(body, at):
         ends = _PARAMETER_ENDS.search(body, parameter.end())
         if ends is None:
             raise ValueError(f"its parameter {parameter[1]:.80} has no </parameter>")
         key = parameter[1].strip()
-        arguments[key] = typed(body[parameter.end() : ends.start()], properties.get(key), root)
+        arguments[key] = typed.value(name, key, body[parameter.end() : ends.start()])
         at = ends.end()
     ends = _ENDS.match(body, at)
     if ends is None:
