@@ -159,6 +159,15 @@ def test_arrays_of_samples_are_small(algorithm: RowAlgorithm, rows: list[Row]) -
     assert {types(sample) for sample in (*batch.samples, *made)} == {SAMPLE_TYPES}
 
 
+def test_a_row_of_several_examples_counts_once() -> None:
+    together, alone = Row((example(5, 9, 1), example(5, 3, 2))), Row((example(8, 3, 3),))
+    batch = Supervised(reduction="sequence").batch([together, alone])
+    assert batch.denominator == 2
+    shares = [float(np.sum(one.weights, dtype=np.float64)) for one in batch.samples if one.weights is not None]
+    assert shares == pytest.approx([9 / 12, 3 / 12, 1])
+    assert Supervised().batch([together, alone]).denominator == 15
+
+
 def test_likelihoods_of_answers_are_summed_in_float64() -> None:
     batch = Dpo().batch(PAIRS)
     values = [np.where(sample.loss_mask, np.float32(-1), np.float32(9)) for sample in batch.samples]

@@ -301,7 +301,7 @@ def test_schemas_give_texts_their_types(text: str, schema: Any, value: Any) -> N
     assert type(typed) is type(value)
 
 
-_ODD = (
+_ODD: tuple[Any, ...] = (
     None,
     5,
     True,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from motet.config import DataConfig
+from motet.core.batch import Example
 from motet.core.errors import DataError
 from motet.core.rules import TODAY
 from motet.core.token_ids import TokenIds
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
-from motet.tasks.rows import longest_row, row_of
+from motet.tasks.rows import MOST_TOKENS, limited, longest_row, row_of
 from tests.support.scripted_model import byte_tokenizer
 
 # Hugging Face's own way to say what an assistant wrote, which few templates have: the reference here.
@@ -255,3 +257,17 @@ def test_a_teachers_id_without_a_token_is_refused(wrong: dict[str, Any]) -> None
     vocabulary = TokenIds(len(chat.tokenizer), frozenset({7}))
     with pytest.raises(DataError, match="data row 2 has the token"):
         longest_row(data, "soft", chat, "data", vocabulary)
+
+
+def test_a_row_that_the_template_makes_too_long_is_refused_before_all_of_it_is_made() -> None:
+    half = np.zeros(MOST_TOKENS // 2 + 1, np.int32)
+    made = []
+
+    def turns() -> Iterator[Example]:
+        for n in range(9):
+            made.append(n)
+            yield Example(half, half == 0)
+
+    with pytest.raises(DataError, match="data row 1 has more than 4,194,304 tokens"):
+        list(limited(turns(), "data row 1"))
+    assert made == [0, 1]

@@ -22,7 +22,7 @@ class Supervised(RowAlgorithm):
     turns: Literal["all", "last"] = "all"
     """Which of an assistant's turns are learned, of those whose `weight` is not 0."""
     reduction: Literal["token", "sequence"] = "token"
-    """What token losses are averaged over: all tokens of the step, or each answer and then answers."""
+    """What token losses are averaged over: all tokens of the step, or each row and then rows."""
 
     @property
     def kind(self) -> str:
@@ -31,9 +31,10 @@ class Supervised(RowAlgorithm):
 
     def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:
         """Samples of a step."""
-        examples = [example for row in rows for example in row.examples]
-        weights_S, denominator = normalisation([one.n_learned for one in examples], self.reduction, 1)
-        samples = (sample_of(example, float(weight)) for example, weight in zip(examples, weights_S, strict=True))
+        lengths = [sum(one.n_learned for one in row.examples) for row in rows]
+        weights, denominator = normalisation(lengths, self.reduction, 1)
+        weighed = zip(rows, weights, strict=True)
+        samples = (sample_of(one, float(weight)) for row, weight in weighed for one in row.examples)
         return StepBatch(tuple(samples), denominator)
 
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:

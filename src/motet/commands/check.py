@@ -331,14 +331,17 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     _title(console, job)
     first = batch.samples[0]
     console.print(job.chat.readable(first.token_ids, first.loss_mask), highlight=False, soft_wrap=True)
+    if (n := len(batch.samples)) > len(rows) and algorithm.kind == "answer":
+        what = f"the first {len(rows)} rows are {n} examples, {batch.tokens} tokens"
+        console.print(f"{what}: the template rewrites earlier turns", highlight=False, soft_wrap=True)
     await _add(job, shared)
     started = time.perf_counter()
-    segment = Segment(job.name, batch.samples)
-    ((*logprobs,),) = await shared.on_device(job.name, lambda: shared.trainer.forward(Batch((segment,))))
+    parts = [Batch((one,)) for one in batch.segments(job.name, None, 1.0, shared.micro_batch_tokens)]
+    scored = await shared.on_device(job.name, lambda: [shared.trainer.forward(part) for part in parts])
     seconds = 3 * (time.perf_counter() - started) * algorithm.rows_per_step / len(rows)
     await shared.on_device(job.name, lambda: shared.trainer.remove_adapter(job.name))
     tokens = sum(sample.n_trainable for sample in batch.samples)
-    likelihood = sum(float(some.sum()) for some in logprobs) / tokens
+    likelihood = sum(float(some.sum()) for ((*logprobs,),) in scored for some in logprobs) / tokens
     figures = (f"{LOG_LIKELIHOOD} {likelihood:.3g}", "", f"{tokens / len(rows):.0f} tokens", "")
     return _row(job, seconds, seconds * job.config.steps, figures)
 

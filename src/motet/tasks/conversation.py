@@ -6,7 +6,7 @@ model samples: with headers, thoughts and spaces, up to the token that ends it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,8 +46,8 @@ class WrittenTurn:
         return cls(prompt, _opened_once(chat, prompt, own), end)
 
 
-def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tools) -> tuple[Example, ...]:
-    """A conversation whose turns of the assistant from message `first` on are trained.
+def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tools) -> Iterator[Example]:
+    """A conversation whose turns of the assistant from message `first` on are trained, example by example.
 
     One example, unless the template rewrites earlier turns, as many drop thoughts: then a turn is trained in an example
     that ends where the next one no longer has it. Raises BaseModelError if the template refuses the conversation.
@@ -55,15 +55,19 @@ def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tool
     given, messages = len(messages), chat.with_tools(tuple(messages), tools)
     first += len(messages) - given
     if not chat.chat_template:
-        return (_plain(chat, messages, first),)
-    done: list[_Growing] = []
+        yield _plain(chat, messages, first)
+        return
+    one: _Growing | None = None
     for index in range(first, len(messages)):
         if messages[index].role == "assistant":
             turn = WrittenTurn.of(chat, messages[:index], messages[index], tools)
-            if not done or not done[-1].read(turn.prompt):
-                done.append(_Growing(chat, turn.prompt, [(chat.prompt_encoded(turn.prompt), False)]))
-            done[-1].say(turn, messages[index].learned)
-    return tuple(one.example() for one in done)
+            if one is None or not one.read(turn.prompt):
+                if one is not None:
+                    yield one.example()
+                one = _Growing(chat, turn.prompt, [(chat.prompt_encoded(turn.prompt), False)])
+            one.say(turn, messages[index].learned)
+    if one is not None:
+        yield one.example()
 
 
 def is_plain(chat: Chat, content: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from motet.tasks.conversation import examples_of
 from motet.tasks.messages import messages_of, with_special_tokens
 from motet.tasks.template_variables import tools_of
 
+MOST_TOKENS = 2**22
+"""Most tokens of a row's examples together: where each turn is one, as many as 64 turns that fill 131,072 positions."""
 Continuation = tuple[Message, ...]
 _MOST_WORK = 2**17
 """Turns to learn times messages of a row, because a template writes all before a turn again for each of them."""
@@ -61,7 +64,7 @@ def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     """All turns of the assistant in a conversation."""
     messages = (*problem.messages, *_as_prompt(problem, answer_of(problem, where)))
     first = next(at for at, message in enumerate(messages) if message.role == "assistant")
-    examples = _examples(chat, messages, first, problem, where)
+    examples = tuple(_examples(chat, messages, first, problem, where))
     taught = tuple(one for one in examples if one.n_learned) or examples[-1:]
     return Row(tuple(_learned(one, where) for one in taught))
 
@@ -185,21 +188,34 @@ def _tools(problem: Problem, where: str) -> Tools:
         raise DataError(f"{where}: {error}") from error
 
 
-def _examples(chat: Chat, messages: Sequence[Message], first: int, problem: Problem, where: str) -> tuple[Example, ...]:
+def _examples(chat: Chat, messages: Sequence[Message], first: int, problem: Problem, where: str) -> Iterator[Example]:
     turns = sum(message.role == "assistant" for message in messages[first:])
     if turns * len(messages) > _MOST_WORK and chat.chat_template and chat.rules.writes_as_template:
         raise DataError(
             f"{where} has {turns} turns to learn in {len(messages)} messages, and every turn is written with all messages "
             f"before it, which would take too long; split it into rows of at most {_SHORT} messages"
         )
-    return examples_of(chat, messages, first, _tools(problem, where))
+    return limited(examples_of(chat, messages, first, _tools(problem, where)), where)
 
 
 def _example(problem: Problem, continuation: Continuation, chat: Chat, where: str) -> Example:
     """A continuation as one example; where the template rewrites its earlier turns, the last one is trained."""
     messages = (*problem.messages, *_as_prompt(problem, continuation))
-    *_, last = _examples(chat, messages, len(problem.messages), problem, where)
+    (last,) = deque(_examples(chat, messages, len(problem.messages), problem, where), 1)
     return _learned(last, where)
+
+
+def limited(examples: Iterable[Example], where: str) -> Iterator[Example]:
+    """The examples of a row, one by one. Raises DataError where the chat template makes too many tokens of it."""
+    n_tokens = 0
+    for count, example in enumerate(examples, 1):
+        n_tokens += len(example.token_ids)
+        if count > 1 and n_tokens > MOST_TOKENS:
+            raise DataError(
+                f"{where} has more than {MOST_TOKENS:,} tokens, because the chat template rewrites earlier turns, and each "
+                "turn is learned behind a history of its own; split it into shorter conversations"
+            )
+        yield example
 
 
 def _as_prompt(problem: Problem, continuation: Continuation) -> Continuation:
