@@ -470,7 +470,9 @@ def test_base_best_and_latest_answer_side_by_side(service: Keyed, page: Page) ->
 
 
 def test_an_answer_that_breaks_off_says_why(service: Keyed, page: Page) -> None:
-    pieces = [{"choices": [{"index": 0, "delta": {"content": "It is"}}]}, {"error": {"message": "the engine is away"}}]
+    deltas = [{"reasoning_content": "Two twos"}, {"content": "It is"}]
+    pieces = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    pieces.append({"error": {"message": "the engine is away"}})
     body = "".join(f"data: {json.dumps(one)}\n\n" for one in pieces)
     page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
     open_job(page, "ended", "Chat")
@@ -478,6 +480,7 @@ def test_an_answer_that_breaks_off_says_why(service: Keyed, page: Page) -> None:
     page.get_by_role("button", name="Send").click()
     for name in columns(service):
         talk = page.get_by_role("log", name=re.compile(f"^{name}"))
+        expect(talk.locator(".thought")).to_have_text("Two twos")
         expect(talk.locator(".assistant")).to_have_text("the engine is away")
 
 

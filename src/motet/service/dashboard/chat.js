@@ -24,7 +24,7 @@ class Talk {
 
   async send(model, text, settings, signal) {
     this.messages.push({role: "user", content: text});
-    const answer = el("div", {class: "said assistant"}), mind = el("div", {class: "said assistant small soft", hidden: true});
+    const answer = el("div", {class: "said assistant"}), mind = el("div", {class: "said thought small soft", hidden: true});
     add(this.list, el("div", {class: "said user"}, text), mind, answer);
     this.list.scrollTop = this.list.scrollHeight;
     let written = "", thought = "";
