@@ -471,7 +471,7 @@ def test_base_best_and_latest_answer_side_by_side(service: Keyed, page: Page) ->
 
 def test_an_answer_that_breaks_off_says_why(service: Keyed, page: Page) -> None:
     deltas = [{"reasoning_content": "Two twos"}, {"content": "It is"}]
-    pieces = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    pieces: list[Any] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
     pieces.append({"error": {"message": "the engine is away"}})
     body = "".join(f"data: {json.dumps(one)}\n\n" for one in pieces)
     page.route("**/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
