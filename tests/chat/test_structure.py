@@ -136,6 +136,8 @@ def test_what_is_bound_begins_after_the_thought_in_the_marks_of_the_form(kind: s
         assert kept(chat, f"{thought}</think>\n\n{ANSWER}", "<think>\n", tools)
         assert kept(chat, f"<think>{thought}</think>{ANSWER}", "", tools)
         assert kept(chat, ANSWER, "", tools)
+        assert kept(chat, f"\n<think>{thought}</think>\n{ANSWER}", "", tools)
+        assert kept(chat, f"\n\n{ANSWER}", "", tools)
         assert not kept(chat, ANSWER, "<think>\n", tools), "it would be thought"
         assert not kept(chat, f"{thought}</think>I think 5", "<think>\n", tools)
         assert not kept(chat, f"{thought}</think>{ANSWER}</think>", "<think>\n", tools)

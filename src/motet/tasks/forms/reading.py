@@ -137,7 +137,7 @@ class TurnForm:
             return []
         begins, rules = "", list[str]()
         if self.thought:
-            begins = "thought " if opened else f"({marks.written(self.thought[0])} thought)? "
+            begins = "thought " if opened else f"SPACE ({marks.written(self.thought[0])} thought)? "
             rules += ["thought: inside SPACE", *marks.until("inside", self.thought[1]), f"SPACE: {SPACE}"]
         if calls:
             ways = [f"({' | '.join(map(marks.written, calls.opens))}) {marks.but()}*"]
