@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -38,6 +38,8 @@ class Message:
     special: int = 0
     """In how many letters at the beginning of `content` a token's name is the token: in those of a job's own row, if the job
     wants it. Everywhere else it is letters."""
+    letters: int = field(default=0, repr=False)
+    """In how many letters at the end of `content` no name is a token, whatever the role: text that somebody else put in."""
 
 
 OPEN_THOUGHT = "a thought has no end"

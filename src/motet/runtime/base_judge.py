@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,15 @@ import numpy as np
 from motet.core import seeds
 from motet.core.model_info import ModelInfo
 from motet.core.rules import TODAY, Rules
-from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams, TurnParts
+from motet.core.types import Chunk, FinishReason, GenerateRequest, IntArray, Message, Problem, SamplingParams
 from motet.protocols import RolloutEngine
 from motet.runtime.scheduler import FairScheduler
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.graders.template import UnfilledError
 from motet.tasks.judge_answers import Said
 from motet.tasks.judge_http import TEMPLATE
+
+_MOST_CHATS = 64
 
 
 class BaseJudge:
@@ -32,6 +35,7 @@ class BaseJudge:
         self._room = min(info.max_positions, kv_tokens or info.max_positions)
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
+        self._chats: dict[tuple[str, Rules], Chat] = {}
         self._numbers = itertools.count()
         self.rules: dict[str, Rules] = {}
         """Those of jobs, by name: the base sees the time that a job's own prompts have."""
@@ -43,8 +47,9 @@ class BaseJudge:
             UnfilledError: the question is too long.
             EngineError: the engine cannot answer.
         """
-        messages = tuple(Message(one["role"], one["content"]) for one in body["messages"])
-        chat = replace(self._chat, template_kwargs=body.get(TEMPLATE, {}), rules=self.rules.get(job, TODAY))
+        asked = ((one["role"], one["content"]) for one in body["messages"])
+        messages = tuple(Message(role, text, letters=len(text)) for role, text in asked)  # answers are in any of them
+        chat = self._chat_of(body.get(TEMPLATE, {}), self.rules.get(job, TODAY))
         most = int(body["max_tokens"])
         prompt_ids = await asyncio.to_thread(chat.prompt_ids, Problem(0, messages, ""))
         if len(prompt_ids) + most > self._room:
@@ -55,7 +60,7 @@ class BaseJudge:
                 "args.sampling_params.max_completion_tokens, or raise engine.kv_tokens",
                 of_item=True,
             )
-        seed = zlib.crc32(repr(messages).encode()) if body.get("seed") is None else int(body["seed"])
+        seed = _seed_of(messages) if body.get("seed") is None else int(body["seed"])
         tenant, share = self._scheduler.payer(job)
         request = GenerateRequest(
             f"{job}/judge/{next(self._numbers)}",
@@ -75,9 +80,32 @@ class BaseJudge:
         chunks: list[Chunk] = [chunk async for chunk in self._engine.generate(request)]
         written = sum(len(chunk.token_ids) for chunk in chunks)
         self._scheduler.spend(job, len(prompt_ids) + written)
-        said = "".join(chunk.text for chunk in chunks)
-        if chat.rules.reads_parts:  # the verdict is in what it says, not in its thought
-            ids, cut_off = np.concatenate([chunk.token_ids for chunk in chunks]), chunks[-1].finish_reason
-            parts = chat.parts(prompt_ids, ids, cut_off=cut_off is FinishReason.LENGTH)
-            said = said if parts == TurnParts(speech=parts.speech) else parts.speech
+        said = await asyncio.to_thread(_spoken, chat, prompt_ids, chunks)
         return Said(said, len(prompt_ids), written)
+
+    def _chat_of(self, template_kwargs: Mapping[str, Any], rules: Rules) -> Chat:
+        """The chat of questions of one kind; it knows its template's form already if it was asked before."""
+        key = json.dumps(template_kwargs, sort_keys=True), rules
+        if key not in self._chats:
+            if len(self._chats) >= _MOST_CHATS:
+                del self._chats[next(iter(self._chats))]
+            self._chats[key] = replace(self._chat, template_kwargs=template_kwargs, rules=rules)
+        return self._chats[key]
+
+
+def _seed_of(messages: Sequence[Message]) -> int:
+    """The seed of a question that gives none; it is written so that older jobs keep theirs."""
+    texts = (
+        f"Message(role={one.role!r}, content={one.content!r}, tool_calls=(), name='', learned=True),"
+        for one in messages
+    )
+    whole = " ".join(texts)
+    return zlib.crc32(f"({whole if len(messages) == 1 else whole[:-1]})".encode())
+
+
+def _spoken(chat: Chat, prompt_ids: IntArray, chunks: Sequence[Chunk]) -> str:
+    """What an answer says: its verdict is not in its thought."""
+    if chat.form.plain:
+        return "".join(chunk.text for chunk in chunks)
+    ids, cut_off = np.concatenate([chunk.token_ids for chunk in chunks]), chunks[-1].finish_reason
+    return chat.parts(prompt_ids, ids, cut_off=cut_off is FinishReason.LENGTH).speech

@@ -82,11 +82,11 @@ class Spellings:
 
     def _message(self, message: Message, seal: str) -> Message:
         names = self.special if message.role in ("assistant", "system") else self.all
-        given, rest = message.content[: message.special], message.content[message.special :]
+        given, rest, theirs = _owned(message)
         calls = tuple(ToolCall(*self._value([one.name, one.arguments], seal)) for one in message.tool_calls)
         return Message(
             message.role,
-            given + names.parted(rest, seal),
+            given + names.parted(rest, seal) + self.all.parted(theirs, seal),
             calls,
             self.all.parted(message.name, seal),
             message.learned,
@@ -108,10 +108,9 @@ class Spellings:
     def text_of(self, message: Message) -> str:
         """The text of a message alone, with the tokens marked that are tokens in it."""
         names = self.all if message.role not in ("assistant", "system") else self.special
-        given, rest = message.content[: message.special], message.content[message.special :]
-        return self.all.parted(given, _MARK) + "".join(
-            piece if number % 2 else self.all.parted(piece, _MARK) for number, piece in enumerate(names.pieces(rest))
-        )
+        given, rest, theirs = _owned(message)
+        own = (piece if at % 2 else self.all.parted(piece, _MARK) for at, piece in enumerate(names.pieces(rest)))
+        return self.all.parted(given, _MARK) + "".join(own) + theirs
 
     def encode(self, marked: str) -> list[int]:
         """Token ids of a text with marks."""
@@ -178,6 +177,13 @@ class _Names:
     def parted(self, text: str, sign: str) -> str:
         """A text with a sign behind the first letter of each name."""
         return self._pattern.sub(lambda one: _parted(one[0], sign), text)
+
+
+def _owned(message: Message) -> tuple[str, str, str]:
+    """A message's text: where names are tokens, where its role decides, and where they are letters."""
+    text = message.content
+    end = len(text) - message.letters
+    return text[: message.special], text[message.special : end], text[max(end, message.special) :]
 
 
 def _parted(name: str, sign: str) -> str:
