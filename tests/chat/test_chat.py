@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
-from motet.core.rules import TODAY
+from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.forms.letters import token_bytes
 from tests.support.scripted_model import CHATML, byte_tokenizer
+from tests.support.speaking_bases import SPEAKERS
 
 # Llama 2 writes a space before the end of the turn and trims the text.
 LLAMA = (
@@ -105,6 +106,16 @@ def test_stop_tokens_hold_the_end_of_turn_that_is_not_eos():
 
     assert stop_token_ids(tokenizer, (7, 9))[:2] == (7, 9)
     assert stop_token_ids(byte_tokenizer(None)) == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("gpt_oss", ["<|call|>", "<|return|>"]), ("llama3", ["<|eom_id|>"])])
+def test_a_turn_ends_with_a_call_as_the_base_ends_it(name, ends):
+    tokenizer = SPEAKERS[name].tokenizer()
+    tokenizer.add_tokens([AddedToken(end, special=True) for end in ends])
+    before = stop_token_ids(tokenizer, rules=Rules(0))
+    assert {*stop_token_ids(tokenizer)} == {*before, *tokenizer.convert_tokens_to_ids(ends)} > {*before}
+    tokenizer.chat_template = CHATML  # another's template, for the same vocabulary
+    assert stop_token_ids(tokenizer) == stop_token_ids(tokenizer, rules=Rules(0))
 
 
 def test_templates_that_are_missing_or_refuse():

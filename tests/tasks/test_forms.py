@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from motet.core.types import Chunk, FinishReason, IntArray, ToolCall, TurnParts
+from motet.core.types import Chunk, FinishReason, IntArray, Message, ToolCall, TurnParts
 from motet.model.load import load_tokenizer
 from motet.tasks.chat import Chat
 from motet.tasks.forms.arguments import MOST_CALLS, TypedTexts
-from motet.tasks.forms.table import find_form
+from motet.tasks.forms.table import ASKED, find_form
+from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS, Speaker, own_turn
 
 _PARAMETERS = {
@@ -241,6 +242,52 @@ def test_without_tools_nothing_is_a_call(name: str) -> None:
     parts = chat.parts(prompt(chat), own_turn(chat, turns_of(speaker)[3]), cut_off=False)
     assert parts.calls == ()
     assert "sell" in parts.speech or "none is offered" in parts.unread
+
+
+@ALL
+def test_without_the_template_calls_are_read_as_the_introduction_asks(name: str) -> None:
+    chat = Chat(SPEAKERS[name].tokenizer(), chat_template=False)
+    before = chat.prompt_of(chat.opening([Message("user", "hi")], TOOLS), TOOLS)
+    said = '<tool_call>{"name": "sell", "arguments": {}}</tool_call>'
+    if name == "gpt_oss":
+        said = "<|channel|>commentary to=functions.sell<|message|>{}<|call|>"
+    assert ASKED["harmony" if name == "gpt_oss" else "hermes"] in chat.tokenizer.decode(before)
+    assert chat.parts(before, ids(chat, said), TOOLS, cut_off=False).calls == (ToolCall("sell", {}),)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("hermes", '<tool_call>{"name": "sell", "arguments": {"x": "1"}}</tool_call>'),
+        ("qwen3_coder", "<tool_call><function=sell><parameter=x>1</parameter></function></tool_call>"),
+        ("glm", "<tool_call>sell<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
+        ("mistral", '[TOOL_CALLS][{"name": "sell", "arguments": {"x": "1"}}]'),
+        ("llama3_json", '{"name": "sell", "parameters": {"x": "1"}}'),
+        ("harmony", '<|channel|>commentary to=functions.sell<|message|>{"x": "1"}<|call|>'),
+    ],
+)
+def test_a_named_form_is_asked_for_where_the_template_lists_no_tools(form: str, said: str) -> None:
+    tool = {"type": "function", "function": {"name": "sell", "parameters": {"properties": {"x": {"type": "string"}}}}}
+    chat = Chat(byte_tokenizer(CHATML), tool_format=form)
+    before = chat.prompt_of(chat.opening([Message("user", "hi")], [tool]), [tool])
+    assert ASKED[form] in chat.tokenizer.decode(before)
+    assert chat.parts(before, ids(chat, said), [tool], cut_off=False).calls == (ToolCall("sell", {"x": "1"}),)
+
+
+@ALL
+@pytest.mark.parametrize("template", [False, True])
+def test_tools_are_letters_where_a_message_introduces_them(name: str, template: bool) -> None:
+    """A template that lists no tools is given them in a system message."""
+    tokenizer = SPEAKERS[name].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
+    chat = Chat(tokenizer, template)
+    found: list[list[int]] = []
+    for text in ("".join(chat.spellings.all.names), "x"):
+        function = {"name": text, "description": text, "parameters": {"type": "object", "properties": {text: {}}}}
+        before = chat.opening([Message("user", "hi")], [{"type": "function", "function": function}])
+        read = chat.prompt_of(before).tolist()
+        found.append([token for token in read if token in tokenizer.added_tokens_decoder])
+    assert found[0] == found[1]
 
 
 def test_a_plain_turn_is_the_text_of_the_engine() -> None:

@@ -155,7 +155,7 @@ def prepare(
         chat=read.chat,
         directory=own,
         base_rate=_rate(config, info, original or own),
-        stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
+        stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids, rules),
         progress=JobProgress.of(config),
         inexact=[*filter(None, [info.inexact]), *concerned],
         keeps=read,

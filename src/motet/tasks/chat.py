@@ -19,6 +19,7 @@ from motet.core.errors import BaseModelError, ConfigError
 from motet.core.rules import TODAY, Rules
 from motet.core.types import BoolArray, IntArray, Message, Problem
 from motet.tasks.clock import with_clock
+from motet.tasks.forms.table import ASKED
 from motet.tasks.forms.turns import ReadsTurns
 from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
 from motet.tasks.spellings import Spellings, plain
@@ -32,10 +33,8 @@ _MOST_PAIRS = 2**15
 _MOST_KINDS_OF_ROWS = 64
 _MOST_LINES = 120
 """Of a prompt that a person reads token by token."""
-_TOOLS_INTRODUCTION = (
-    'You may call tools, by <tool_call>{"name": …, "arguments": {…}}</tool_call>. The tools, as JSON schemas:'
-)
-
+_ENDS_OF_CALLS = {"<|channel|>": ("<|call|>", "<|return|>"), "<|eot_id|>": ("<|eom_id|>",)}
+"""By a token that a template writes: tokens that end turns too (gpt-oss, Llama 3)."""
 _AROUND = 8
 
 
@@ -189,7 +188,9 @@ class Chat(ReadsTurns):
         listed = "\n".join(json.dumps(tool) for tool in tools)
         system, *rest = messages if messages[0].role == "system" else (Message("system", ""), *messages)
         before = system.content and f"{system.content}\n\n"
-        return (replace(system, content=f"{before}{_TOOLS_INTRODUCTION}\n<tools>\n{listed}\n</tools>"), *rest)
+        told = f"{before}You may call tools{ASKED[self.form.name]}. The tools, as JSON schemas:\n<tools>\n"
+        listed = f"{listed}\n</tools>"
+        return (replace(system, content=told + listed, letters=len(listed)), *rest)
 
     @property
     def tool_role(self) -> str:
@@ -294,7 +295,7 @@ def _with_variables(chat: Chat, known: dict[str, Chat], own: Mapping[str, Any]) 
     if (found := known.get(key := json.dumps(own, sort_keys=True))) is None:
         if any(chat.spellings.all.found(str(value)) for value in own.values()):
             raise BaseModelError(f"{ROW_VARIABLES} {key:.80} of a row has a special token; take it out")
-        found = Chat(chat.tokenizer, chat.chat_template, {**chat.template_kwargs, **own}, chat.rules)
+        found = Chat(chat.tokenizer, chat.chat_template, {**chat.template_kwargs, **own}, chat.rules, chat.tool_format)
         if len(known) < _MOST_KINDS_OF_ROWS:
             known[key] = found
     return found
@@ -310,15 +311,18 @@ def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool,
     return apply(tokenizer, Wording().given(messages), generation_prompt, kwargs)
 
 
-def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> tuple[int, ...]:
-    """Ids that end a turn: EOS of the tokenizer and of the generation configuration, and the template's end of turn.
+def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = (), rules: Rules = TODAY) -> tuple[int, ...]:
+    """Ids that end a turn: EOS of the tokenizer and of the generation configuration, and those of the chat template.
 
-    The last is found by rendering an answer and looking at the special token behind it: several models call a token EOS
-    that their template never writes.
+    The template's end of turn is found by rendering an answer and looking at the special token behind it: several models
+    call a token EOS that their template never writes. Other tokens end a call.
     """
     stops = {tokenizer.eos_token_id, *eos_token_ids}
     if tokenizer.chat_template:
         stops.add(end_of_turn(tokenizer))
+        source, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder
+        own = {end for tag, ends in _ENDS_OF_CALLS.items() if rules.reads_parts and tag in source for end in ends}
+        stops |= {token for token, name in added.items() if str(name) in own}
     return tuple(sorted(int(token) for token in stops if token is not None))
 
 

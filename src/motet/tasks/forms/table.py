@@ -33,6 +33,16 @@ CALL_STYLES: Mapping[str, CallStyle] = {
 """How calls are written, by the name that `tool_format` has."""
 HARMONY = Harmony()
 TOOL_FORMATS = (*CALL_STYLES, HARMONY.name, "none")
+ASKED: Mapping[str, str] = {
+    "hermes": ', by <tool_call>{"name": …, "arguments": {…}}</tool_call>',
+    "qwen3_coder": ", by <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
+    "glm": ", by <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
+    "mistral": ', by [TOOL_CALLS][{"name": …, "arguments": {…}}]',
+    "llama3_json": ', by {"name": …, "parameters": {…}} as your whole answer',
+    HARMONY.name: ", by a message to=functions.NAME in the channel commentary, with the arguments as JSON",
+    "none": "",
+}
+"""How a message that introduces tools asks for calls, by form."""
 EARLIER = TurnForm("hermes", None, CALL_STYLES["hermes"])
 """How jobs that began under earlier rules read turns: all is speech, and calls are JSON in tags."""
 
@@ -58,14 +68,21 @@ _TOOLS = [
 _AROUND = re.compile(rf"(<[^<>\s]+>|\[[A-Z_]+\])\s*{_THOUGHT}\s*(<[^<>\s]+>|\[/[A-Z_]+\])")
 
 
-def find_form(tokenizer: Any, template_kwargs: Mapping[str, Any], tool_format: str = "") -> TurnForm:
-    """How a base writes its turns, by what its template writes and by its tokens; `tool_format` names how it calls tools."""
+def find_form(
+    tokenizer: Any, template_kwargs: Mapping[str, Any], tool_format: str = "", *, templated: bool = True
+) -> TurnForm:
+    """How a base writes its turns, by what its template writes and by its tokens; `tool_format` names how it calls tools.
+
+    Without its template (not `templated`), it is asked for calls in the most common form, or in channels if it has them.
+    """
     if tool_format == HARMONY.name:
         return HARMONY
     template = _Template(tokenizer, template_kwargs)
     if not tool_format and template.has_channels():
         return HARMONY
     thought = template.thought()
+    if not (templated or tool_format):
+        return replace(EARLIER, thought=thought)
     if tool_format:
         return TurnForm(tool_format, thought, CALL_STYLES.get(tool_format))
     if name := next((name for name in CALL_STYLES if template.writes(CALL_STYLES[name])), template.introduces()):

@@ -23,6 +23,7 @@ class ReadsTurns:
     """A chat that reads what its model says."""
 
     tokenizer: Any
+    chat_template: bool
     template_kwargs: Mapping[str, Any]
     rules: Rules
     tool_format: str | None
@@ -37,7 +38,7 @@ class ReadsTurns:
         """How the base writes a turn."""
         if not self.rules.reads_parts:
             return EARLIER
-        return find_form(self.tokenizer, self.template_kwargs, self.tool_format or "")
+        return find_form(self.tokenizer, self.template_kwargs, self.tool_format or "", templated=self.chat_template)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
