@@ -145,7 +145,7 @@ def test_a_real_base_learns_json_lines(tmp_path: Path) -> None:
     [
         ({"messages": [{"role": "user", "content": "And this?"}]}, "has no answer to learn: sft wants rows"),
         (
-            {"prompt": "Say much", "answer": "much " * 3000},
+            {"messages": [{"role": "user", "content": "Say"}, {"role": "assistant", "content": "much " * 3000}]},
             r"has \d+ tokens with its answer, more than the 1024 positions",
         ),
     ],
