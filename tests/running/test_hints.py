@@ -154,6 +154,28 @@ CASES: dict[str, Case] = {
         job={"data": {"source": [{"prompt": row["prompt"], "right": row["answer"]} for row in ROWS]}},
         then_job={"data": {"answer": "right", "holdout": 0}},
     ),
+    "the answer in verl's form": case(
+        ("solution_str, answer", "float(solution_str == answer)"),
+        "takes answer, which differs by row: call it ground_truth$",
+        ("solution_str, ground_truth", "float(solution_str == ground_truth)"),
+    ),
+    "another answer in verl's form": case(
+        ("solution_str, label", "float(solution_str == label)"),
+        "takes label, which differs by row: call it ground_truth, and set data.answer to label",
+        ("solution_str, ground_truth", "float(solution_str == ground_truth)"),
+        job={"data": {"source": [{**row, "answer": "?", "label": row["answer"]} for row in ROWS], "holdout": 0}},
+        then_job={"data": {"answer": "label", "holdout": 0}},
+    ),
+    "a column in verl's form": case(
+        ("solution_str, level", "float(solution_str == '4' and level == 'easy')"),
+        r"takes level, which differs by row: take TRL's form, def reward\(completions, level\)",
+        ("completions, level", "[float(a == '4' and b == 'easy') for a, b in zip(completions, level)]"),
+    ),
+    "the answer in OpenRLHF's form": case(
+        ("queries, prompts, answer", "[float(q[len(p):] == one) for q, p, one in zip(queries, prompts, answer)]"),
+        "takes answer, which differs by row: call it labels$",
+        ("queries, prompts, labels", "[float(q[len(p):] == one) for q, p, one in zip(queries, prompts, labels)]"),
+    ),
     "labels in args": case(
         ("queries, prompts, labels", "[float(q[len(p):] == label) for q, p, label in zip(queries, prompts, labels)]"),
         "each row has its own labels: take them out of args",

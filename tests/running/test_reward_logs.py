@@ -19,7 +19,8 @@ def reward(completions, trainer_state, log_metric, log_extra, **columns):
     return [float(len(text)) for text in completions]
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(len(solution_str)), "index": extra_info["index"], "pred": solution_str[:3]}
+    return {"score": float(len(solution_str)), "index": extra_info["index"], "pred": solution_str[:3],
+            "truth": ground_truth}
 
 def reward_func(queries, prompts, labels):
     assert all(query.startswith(prompt) and prompt for query, prompt in zip(queries, prompts))
@@ -32,6 +33,7 @@ ROWS = [
         "data_source": "sums",
         "reward_model": {"ground_truth": str(n + 1)},
         "extra_info": {"index": 7},
+        "right": "named",
     }
     for n in range(4)
 ]
@@ -50,7 +52,7 @@ def test_logs_of_each_librarys_functions_reach_metrics_and_rollouts(small: Any, 
         for name in ("reward", "compute_score", "reward_func")
     ]
     for job in jobs:
-        job["data"] = data
+        job["data"] = {**data, "answer": "right"} if job["name"] == "compute_score" else data
     small_runs.run(small, tmp_path / "run", jobs, threads=1)
 
     def lines(job: str) -> list[dict[str, Any]]:
@@ -63,6 +65,8 @@ def test_logs_of_each_librarys_functions_reach_metrics_and_rollouts(small: Any, 
     assert [line["reward_metrics"] for line in lines("reward")[:2]] == [{"done": 0.0}, {"done": 0.5}]
     assert {row["extra"]["epoch"] for row in rollouts("reward", "1")} == {"0.667"}  # two of three rows in each step
     assert {tuple(line["reward_metrics"].items()) for line in lines("compute_score")[:2]} == {(("index", 7.0),)}
-    assert all(row["extra"] == {"pred": row["completion"][:3]} for row in rollouts("compute_score", "0"))
+    assert all(
+        row["extra"] == {"pred": row["completion"][:3], "truth": "named"} for row in rollouts("compute_score", "0")
+    )
     assert all(1 <= line["reward_metrics"]["label"] <= 4 for line in lines("reward_func")[:2])
     assert all(line["failed"] == 0 for name in ("reward", "compute_score", "reward_func") for line in lines(name)[:2])

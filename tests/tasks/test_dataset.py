@@ -256,6 +256,12 @@ BAD_ROWS = [
     ),
     ([{"prompt": 3}], {}, r"row 1: the prompt \(prompt\) must be text or a list of messages, got 3"),
     ([{"prompt": [{"role": "user"}]}], {}, "needs `role` and `content`"),
+    (
+        [{"prompt": [*TURNS, {"role": "assistant", "tool_calls": 5}]}],
+        {},
+        "row 1: the tool_calls of a message must be a list",
+    ),
+    ([{"prompt": [{"role": "user", "thinking": "x"}]}], {}, "row 1: the content of a message must be text, got None"),
     ([{"prompt": [{"role": "critic", "content": "x"}]}], {}, "role 'critic'.*system, user, assistant, tool"),
     ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
     (

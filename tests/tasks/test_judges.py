@@ -183,6 +183,33 @@ def test_a_judge_reads_what_is_said_and_is_read_so(tmp_path: Path) -> None:
     assert not found[2].clock_limited
 
 
+QUOTES = '{"reasoning": "it never closes </think> as asked", "result": 0.25}'
+
+
+@pytest.mark.parametrize("said", [QUOTES, "<think>No {end} of </think>?</think>\n" + QUOTES, "So </think>\n" + QUOTES])
+def test_a_verdict_that_quotes_the_end_of_a_thought_is_read_whole(tmp_path: Path, said: str) -> None:
+    form = {"type": "rubric", "criteria": {"result": "right"}, "range": [0, 1]}
+    with judging(lambda question: said) as server:
+        found = [scored(tmp_path, judge(server, **args), [f"4 {n}"]) for n, args in enumerate(({}, form))]
+    assert [(one.error, one.reward) for (one,) in found] == [("", 0.25)] * 2
+
+
+def test_a_judge_of_a_job_by_earlier_rules_is_read_as_a_whole(tmp_path: Path) -> None:
+    async def work(rules: dict[str, Rules]) -> list[ScoreOutcome]:
+        pool = RewardPool(1, of_a_run(tmp_path, rules=rules))
+        try:
+            await pool.register("job", [reward])
+            return await pool.score("job", PROBLEM, [f"4 {len(rules)}"])
+        finally:
+            await pool.close()
+
+    (tmp_path / "job").mkdir()
+    with judging(lambda question: "<think>0.5") as server:
+        reward = judge(server)
+        (today,), (before,) = (asyncio.run(work(rules)) for rules in ({}, {"job": Rules(number=0)}))
+    assert (today.error != "", before.reward) == (True, 0.5)
+
+
 class Saying(FakeEngine):
     """Answers each question with the same tokens."""
 

@@ -94,10 +94,47 @@ def gsm8k(solution_str, ground_truth, method="strict"):
 def test_the_score_of_verl_gets_the_truth_of_its_row() -> None:
     assert [asked(compute_score, text)[0] for text in ("4", "5")] == [1.0, 0.0]
     assert asked(in_batches, "4", "5", bonus=0.5)[0][1] == {"score": 0.5, "n": 3}
-    for row, truth in (({}, "4"), ({"ground_truth": "7"}, "7"), ({"reward_model": {"ground_truth": 9}}, 9)):
+    of_verl = {"reward_model": {"ground_truth": 9}}
+    for row, truth, named in (
+        ({}, "4", "4"),
+        ({"ground_truth": "7"}, "7", "4"),
+        ({"ground_truth": 4}, 4, 4),
+        (of_verl, 9, "4"),
+        ({"ground_truth": None}, "4", "4"),
+        ({"reward_model": {"ground_truth": None}, "ground_truth": 4}, 4, 4),
+    ):
         problem = Problem(1, PROBLEM.messages, "4", row)
-        assert asked(lambda solution_str, ground_truth: ground_truth, "x", problem=problem)[0] == truth
+        for column, wanted in ((None, truth), ("right", named)):
+            columns = columns_of([problem], named=column)
+            loaded = resolve("mine", {}, lambda solution_str, ground_truth: ground_truth, columns=columns)
+            assert loaded.call(Asked(problem, [Answer("x")])) == wanted
     assert asked(gsm8k, "4", problem=Problem(1, PROBLEM.messages, "4", {}))[0] == 1.0
+    assert columns_of([Problem(1, (), "", {"ground_truth": None, "answer": None, "level": 0})]) == ["level"]
+
+
+def sources(data_source, solution_str, ground_truth):
+    return data_source
+
+
+def all_sources(data_sources, solution_strs, ground_truths, **kwargs):
+    return data_sources
+
+
+def test_the_job_may_name_the_data_source_for_all_rows() -> None:
+    bare = Problem(1, PROBLEM.messages, "4", {"data_source": None})
+    assert asked(sources, "4", problem=bare, data_source="gsm8k")[0] == "gsm8k"
+    assert asked(all_sources, "4", "5", problem=bare, data_sources="gsm8k")[0] == ["gsm8k", "gsm8k"]
+    with pytest.raises(RewardError, match="has no argument 'data_source'"):
+        asked(gsm8k, "4", data_source="gsm8k")
+    with pytest.raises(RewardError, match="asks for the column 'data_source', and not every row has one"):
+        asked(sources, "4", problem=bare)
+
+
+def test_what_is_no_number_beside_a_score_is_logged_as_text() -> None:
+    said = {"score": 1.0, "a": np.array([1, 2]), "big": 10**400, "huge": 10**5000, 5: 1, "x" * 70: 1, "": 1}
+    (outcome,) = scored(lambda solution_str, ground_truth: said, ["4"])
+    assert (outcome.error, outcome.reward, dict(outcome.metrics)) == ("", 1.0, {"5": 1.0, "x" * 64: 1.0})
+    assert dict(outcome.extra) == {"a": "[1 2]", "big": str(10**400), "huge": "a value of type int"}
 
 
 @pytest.mark.parametrize("function", [with_metrics, waits, in_batches])
@@ -203,6 +240,9 @@ def test_functions_get_the_parts_that_they_name() -> None:
     assert asked(names_parts, answer)[0] == 1.0
     chat = Problem(1, PROBLEM.messages, "4", {}, conversational=True)
     assert asked(trl_chat, answer, problem=chat)[0] == [1.0]
+    seen = Answer(answer.text, TurnParts("2 and 2 is 4", "It is 5"))  # as TRL decodes an answer without calls
+    whole = {"role": "assistant", "content": answer.text, "reasoning_content": "2 and 2 is 4"}
+    assert asked(lambda completions, **kwargs: completions, seen, problem=chat)[0] == [[whole]]
     assert asked(lambda problem, completion, thought, speech: (thought, speech), "4")[0] == ("", "4")
     assert asked(lambda problem, completion, speech: speech, answer, speech="mine")[0] == "mine"  # the job's args win
     (outcome,) = scored(names_parts, [answer.text], AnswerContext(parts=[THOUGHT]))

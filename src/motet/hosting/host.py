@@ -60,7 +60,7 @@ class Host:
         scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)
         self._judge = BaseJudge(self.info, workshop.engine, scheduler, workshop.kv_tokens)
         if rewards is None:
-            rewards = RewardPool(engine.reward_processes, of_a_run(directory.path, self._judge))
+            rewards = RewardPool(engine.reward_processes, of_a_run(directory.path, self._judge, self._judge.rules))
         self.services = Services(
             engine=workshop.engine,
             trainer=workshop.trainer,

@@ -70,8 +70,8 @@ class JobSampler:
         Raises:
             RewardError, EnvironmentFault: one of them cannot be used.
         """
-        job, path = self._job, self._job.directory.path
-        columns = columns_of(job.data.train, job.data.holdout) if job.rules.reads_columns else None
+        job, path, own = self._job, self._job.directory.path, self._job.data
+        columns = columns_of(own.train, own.holdout, named=job.config.data.answer) if job.rules.reads_columns else None
         known = job.config.rewards, job.data.scorer, path / "rewards.log", columns, job.rules
         await self._services.rewards.register(job.name, *known)
         if job.config.environment.own:

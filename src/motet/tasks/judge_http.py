@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from pydantic import Field, ValidationError
 
 from motet.config import Config, RewardConfig
 from motet.core.errors import EngineError, JobFailed, RewardError
+from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.graders import item_of
@@ -41,6 +43,7 @@ _PER = 1e6
 _NOTHING = Spend()
 _LONGEST_ANSWER = 200_000
 """Most characters of an answer that are kept."""
+_END, _VERDICT = "</think>", re.compile(r'\{\s*"')
 BASE = "base"
 """Name of the run's base as a judge."""
 TEMPLATE = "chat_template_kwargs"
@@ -120,9 +123,12 @@ def _key(address: JudgeAddress) -> str:
 class Judges:
     """Asks judges, for all jobs of a process. Lives in one event loop."""
 
-    def __init__(self, directory: Path, http: HttpRewards, base: OfBase | None = None) -> None:
-        """`directory` is that of the run: each job keeps its answers in its own directory below."""
+    def __init__(
+        self, directory: Path, http: HttpRewards, base: OfBase | None = None, rules: Mapping[str, Rules] | None = None
+    ) -> None:
+        """`directory` is that of the run: each job keeps its answers in its own directory below. `rules` are by job."""
         self._directory, self._http, self._base = directory, http, base
+        self._rules = {} if rules is None else rules  # not a copy: jobs come later
         self._graders = Graders(Walls())
         self._gates: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
         self._spent: dict[str, Spend] = {}
@@ -216,7 +222,8 @@ class Judges:
             with anyio.fail_after(seconds):
                 for attempt in range(1, 10**6):
                     try:
-                        return _read(await self._http.post_once(job, args, asked, attempt), len(asked), most)
+                        got = await self._http.post_once(job, args, asked, attempt)
+                        return _read(got, len(asked), most, self._rules.get(job, TODAY))
                     except AddressFailed as error:
                         reason = f" ({host} {error})"
                     await asyncio.sleep(pause)
@@ -262,7 +269,7 @@ def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _read(body: bytes, asked: int, most: int) -> Said:
+def _read(body: bytes, asked: int, most: int, rules: Rules) -> Said:
     """Read an answer in OpenAI's form. Raises AddressRefused if it has another one.
 
     If the server counts no tokens, each byte is one: never too few for a budget. The question has `asked` bytes; an answer
@@ -280,7 +287,7 @@ def _read(body: bytes, asked: int, most: int) -> Said:
     if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
     said = len(text.encode()) if isinstance(text, str) else most
-    if isinstance(text, str):
+    if isinstance(text, str) and rules.reads_parts:
         text = _spoken(text)
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
         text = None
@@ -289,13 +296,19 @@ def _read(body: bytes, asked: int, most: int) -> Said:
 
 
 def _spoken(text: str) -> str:
-    """What a judge says, where its server leaves its thought in the text."""
-    if "</think>" in text:
-        return text.rpartition("</think>")[2]
-    return "" if text.lstrip().startswith("<think>") else text
+    """What a judge says, where its server leaves its thought in the text; a verdict may quote the end of a thought."""
+    thinks, end = text.lstrip().startswith("<think>"), text.find(_END)
+    if end < 0:
+        return "" if thinks else text
+    if not thinks and _VERDICT.search(text, 0, end):
+        return text
+    verdict = _VERDICT.search(text, end)
+    return text[text.rfind(_END, end, verdict.start() if verdict else len(text)) + len(_END) :]
 
 
-def of_a_run(directory: Path, base: OfBase | None = None) -> dict[str, Elsewhere]:
+def of_a_run(
+    directory: Path, base: OfBase | None = None, rules: Mapping[str, Rules] | None = None
+) -> dict[str, Elsewhere]:
     """Scorers outside reward processes for `motet run`, which may ask any address; without a `base`, only for checks."""
     http = HttpRewards(Addresses(anywhere=True))
-    return {"http": http, "judge": Judges(directory, http, base)}
+    return {"http": http, "judge": Judges(directory, http, base, rules)}

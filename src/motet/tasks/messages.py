@@ -119,11 +119,14 @@ def _message(item: Any, where: str, column: str) -> Message:
     role = "system" if item["role"] == "developer" else item["role"]
     if role not in ROLES:
         raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
-    calls = tuple(_tool_call(call, where) for call in item.get("tool_calls") or ())
+    called = item.get("tool_calls") or []
+    if not isinstance(called, list):
+        raise DataError(f"{where}: the tool_calls of a message must be a list, got {called!r:.80}")
+    calls = tuple(_tool_call(call, where) for call in called)
     if calls and role != "assistant":
         raise DataError(f"{where}: a message of the {role} has tool_calls; only an assistant calls tools")
     thought = _thought(item, where) if role == "assistant" else ""
-    content = "" if (calls or thought) and item.get("content") is None else _content(item["content"], where)
+    content = "" if (calls or thought) and item.get("content") is None else _content(item.get("content"), where)
     name = item.get("name") if role == "tool" else None
     return Message(role, content, calls, name if isinstance(name, str) else "", _learned(item, where), thought)
 

@@ -10,11 +10,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from motet.core.types import Message, Problem, TurnParts
+from motet.tasks.nested import text_of
 
 FIRST_ROWS = 100
 """Rows that are looked at to see which columns all have."""
 MOST_LOGGED = 64
 """Most metrics, and most columns, of one answer."""
+ANSWER_NAMED = "answer (data.answer)"
+"""Among the columns of a job that names the column with the answers."""
 LONGEST_NAME = 64
 LONGEST_TEXT = 1000
 """Most characters of a logged text."""
@@ -47,21 +50,39 @@ class TrainerState:
             raise AttributeError(f"trainer_state has no {name!r} here; it has {known}")
 
 
-def columns_of(*sources: Iterable[Problem]) -> list[str] | None:
+def ground_truth(problem: Problem, *, named: bool = False) -> Any:
+    """What verl calls so: `reward_model.ground_truth` of the row, or its column `ground_truth`, or the reference answer.
+
+    Nulls are passed over. If the job has `named` the answers, the others are taken only as other forms of the same value.
+    """
+    row, model = problem.metadata, problem.metadata.get("reward_model")
+    values = [model.get("ground_truth") if isinstance(model, Mapping) else None, row.get("ground_truth")]
+    found = (one for one in values if one is not None and (not named or text_of(one) == problem.answer))
+    return next(found, problem.answer)
+
+
+def columns_of(*sources: Iterable[Problem], named: str | None = None) -> list[str] | None:
     """What reward functions find in each of the first problems: columns, `answer`, verl's `reward_model.ground_truth`.
 
+    Columns without any value are left out. ANSWER_NAMED is added if the job has `named` that of the answers.
     None if there are no problems.
     """
     common: dict[str, None] | None = None
+    filled = set[str]()
     for problem in itertools.chain(*(itertools.islice(problems, FIRST_ROWS) for problems in sources)):
         names = dict.fromkeys(problem.metadata)
+        empty = {name for name, value in problem.metadata.items() if value is None}
         if problem.answer:
             names["answer"] = None
+            empty.discard("answer")
         model = problem.metadata.get("reward_model")
         if isinstance(model, Mapping) and model.get("ground_truth") is not None:
             names["reward_model.ground_truth"] = None
+        filled |= names.keys() - empty
         common = names if common is None else {name: None for name in common if name in names}
-    return None if common is None else list(common)
+    return (
+        None if common is None else [name for name in common if name in filled] + [ANSWER_NAMED] * (named is not None)
+    )
 
 
 Transcript = Sequence[Message]
@@ -133,20 +154,36 @@ class Logs:
         if len(values) != len(self.extra):
             raise ValueError(f"log_extra: {column!r} has {len(values)} values for {len(self.extra)} completions")
         for known, value in zip(self.extra, values, strict=True):
-            known[_named("log_extra", column, known)] = str(value)[:LONGEST_TEXT]
+            known[_named("log_extra", column, known)] = _text(value)
 
-    def note(self, place: int, name: str, value: Any) -> None:
+    def note(self, place: int, name: Any, value: Any) -> None:
         """An entry beside an answer's score: a number is a metric, anything else a column of the rollout log."""
-        if isinstance(value, str) or not hasattr(value, "__float__"):
+        if not (name := str(name)[:LONGEST_NAME]):
+            return
+        if (number := _number(value)) is None:
             known = self.extra[place]
-            known[_named("the entry", name, known)] = str(value)[:LONGEST_TEXT]
-        elif math.isfinite(number := float(value)):
+            known[_named("the entry", name, known)] = _text(value)
+        elif math.isfinite(number):
             self.metrics[place][_named("the entry", name, self.metrics[place])] = number
 
     def of(self, place: int) -> tuple[dict[str, float], dict[str, str]]:
         """Metrics and columns of one answer."""
         means = {name: fmean(values) for name, values in self._means.items() if values}
         return {**means, **self.metrics[place]}, self.extra[place]
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, str) or not hasattr(value, "__float__") else float(value)
+    except (TypeError, ValueError, OverflowError):  # an array, or a large number
+        return None
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)[:LONGEST_TEXT]
+    except ValueError:  # a number with more digits than Python writes
+        return f"a value of type {type(value).__name__}"
 
 
 def _named(what: str, name: Any, known: Mapping[str, Any]) -> str:

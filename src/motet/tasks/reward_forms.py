@@ -19,7 +19,7 @@ from typing import Any
 from motet.core.errors import RewardError
 from motet.core.near import close_matches
 from motet.core.types import Problem
-from motet.tasks.reward_answers import Answer, Logs, TrainerState
+from motet.tasks.reward_answers import ANSWER_NAMED, Answer, Logs, TrainerState, ground_truth
 
 Parameters = Mapping[str, inspect.Parameter]
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -96,7 +96,8 @@ def adapted(function: Any, args: Mapping[str, Any], name: str, columns: Collecti
             f"reward {name!r} takes environments, which are not where rewards run: leave it out. What the environment's "
             "get_reward() returns counts without a reward, and self.reward where it has neither that nor step"
         )
-    made = _Function(function, parameters, dict(args), name, columns)
+    known = None if columns is None else [column for column in columns if column != ANSWER_NAMED]
+    made = _Function(function, parameters, dict(args), name, known, named=ANSWER_NAMED in (columns or ()))
     if "solution_str" in parameters or "solution_strs" in parameters:
         batched = "solution_strs" in parameters
         return LoadedReward(made.verl(_VERL_BATCH if batched else _VERL), batched, is_async)
@@ -136,6 +137,8 @@ class _Function:
     args: dict[str, Any]
     name: str
     columns: Collection[str] | None
+    named: bool = False
+    """Whether the job names the column with the answers."""
 
     @property
     def open_ended(self) -> bool:
@@ -240,24 +243,26 @@ class _Function:
         """The form of verl, for one answer or for all; a mapping's other entries are logged."""
         source, solution, truth, info = names
         for key in (*_VERL, *_VERL_BATCH):
-            if key in self.args and key not in ("data_source", "data_sources"):
+            if key in self.args and key != source:
                 raise RewardError(f"reward {self.name!r}: each row has its own {key}: take it out of args")
         for key in (key for key in _VERL_ONLY if key in self.required and key not in self.args):
             raise RewardError(
                 f"reward {self.name!r} requires {key}, which is a part of verl: leave the parameter out. To ask a model, take "
                 "the reward `judge`"
             )
-        self._check_args()
+        taken = source in self.args and (self.open_ended or source in self.parameters)
+        fixed = {"data_source": self.args.pop(source)} if taken else {}
+        self._check_args(truth)
         if truth in self.required:
             self._check_columns(["ground_truth"], _NAME_ANSWER, "reward_model.ground_truth", "answer")
-        if source in self.required and source not in self.args:
+        if source in self.required and not fixed:
             self._check_columns(["data_source"], "add it to the data")
 
         def given(problem: Problem) -> dict[str, Any]:
-            row = problem.metadata
+            row = {**problem.metadata, **fixed}
             values = {
-                source: row.get("data_source", ""),
-                truth: ground_truth(problem),
+                source: row.get("data_source") or "",
+                truth: ground_truth(problem, named=self.named),
                 info: row.get("extra_info") or {},
             }
             return values if names is _VERL else {key: [value] for key, value in values.items()}
@@ -276,14 +281,15 @@ class _Function:
         """OpenRLHF's form: texts with special tokens; `labels` has the answers of the rows."""
         if "labels" in self.args:
             raise RewardError(f"reward {self.name!r}: each row has its own labels: take them out of args")
-        self._check_args()
+        self._check_args("labels")
         if "labels" in self.required:
             self._check_columns(["labels"], _NAME_ANSWER, "label", "answer")
 
         def call(asked: Asked) -> Any:
             shown = [answer.shown for answer in asked.answers]
             row = asked.problem.metadata
-            labels = [asked.problem.answer or row.get("labels", row.get("label", ""))] * len(shown)
+            others = (row[name] for name in ("labels", "label") if row.get(name) is not None)
+            labels = [asked.problem.answer or next(others, "")] * len(shown)
             whole = {
                 "queries": [both for _, both in shown],
                 "prompts": [prompt for prompt, _ in shown],
@@ -302,20 +308,14 @@ class _Function:
                     f"{', '.join(self.columns or ()) or 'none'}): {hint}"
                 )
 
-    def _check_args(self) -> None:
-        """Refuse args that are missing or unknown."""
+    def _check_args(self, truth: str = "") -> None:
+        """Refuse args that are missing or unknown; `truth` is the parameter with the answers in a form without a problem."""
         own = own_parameters(self.parameters)
         missing = [key for key, value in own.items() if value.default is value.empty and key not in self.args]
         for key in missing:
             if key in (self.columns or ()) or key in _OF_A_ROW:
-                inside = (
-                    f"problem.metadata[{key!r}]"
-                    if key in (self.columns or ()) and key != "answer"
-                    else "problem.answer"
-                )
                 raise RewardError(
-                    f"reward {self.name!r} takes {key}, which differs by row: leave the parameter out, and read {inside} in "
-                    "the function"
+                    f"reward {self.name!r} takes {key}, which differs by row: {self._instead(key, truth)}"
                 )
         if missing:
             wanted = ", ".join(f"{key}: …" for key in missing)
@@ -328,29 +328,30 @@ class _Function:
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(own) or 'none'}"
             raise RewardError(f"reward {self.name!r} has no argument {unknown[0]!r}; {hint}")
 
+    def _instead(self, key: str, truth: str) -> str:
+        """What to write for a parameter that differs by row."""
+        of_column = key in (self.columns or ()) and key != "answer"
+        if not truth:
+            inside = f"problem.metadata[{key!r}]" if of_column else "problem.answer"
+            return f"leave the parameter out, and read {inside} in the function"
+        if key not in _OF_A_ROW or (truth in self.parameters and of_column):
+            return f"take TRL's form, def reward(completions, {key})"
+        if truth in self.parameters:
+            return f"leave the parameter out, and read {truth}, the reference answer"
+        return f"call it {truth}" + (f", and set data.answer to {key}" if of_column else "")
+
 
 def _names(code: Any, text: str) -> bool:
     """Whether code, or code within it, has a text as a constant."""
     return any(one == text or _names(one, text) for one in getattr(code, "co_consts", ()))
 
 
-def ground_truth(problem: Problem) -> Any:
-    """What verl calls so: `reward_model.ground_truth` of the row, or its column `ground_truth`, or the reference answer."""
-    model = problem.metadata.get("reward_model")
-    if isinstance(model, Mapping) and "ground_truth" in model:
-        return model["ground_truth"]
-    return problem.metadata.get("ground_truth", problem.answer)
-
-
 def _message(answer: Answer) -> dict[str, Any]:
-    """An answer as TRL has it in conversations."""
-    parts = answer.parts
-    if parts is None or not (parts.thought or parts.calls):
-        return {"role": "assistant", "content": answer.text}
-    message: dict[str, Any] = {"role": "assistant", "content": parts.speech}
-    if parts.thought:
-        message["reasoning_content"] = parts.thought
-    if parts.calls:
+    """An answer as TRL has it in conversations: it decodes all of one without calls, and parses one with calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.part("speech") if answer.calls else answer.text}
+    if thought := answer.part("thought"):
+        message["reasoning_content"] = thought
+    if answer.calls:
         message["tool_calls"] = [{"type": "function", "function": call} for call in answer.calls]
     return message
 
