@@ -1,0 +1,303 @@
+"""Bases that learn to think and call in their own forms: what was trained is what is played, served, and trained again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import transformers
+
+import motet
+from motet.config import DataConfig
+from motet.core.rules import TODAY
+from motet.core.types import ToolCall, TurnParts
+from motet.model.find import SMALL_BASE
+from motet.tasks.chat import Chat
+from motet.tasks.dataset import load_dataset
+from motet.tasks.rows import row_of
+from tests.support.adapter_files import tarred
+from tests.support.service_run import Service, serving
+from tests.support.speaking_bases import SPEAKERS, own_turn
+
+pytestmark = pytest.mark.soak
+PRICES = {"tea": 150, "jam": 280}
+OWN = (
+    f"PRICES = {PRICES}\n"
+    + '''
+
+class Shop:
+    def reset(self, prompt, **row):
+        self.items = [item for item in ("tea", "jam") if item in prompt]
+        self.items += [item for item in ("jam", "tea") if item not in self.items]
+        self.asked, self.right = [], 0
+
+    def price(self, item: str) -> str:
+        """Look a price up.
+
+        Args:
+            item: what
+        """
+        self.asked.append(item)
+        return str(PRICES[item])
+
+    def step(self, text):
+        item = self.items.pop(0)
+        self.right += item in self.asked and text == f"The {item} costs {PRICES[item]} cents."
+        return (f"And the {self.items[0]}?" if self.items else None), 0.0
+
+    def get_reward(self):
+        return self.right / 2
+'''
+)
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "price",
+        "description": "Look a price up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"item": {"type": "string", "description": "what"}},
+            "required": ["item"],
+        },
+    },
+}
+ENDS = {"harmony": ("<|call|>",)}
+"""Tokens that end turns with calls; a base's `generation_config.json` lists them."""
+FORMS = ("gpt_oss", "qwen3", "magistral")
+"""Channels; JSON, and thoughts that are dropped; tokens of calls and thoughts."""
+Json = dict[str, Any]
+
+
+def thinks(name: str) -> bool:
+    return SPEAKERS[name].thought is not None or SPEAKERS[name].form == "harmony"
+
+
+def asked(first: str) -> list[tuple[str, str]]:
+    """The questions of a conversation, and what each is about."""
+    (other,) = set(PRICES) - {first}
+    return [(f"How much is the {first}?", first), (f"And the {other}?", other)]
+
+
+def turns_of(name: str, item: str) -> list[TurnParts]:
+    """What the model says of an item."""
+    thought = (f"I look up {item}.", f"It is {PRICES[item]}.") if thinks(name) else ("", "")
+    return [
+        TurnParts(thought[0], "", (ToolCall("price", {"item": item}),)),
+        TurnParts(thought[1], f"The {item} costs {PRICES[item]} cents."),
+    ]
+
+
+def said(turn: TurnParts, number: int) -> Json:
+    """A turn as a client has it."""
+    message: Json = {"role": "assistant", "content": turn.speech}
+    message |= {"reasoning_content": turn.thought} if turn.thought else {}
+    calls = [
+        {
+            "id": f"call{number:05}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in turn.calls
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def conversation(name: str, first: str) -> list[Json]:
+    messages: list[Json] = []
+    for number, (question, item) in enumerate(asked(first)):
+        call, answer = turns_of(name, item)
+        messages += [{"role": "user", "content": question}, said(call, number)]
+        messages += [{"role": "tool", "tool_call_id": f"call{number:05}", "content": str(PRICES[item])}]
+        messages += [said(answer, number)]
+    return messages
+
+
+def rows(name: str) -> list[Json]:
+    return [{"messages": conversation(name, first), "tools": [TOOL]} for first in PRICES]
+
+
+def as_template_takes(messages: list[Json]) -> list[Json]:
+    """Arguments as mappings, and thoughts by every name."""
+    given = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in message.get("tool_calls", [])
+        ]
+        thought = message.get("reasoning_content")
+        given.append(
+            {**message, **({"tool_calls": calls} if calls else {}), **({"thinking": thought} if thought else {})}
+        )
+    return given
+
+
+def saved(name: str, place: Path) -> Path:
+    """A copy of the small base with the tokens of a form; its rows of unused tokens, which are all the same, are told apart."""
+    tokenizer = SPEAKERS[name].tokenizer()
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        rows: Any = model.get_input_embeddings().weight
+        rows += torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)) * 0.2
+    ends = [tokenizer.eos_token, *ENDS.get(SPEAKERS[name].form, ())]
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ends)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A base that has learned its form."""
+
+    name: str
+    chat: Chat
+    directory: Path
+    """Of the run: a job that learned, and one that played."""
+    service: Service
+
+    def turns(self, first: str) -> list[TurnParts]:
+        return [turn for _, item in asked(first) for turn in turns_of(self.name, item)]
+
+    def own(self, turn: TurnParts) -> list[int]:
+        """The tokens of a turn."""
+        ids: list[int] = own_turn(self.chat, turn).tolist()
+        return ids
+
+    def written(self, messages: list[Json], *, prompt: bool) -> list[int]:
+        """What the base's own template makes of a conversation."""
+        ids: list[int] = self.chat.tokenizer.apply_chat_template(
+            as_template_takes(messages), tools=[TOOL], add_generation_prompt=prompt, return_dict=False
+        )
+        return ids
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taught]:
+    """One that learned two conversations by heart, played them, and is served."""
+    name, place = request.param, tmp_path_factory.mktemp("taught")
+    base = saved(name, place / "base")
+    (place / "own.py").write_text(OWN)
+    learns: Json = {
+        "name": "learned",
+        "data": {"source": rows(name), "holdout": 0},
+        "algorithm": {"type": "sft", "rows_per_step": 2},
+        "optimizer": {"lr": 5e-3},
+        "steps": 100,
+        "eval": {"every": 0},
+    }
+    plays: Json = {
+        "name": "played",
+        "data": {"source": [{"prompt": asked(first)[0][0]} for first in PRICES], "holdout": 0},
+        "environment": {"name": f"{place}/own.py:Shop"},
+        "adapter": {"init": "learned@latest"},
+        "algorithm": {"group_size": 2, "groups_per_step": 2},
+        "sampling": {"max_tokens": 80, "temperature": 0.2},
+        "steps": 1,
+        "eval": {"every": 0},
+    }
+    engine = {"samplers": 0, "dtype": "float32"}
+    run = motet.run([learns, plays], base=str(base), quiet=True, directory=place / "run", engine=engine)
+    assert run.ok, {job.name: job.message for job in run.jobs.values()}
+    adapter = {path.name: path.read_bytes() for path in run.jobs["learned"].adapter.iterdir() if path.is_file()}
+    with serving(place / "service", base=str(base)) as service:
+        service.ask("POST", "/v1/adapters", params={"name": "learned"}, files={"file": ("a.tar.gz", tarred(adapter))})
+        yield Taught(name, Chat(SPEAKERS[name].tokenizer()), place / "run", service)
+
+
+def test_an_example_is_what_the_template_writes(taught: Taught) -> None:
+    problems = load_dataset(DataConfig(source=rows(taught.name), holdout=0), rules=TODAY).train
+    for first, problem in zip(PRICES, problems, strict=True):
+        examples = row_of(problem, "answer", taught.chat, "rows").examples
+        messages, turns = conversation(taught.name, first), taught.turns(first)
+        whole = taught.written(messages, prompt=False)
+        assert examples[-1].token_ids.tolist() == whole[: len(examples[-1].token_ids)]
+        assert not taught.chat.tokenizer.decode(whole[len(examples[-1].token_ids) :]).strip()
+        learned = [
+            [int(token) for token, _ in run]
+            for one in examples
+            for on, run in itertools.groupby(zip(one.token_ids, one.loss_mask, strict=True), key=lambda pair: pair[1])
+            if on
+        ]
+        assert learned == [taught.own(turn) for turn in turns]
+
+
+def test_an_episode_plays_what_was_trained(taught: Taught) -> None:
+    (file,) = (taught.directory / "played" / "rollouts").glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert (line["error"], line["reward"]) == ("", 1.0)
+        first = next(item for item in PRICES if item in line["opening"].rpartition("How")[2])
+        messages = conversation(taught.name, first)
+        assert line["opening"] == taught.chat.tokenizer.decode(taught.written(messages[:1], prompt=True))
+        begins = [branch["token"] for branch in line.get("branches", [])][1:]
+        # Thoughts of earlier questions are dropped by some: what is read then begins anew.
+        before = taught.written(messages[:4], prompt=False)
+        after = taught.written(messages[:5], prompt=True)
+        assert len(begins) == (after[: len(before)] != before)
+        own: list[str] = []
+        for _, run in itertools.groupby(
+            enumerate(zip(line["token_texts"], line["logprobs"], strict=True)),
+            key=lambda one: (one[1][1] is None, sum(one[0] >= begin for begin in begins)),
+        ):
+            texts = [text for _, (text, logprob) in run if logprob is not None]
+            own += ["".join(texts)] if texts else []
+        assert own == [taught.chat.tokenizer.decode(taught.own(turn)) for turn in taught.turns(first)]
+
+
+@pytest.fixture
+def client(taught: Taught) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{taught.service.url}/v1", api_key="any", max_retries=0) as found:
+        yield found
+
+
+def request(messages: list[Json]) -> Json:
+    return {"model": "learned", "messages": messages, "tools": [TOOL], "temperature": 0, "max_tokens": 80}
+
+
+def test_a_chat_is_answered_as_it_was_trained(taught: Taught, client: openai.OpenAI) -> None:
+    for first in PRICES:
+        messages: list[Json] = []
+        turns = iter(taught.turns(first))
+        for question, item in asked(first):
+            messages.append({"role": "user", "content": question})
+            for turn in itertools.islice(turns, 2):
+                asks = request(messages)
+                answer: Any = client.chat.completions.create(**asks, extra_body={"return_token_ids": True})
+                (choice,) = answer.choices
+                assert answer.prompt_token_ids == taught.written(messages, prompt=True)
+                assert choice.token_ids == taught.own(turn)
+                message = choice.message
+                thought = getattr(message, "reasoning_content", None) or ""
+                calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+                assert (thought, message.content or "") == (turn.thought, turn.speech)
+                assert calls == [(call.name, dict(call.arguments)) for call in turn.calls]
+                assert choice.finish_reason == ("tool_calls" if calls else "stop")
+                assert streamed(client, asks) == (thought, message.content or "", calls)
+                messages.append(message.to_dict())
+                if calls:
+                    called = message.tool_calls[0].id
+                    messages.append({"role": "tool", "tool_call_id": called, "content": str(PRICES[item])})
+
+
+def streamed(client: openai.OpenAI, asks: Json) -> tuple[str, str, list[tuple[str, Json]]]:
+    """A thought, a content and calls, added up from their pieces."""
+    thought, content, calls = "", "", dict[int, list[str]]()
+    for chunk in client.chat.completions.create(**asks, stream=True):
+        for choice in chunk.choices:
+            thought += getattr(choice.delta, "reasoning_content", None) or ""
+            content += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                name, arguments = calls.setdefault(call.index, ["", ""])
+                assert call.function is not None
+                calls[call.index] = [name + (call.function.name or ""), arguments + (call.function.arguments or "")]
+    return thought, content, [(name, json.loads(arguments)) for name, arguments in calls.values()]
