@@ -46,9 +46,9 @@ def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path
     }  # fmt: skip
     run(tmp_path / "alone", neighbour)
     before = in_use()
-    with collected_late():
+    with collected_late() as others:
         done = run(tmp_path / "together", neighbour, hostile)
-        (decoder,) = decoders()
+        (decoder,) = decoders(others)
         assert_all_is_back(decoder)
         del decoder
     after = in_use()

@@ -363,9 +363,9 @@ def test_a_job_of_several_turns_has_the_same_bytes_and_leaves_no_block(tmp_path:
         "kept": {"kept_kv": 1.0}, "nothing": {"kept_kv": 0.0}, "tight": {"kv_tokens": 480}
     }  # fmt: skip
     for name, engine in engines.items():
-        with collected_late():
+        with collected_late() as others:
             result = run(base, tmp_path / name, [job], samplers=0, **engine)
-            (decoder,) = decoders()
+            (decoder,) = decoders(others)
             assert_all_is_back(decoder)
             computed.append(decoder.prefilled_tokens)
             del decoder

@@ -62,7 +62,7 @@ def test_the_keys_of_a_tenant_share_its_rate(tmp_path: Path) -> None:
 
 
 def test_the_keys_of_a_tenant_share_its_open_requests_and_streams(tmp_path: Path) -> None:
-    http = HttpConfig(requests_per_tenant=4, streams_per_tenant=3)
+    http = HttpConfig(requests_per_tenant=4, streams_per_tenant=3, body_seconds=600)
     with open_house(tmp_path, http=http) as house, contextlib.ExitStack() as stack:
         keys = more_keys(house, 6)
         for key in keys[:3]:
@@ -98,7 +98,10 @@ def test_what_keys_and_episodes_send_takes_memory_of_one_tenant(tmp_path: Path) 
 
 
 def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
-    with open_house(tmp_path, http=HttpConfig(requests_per_tenant=2)) as house, contextlib.ExitStack() as stack:
+    with (
+        open_house(tmp_path, http=HttpConfig(requests_per_tenant=2, body_seconds=600)) as house,
+        contextlib.ExitStack() as stack,
+    ):
         tenants = house.store.tenants
         key, house.keys["left"] = tenants.create_key("us", "left", "member")
         assert house.ask("GET", "/v1/jobs", "left").status_code == 200

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from motet.rollout.decoder import Decoder
 
 
 @contextlib.contextmanager
-def collected_late() -> Iterator[None]:
-    """What runs within leave behind stays until the end."""
+def collected_late() -> Iterator[set[int]]:
+    """What runs within leave behind stays until the end. Yields the ids of decoders that other tests still have."""
     gc.collect()
     gc.disable()
     try:
-        yield
+        yield {id(one) for one in decoders()}
     finally:
         gc.enable()
 
 
-def decoders() -> list[Decoder]:
-    """All that are in memory."""
-    return [one for one in gc.get_objects() if type(one) is Decoder]
+def decoders(before: Collection[int] = ()) -> list[Decoder]:
+    """All that are in memory, without those with these ids."""
+    return [one for one in gc.get_objects() if type(one) is Decoder and id(one) not in before]
 
 
 def assert_all_is_back(decoder: Decoder) -> None:
