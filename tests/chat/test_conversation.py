@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -37,7 +38,7 @@ def test_ctrl_c_ends_a_conversation() -> None:
 
     def until(text: str) -> None:
         nonlocal shown
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while text not in shown:
             assert time.monotonic() < deadline, shown
             if select.select([leader], [], [], 1.0)[0]:
@@ -56,9 +57,14 @@ def test_ctrl_c_ends_a_conversation() -> None:
             until(said)
         os.write(leader, b"Hi\n")
         until("base 1")
-        time.sleep(0.2)
-        os.write(leader, b"\x03")
-        assert process.wait(PATIENCE) != 0
+        shown = shown.partition("base 1")[2]
+        until("> ")  # the answer has ended, and a line is read again
+        deadline = time.monotonic() + PATIENCE
+        while process.poll() is None and time.monotonic() < deadline:
+            os.write(leader, b"\x03")  # lost if it comes between the prompt and the read behind it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        assert process.poll() not in (None, 0)
     finally:
         process.kill()
         process.wait()
