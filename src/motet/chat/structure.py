@@ -9,9 +9,8 @@ from motet.core.errors import ChatRefusal
 from motet.core.tenant_cache import TenantCache
 from motet.core.types import JSON_GRAMMAR
 from motet.process.apart import Apart, TooMuchError
+from motet.tasks.forms.marks import ONE_LAYOUT
 
-_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""A single JSON layout, so that no tokens are spent on spaces."""
 _LONGEST = 16_000
 """The cost per token grows faster than a schema's length."""
 _MEMORY_MB = 128
@@ -44,7 +43,7 @@ def grammar_of(asked: Any) -> str:
         raise ChatRefusal(f"response_format: type {kind!r} is not known here; it is text, json_object or json_schema")
     if not isinstance(schema, dict):
         raise ChatRefusal(f"response_format: json_schema must have a `schema`, an object, not {schema!r:.80}")
-    answer = json.dumps({"x-guidance": _SPACES, **schema})
+    answer = json.dumps({"x-guidance": ONE_LAYOUT, **schema})
     if len(answer) > _LONGEST:
         raise ChatRefusal(f"response_format: the schema has {len(answer)} characters; the limit is {_LONGEST}")
     return f"{JSON_GRAMMAR}{answer}"

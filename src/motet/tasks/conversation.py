@@ -17,8 +17,6 @@ from motet.tasks.chat import Chat, Tools
 from motet.tasks.wording import THOUGHT_TAGS
 
 _OTHER = Message("assistant", "7other7text7", (ToolCall("7other7name7", {}),), thought="7other7thought7")
-
-
 _FIRST = 64
 """Prompts that are looked at for special tokens."""
 
@@ -32,8 +30,6 @@ class WrittenTurn:
     """Without the token that ends it."""
     end: str
     """The token that ends it where it is the last turn; empty if the template writes none."""
-    put_together: bool = False
-    """Whether the template writes another text behind its prompt, which no model could go on from."""
 
     @classmethod
     def of(cls, chat: Chat, before: Sequence[Message], turn: Message, tools: Tools) -> WrittenTurn:
@@ -41,7 +37,7 @@ class WrittenTurn:
         prompt, whole = chat.rendered(before, tools), chat.rendered((*before, turn), tools, generation_prompt=False)
         start = len(prompt) if whole.startswith(prompt) else _behind_header(chat, before, turn, tools, whole)
         if start is None:
-            return cls(prompt, _put_together(chat, prompt, turn), chat.spellings.marked(chat.end_of_turn), True)
+            return cls(prompt, _put_together(chat, prompt, turn), chat.spellings.marked(chat.end_of_turn))
         own, end = chat.spellings.ended(whole[start:])
         return cls(prompt, _opened_once(chat, prompt, own), end)
 

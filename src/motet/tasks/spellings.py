@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
-from motet.core.errors import BaseModelError
 from motet.core.types import Message, ToolCall
 from motet.tasks.wording import PART_TAGS
 
@@ -65,14 +64,11 @@ class Spellings:
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]], str]:
         """A conversation and its tools, sealed, and the seal; it is empty where no text has a token's letters.
 
-        Raises BaseModelError for tools or arguments that are nested too deep.
+        Raises RecursionError for tools or arguments that are nested too deep.
         """
         calls = ([[call.name, call.arguments] for call in one.tool_calls] for one in messages)
         own = [[one.content, one.thought, one.name, made] for one, made in zip(messages, calls, strict=True)]
-        try:
-            texts = "\n".join(_texts([own, tools]))
-        except RecursionError as error:
-            raise BaseModelError("tools or the arguments of a call are nested too deep; make them flatter") from error
+        texts = "\n".join(_texts([own, tools]))
         if not self.all.found(texts):
             return messages, tools, ""
         seal = _SEAL

@@ -11,6 +11,7 @@ from typing import Any
 from motet.core.errors import BaseModelError
 from motet.core.types import Message, ToolCall
 from motet.tasks.forms.json_in_tags import written
+from motet.tasks.forms.table import CALL_STYLES, THOUGHTS
 
 Given = dict[str, Any]
 """A message as a template takes it."""
@@ -20,9 +21,9 @@ GiveThought = Callable[[Given, str], Given]
 """(message, its thought) → the message with its thought."""
 NameCall = Callable[[int, str], str]
 """(number in the conversation, tool) → the id of a call."""
-THOUGHT_TAGS = ("<think>", "</think>")
+THOUGHT_TAGS = THOUGHTS[0]
 """Around the thoughts of bases whose template has no variable for them."""
-PART_TAGS = frozenset((*THOUGHT_TAGS, "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>"))
+PART_TAGS = frozenset((*itertools.chain(*THOUGHTS), *CALL_STYLES["hermes"].tags))
 """Tags of parts that an assistant's text may have."""
 _NAME, _KEY, _TEXT, _OTHER = "name7of7tool", "key7of7tool", "text7of7turn", "other7name7of7tool"
 """Stand for parts when a template is tried; letters and digits only, so that no template trims or escapes them."""

@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined
 from motet.tasks.forms.marks import Marks
-from motet.tasks.forms.reading import CallsRead, Shown, TurnForm, TurnReader
+from motet.tasks.forms.reading import CALLS_CUT_OFF, CallsRead, Shown, TurnForm, TurnReader, open_thought
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -109,9 +108,9 @@ class _ChannelReader:
             self._piece(piece)
         read, unread = CallsRead(), self._strange
         if self._kind == "thought":
-            unread = OPEN_THOUGHT + (", because the turn was cut off at max_tokens" if cut_off else "")
+            unread = open_thought(cut_off=cut_off)
         elif self._calls and cut_off:
-            unread = "the turn was cut off at max_tokens, so its calls are not read"
+            unread = CALLS_CUT_OFF
         elif self._calls and self._schemas is None:
             unread = "the turn calls a tool, and none is offered"
         elif self._calls:

@@ -12,6 +12,9 @@ from typing import Any
 SPACE = "/\\s{0,8}/"
 """Between a thought and what follows it; more would let a model write spaces to the end."""
 
+ONE_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""A single layout of JSON for llguidance, so that no tokens are spent on spaces."""
+
 
 @dataclass(frozen=True)
 class Marks:

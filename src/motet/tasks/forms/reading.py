@@ -16,7 +16,9 @@ from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
 from motet.tasks.forms.arguments import MOST_CALLS, Schemas
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined, merged
-from motet.tasks.forms.marks import SPACE, Marks
+from motet.tasks.forms.marks import ONE_LAYOUT, SPACE, Marks
+
+CALLS_CUT_OFF = "the turn was cut off at max_tokens, so its calls are not read"
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,11 @@ class _TaggedReader:
         calls: tuple[ToolCall, ...] = ()
         unread = ""
         if self._thinks:
-            unread = OPEN_THOUGHT + (", because the turn was cut off at max_tokens" if cut_off else "")
+            unread = open_thought(cut_off=cut_off)
         elif self._rest:
             read = CallsRead(speech=joined(self._rest))
             if cut_off:
-                unread = "the turn was cut off at max_tokens, so its calls are not read"
+                unread = CALLS_CUT_OFF
             elif self._form.calls is not None:
                 read = self._form.calls.read(self._rest, self._schemas or {})
                 unread = read.unread
@@ -255,12 +257,16 @@ class _TaggedReader:
         return Shown("".join(self._thought[thought:]), "".join(self._speech[speech:]))
 
 
+def open_thought(*, cut_off: bool) -> str:
+    """Why a turn without the end of its thought could not be read."""
+    return OPEN_THOUGHT + (", because the turn was cut off at max_tokens" if cut_off else "")
+
+
 def bare_call(tools: Sequence[str]) -> dict[str, Any]:
     """The JSON schema of a call without tags."""
     fields = {"name": {"enum": list(tools)}, "parameters": {"type": "object"}}
-    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     needed = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
-    return {"x-guidance": spaces, **needed}
+    return {"x-guidance": ONE_LAYOUT, **needed}
 
 
 def between(

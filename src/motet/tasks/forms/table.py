@@ -32,7 +32,6 @@ CALL_STYLES: Mapping[str, CallStyle] = {
 }
 """How calls are written, by the name that `tool_format` has."""
 HARMONY = Harmony()
-TOOL_FORMATS = (*CALL_STYLES, HARMONY.name, "none")
 ASKED: Mapping[str, str] = {
     "hermes": ', by <tool_call>{"name": …, "arguments": {…}}</tool_call>',
     "qwen3_coder": ", by <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
@@ -46,7 +45,7 @@ ASKED: Mapping[str, str] = {
 EARLIER = TurnForm("hermes", None, CALL_STYLES["hermes"])
 """How jobs that began under earlier rules read turns: all is speech, and calls are JSON in tags."""
 
-_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Tags around thoughts, which tokenizers and prompts name."""
 _ASKED, _THOUGHT, _SAID = "7asked7text7", "7thought7text7", "7said7text7"
 """Letters and digits only, so that no template trims or escapes them."""
@@ -109,7 +108,7 @@ class _Template:
                 return found[1], found[2]
         prompt = self._rendered([_user()], add_generation_prompt=True)
         added = {str(token) for token in self._tokenizer.added_tokens_decoder.values()}
-        for begins, ends in _THOUGHTS:
+        for begins, ends in THOUGHTS:
             thought = {"role": "assistant", "content": f"{begins}\n{_THOUGHT}\n{ends}\n\n{_SAID}"}
             history = self._rendered([_user(), thought, _user()])
             dropped = _SAID in history and _THOUGHT not in history
@@ -149,7 +148,7 @@ class _Template:
     def _turns(self, text: str) -> Iterator[str]:
         """A turn, with the header before it and, where that can be told, without."""
         header = self._rendered([_user()], tools=_TOOLS, add_generation_prompt=True).rpartition(_ASKED)[2]
-        for begins, _ in _THOUGHTS:
+        for begins, _ in THOUGHTS:
             header = header.partition(begins)[0]
         yield text
         if text.startswith(header):
@@ -157,16 +156,19 @@ class _Template:
 
     def introduces(self) -> str:
         """The style whose tags it names where it lists tools; empty if it lists none, or names none."""
-        told = self._rendered([_user()], tools=_TOOLS)
-        if _CALL.name not in told:
+        if not self.lists_tools:
             return ""
-        named = {name: sum(tag in told for tag in style.opens) for name, style in CALL_STYLES.items()}
+        named = {name: sum(tag in self._told for tag in style.opens) for name, style in CALL_STYLES.items()}
         return max(named, key=lambda name: named[name]) if any(named.values()) else ""
 
     @property
     def lists_tools(self) -> bool:
         """Whether it tells the model which tools there are."""
-        return _CALL.name in self._rendered([_user()], tools=_TOOLS)
+        return _CALL.name in self._told
+
+    @cached_property
+    def _told(self) -> str:
+        return self._rendered([_user()], tools=_TOOLS)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Messages as text; empty if it refuses them, or there is no template."""
