@@ -22,12 +22,12 @@ from motet.core.batch import Batch, Segment
 from motet.core.errors import AdapterError, BaseModelError, ConfigError
 from motet.hosting.launch import build, load
 from motet.model.attention import Span
+from motet.model.covered_decoder import FAMILIES, angles
 from motet.model.kv_cache import KVCache
 from motet.model.lora import FusedLinears, NoAdapters
 from motet.model.routing import AdapterStacks
 from motet.native import library
 from motet.native.cover import check_room, compute_with
-from motet.native.decoder import FAMILIES, angles
 from motet.native.own_math import OwnMath
 from tests.support import native_calls
 from tests.support import tiny_models as tiny
@@ -229,7 +229,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_before_it_is_made(na
     """With it come cosines and sines of each position, for each kind of layers."""
     base = tiny.base(name, "bfloat16")
     config: Any = base.model.config
-    made = angles(base.decoder, config, base.info.max_positions, OwnMath(library.load().calls, lambda: 1))
+    made = angles(base.decoder, config, base.info.max_positions, OwnMath(library.load().calls, lambda: 1).angles)
     tables = {id(one): one for layer in range(config.num_hidden_layers) for one in made(layer)}
     assert len(tables) == 2 * kinds
     needed = base.info.n_parameters * 2 + sum(one.nbytes for one in tables.values())

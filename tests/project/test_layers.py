@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"protocols"}),
     frozenset({"tasks", "model", "tracking"}),
     frozenset({"chat"}),
+    frozenset({"cuda"}),
     frozenset({"native"}),
     frozenset({"rollout", "training", "agents"}),
     frozenset({"runtime"}),
@@ -69,7 +70,7 @@ SHARED = frozenset({"Adapters", "Asked", "Models", "Tenants"})
 FORKS = frozenset({"process.breaking_out", "process.supervised"})
 """Where a process forks: for one call, and in a parent that does nothing else."""
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
-HEAVY_HOMES = ("model", "native", "training", "rollout", "algorithms.losses")
+HEAVY_HOMES = ("model", "cuda", "native", "training", "rollout", "algorithms.losses")
 SERVERS = (
     "server",
     "replica",
@@ -87,7 +88,7 @@ SERVERS = (
     "in_vllm.motet_vllm",
 )
 LIGHT = frozenset(  # no torch here
-    {"rollout", "rollout.fake", "algorithms", "native", "native.building", "native.library", "native.choice"}
+    {"rollout", "rollout.fake", "algorithms", "cuda", "native", "native.building", "native.library", "native.choice"}
     | {f"rollout.{name}" for name in SERVERS}
 )
 OVER_HTTP = frozenset({"vllm", "sglang"})

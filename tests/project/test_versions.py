@@ -23,7 +23,7 @@ MISSING = (
     *("without_a_slot", "[Q4_1]", "[gguf_file-"),
 )
 """Tests that fail with transformers 5.17: LFM2 is refused there, GGUF has fewer types, the delta rule another call."""
-ROOMS = "algorithms chat commands config core model native process rollout running runtime tasks tracking training view"
+ROOMS = "algorithms chat commands config core cuda model native process rollout running runtime tasks tracking training view"
 
 
 def interpreter(version: str) -> Path | None:

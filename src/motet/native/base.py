@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.model.attention import AttentionBackend, AttentionPass
-from motet.model.frozen_weight import FrozenWeight
-from motet.model.kv_cache import KVCache
-from motet.model.lora import AdapterWeights, Routing
-from motet.model.lora_model import LoraModel, head_width
-from motet.model.routing import SamplerRouting, TrainerRouting
-from motet.native.attention import NativeAttention, NativePass
-from motet.native.decoder import (
+from motet.model.covered_decoder import (
     angles,
     attention_calls,
     embedding_scale,
@@ -34,9 +28,15 @@ from motet.native.decoder import (
     query_scales,
     rotates,
 )
+from motet.model.frozen_weight import FrozenWeight
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterWeights, Routing
+from motet.model.lora_model import LoraModel, head_width
+from motet.model.routing import SamplerRouting, TrainerRouting
+from motet.native.attention import NativeAttention, NativePass
 from motet.native.own_math import OwnMath
 from motet.native.plan import (
-    GATES,
+    GATE_NUMBERS,
     LINEARS,
     TYPES,
     AdaptedRows,
@@ -100,7 +100,7 @@ class NativeBase:
         calls = attention_calls(base)
         layers = (Layer * len(decoder.layers))()
         self._places: dict[str, tuple[int, tuple[int, ...]]] = {}
-        angles_of = angles(decoder, config, base.info.max_positions, self.math)
+        angles_of = angles(decoder, config, base.info.max_positions, self.math.angles)
         for index, (layer, module) in enumerate(zip(layers, decoder.layers, strict=True)):
             for name, norm in norms_of(module).items():
                 setattr(layer, name, None if norm is None else self._numbers(norm_weight(norm)))
@@ -133,7 +133,7 @@ class NativeBase:
             norms_whole=q_norm is not None and len(q_norm.weight) != width,
             type=TYPES[base.dtype],
             arithmetic=self._arithmetic,
-            gate=GATES[gate_of(config)],
+            gate=GATE_NUMBERS[gate_of(config)],
             epsilon=config.rms_norm_eps,
             embedding_scale=embedding_scale(decoder, config),
             residual=getattr(config, "residual_multiplier", 1.0),

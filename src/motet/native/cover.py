@@ -10,6 +10,7 @@ import torch
 from motet.config.engine import EngineConfig, NamedKernels
 from motet.core.errors import BaseModelError
 from motet.model.accelerator import free_memory, place_of
+from motet.model.covered_decoder import angle_bytes, linears_of, refusal_of
 from motet.model.exactness import check_exactness, packed_logits
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters
@@ -20,7 +21,6 @@ from motet.model.shards import Shards
 from motet.native import library
 from motet.native.base import NativeBase
 from motet.native.choice import Choice, of_machine
-from motet.native.decoder import angle_bytes, linears_of, refusal_of
 from motet.native.library import ARITHMETICS
 
 _INSTEAD = "set engine.kernels to torch"

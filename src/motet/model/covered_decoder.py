@@ -1,4 +1,4 @@
-"""The transformers decoders that Motet's kernels compute, and where they keep the weights and constants of a `Plan`.
+"""The transformers decoders that Motet's own kernels compute, on CPUs and on cards, and where they keep weights and constants.
 
 Legend: D model width, E rotated elements of a head.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from decimal import Decimal, localcontext
 from typing import Any
 
@@ -16,14 +17,15 @@ from torch import Tensor
 from motet.model.attention import LayerCall
 from motet.model.lora import LoraLinear
 from motet.model.lora_model import LoraModel, head_width
-from motet.native.own_math import OwnMath
-from motet.native.plan import GATES
 
 FAMILIES = frozenset(
     "exaone4 gemma gemma2 gemma3_text granite llama ministral ministral3 mistral mixtral olmo2 olmo3 olmoe phi3 "
     "qwen2 qwen3 qwen3_moe qwen3_vl_text seed_oss smollm3 vaultgemma".split()
 )
 """Supported families: values of `model_type`."""
+
+GATES = ("silu", "gelu_pytorch_tanh")
+"""Supported activation functions of MLPs, by the names of transformers."""
 
 _MOST_FOLDED = 64
 """Largest number of query heads per key-value head."""
@@ -154,15 +156,20 @@ def angle_bytes(decoder: Any, config: Any, positions: int) -> int:
     return kinds * positions * head_width(config) * torch.float32.itemsize
 
 
-def angles(decoder: Any, config: Any, positions: int, math: OwnMath) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """A function from a layer to its cosines and sines [positions, E / 2], made by the model's own rotary module."""
+def angles(
+    decoder: Any, config: Any, positions: int, computed: Callable[[], AbstractContextManager[object]]
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """A function from a layer to its cosines and sines [positions, E / 2], made by the model's own rotary module.
+
+    They are made in the context `computed()`.
+    """
     by_kind = _angles_by_kind(decoder)
     made: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
 
     def of_layer(index: int) -> tuple[Tensor, Tensor]:
         kind = (config.layer_types[index],) if by_kind else ()
         if kind not in made:
-            with torch.no_grad(), math.angles():
+            with torch.no_grad(), computed():
                 fresh = type(decoder.rotary_emb)(decoder.rotary_emb.config)  # recomputes the frequencies too
                 cosines, sines = fresh(torch.zeros(1, 1, 1), torch.arange(positions)[None], *kind)
             half = cosines.shape[-1] // 2

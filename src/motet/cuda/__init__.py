@@ -1,0 +1,1 @@
+"""Triton kernels that compute covered bases on a card."""

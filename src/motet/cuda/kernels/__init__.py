@@ -1,0 +1,1 @@
+"""The kernels, a file for each step of a layer."""
