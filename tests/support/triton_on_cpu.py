@@ -41,9 +41,18 @@ def multiplied_by(product: Callable[[Matrix, Matrix, Matrix], Matrix]) -> Iterat
     _products.pop()
 
 
+def _widened(matrix: Any) -> Matrix:
+    """In fp32, as tensor cores multiply; the interpreter has bfloat16 as the upper halves of fp32."""
+    data: Any = matrix.data
+    wide: Matrix = (
+        (data.astype(np.uint32) << 16).view(np.float32) if data.dtype == np.uint16 else data.astype(np.float32)
+    )
+    return wide
+
+
 @np.errstate(all="ignore")
 def _dot(_builder: Any, left: Any, right: Any, total: Any, *_precision: Any) -> Any:
-    return type(total)(_products[-1](left.data, right.data, total.data), total.dtype.scalar)
+    return type(total)(_products[-1](_widened(left), _widened(right), total.data), total.dtype.scalar)
 
 
 if DEVICE.type == "cpu":
