@@ -54,6 +54,23 @@ def test_groups_of_any_length_meet_their_own_weights() -> None:
         torch.testing.assert_close(part.float(), own.float() @ weight.float(), rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("n_adapters", [1024, 1025, 2100])
+def test_no_product_has_more_groups_than_torch_takes(n_adapters: int) -> None:
+    """torch 2.11's kernel for CUDA refuses 1,025. Cut into calls, every row keeps its bits; its neighbour's NaN stays away."""
+    rooms = [place % 3 for place in range(n_adapters)]
+    rows, weights = random(sum(rooms), 16), random(n_adapters, 16, 8)
+    rows[sum(rooms[:1022])] = math.nan
+    weights[1024:1025] = math.nan
+    with Seen() as seen:
+        found = Grouped(ends(rooms, rows.device)).multiply(rows, weights)
+    groups = [shapes[1][0] for name, shapes in seen.calls if name == "aten::_grouped_mm"]
+    assert (max(groups), sum(groups)) == (1024, n_adapters)
+    parts = zip(rows.split(rooms), weights, strict=True)
+    alone = [Grouped(ends([len(own)], rows.device)).multiply(own, weight[None]) for own, weight in parts]
+    assert torch.equal(found.nan_to_num(nan=99.0), torch.cat(alone).nan_to_num(nan=99.0))
+    assert not {"aten::_local_scalar_dense", "aten::nonzero"} & {name for name, _ in seen.calls}, "a graph records it"
+
+
 @pytest.mark.parametrize(("first", "stop"), [(8, 40), (3, 35), (4, 36)])
 def test_columns_that_begin_anywhere_are_multiplied(first: int, stop: int) -> None:
     """Slices of fused layers' outputs need not begin at a multiple of 16 bytes."""
