@@ -77,7 +77,7 @@ def _seen(position_R, live_R, key_C, window):
 
 
 @_part
-def _tanh(x):
+def tanh(x):
     """Tanh from exp, which is accurate away from 0; near 0 from the Taylor series, with a relative error up to 3e-7."""
     small = tl.exp(-2.0 * tl.abs(x))
     far = tl.where(x < 0, -1.0, 1.0) * (1.0 - small) / (1.0 + small)
@@ -93,7 +93,7 @@ def _scores(query_RE, key_CE, scaling, SOFTCAP: tl.constexpr, WIDEN: tl.constexp
     score_RC = _dot(query_RE, tl.trans(key_CE), zeros_RC, WIDEN) * scaling
     slope_RC = zeros_RC + scaling
     if SOFTCAP > 0:
-        capped_RC = _tanh(score_RC / SOFTCAP)
+        capped_RC = tanh(score_RC / SOFTCAP)
         score_RC = capped_RC * SOFTCAP
         slope_RC = (1.0 - capped_RC * capped_RC) * scaling
     return score_RC, slope_RC
