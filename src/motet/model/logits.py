@@ -17,23 +17,23 @@ class LogitChanges:
     def __init__(self, config: Any, without_token: tuple[int, ...]) -> None:
         """`without_token`: see `ModelInfo`."""
         names = ("logit_scale", "logits_scaling", "final_logit_softcapping")
-        self._scale, self._divide, self._cap = (getattr(config, name, None) for name in names)
-        self._without = torch.tensor(without_token, dtype=torch.long)
+        self.scale, self.divide, self.cap = (getattr(config, name, None) for name in names)
+        self.without = torch.tensor(without_token, dtype=torch.long)
 
     def finish(self, raw_NV: Tensor) -> Tensor:
         """fp32 logits, with the model's scale and soft-cap; −∞ for ids without a token. May overwrite `raw_NV`."""
         logits_NV = raw_NV.float()
-        if self._scale is not None:
-            logits_NV = logits_NV * self._scale
-        if self._divide is not None:
-            logits_NV = logits_NV / self._divide
-        if self._cap is not None:
-            logits_NV = torch.tanh(logits_NV / self._cap) * self._cap
-        return logits_NV.index_fill_(-1, self._absent(logits_NV), -torch.inf) if len(self._without) else logits_NV
+        if self.scale is not None:
+            logits_NV = logits_NV * self.scale
+        if self.divide is not None:
+            logits_NV = logits_NV / self.divide
+        if self.cap is not None:
+            logits_NV = torch.tanh(logits_NV / self.cap) * self.cap
+        return logits_NV.index_fill_(-1, self._absent(logits_NV), -torch.inf) if len(self.without) else logits_NV
 
     def slope(self, raw_NV: Tensor, slope_NV: Tensor) -> Tensor:
         """Gradient with respect to raw [N, V] from that of `finish(raw)`; may be in fp32."""
-        if (self._scale, self._divide, self._cap) == (None, None, None):
+        if (self.scale, self.divide, self.cap) == (None, None, None):
             return slope_NV  # it is 0 for ids without a token, as their probability is
         with torch.enable_grad():
             leaf = raw_NV.detach().requires_grad_()
@@ -45,6 +45,6 @@ class LogitChanges:
         return logits_NV.index_fill(-1, self._absent(logits_NV), 0.0)
 
     def _absent(self, logits_NV: Tensor) -> Tensor:
-        if self._without.device != logits_NV.device:
-            self._without = self._without.to(logits_NV.device)
-        return self._without
+        if self.without.device != logits_NV.device:
+            self.without = self.without.to(logits_NV.device)
+        return self.without

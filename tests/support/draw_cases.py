@@ -1,0 +1,52 @@
+"""Heads and rows that draws on the card are tested with, and launches of them with the sizes of real vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from motet.core.types import SamplingParams
+from motet.cuda.draws import Drawn, Head, RowSettings, draw
+from motet.model.logits import LogitChanges
+
+CPU = torch.device("cpu")
+
+
+def head_of(n_ids: int, without: Sequence[int] = (), device: torch.device = CPU, **config: float) -> Head:
+    """A head whose configuration names these changes of logits."""
+    return Head(LogitChanges(SimpleNamespace(**config), tuple(without)), n_ids, device)
+
+
+def settings_of(
+    head: Head,
+    params: Sequence[SamplingParams],
+    keys: NDArray[np.uint64],
+    positions: NDArray[np.uint64],
+    allowed_NW: Tensor | None = None,
+    device: torch.device = CPU,
+) -> RowSettings:
+    """Settings of rows in device memory."""
+    return RowSettings(
+        head,
+        torch.tensor([row.temperature for row in params], device=device),
+        torch.from_numpy(keys.view(np.int64)).to(device),
+        torch.from_numpy(positions.view(np.int64)).to(device),
+        allowed_NW,
+    )
+
+
+def draw_launches(dtype: torch.dtype, n_rows: int = 64) -> Iterator[Callable[[], object]]:
+    """Draws from the vocabularies of Qwen 2.5 and Llama 3, and from a capped head with grammars and ids without a token."""
+    counters = np.arange(n_rows, dtype=np.uint64)
+    for head in (head_of(151_936), head_of(128_256), head_of(256_000, [255_999], final_logit_softcapping=30.0)):
+        masked = head.present_W is not None
+        allowed_NW = torch.zeros(n_rows, -(-head.n_ids // 32), dtype=torch.int32) if masked else None
+        raw_NV = torch.zeros(n_rows, head.n_ids, dtype=dtype)
+        settings = settings_of(head, [SamplingParams()] * n_rows, counters, counters, allowed_NW)
+        yield partial(draw, raw_NV, settings, Drawn.empty(n_rows, raw_NV.device))
