@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.core import seeds
+from motet.core.types import BoolArray, FloatArray
 from motet.model.attention import Span
 from motet.model.cuda_graph import CudaGraphRunner
 from motet.model.distribution import draw
@@ -21,21 +22,8 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
-from motet.model.state_cache import StateCache
+from motet.rollout.executor import DrawnTokens, NewTokens
 from motet.rollout.sequences import SampledSequence
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """Tokens of one sequence or prompt that are not in the cache yet."""
-
-    weights: AdapterWeights | None
-    token_ids: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    slot: int = StateCache.no_slot
-    n_logits: int = 1
-    """Number of its last tokens to return logits for."""
 
 
 class ModelRunner:
@@ -86,32 +74,19 @@ class ModelRunner:
         rows = torch.tensor(list(itertools.chain.from_iterable(last)), device=device)
         return base.raw_logits(base.pad(hidden_TD[rows]))[: len(rows)]
 
-    def sample(self, sequences: Sequence[SampledSequence], raw_NV: Tensor, drafts: Sequence[Sequence[int]] = ()) -> int:
-        """Draw each sequence's next tokens and check whether it ends.
-
-        `raw_NV` has, for each sequence in turn, a row for its next token and one for the token after each draft, which
-        counts if all drafts up to there are right. Returns the number of accepted drafts.
-        """
-        drafts = drafts or [()] * len(sequences)
+    def draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> DrawnTokens:
+        """Draw a token for each row: a sequence, and the number of drafted tokens before this one."""
         at_a_time = self.base.arithmetic.logit_rows
-        rows = [
-            (item, offset) for item, draft in zip(sequences, drafts, strict=True) for offset in range(len(draft) + 1)
+        parts = [
+            self._draw(rows[start : start + at_a_time], raw_NV[start : start + at_a_time])
+            for start in range(0, len(rows), at_a_time)
         ]
-        drawn: list[tuple[int, float, bool]] = []
-        for start in range(0, len(rows), at_a_time):
-            part = rows[start : start + at_a_time]
-            drawn += self._draw(part, self.base.finish_logits(self.base.pad(raw_NV[start : start + len(part)])))
-        row = accepted = 0
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            for offset, (token, logprob, good) in enumerate(drawn[row : row + len(draft) + 1]):
-                sequence.append(token, logprob, good, self.text)
-                if sequence.finish is not None or offset == len(draft) or token != draft[offset]:
-                    break
-                accepted += 1
-            row += len(draft) + 1
-        return accepted
+        return DrawnTokens(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
-    def _draw(self, rows: Sequence[tuple[SampledSequence, int]], logits_NV: Tensor) -> list[tuple[int, float, bool]]:
+    def _draw(
+        self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor
+    ) -> tuple[NDArray[np.int64], FloatArray, BoolArray]:
+        logits_NV = self.base.finish_logits(self.base.pad(raw_NV[: len(rows)]))
         keys = np.array([item.key for item, _ in rows], np.uint64)
         positions = np.array([len(item.tokens) + offset for item, offset in rows], np.uint64)
         uniforms_N = torch.from_numpy(seeds.uniforms(keys, positions)).to(logits_NV.device)
@@ -119,9 +94,9 @@ class ModelRunner:
         logits_NV = _kept_to_grammars(logits_NV, [item for item, _ in rows])
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
         drawn_of = draw if self.base.math is None else self.base.math.draw
-        tokens, logprobs, usable = drawn_of(logits_NV, params, self.base.pad(uniforms_N))
-        drawn = zip(tokens.tolist(), logprobs.tolist(), usable.tolist(), strict=True)
-        return list(itertools.islice(drawn, len(rows)))
+        tokens_N, logprobs_N, usable_N = drawn_of(logits_NV, params, self.base.pad(uniforms_N))
+        n_rows = len(rows)
+        return tokens_N[:n_rows].cpu().numpy(), logprobs_N[:n_rows].cpu().numpy(), usable_N[:n_rows].cpu().numpy()
 
     def text(self, tokens: list[int]) -> str:
         """Decode completion tokens, without special tokens."""

@@ -1,0 +1,54 @@
+"""What a decoder asks of the model: logits through the KV cache, and tokens drawn from them.
+
+Legend: T packed rows, N sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from motet.core.types import BoolArray, FloatArray
+from motet.model.lora import AdapterWeights
+from motet.model.state_cache import StateCache
+from motet.rollout.sequences import SampledSequence
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens of one sequence or prompt that are not in the cache yet."""
+
+    weights: AdapterWeights | None
+    token_ids: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    slot: int = StateCache.no_slot
+    n_logits: int = 1
+    """Number of its last tokens to return logits for."""
+
+
+@dataclass(frozen=True)
+class DrawnTokens:
+    """DrawnTokens tokens of N rows, on the host."""
+
+    tokens_N: NDArray[np.int64]
+    logprobs_N: FloatArray
+    usable_N: BoolArray
+    """Whether the row's logits were finite; if not, its token and logprob mean nothing."""
+
+
+class Executor(Protocol):
+    """Computes logits and draws tokens, one call after the other."""
+
+    def logits(self, inputs: Sequence[NewTokens]) -> Tensor:
+        """Raw logits [N, V] for the last tokens of each input; the next call may overwrite them."""
+        ...
+
+    def draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> DrawnTokens:
+        """Draw a token for each row: a sequence, and the number of drafted tokens before this one."""
+        ...

@@ -1,0 +1,96 @@
+"""Chooses the tenants that a tick works for, and limits its time while several are active."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from motet.core.device import DECODES, WAITS
+from motet.core.tenant_turns import Cost, Payer, TenantTurns
+from motet.rollout.sequences import Prompt, SampledSequence, payer_of, tenant_of
+
+
+class TickTurns:
+    """The turns of one decoder's ticks. A piece of work is charged from its beginning, or from the last charge."""
+
+    def __init__(self, turns: TenantTurns, rows: int, tokens: int) -> None:
+        """A tick decodes at most `rows` rows and prefills at most `tokens` tokens."""
+        self._turns, self._rows, self._tokens = turns, rows, tokens
+        self._reading, self._decoding, self._ticks = Cost(), Cost(), 0
+        self._begun = 0.0
+
+    def begin(self) -> None:
+        """Begin work; `read` or `decoded` charges it from here."""
+        self._begun = self._turns.clock()
+
+    @property
+    def company(self) -> bool:
+        """Whether several tenants use the device."""
+        return self._turns.company
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens to prefill in this tick."""
+        return self._reading.most(self._tokens) if self.company else self._tokens
+
+    @property
+    def rows(self) -> int:
+        """Most rows to decode, or completions to begin, in this tick."""
+        return self._decoding.most(self._rows) if self.company else self._rows
+
+    def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
+        """Report the tenants that have work."""
+        self._turns.come(map(tenant_of, there), WAITS)
+
+    def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
+        """Report the tenants of items that the next tick could serve."""
+        self._turns.come(map(tenant_of, items), DECODES)
+
+    def had(self, item: Prompt | SampledSequence) -> float:
+        """Device seconds that the item's tenant has used, divided by its share; tenants with less come first."""
+        return self._turns.had(tenant_of(item))
+
+    def due(self, items: Iterable[Prompt | SampledSequence]) -> set[str]:
+        """The tenants among these whose turn it is."""
+        return self._turns.due(map(tenant_of, items))
+
+    def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
+        """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
+        due = self.due(running)
+        chosen = [item for item in running if tenant_of(item) in due]
+        if self.company:
+            chosen.sort(key=lambda item: (self.had(item), item.tick))
+            del chosen[self.rows :]
+        self._ticks += 1
+        for item in chosen:
+            item.tick = self._ticks
+        return set(chosen)
+
+    def read(self, parts: Iterable[tuple[Prompt, int]], tokens: int) -> Counter[str]:
+        """Charge a prefill of `tokens` tokens by its parts; returns microseconds by job."""
+        spent = self._spent()
+        if tokens:
+            self._reading.add(tokens, spent)
+        return self._turns.charge(spent, [(payer_of(prompt.request), part) for prompt, part in parts])
+
+    def masked(self, payer: Payer, seconds: float) -> Counter[str]:
+        """Charge a mask of a grammar; returns microseconds by job."""
+        return self._turns.charge(seconds, [(payer, 1)])
+
+    def spare(self, n_rows: int) -> int:
+        """Number of rows that a tick may have in addition to `n_rows`."""
+        return max(0, (self.rows if self.company else 2 * self._rows + 32) - n_rows)
+
+    def decoded(self, running: Sequence[SampledSequence], rows: Sequence[int]) -> Counter[str]:
+        """Charge sequences by their rows; returns microseconds by job."""
+        spent = self._spent()
+        if running:
+            self._decoding.add(sum(rows), spent)
+        return self._turns.charge(
+            spent, [(payer_of(item.prompt.request), n) for item, n in zip(running, rows, strict=True)]
+        )
+
+    def _spent(self) -> float:
+        """Seconds since the work began; what follows is other work."""
+        begun, self._begun = self._begun, self._turns.clock()
+        return self._begun - begun
