@@ -37,8 +37,10 @@ _products: list[Callable[[Matrix, Matrix, Matrix], Matrix]] = [in_order]
 def multiplied_by(product: Callable[[Matrix, Matrix, Matrix], Matrix]) -> Iterator[None]:
     """Let kernels on the CPU multiply otherwise: total + left · right of fp32 matrices."""
     _products.append(product)
-    yield
-    _products.pop()
+    try:
+        yield
+    finally:
+        _products.pop()
 
 
 def _widened(matrix: Any) -> Matrix:
