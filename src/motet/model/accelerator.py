@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,50 @@ def add_in_full_precision(place: torch.device) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_tf32 = False
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+
+class ProductsWithoutSplit:
+    """Context in which torch's bfloat16 products are cuBLASLt's, and add over K in one order. For any threads at once.
+
+    The switches hold for the whole process, which may be a user's: the last to leave puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: tuple[Any, bool, bool]
+
+    def __enter__(self) -> None:
+        """Set the switches.
+
+        Raises:
+            AttributeError, RuntimeError: this torch has no such switches, or no cuBLASLt.
+        """
+        matmul: Any = torch.backends.cuda.matmul
+        with self._lock:
+            if not self._inside:
+                blas = torch.backends.cuda.preferred_blas_library()
+                narrow, split = (
+                    matmul.allow_bf16_reduced_precision_reduction,
+                    matmul.allow_bf16_reduced_precision_reduction_split_k,
+                )
+                torch.backends.cuda.preferred_blas_library("cublaslt")  # without it, each product would raise
+                self._before = blas, narrow, split
+                matmul.allow_bf16_reduced_precision_reduction = (False, False)
+            self._inside += 1
+
+    def __exit__(self, *_error: object) -> None:
+        """Put them back."""
+        matmul: Any = torch.backends.cuda.matmul
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                blas, *before = self._before
+                matmul.allow_bf16_reduced_precision_reduction = tuple(before)
+                torch.backends.cuda.preferred_blas_library(blas)
+
+
+products_without_split = ProductsWithoutSplit()
 
 
 class Recorder:
