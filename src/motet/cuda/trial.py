@@ -1,0 +1,257 @@
+"""Tries the bits of ways to multiply when a base is loaded, in about a second.
+
+Every row is compared, on three kinds of rows at once: normal numbers, numbers with outliers, and sums that nearly cancel. A
+library's kernel depends on the number of rows, so it is tried at every number at which it may be used. Motet's own kernels have
+one machine code for all numbers.
+
+Legend: T packed rows, K inputs, N outputs of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
+
+from motet.core.errors import BaseModelError
+from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places, pieces_of
+from motet.cuda.ways import (
+    BUCKETS,
+    REFERENCE,
+    ROWS_OF_DECODING,
+    ROWS_OF_PASSES,
+    Adapters,
+    ProductShape,
+    ProductWeight,
+    Way,
+    WayTable,
+)
+
+_KINDS = 3
+_OUTLIERS, _SMALL = 300.0, 0.001
+_OTHER_ROWS = (1, 7)
+"""Numbers of rows at which a tile is tried besides the largest of its bucket."""
+_ROOM = 1 << 30
+"""Most bytes of a product's outputs."""
+_CHECKED = 96
+"""Rows and outputs of which values are compared with torch's."""
+_FAILURES = (RuntimeError, AttributeError, TritonError)
+"""What torch, Triton and the driver raise where a way does not run."""
+
+Replay = Callable[[], Tensor]
+
+
+class Captures(Protocol):
+    """Records runs as graphs, on the stream and with the workspace of decoding: `motet.model.accelerator.Recorder`."""
+
+    def capture(self, run: Replay, *, first: bool) -> Replay:
+        """What replays the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of rows that a base multiplies."""
+
+    decoding: tuple[int, ...] = ROWS_OF_DECODING
+    """In recorded graphs."""
+    passes: tuple[int, ...] = ROWS_OF_PASSES
+    """Outside."""
+
+
+def rows_of_three_kinds(n_rows: int, n_inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers whose second half cancels the first; numbers with outliers; and normal numbers: [T, K], in turn.
+
+    The first row is of the kind that shows best how a sum was added, for products of one row.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    x_TK, half = normal(n_rows, n_inputs), n_inputs // 2
+    cancelling, outliers = x_TK[::_KINDS], x_TK[1::_KINDS]
+    outliers[:, :: max(n_inputs // 8, 1)] *= _OUTLIERS
+    outliers *= torch.exp2(normal(len(outliers), 1))
+    cancelling[:, half : 2 * half] = -cancelling[:, :half] * (1 + 0.002 * normal(len(cancelling), half))
+    return x_TK.to(dtype)
+
+
+def weight_of(shape: ProductShape, dtype: torch.dtype, device: torch.device) -> ProductWeight:
+    """A weight; sums of every second output cancel with cancelling rows."""
+    generator = torch.Generator(device).manual_seed(2)
+    n_outputs, n_inputs = shape.n_outputs, shape.n_inputs
+    weight_NK = torch.randn(n_outputs, n_inputs, generator=generator, device=device, dtype=dtype).mul_(n_inputs**-0.5)
+    half = n_inputs // 2
+    weight_NK[::2, half : 2 * half] = weight_NK[::2, :half]
+    if shape.back:
+        return ProductWeight(weight_NK.t().contiguous())
+    if not shape.biased:
+        return ProductWeight(weight_NK)
+    bias_N = torch.randn(n_outputs, generator=generator, device=device, dtype=dtype)
+    bias_N[::2] *= _SMALL  # a large one would hide how a sum that cancels was added
+    return ProductWeight(weight_NK, bias_N)
+
+
+@dataclass
+class Trial:
+    """Tries ways on one device, for one base."""
+
+    device: torch.device
+    dtype: torch.dtype
+    recorder: Captures
+    sizes: Sizes = field(default_factory=Sizes)
+    notes: list[str] = field(default_factory=list)
+    """Which ways are left out, and why."""
+
+    def run(self, table: WayTable, shapes: Iterable[ProductShape], library: Way | None) -> None:
+        """Leave the table only ways with equal bits; `library` is used at the numbers of rows at which it has them.
+
+        Raises:
+            BaseModelError: Motet's own product has wrong values, or other bits in other company.
+        """
+        for shape in sorted(set(shapes)):
+            try:
+                example = _Example.of(shape, self.sizes, self.dtype, self.device)
+                why = example.wrong_values()
+            except _FAILURES as error:
+                why = f"fails: {_first_line(error)}"
+            if why:
+                raise BaseModelError(f"{_product(shape)} by Motet's kernels {why}")
+            self._try_own(table, example)
+            if library is not None:
+                table.tried[shape] = self._rows_of(library, example)
+        if library is not None and any(table.tried.values()):
+            table.library = library
+
+    def _try_own(self, table: WayTable, example: _Example) -> None:
+        """In graphs with the machine code that also multiplies A, outside without."""
+        for bucket in BUCKETS:
+            rows = [*_OTHER_ROWS, min(bucket, example.most)]
+            while why := self._why_not(tile := table.own(example.shape, bucket), example, rows):
+                if tile == REFERENCE:
+                    raise BaseModelError(f"{_product(example.shape)} by Motet's kernels {why}")
+                self.notes.append(f"tile {tile.name} is not used: {_product(example.shape)} {why}")
+                table.leave_out(tile)
+
+    def _why_not(self, way: Way, example: _Example, rows: Sequence[int]) -> str:
+        adapters = None if example.shape.back else example.no_adapters()
+        try:
+            unequal = [*example.unequal(way, rows), *self._unequal_in_graph(way, example, rows, adapters)]
+        except _FAILURES as error:
+            return f"fails: {_first_line(error)}"
+        return f"has other bits at {_numbers(unequal)} rows" if unequal else ""
+
+    def _unequal_in_graph(
+        self, way: Way, example: _Example, rows: Sequence[int], adapters: Adapters | None = None
+    ) -> list[int]:
+        """The numbers of rows at which a row has other bits in a recorded graph."""
+        if not rows:
+            return []
+        replay = self.recorder.capture(lambda: example.compare(way, rows, adapters), first=False)
+        return example.counted(rows, replay())
+
+    def _rows_of(self, library: Way, example: _Example) -> frozenset[int]:
+        """The numbers of rows at which the library has equal bits."""
+        shape = example.shape
+        decoding = [] if shape.back else [rows for rows in self.sizes.decoding if rows <= example.most]
+        rows = sorted({*decoding, *(rows for rows in self.sizes.passes if rows <= example.most)})
+        try:
+            outside = example.unequal(library, rows)
+            inside = self._unequal_in_graph(library, example, [n for n in decoding if n not in outside])
+        except _FAILURES as error:
+            self.notes.append(f"the library is not used for {_product(shape)}: {_first_line(error)}")
+            return frozenset()
+        if unequal := sorted({*outside, *inside}):
+            self.notes.append(
+                f"the library is not used for {_product(shape)} of {_numbers(unequal)} rows, where its bits differ"
+            )
+        return frozenset(rows) - {*outside, *inside}
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Rows and a weight of one shape, and their product by the reference."""
+
+    shape: ProductShape
+    x_TK: Tensor
+    weight: ProductWeight
+    want_TN: Tensor
+
+    @classmethod
+    def of(cls, shape: ProductShape, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> _Example:
+        most = max(BUCKETS[0], *sizes.passes, *(() if shape.back else sizes.decoding))
+        most = min(most, _ROOM // (dtype.itemsize * max(shape.n_outputs, shape.n_inputs)))
+        x_TK, weight = rows_of_three_kinds(most, shape.n_inputs, dtype, device), weight_of(shape, dtype, device)
+        want_TN = x_TK.new_empty(most, shape.n_outputs)
+        REFERENCE.multiply(x_TK, weight, want_TN, None, back=shape.back)
+        return cls(shape, x_TK, weight, want_TN)
+
+    @property
+    def most(self) -> int:
+        """Number of rows."""
+        return len(self.x_TK)
+
+    def wrong_values(self) -> str:
+        """What is wrong with the reference, compared with torch's product in fp64 and with itself in another order."""
+        x_TK, dense = self.x_TK[:_CHECKED].double(), self.weight.weight_NK
+        weight_KN = (dense[:, :_CHECKED] if self.shape.back else dense[:_CHECKED].t()).double()
+        bias = 0.0 if self.weight.bias_N is None else self.weight.bias_N[:_CHECKED].double()
+        want, found = x_TK @ weight_KN + bias, self.want_TN[:_CHECKED, :_CHECKED].double()
+        of_sums = self.shape.n_inputs * torch.finfo(torch.float32).eps * (x_TK.abs() @ weight_KN.abs())
+        if not bool(((found - want).abs() <= of_sums + torch.finfo(self.want_TN.dtype).eps * want.abs()).all()):
+            return "has wrong values"
+        turned, again_TN = self.x_TK.roll(_OTHER_ROWS[-1], 0), torch.empty_like(self.want_TN)
+        REFERENCE.multiply(turned, self.weight, again_TN, None, back=self.shape.back)
+        equal = torch.equal(_bits(again_TN).roll(-_OTHER_ROWS[-1], 0), _bits(self.want_TN))
+        return "" if equal else "has other bits in other places of a tile"
+
+    def compare(self, way: Way, rows: Sequence[int], adapters: Adapters | None = None) -> Tensor:
+        """For each number of rows, whether a row has other bits; waits for nothing."""
+        flags = []
+        for n_rows in rows:
+            y_TN = torch.empty_like(self.want_TN[:n_rows])
+            way.multiply(self.x_TK[:n_rows], self.weight, y_TN, adapters, back=self.shape.back)
+            flags.append((_bits(y_TN) != _bits(self.want_TN[:n_rows])).any())
+        return torch.stack(flags)
+
+    def unequal(self, way: Way, rows: Sequence[int]) -> list[int]:
+        """The numbers of rows at which a row has other bits."""
+        return self.counted(rows, self.compare(way, rows))
+
+    def no_adapters(self) -> Adapters:
+        """Tables in which no row has an adapter, for the machine code that multiplies A too."""
+        device, itemsize = self.x_TK.device, self.x_TK.element_size()
+        tiles = torch.full((1, 1 + TILE), -1, dtype=torch.int32, device=device)
+        n_tiles = torch.ones(1, dtype=torch.int32, device=device)
+        inner = torch.empty(pieces_of(self.shape.n_inputs), 1, TILE, device=device)
+        group = AdapterGroup(torch.zeros(1, 5, dtype=torch.int64, device=device), TILE, inner, (1,))
+        return AdapterTables(Places([], itemsize), tiles, n_tiles, 1, adapted=True), group
+
+    @staticmethod
+    def counted(rows: Sequence[int], flags: Tensor) -> list[int]:
+        """Those numbers of rows whose flag is set."""
+        return [n_rows for n_rows, unequal in zip(rows, flags.tolist(), strict=True) if unequal]
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _product(shape: ProductShape) -> str:
+    what = f"a product of {shape.n_inputs} inputs and {shape.n_outputs} outputs"
+    return what + (" with a bias" if shape.biased else " for gradients" if shape.back else "")
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    """At most a few of them."""
+    few = sorted(set(numbers))
+    return ", ".join(map(str, few[:4])) + (f" and {len(few) - 4} more numbers of" if len(few) > 4 else "")

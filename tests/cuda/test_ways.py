@@ -1,0 +1,219 @@
+"""Ways to multiply are chosen by speed among those whose bits were tried; the trial finds every planted fault."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tests.support.triton_on_cpu
+from motet.core.errors import BaseModelError
+from motet.cuda import speeds
+from motet.cuda.trial import Sizes, Trial
+from motet.cuda.ways import (
+    BUCKETS,
+    REFERENCE,
+    ROWS_OF_PASSES,
+    Library,
+    OwnTile,
+    ProductShape,
+    ProductWeight,
+    WayTable,
+    start_tile,
+    table_for,
+    tiles_to_measure,
+)
+from motet.model.accelerator import products_without_split
+from tests.support.bad_ways import BadLibrary, WatchedRecorder
+from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
+
+DEVICE = tests.support.triton_on_cpu.DEVICE
+SIZES = Sizes(decoding=(1, 8, 64), passes=(66, 72))
+SHAPE = ProductShape(24, 64)
+ALL = [SHAPE, replace(SHAPE, biased=True), ProductShape(64, 24, back=True)]
+INTERPRETED = pytest.mark.skipif(DEVICE.type == "cuda", reason="a card multiplies as it does")
+"""Of tests that let the interpreter multiply otherwise."""
+
+
+def tried(
+    library: object, recorder: WatchedRecorder | None = None, shapes: list[ProductShape] = ALL
+) -> tuple[WayTable, Trial]:
+    table = table_for(DEVICE, torch.float16)
+    trial = Trial(DEVICE, torch.float16, recorder or WatchedRecorder(), SIZES)
+    trial.run(table, shapes, library)  # type: ignore[arg-type]
+    return table, trial
+
+
+def test_a_library_with_equal_bits_is_used_where_it_was_tried_and_is_faster() -> None:
+    library = BadLibrary()
+    table, trial = tried(library)
+    assert not trial.notes
+    assert table.tried == {SHAPE: {1, 8, 64, 66, 72}, ALL[1]: {1, 8, 64, 66, 72}, ALL[2]: {66, 72}}
+    own = table.own(SHAPE, 64)
+    assert table.choose(SHAPE, 64) == own  # nobody measured it
+    table.speeds[SHAPE, 64] = {own.name: 20.0, library.name: 18.0}
+    assert [table.choose(SHAPE, rows) is library for rows in (64, 63, 65)] == [True, False, False]
+    assert table.choose(SHAPE, 64, adapted=True) == own  # a launch more
+    table.speeds[SHAPE, 64] = {own.name: 20.0, library.name: 21.0}
+    assert table.choose(SHAPE, 64) == own
+
+
+RECORDER = WatchedRecorder()
+FAULTS: list[tuple[str, BadLibrary, list[set[int]]]] = [
+    ("splits K from the 65th row on", BadLibrary(lambda rows, biased: rows > 64), [{1, 8, 64}, set()]),
+    ("splits K with a bias only", BadLibrary(lambda rows, biased: biased), [set(), {66, 72}]),
+    ("rounds before it adds a bias", BadLibrary(lambda rows, biased: biased, rounds_twice=True), [set(), {66, 72}]),
+    ("splits K at one number of rows", BadLibrary(lambda rows, biased: rows == 66), [{1, 8, 64, 72}, {72}]),
+    ("splits K in graphs only", BadLibrary(lambda rows, biased: RECORDER.replaying), [{66, 72}, {66, 72}]),
+]
+
+
+@pytest.mark.parametrize(("library", "good"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+def test_a_library_is_used_at_no_number_of_rows_at_which_its_bits_differ(
+    library: BadLibrary, good: list[set[int]]
+) -> None:
+    table, trial = tried(library, RECORDER, ALL[1:])
+    assert [table.tried[shape] for shape in ALL[1:]] == good
+    everywhere = [{1, 8, 64, 66, 72}, {66, 72}]
+    assert sum("its bits differ" in note for note in trial.notes) == sum(map(set.__lt__, good, everywhere))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="here torch has the library")
+def test_a_library_that_does_not_run_is_left_out() -> None:
+    before = torch.backends.cuda.preferred_blas_library()
+    table, trial = tried(Library(), shapes=[SHAPE])
+    assert table.library is None
+    assert "cuBLASLt" in trial.notes[0]
+    with pytest.raises(RuntimeError), products_without_split:
+        pass
+    assert torch.backends.cuda.preferred_blas_library() == before
+
+
+@pytest.mark.gpu
+def test_the_switches_of_torch_are_put_back_when_the_last_leaves() -> None:
+    matmul = torch.backends.cuda.matmul
+
+    def switches() -> tuple[object, ...]:
+        blas = torch.backends.cuda.preferred_blas_library()
+        return (
+            blas,
+            matmul.allow_bf16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction_split_k,
+        )
+
+    before = switches()
+    with products_without_split:
+        with products_without_split:
+            inside = switches()
+        assert switches() == inside != before
+        assert not any(inside[1:])
+    assert switches() == before
+
+
+def backwards(left: Matrix, right: Matrix, total: Matrix) -> Matrix:
+    return in_order(left[:, ::-1], right[::-1], total)
+
+
+@INTERPRETED
+def test_a_tile_with_other_bits_is_left_out() -> None:
+    """A tile of 128 rows that adds from the end."""
+    with multiplied_by(lambda *of: (backwards if of[0].shape[0] == 128 else in_order)(*of)):
+        table, trial = tried(None, shapes=[SHAPE])
+    assert {tile.rows for tile in table.left_out} == {128}
+    assert "has other bits" in trial.notes[0]
+    assert all(table.own(SHAPE, rows).rows != 128 for rows in BUCKETS)
+
+
+def last_rows_backwards(left: Matrix, right: Matrix, total: Matrix) -> Matrix:
+    """Rows have other bits in the second half of a tile."""
+    half = len(left) // 2
+    parts = in_order(left[:half], right, total[:half]), backwards(left[half:], right, total[half:])
+    return np.concatenate(parts)
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("product", "why"),
+    [
+        (last_rows_backwards, "other places"),
+        (lambda left, right, total: in_order(left, right * 1.01, total), "wrong values"),
+    ],
+)
+def test_a_base_is_not_multiplied_by_kernels_that_are_wrong(product: Callable[..., Matrix], why: str) -> None:
+    with multiplied_by(product), pytest.raises(BaseModelError, match=why):
+        tried(None, shapes=[SHAPE])
+
+
+# --- speeds -----------------------------------------------------------------------------------------------------------
+
+
+def test_speeds_are_measured_once_and_kept(tmp_path: Path) -> None:
+    weights = [ProductWeight(torch.zeros(24, 64, dtype=torch.float16, device=DEVICE)) for _ in range(3)]
+    clock, library = itertools.count(1.0), BadLibrary()
+
+    def stopwatch(run: Callable[[], None]) -> float:
+        if (now := next(clock)) == 2.0:
+            raise RuntimeError("does not run here")
+        return 3 * now
+
+    table = table_for(DEVICE, torch.float16)
+    assert speeds.measure(table, weights, library, stopwatch, 0.0, back=True) is False
+    assert speeds.measure(table, weights, library, stopwatch, 3600.0, back=True)
+    assert set(table.speeds) == {(SHAPE, rows) for rows in BUCKETS} | {(ProductShape(64, 24, back=True), BUCKETS[-1])}
+    first, second, *_ = table.speeds[SHAPE, 16].values()
+    assert (first, second) == (1.0, float("inf"))  # of one of three weights
+    path = speeds.file_of({"card": "one"})
+    assert path != speeds.file_of({"card": "other"})
+    path = tmp_path / "made" / path.name
+    speeds.write(path, {"card": "one"}, table.speeds)
+    assert speeds.read(path) == table.speeds
+    again = replace(table, speeds=speeds.read(path))
+    assert not speeds.measure(again, weights, library, stopwatch, 3600.0, back=True)
+    own = [tile for tile in tiles_to_measure(SHAPE, 16, 0) if tile.name in table.speeds[SHAPE, 16]]
+    assert again.own(SHAPE, 3) == own[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"products": [{"rows": 1}]}', '{"products": [{"shape": {"x": 1}, "rows": 1}]}']
+)
+def test_a_file_that_cannot_be_read_holds_no_speeds(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "speeds.json"
+    path.write_text(text)
+    assert speeds.read(path) == speeds.read(tmp_path / "missing") == {}
+
+
+def test_a_pass_is_padded_only_where_the_library_multiplies() -> None:
+    table = WayTable(9, 232448, 2, library=BadLibrary(), tried={SHAPE: frozenset(ROWS_OF_PASSES)})
+    assert table.rows_of_pass(700, [SHAPE]) == 700
+    table.speeds[SHAPE, BUCKETS[-1]] = {table.own(SHAPE, 4096).name: 2.0, "bad library": 1.0}
+    assert [table.rows_of_pass(rows, [SHAPE]) for rows in (40, 700, 8193, 20000)] == [40, 1024, 9216, 20000]
+    assert table.rows_of_pass(700, [replace(SHAPE, biased=True)]) == 700
+
+
+CARDS = {8: 166912, 9: 232448, 10: 232448, 12: 101376}
+"""Bytes of shared memory of a program, by major compute capability."""
+
+
+@pytest.mark.parametrize("capability", CARDS)
+def test_every_card_has_a_tile_for_every_product(capability: int) -> None:
+    table = WayTable(capability, CARDS[capability], 2)
+    chosen: set[OwnTile] = set()
+    for n_outputs, n_inputs in itertools.product((896, 1152, 6144, 28672, 151936), (896, 4864, 14336)):
+        chosen |= {table.own(ProductShape(n_outputs, n_inputs), rows) for rows in (1, 64, 65, 256, 9000)}
+    assert all(tile.shared_bytes(2) <= CARDS[capability] for tile in chosen)
+    assert any(tile.by_descriptors for tile in chosen) == (capability in (9, 10))
+    assert not table.own(ProductShape(900, 900), 64).by_descriptors  # rows that do not begin at multiples of 16 bytes
+    assert table.runs(REFERENCE)
+
+
+def test_start_tiles_are_those_that_were_fastest() -> None:
+    """On an H200, among Motet's own, at 64 and 256 rows."""
+    assert start_tile(ProductShape(896, 4864), 64, 9) == OwnTile(16, 32, 256, 4, 4)
+    assert start_tile(ProductShape(4096, 14336), 64, 9) == OwnTile(64, 32, 128, 4, 5, True)
+    assert start_tile(ProductShape(28672, 4096), 64, 9) == OwnTile(64, 128, 64, 4, 4, True)
+    assert start_tile(ProductShape(151936, 896), 256, 9) == OwnTile(256, 128, 64, 8, 3, True)

@@ -1,0 +1,62 @@
+"""Libraries that multiply with the faults that `motet.cuda.trial` looks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from motet.cuda.ways import REFERENCE, Adapters, ProductWeight
+
+
+@dataclass(frozen=True)
+class BadLibrary:
+    """Has the bits of Motet's own, but splits K in two where it is faulty: by number of rows, and with a bias."""
+
+    faulty: Callable[[int, bool], bool] = lambda n_rows, biased: False
+    rounds_twice: bool = False
+    """Where it is faulty, it rounds the product before it adds the bias; K is whole."""
+
+    name = "bad library"
+    any_rows = False
+
+    def multiply(
+        self, x_TK: Tensor, weight: ProductWeight, y_TN: Tensor, adapters: Adapters | None, *, back: bool
+    ) -> None:
+        """See `Way`."""
+        if not self.faulty(len(x_TK), weight.bias_N is not None and not back):
+            REFERENCE.multiply(x_TK, weight, y_TN, adapters, back=back)
+            return
+        if self.rounds_twice:
+            REFERENCE.multiply(x_TK, ProductWeight(weight.weight_NK), y_TN, adapters, back=back)
+            if weight.bias_N is not None:
+                y_TN += weight.bias_N
+            return
+        half = x_TK.shape[1] // 2
+        sums_TN = torch.zeros_like(y_TN, dtype=torch.float32)
+        for part, bias in ((slice(0, half), None), (slice(half, None), weight.bias_N)):
+            part_NK = weight.weight_NK[part] if back else weight.weight_NK[:, part]
+            of_part_TN = torch.empty_like(sums_TN)
+            of_part = ProductWeight(part_NK.contiguous(), bias)
+            REFERENCE.multiply(x_TK[:, part].contiguous(), of_part, of_part_TN, None, back=back)
+            sums_TN += of_part_TN
+        y_TN.copy_(sums_TN)
+
+
+class WatchedRecorder:
+    """Replays runs, and says whether one is replayed."""
+
+    replaying = False
+
+    def capture(self, run: Callable[[], Tensor], *, first: bool) -> Callable[[], Tensor]:
+        """See `motet.model.accelerator.Recorder`."""
+
+        def replay() -> Tensor:
+            self.replaying = True
+            found = run()
+            self.replaying = False
+            return found
+
+        return replay
