@@ -6,10 +6,6 @@ of a launch.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,39 +13,12 @@ from typing import Any
 import pytest
 from bench.speed import envs
 
-ROOT = Path(__file__).resolve().parents[2]
-SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
-"""KiB of shared memory that a program may have: CUDA's table of compute capabilities, AMD's of its instruction sets."""
+from tests.support.compiling import SHARED, compiled
+
 PRODUCTS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC", "gfx942": "v_mfma", "gfx950": "v_mfma"}
 SPILLS = {"sm_80": 32, "sm_90": 32, "sm_100": 32, "gfx942": 300, "gfx950": 300}
 """Instructions that spill, at most; of AMD's cards a bound against worse."""
 ATTENTION = ("forward", "query_gradients", "key_gradients")
-
-
-PROGRAM = """
-import json, sys
-from tests.support import bad_kernels, launched_kernels, passes_without_values
-for which, words in json.loads(sys.argv[1]):
-    print(json.dumps(which))
-    locals()[which].main(words)
-"""
-
-
-def compiled(cache: Path, *parts: tuple[str, list[str]], packages: Path | None = None) -> list[list[Any]]:
-    """For each part, a module and its words, the lines of JSON that it prints: in one process without the interpreter."""
-    places = [str(place) for place in (packages, ROOT) if place]
-    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    given |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(parts)]
-    done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: list[list[Any]] = []
-    for line in map(json.loads, done.stdout.splitlines()):
-        if isinstance(line, str):
-            found.append([])
-        else:
-            found[-1].append(line)
-    return found
 
 
 def launched(cache: Path, *words: str, packages: Path | None = None) -> list[Any]:

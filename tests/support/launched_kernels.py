@@ -42,6 +42,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODELS = ("plain", "capped", "delta", "gated")
 """Attention; attention with a window, a soft cap and sinks; recurrences with the delta rule and without it."""
 CPU = torch.device("cpu")
+Launch = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Made:
     """Atomic instructions on global memory."""
     fused: bool
     """Whether a product and a sum are rounded once."""
+    wide: int
+    """Loads of 16 bytes from global memory."""
+    narrow: int
+    """Loads of two bytes."""
+    constants: dict[str, int]
+    """The constants of the launch that are numbers."""
 
 
 class Card:
@@ -122,6 +129,7 @@ def made_of(request: Request, target: str) -> Made:
     made = compile(source, target=TARGETS[target], options=request.options)
     cuda = "cubin" in made.asm
     text = made.asm["sass" if cuda else "amdgcn"]
+    ptx = made.asm["ptx"] if cuda else ""
     return Made(
         kernel=request.kernel.__name__,
         code=hashlib.sha256(made.asm["cubin" if cuda else "hsaco"]).hexdigest(),
@@ -129,7 +137,18 @@ def made_of(request: Request, target: str) -> Made:
         shared=made.metadata.shared,
         products=sorted(set(re.findall(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)", text))),
         atomics=len(re.findall(r"\b(?:RED|REDG|ATOM|ATOMG)\b|\b(?:global|flat|buffer)_atomic_", text)),
-        fused="fma.rn.f32" in made.asm["ptx"] if cuda else bool(request.options["enable_fp_fusion"]),
+        fused="fma.rn.f32" in ptx if cuda else bool(request.options["enable_fp_fusion"]),
+        wide=len(
+            re.findall(
+                r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\.c[ag]\.shared\.global[^;]*0x10", ptx
+            )
+        ),
+        narrow=len(re.findall(r"ld\.global(?:\.\w+(?:::\w+)*)*\.[bu]16", ptx)),
+        constants={
+            request.kernel.arg_names[place[0]]: int(value)
+            for place, value in request.constants.items()
+            if isinstance(value, int)
+        },
     )
 
 
