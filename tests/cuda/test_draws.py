@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,7 +40,7 @@ def numbers(keys, positions, out, N: tl.constexpr):
     tl.store(out + place, number.to(tl.float64) * 2.0**-53)
 
 
-def counters(n_rows: int, seed: int = 0):
+def counters(n_rows: int, seed: int = 0) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Keys and positions."""
     generator = np.random.default_rng(seed)
     return generator.integers(0, 2**64, n_rows, np.uint64), generator.integers(0, 10**5, n_rows, np.uint64)

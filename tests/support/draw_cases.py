@@ -13,6 +13,7 @@ from torch import Tensor
 
 from motet.core.types import SamplingParams
 from motet.cuda.draws import Drawn, Head, RowSettings, draw
+from motet.cuda.math import CudaMath
 from motet.model.logits import LogitChanges
 
 CPU = torch.device("cpu")
@@ -42,11 +43,21 @@ def settings_of(
 
 
 def draw_launches(dtype: torch.dtype, n_rows: int = 64) -> Iterator[Callable[[], object]]:
-    """Draws from the vocabularies of Qwen 2.5 and Llama 3, and from a capped head with grammars and ids without a token."""
+    """Draws and passes of the vocabularies of Qwen 2.5 and Llama 3, and of a capped head that has ids without a token.
+
+    Rows of the latter have grammars.
+    """
+    own, tokens_N = CudaMath(), torch.zeros(n_rows, dtype=torch.int64)
     counters = np.arange(n_rows, dtype=np.uint64)
-    for head in (head_of(151_936), head_of(128_256), head_of(256_000, [255_999], final_logit_softcapping=30.0)):
-        masked = head.present_W is not None
-        allowed_NW = torch.zeros(n_rows, -(-head.n_ids // 32), dtype=torch.int32) if masked else None
-        raw_NV = torch.zeros(n_rows, head.n_ids, dtype=dtype)
+    for n_ids, without, config in (
+        (151_936, (), {}),
+        (128_256, (), {}),
+        (256_000, (255_999,), {"final_logit_softcapping": 30.0}),
+    ):
+        changes = LogitChanges(SimpleNamespace(**config), without)
+        head, raw_NV = Head(changes, n_ids, CPU), torch.zeros(n_rows, n_ids, dtype=dtype)
+        allowed_NW = torch.zeros(n_rows, -(-n_ids // 32), dtype=torch.int32) if without else None
         settings = settings_of(head, [SamplingParams()] * n_rows, counters, counters, allowed_NW)
-        yield partial(draw, raw_NV, settings, Drawn.empty(n_rows, raw_NV.device))
+        yield partial(draw, raw_NV, settings, Drawn.empty(n_rows, CPU))
+        yield partial(own.head_logprobs, raw_NV, changes, tokens_N, [1.0] * n_rows, slope=True)
+        yield partial(own.finish, raw_NV, changes)

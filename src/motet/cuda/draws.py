@@ -17,19 +17,23 @@ from motet.cuda.kernels import draws as kernels
 from motet.cuda.launches import launch
 from motet.model.logits import LogitChanges
 
-_BLOCKS = 16
+_BLOCKS = 8
 """Blocks of ids of one program."""
+_WIDTH = 1024
+"""Ids of one program where each is by itself."""
 
 
 class Head:
     """What one base's head changes in its products, as kernels read it."""
 
-    def __init__(self, changes: LogitChanges, n_ids: int, device: torch.device) -> None:
+    def __init__(self, changes: LogitChanges | None, n_ids: int, device: torch.device) -> None:
+        """Without `changes` logits are finished already."""
         self.n_ids = n_ids
-        self.constants = {"SCALE": changes.scale or 0.0, "DIVIDE": changes.divide or 0.0, "CAP": changes.cap or 0.0}
+        scale, divide, cap = (None, None, None) if changes is None else (changes.scale, changes.divide, changes.cap)
+        self.constants = {"SCALE": scale or 0.0, "DIVIDE": divide or 0.0, "CAP": cap or 0.0}
         self.present_W: Tensor | None = None
         """Bits of ids that have a token; None if all have one."""
-        if len(changes.without):
+        if changes is not None and len(changes.without):
             has_token = np.ones(n_ids, np.bool_)
             has_token[changes.without.cpu().numpy()] = False
             self.present_W = bits_of(has_token).to(device)
@@ -87,40 +91,68 @@ class Rows:
     """Contiguous, in any floating dtype."""
     head: Head
     temperature_N: Tensor
+    """fp32."""
     allowed_NW: Tensor | None = None
 
-    @property
-    def inputs(self) -> tuple[Tensor | None, ...]:
-        """First arguments of kernels that read logits."""
-        return self.raw_NV, self.head.present_W, self.allowed_NW, self.temperature_N
+    def __post_init__(self) -> None:
+        assert self.raw_NV.is_contiguous()
+        assert self.raw_NV.shape[1] == self.head.n_ids
 
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Compile-time arguments of these kernels."""
-        sizes = {"V": self.head.n_ids, "BLOCKS": self.head.n_blocks}
-        return sizes | self.head.constants | {"num_warps": 4, "enable_fp_fusion": False}
-
-    @property
-    def lanes(self) -> int:
-        """Blocks of the vocabulary, padded to a power of two."""
-        return int(triton.next_power_of_2(self.head.n_blocks))
-
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """Peaks and weights of blocks, [N, B]; one launch."""
-        assert self.raw_NV.is_contiguous() and self.raw_NV.shape[1] == self.head.n_ids
+    def sums(self, products_NB: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Peaks and weights of blocks, [N, B], and their products for entropies; one launch."""
         shape, device = (len(self.raw_NV), self.head.n_blocks), self.raw_NV.device
         sums = (torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int64, device=device))
         grid = len(self.raw_NV), triton.cdiv(self.head.n_blocks, _BLOCKS)
-        launch(kernels.block_sums, grid, *self.inputs, *sums, None, PER=_BLOCKS, **self.constants)
+        blocks = {"BLOCKS": self.head.n_blocks, "PER": _BLOCKS}
+        self._launch(kernels.block_sums, grid, self.allowed_NW, self.temperature_N, *sums, products_NB, **blocks)
         return sums
+
+    def draw(self, key_N: Tensor, position_N: Tensor | None, out: Drawn) -> None:
+        """See the function `draw`."""
+        given = self.allowed_NW, self.temperature_N, key_N, position_N
+        drawn = out.token_N, out.logprob_N, out.usable_N
+        self._launch(kernels.pick, (len(self.raw_NV),), *given, *self.sums(), *drawn, **self._whole_rows)
+
+    def score(self, token_N: Tensor, slope_NV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logprobs of one token per row, and entropies [N]; fills `slope_NV`, which may be the logits, with gradients.
+
+        The logprob of an id outside the vocabulary is −∞.
+        """
+        n_rows, device = len(self.raw_NV), self.raw_NV.device
+        products_NB = torch.empty(n_rows, self.head.n_blocks, dtype=torch.int32, device=device)
+        found = torch.empty(4, n_rows, device=device).unbind()
+        read = self.temperature_N, token_N
+        sums = *self.sums(products_NB), products_NB
+        self._launch(kernels.score, (n_rows,), *read, *sums, *found, **self._whole_rows)
+        if slope_NV is not None:
+            self._launch(kernels.slopes, self._tiles, *read, *found[2:], slope_NV, WIDTH=_WIDTH)
+        return found[0], found[1]
+
+    def finish(self) -> Tensor:
+        """fp32 logits [N, V]."""
+        logits_NV = torch.empty(self.raw_NV.shape, device=self.raw_NV.device)
+        self._launch(kernels.finish, self._tiles, logits_NV, WIDTH=_WIDTH)
+        return logits_NV
+
+    @property
+    def _tiles(self) -> tuple[int, int]:
+        return len(self.raw_NV), triton.cdiv(self.head.n_ids, _WIDTH)
+
+    @property
+    def _whole_rows(self) -> dict[str, int]:
+        """Sizes for kernels that see all blocks of a row at once."""
+        return {"BLOCKS": self.head.n_blocks, "LANES": triton.next_power_of_2(self.head.n_blocks)}
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Tensor | None, **sizes: int) -> None:
+        constants = sizes | self.head.constants | {"V": self.head.n_ids}
+        if len(self.raw_NV):
+            launch(
+                kernel, grid, self.raw_NV, self.head.present_W, *arguments,
+                **constants, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def draw(raw_NV: Tensor, settings: RowSettings, out: Drawn) -> None:
     """Draw a token per row of a head's products, as `model.distribution.draw` defines it; two launches."""
-    if not len(raw_NV):
-        return
     rows = Rows(raw_NV, settings.head, settings.temperature_N, settings.allowed_NW)
-    launch(
-        kernels.pick, (len(raw_NV),), *rows.inputs, settings.key_N, settings.position_N, *rows.sums(),
-        out.token_N, out.logprob_N, out.usable_N, LANES=rows.lanes, **rows.constants,
-    )  # fmt: skip
+    rows.draw(settings.key_N, settings.position_N, out)

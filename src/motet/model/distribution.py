@@ -18,6 +18,7 @@ from torch import Tensor
 
 from motet.core.batch import AdamW, LossFunctions
 from motet.core.types import SamplingParams
+from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterWeights
 
 _BLOCK = 256
@@ -37,6 +38,19 @@ class MathKernels(LossFunctions, Protocol):
         self, logits_NV: Tensor, tokens_N: Tensor, temperature: float, *, slope: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Logprobs of one token per row, and entropies [N]; `slope` replaces the logits by the gradients of the logprobs."""
+        ...
+
+    def finish(self, raw_NV: Tensor, changes: LogitChanges) -> Tensor:
+        """Same as `changes.finish`."""
+        ...
+
+    def head_logprobs(
+        self, raw_NV: Tensor, changes: LogitChanges, tokens_N: Tensor, temperatures: Sequence[float], *, slope: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logprobs of one token per row of a head's products, and entropies [N].
+
+        With `slope` also the gradients [N, V] of the logprobs with respect to the products, which may overwrite them.
+        """
         ...
 
     def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class LoraModel:
 
     def finish_logits(self, raw_NV: Tensor) -> Tensor:
         """fp32 logits [N, V]; see `LogitChanges.finish`."""
-        return self.changes.finish(raw_NV)
+        return self.changes.finish(raw_NV) if self.math is None else self.math.finish(raw_NV, self.changes)
 
     def logits_slope(self, raw_NV: Tensor, slope_NV: Tensor) -> Tensor:
         """Gradient with respect to raw [N, V] from that of `finish_logits(raw)`; may be in fp32."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.core.batch import AdamW
 from motet.core.types import SamplingParams
+from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterWeights
 from motet.native.library import Product
 from motet.native.plan import TYPES
@@ -107,6 +109,21 @@ class OwnMath:
         outputs = logprobs_N.data_ptr(), entropies_N.data_ptr(), int(slope), self._threads()
         self._calls.motet_logprobs(logits_NV.data_ptr(), n_rows, n_tokens, tokens_N.data_ptr(), temperature, *outputs)
         return logprobs_N, entropies_N
+
+    def finish(self, raw_NV: Tensor, changes: LogitChanges) -> Tensor:
+        """See `LogitChanges.finish`."""
+        return changes.finish(raw_NV)
+
+    def head_logprobs(
+        self, raw_NV: Tensor, changes: LogitChanges, tokens_N: Tensor, temperatures: Sequence[float], *, slope: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `MathKernels`."""
+        logits_NV, found, start = changes.finish(raw_NV), [], 0
+        for temperature, rows in itertools.groupby(temperatures):
+            run = slice(start, start := start + len(list(rows)))
+            found.append(self.logprobs(logits_NV[run], tokens_N[run], temperature, slope=slope))
+        logprobs_N, entropies_N = map(torch.cat, zip(*found, strict=True))
+        return logprobs_N, entropies_N, changes.slope(raw_NV, logits_NV) if slope else None
 
     # --- losses -------------------------------------------------------------------------------------------------------
 

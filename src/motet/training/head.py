@@ -5,7 +5,6 @@ Legend: T packed rows, N targets, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.model.distribution import Distribution, MathKernels
+from motet.model.distribution import Distribution
 from motet.model.lora_model import LoraModel
 from motet.protocols import Pieces, Result
 
@@ -79,7 +78,13 @@ def _chunk(
     logprobs, entropies = [], []
     raw_NV = base.raw_logits(hidden_ND)
     if base.math is not None:
-        return _own_chunk(base, base.math, raw_NV, target_N, temperatures, slope_ND)
+        slopes = slope_ND is not None
+        logprobs_N, entropies_N, slope_NV = base.math.head_logprobs(
+            raw_NV, base.changes, target_N, temperatures, slope=slopes
+        )
+        if slope_ND is not None and slope_NV is not None:
+            slope_ND.copy_(base.through_head(slope_NV))
+        return logprobs_N, entropies_N
     temperature, at_a_time = temperatures[0], base.arithmetic.logit_rows
     for raw, target in zip(raw_NV.split(at_a_time), target_N.split(at_a_time), strict=True):
         distribution = Distribution.of(base.finish_logits(raw), [temperature])
@@ -90,25 +95,6 @@ def _chunk(
     if slope_ND is not None:
         slope_ND.copy_(base.through_head(raw_NV))
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _own_chunk(
-    base: LoraModel,
-    own: MathKernels,
-    raw_NV: Tensor,
-    target_N: Tensor,
-    temperatures: Sequence[float],
-    slope_ND: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`_chunk` with Motet's kernels, which overwrite the logits with slopes."""
-    logits_NV, found, start = base.finish_logits(raw_NV), [], 0
-    for temperature, rows in itertools.groupby(temperatures):
-        run = slice(start, start := start + len(list(rows)))
-        found.append(own.logprobs(logits_NV[run], target_N[run], temperature, slope=slope_ND is not None))
-    if slope_ND is not None:
-        slope_ND.copy_(base.through_head(base.logits_slope(raw_NV, logits_NV)))
-    logprobs_N, entropies_N = map(torch.cat, zip(*found, strict=True))
-    return logprobs_N, entropies_N
 
 
 class _WithSlopes(torch.autograd.Function):

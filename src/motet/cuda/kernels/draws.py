@@ -149,10 +149,15 @@ def _row_weights(peaks, sums, row, BLOCKS: tl.constexpr, LANES: tl.constexpr):
 
 
 @_part
-def _logprob(x, top, total, usable):
-    """fp32 logprob of a logit, from the row's peak and its total weight; NaN where the row is not usable."""
-    log_total = tl.log(tl.where(usable, total, 1).to(tl.float64) * _UNIT)
-    return tl.where(usable, (x.to(tl.float64) - top.to(tl.float64)) - log_total, float("nan")).to(tl.float32)
+def _log_total(total, usable):
+    """Of a row's total weight beside its peak, fp64; NaN where the row is not usable."""
+    return tl.where(usable, tl.log(tl.maximum(total, 1).to(tl.float64) * _UNIT), float("nan"))
+
+
+@_part
+def _logprob(x, top, log_total):
+    """Logprob of a logit, added as `Distribution` adds it."""
+    return (x - top) - log_total.to(tl.float32)
 
 
 @_part
@@ -242,5 +247,74 @@ def pick(
     place = tl.where(good, tl.where(greedy, best, passed), 0)
     x = tl.max(tl.where(place_C == place, x_C, -_INF), 0)
     tl.store(token + row, block.to(tl.int64) * _BLOCK + place)
-    tl.store(logprob + row, _logprob(x, top, total, good))
+    tl.store(logprob + row, _logprob(x, top, _log_total(total, good)))
     tl.store(usable + row, good)
+
+
+@_kernel
+def score(
+    raw, present, temperature, token, peaks, sums, products, logprob, entropy, tops, shares,
+    V: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr,
+    SCALE: tl.constexpr, DIVIDE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """The logprob of a row's token, its entropy, its peak, and 1 over its total weight beside that."""
+    row = tl.program_id(0).to(tl.int64)
+    own_temperature, _ = _temperature(temperature, row)
+    peak_B, weight_B, top, good = _row_weights(peaks, sums, row, BLOCKS, LANES)
+    total = tl.sum(weight_B, 0)
+    log_total = _log_total(total, good)
+    x = _logits(raw, present, None, row, tl.load(token + row), own_temperature, V, SCALE, DIVIDE, CAP)
+
+    block_B = tl.arange(0, LANES)
+    live_B = (block_B < BLOCKS) & (tl.abs(peak_B) < _INF)
+    below_B = tl.where(live_B, peak_B - top, 0.0).to(tl.float64)
+    sum_B = tl.load(sums + row * BLOCKS + block_B, mask=live_B, other=0).to(tl.float64)
+    product_B = tl.load(products + row * BLOCKS + block_B, mask=live_B, other=0).to(tl.float64)
+    part_B = tl.exp(below_B) * (product_B * 524288.0 + below_B * sum_B)  # multiples of 2⁻²⁴ are 2¹⁹ of 2⁻⁴³
+    expected = tl.sum(tl.where(good, part_B, 0.0).to(tl.int64), 0).to(tl.float64) / tl.maximum(total, 1).to(tl.float64)
+
+    tl.store(logprob + row, _logprob(x, top, log_total))
+    tl.store(entropy + row, (log_total - expected).to(tl.float32))
+    tl.store(tops + row, top)
+    share = 1.0 / (tl.maximum(total, 1).to(tl.float64) * _UNIT)
+    tl.store(shares + row, tl.where(good, share, float("nan")).to(tl.float32))
+
+
+@_kernel
+def slopes(
+    raw, present, temperature, token, tops, shares, out,
+    V: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, DIVIDE: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Gradients of tokens' logprobs with respect to the head's products; `out` may be `raw`."""
+    row = tl.program_id(0).to(tl.int64)
+    id_C = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    own_temperature, _ = _temperature(temperature, row)
+    x_C = _logits(raw, present, None, row, id_C, own_temperature, V, SCALE, DIVIDE, CAP)
+    prob_C = tl.exp(x_C - tl.load(tops + row)) * tl.load(shares + row)
+    slope_C = tl.where(id_C == tl.load(token + row), 1.0, 0.0) - prob_C
+    if own_temperature != 1.0:
+        slope_C = _divided(slope_C, own_temperature)
+    if CAP != 0:
+        raw_C = tl.load(raw + row * V + id_C, mask=id_C < V, other=0.0)
+        capped_C = _divided(_finished(raw_C, SCALE, DIVIDE, CAP), CAP)
+        slope_C = slope_C * (1.0 - capped_C * capped_C)
+    if SCALE != 0:
+        slope_C = slope_C * SCALE
+    if DIVIDE != 0:
+        slope_C = _divided(slope_C, DIVIDE)
+    slope_C = tl.where(x_C == -_INF, 0.0, slope_C)
+    tl.store(out + row * V + id_C, slope_C.to(out.dtype.element_ty), mask=id_C < V)
+
+
+@_kernel
+def finish(
+    raw, present, out, V: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, DIVIDE: tl.constexpr, CAP: tl.constexpr
+):  # fmt: skip
+    """fp32 logits of a head's products."""
+    row = tl.program_id(0).to(tl.int64)
+    id_C = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    live_C = id_C < V
+    x_C = _finished(tl.load(raw + row * V + id_C, mask=live_C, other=0.0), SCALE, DIVIDE, CAP)
+    if present is not None:
+        x_C = tl.where(_kept(present, id_C, live_C), x_C, -_INF)
+    tl.store(out + row * V + id_C, x_C, mask=live_C)
