@@ -36,7 +36,6 @@ def run(
     window: int | None = None,
     softcap: float | None = None,
     layer: int = 0,
-    log_sums_TH: Tensor | None = None,
 ) -> Tensor:
     """Queries, keys and values [T, heads, E] → [T, H, E], as a layer does it. Temporary blocks hold NaN at first."""
     query_THE, *own = states
@@ -48,7 +47,7 @@ def run(
         pool[places[0], :, places[1]] = states_TKE
     out_THE = torch.full_like(query_THE, torch.nan)
     call = LayerCall(layer, query_THE.shape[-1] ** -0.5, window, softcap)
-    attention.attend_into(call, query_THE, *pools, out_THE, log_sums_TH)
+    attention.attend_into(call, query_THE, *pools, out_THE)
     return out_THE
 
 
@@ -94,29 +93,31 @@ def computed_otherwise(
     decoded = [Span(position, 1, fork) for position in BORDERS]
     rows = [x[BORDERS] for x in states]
     attention = backend.replayable([Span(400, 1, others), *decoded, Span(70, 1, others)], cache, 20)
+    assert attention is not None
     together[BORDERS] = attended(attention, [x[:1] for x in other], rows, [x[:1] for x in other])[1:-1]
     yield together
 
 
-def launches(
-    heads: int, kv_heads: int, width: int, dtype: torch.dtype = torch.bfloat16
-) -> Iterator[Callable[[], object]]:
-    """A decode of 64 rows, prompts read in chunks, and packed sequences with a prefix, of a base with such heads."""
-    backend = CudaAttention(64, CPU)
-    cache = KVCache(256, 64, CPU)
+def launches(heads: int, kv_heads: int, width: int, *, warps: int) -> Iterator[Callable[[], object]]:
+    """Decoding, prompts in chunks, and packed sequences with a prefix, of a bfloat16 base with such heads.
+
+    `warps` is `CudaAttention.warps` of the card.
+    """
+    backend, cache = CudaAttention(64, CPU), KVCache(256, 64, CPU)
+    backend.warps = warps
     decode = [Span(position, 1, range(1, 33)) for position in range(100, 164)]
     chunks = [Span(0, 500, range(1, 9)), Span(2000, 524, range(1, 41))]
     attentions = [
-        backend.replayable(decode, cache, 32),
-        backend.replayable(decode[:3], cache, 64),
-        backend.cached(decode, cache),
+        *(backend.replayable(decode[:rows], cache, least_blocks) for rows, least_blocks in ((64, 32), (3, 64), (1, 1))),
         backend.cached(chunks, cache),
         backend.packed([1024]),
         backend.packed([70, 900, 54], [None, Prefix(0, 70), Prefix(0, 70)]),
     ]
     for attention in attentions:
+        assert attention is not None
         rows = len(attention.positions_T)
-        states = [torch.zeros(rows, n, width, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+        states = [torch.zeros(rows, n, width, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
         yield partial(run, attention, states)
         yield partial(run, attention, states, window=1000)
-    yield attentions[0].place_rows
+        if attention.single:
+            yield attention.place_rows

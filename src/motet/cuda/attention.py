@@ -19,6 +19,7 @@ Legend: T packed rows, H query heads, K KV heads, E head width, S sequences, L e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +33,7 @@ from torch import Tensor
 from motet.cuda.kernels import attention as kernels
 from motet.cuda.launches import launch
 from motet.cuda.packed_blocks import packed_blocks
-from motet.model.accelerator import device_of
+from motet.model.accelerator import capability, device_of
 from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
 
@@ -54,8 +55,8 @@ NO_WINDOW = 1 << 30
 class WorkList:
     """A list of items, on the device."""
 
-    items_I6: Tensor
-    """int32: first row, number of queries, table, first piece, end piece, slot or −1 (see `kernels.attend`)."""
+    items_I8: Tensor
+    """int32: first row, its position, number of queries, table, first piece, end piece, slot or −1, nothing."""
     n_items: Tensor
     """int32 [1]: items in use."""
     slots_T2: Tensor | None = None
@@ -92,12 +93,14 @@ class CudaPass:
     """Blocks of the temporary pools, without a cache."""
     copies: tuple[Tensor, Tensor] | None = None
     """int64: places of a prefix's rows, and of the copies in the blocks of other sequences."""
+    sequences: tuple[Sequence[int], Sequence[Prefix | None]] = ((), ())
+    """Lengths and prefixes of a packed pass, for another backend that computes it again."""
     calls: list[LayerCall] = field(default_factory=list)
     _works: dict[int, WorkList] = field(default_factory=dict)
     _listed: set[int] = field(default_factory=set)
     _first_layer: int | None = None
 
-    @property
+    @functools.cached_property
     def single(self) -> bool:
         """Whether each sequence has one row, as in decoding."""
         return self.cache is not None and bool((self.spans[:, 1] == 1).all())
@@ -138,15 +141,7 @@ class CudaPass:
                 BLOCK=self.backend.block_size, ROWS=128,
             )  # fmt: skip
 
-    def attend_into(
-        self,
-        call: LayerCall,
-        query_THE: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out_THE: Tensor,
-        log_sums_TH: Tensor | None = None,
-    ) -> None:
+    def attend_into(self, call: LayerCall, query_THE: Tensor, keys: Tensor, values: Tensor, out_THE: Tensor) -> None:
         """Causal attention of one layer, after the keys and values of all rows were written to the layer's pools.
 
         Args:
@@ -155,7 +150,6 @@ class CudaPass:
             keys: [blocks, K, block_size, E], as `pools` gives them.
             values: as keys.
             out_THE: contiguous; filled.
-            log_sums_TH: if given, filled with the logarithms of the weight sums (not if `single`).
 
         Raises:
             ValueError: the layer has sinks, or more query heads share a KV head than a tile has rows.
@@ -171,41 +165,39 @@ class CudaPass:
         with device_of(query_THE):
             if self.copies is not None:
                 self._copy(keys, values)
-            self._attend(
-                call, self._work(call, _tile(width, fold)[0] // fold), query_THE, keys, values, out_THE, log_sums_TH
-            )
+            work = self._work(call, self._tile(width, fold)[0] // fold)
+            self._attend(call, work, query_THE, keys, values, out_THE)
 
     def _attend(
-        self,
-        call: LayerCall,
-        work: WorkList,
-        query_THE: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out_THE: Tensor,
-        log_sums_TH: Tensor | None,
+        self, call: LayerCall, work: WorkList, query_THE: Tensor, keys: Tensor, values: Tensor, out_THE: Tensor
     ) -> None:
         kv_heads, (n_heads, width) = keys.shape[1], query_THE.shape[1:]
         fold = n_heads // kv_heads
         folded = triton.next_power_of_2(fold)
-        rows, warps = (max(16, folded), 4) if self.single else _tile(width, fold)
+        rows, warps = (max(16, folded), 4) if self.single else self._tile(width, fold)
         shape = {"KV_HEADS": kv_heads, "FOLD": fold, "WIDTH": width, "LANES": max(16, triton.next_power_of_2(width))}
         space = self.backend.workspace(n_heads, width)
         parts = (space.partials, space.peaks, space.totals)
-        n_programs = min(len(work.items_I6) * kv_heads, self.backend.n_programs)
+        n_programs = min(len(work.items_I8) * kv_heads, self.backend.n_programs)
         launch(
             kernels.attend, [n_programs],
-            query_THE, keys, values, out_THE, out_THE if log_sums_TH is None else log_sums_TH, *parts,
-            work.items_I6, work.n_items, self.positions_T, self.tables_SL,
+            query_THE, keys, values, out_THE, *parts, work.items_I8, work.n_items, self.tables_SL,
             call.scaling, _window(call), self.tables_SL.shape[1], query_THE.stride(0),
             **shape, BLOCK=self.backend.block_size, KEYS=self.backend.page, PIECE=PIECE,
-            ROWS=rows, SOFTCAP=call.softcap or 0.0, LOGS=log_sums_TH is not None,
-            num_warps=warps, num_stages=2, enable_fp_fusion=False,
+            ROWS=rows, SOFTCAP=call.softcap or 0.0, num_warps=warps, num_stages=2, enable_fp_fusion=False,
         )  # fmt: skip
         if work.slots_T2 is not None:
             options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
             grid = len(self.positions_T), kv_heads
             launch(kernels.combine, grid, *parts, work.slots_T2, out_THE, **shape, ROWS=folded, **options)
+
+    def _tile(self, width: int, fold: int) -> tuple[int, int]:
+        """Folded rows of a tile and its warps: what fits into registers, by the compiler's count of spills."""
+        if width <= 64:
+            return TILE, 4
+        if width <= 128:
+            return TILE, self.backend.warps
+        return (TILE // 2 if fold <= TILE // 2 else TILE), 8
 
     def _copy(self, keys: Tensor, values: Tensor) -> None:
         assert self.copies is not None
@@ -242,15 +234,15 @@ class CudaPass:
         most = -(-n_entries * self.backend.block_size // PIECE)
         n_slots = 0 if most == 1 else min(n_rows * most, self.backend.slots)
         empty = self.positions_T.new_empty
-        return WorkList(empty(n_rows + n_slots, 6), empty(1), empty(n_rows, 2) if n_slots else None)
+        return WorkList(empty(n_rows + n_slots, 8), empty(1), empty(n_rows, 2) if n_slots else None)
 
     def _list(self, work: WorkList, window: int) -> None:
         n_rows = len(self.positions_T)
-        n_slots = len(work.items_I6) - n_rows
-        slots = work.items_I6.new_empty(n_rows, 2) if work.slots_T2 is None else work.slots_T2
+        n_slots = len(work.items_I8) - n_rows
+        slots = work.items_I8.new_empty(n_rows, 2) if work.slots_T2 is None else work.slots_T2
         launch(
             kernels.list_pieces, [n_rows],
-            self.positions_T, work.items_I6, slots, work.n_items, n_rows, window, n_slots,
+            self.positions_T, work.items_I8, slots, work.n_items, n_rows, window, n_slots,
             PIECE=PIECE, ROWS=256, ITEMS=16, num_warps=1,
         )  # fmt: skip
 
@@ -274,6 +266,8 @@ class CudaAttention:
         """Keys that a program reads at a time."""
         self.slots = SLOTS
         """Pieces whose results the workspace holds; a row that finds no room there is not split."""
+        self.warps = 4 if device.type == "cpu" or capability(device) == 9 else 8
+        """Of a tile of heads of more than 64 lanes: 4 fit into registers on Hopper, and were faster there."""
         self._device = device
         self._workspaces: dict[tuple[int, int], Workspace] = {}
 
@@ -303,14 +297,18 @@ class CudaAttention:
         fixed = _send(self._device, _positions(spans), tables, blocks.places_T, blocks.sources_C, blocks.targets_C)
         positions_T, tables_SL, places_T, *copies = fixed
         copied = (copies[0], copies[1]) if len(copies[0]) else None
-        return CudaPass(self, spans, positions_T, places_T, tables_SL, None, blocks.n_blocks, copied)
+        given = lengths, prefixes
+        return CudaPass(self, spans, positions_T, places_T, tables_SL, None, blocks.n_blocks, copied, given)
 
     def cached(self, spans: Sequence[Span], cache: KVCache) -> CudaPass:
         """A pass over spans whose keys and values go to a cache."""
-        return self.replayable(spans, cache, 0)
+        return self._cached(spans, cache, 0)
 
-    def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> CudaPass:
-        """`cached` for sequences that may grow to `least_blocks` blocks."""
+    def replayable(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> CudaPass | None:
+        """`cached` for sequences that may grow to `least_blocks` blocks; None unless each span is one token."""
+        return self._cached(spans, cache, least_blocks) if all(span.length == 1 for span in spans) else None
+
+    def _cached(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> CudaPass:
         reach = max(-(-(span.start + span.length) // cache.block_size) for span in spans)
         placed, *values = _placed(spans, cache, max(reach, least_blocks))
         positions_T, places_T, tables_SL = _send(self._device, *values)
@@ -326,9 +324,10 @@ def tiles(spans: NDArray[np.int64], step: int, device: torch.device) -> WorkList
     queries_I = np.minimum(length_I - done_I, step)
     ends_I = -(-(position_I + done_I + queries_I) // PIECE)
     zeros_I = np.zeros_like(table_I)
-    items_I6 = np.stack([row_I + done_I, queries_I, table_I, zeros_I, ends_I, zeros_I - 1], 1).astype(np.int32)
+    columns = (row_I + done_I, position_I + done_I, queries_I, table_I, zeros_I, ends_I, zeros_I - 1, zeros_I)
+    items_I8 = np.stack(columns, 1).astype(np.int32)
     order = np.argsort(-(position_I + done_I), kind="stable")
-    return WorkList(*_send(device, items_I6[order], np.array([len(items_I6)], np.int32)))
+    return WorkList(*_send(device, items_I8[order], np.array([len(items_I8)], np.int32)))
 
 
 def _placed(spans: Sequence[Span], cache: KVCache, n_entries: int) -> tuple[NDArray[Any], ...]:
@@ -364,10 +363,3 @@ def _send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
 
 def _window(call: LayerCall) -> int:
     return NO_WINDOW if call.window is None else min(call.window, NO_WINDOW)
-
-
-def _tile(width: int, fold: int) -> tuple[int, int]:
-    """Folded rows of a tile and its warps: what fits into registers, by the compiler's count of spills."""
-    if width <= 128:
-        return TILE, 4
-    return (TILE // 2 if fold <= TILE // 2 else TILE), 8

@@ -22,7 +22,7 @@ import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
 from motet.model.attention.triton_kernels import tanh
 
-_STATES = {"query", "keys", "values", "output", "log_sums", "partials", "query_row"}
+_STATES = {"query", "keys", "values", "output", "partials", "query_row"}
 """Arguments that 16 divides, bytes of an address or elements of a stride; nothing is known of the others."""
 
 
@@ -99,22 +99,21 @@ def _piece(
 
 @_kernel
 def attend(
-    query, keys, values, output, log_sums, partials, peaks, totals, items, n_items, positions, tables,
+    query, keys, values, output, partials, peaks, totals, items, n_items, tables,
     scaling, window, n_entries, query_row,
     KV_HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, LOGS: tl.constexpr,
+    KEYS: tl.constexpr, PIECE: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the items [I, 6]: first row, queries, table, first piece, end piece, slot or −1.
+    """Attention of the items [I, 8]: first row, its position, queries, table, first piece, end piece, slot or −1, nothing.
 
     Without a slot the item has all pieces of its rows, and the output is written; with one it has one query and one piece.
     """
     row_R, lane_E = tl.arange(0, ROWS), tl.arange(0, LANES)
     for index in range(tl.program_id(0), tl.load(n_items) * KV_HEADS, tl.num_programs(0)):
-        item, head = items + index // KV_HEADS * 6, index % KV_HEADS
-        row, n_queries = tl.load(item).to(tl.int64), tl.load(item + 1)
-        table = tables + tl.load(item + 2).to(tl.int64) * n_entries
-        first_piece, end_piece, slot = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5).to(tl.int64)
-        position = tl.load(positions + row)
+        item, head = items + index // KV_HEADS * 8, index % KV_HEADS
+        row, position, n_queries = tl.load(item).to(tl.int64), tl.load(item + 1), tl.load(item + 2)
+        table = tables + tl.load(item + 3).to(tl.int64) * n_entries
+        first_piece, end_piece, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6).to(tl.int64)
         live_R = row_R // FOLD < n_queries
         mask_RE = live_R[:, None] & (lane_E < WIDTH)[None, :]
         at_R = (row + row_R // FOLD) * query_row + (head * FOLD + row_R % FOLD) * WIDTH
@@ -135,8 +134,6 @@ def attend(
             at_R = ((row + row_R // FOLD) * KV_HEADS + head) * FOLD + row_R % FOLD
             value_RE = _finished(sum_RE, total_R, live_R).to(output.dtype.element_ty)
             tl.store(output + at_R[:, None] * WIDTH + lane_E[None, :], value_RE, mask=mask_RE)
-            if LOGS:
-                tl.store(log_sums + at_R, peak_R + tl.log(tl.where(live_R, total_R, 1.0)), mask=live_R)
         else:
             at_R = (slot * KV_HEADS + head) * FOLD + row_R
             tl.store(partials + at_R[:, None] * WIDTH + lane_E[None, :], sum_RE, mask=mask_RE)
@@ -199,13 +196,14 @@ def list_pieces(
     n_own = tl.where(is_split > 0, end - first, 1)
     for start in range(0, n_own, ITEMS):
         item_I = start + tl.arange(0, ITEMS)
-        at_I, live_I, zero_I = items + (own_item + item_I) * 6, item_I < n_own, item_I * 0
+        at_I, live_I, zero_I = items + (own_item + item_I) * 8, item_I < n_own, item_I * 0
         tl.store(at_I, zero_I + own, mask=live_I)
-        tl.store(at_I + 1, zero_I + 1, mask=live_I)
-        tl.store(at_I + 2, zero_I + own, mask=live_I)
-        tl.store(at_I + 3, first + item_I, mask=live_I)
-        tl.store(at_I + 4, tl.where(is_split > 0, first + item_I + 1, end), mask=live_I)
-        tl.store(at_I + 5, tl.where(is_split > 0, own_slot + item_I, -1), mask=live_I)
+        tl.store(at_I + 1, zero_I + position, mask=live_I)
+        tl.store(at_I + 2, zero_I + 1, mask=live_I)
+        tl.store(at_I + 3, zero_I + own, mask=live_I)
+        tl.store(at_I + 4, first + item_I, mask=live_I)
+        tl.store(at_I + 5, tl.where(is_split > 0, first + item_I + 1, end), mask=live_I)
+        tl.store(at_I + 6, tl.where(is_split > 0, own_slot + item_I, -1), mask=live_I)
     tl.store(slots + own * 2, own_slot)
     tl.store(slots + own * 2 + 1, tl.where(is_split > 0, n_own, 0))
     tl.store(n_items, n_listed, mask=own == 0)
