@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from motet.cuda.ways import REFERENCE, OwnTile, ProductWeight, shrink
-from tests.support import launched_kernels
+from tests.support import cuda_attention_cases, launched_kernels
 from tests.support.adapted_rows import adapted
 from tests.support.launched_kernels import CPU, TARGETS, Launch
 
@@ -31,8 +31,8 @@ TILES = [
 ]
 ONE_CODE: set[str] = set()
 """Kernels that add numbers otherwise than by the tensor core: all their launches for one base have one machine code."""
-NARROW: set[str] = set()
-"""Kernels that read single numbers from memory."""
+NARROW: set[str] = {"list_pieces", "place_rows", "copy_rows"}
+"""Kernels that read single numbers, or a few rows, from memory."""
 
 
 def product_launches(target: str, *, everything: bool) -> Iterator[Launch]:
@@ -54,7 +54,17 @@ def product_launches(target: str, *, everything: bool) -> Iterator[Launch]:
         yield partial(shrink, x, adapters)
 
 
-LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {"products": product_launches}
+def attention_launches(target: str, *, everything: bool) -> Iterator[Launch]:
+    """Decoding, prompts in chunks and packed sequences, for 32 and 8 heads of 128; and for other shapes."""
+    warps = 4 if target == "sm_90" else 8
+    for shape in ((32, 8, 128), (14, 2, 64), (32, 32, 80), (8, 4, 256))[: None if everything else 1]:
+        yield from cuda_attention_cases.launches(*shape, warps=warps)
+
+
+LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {
+    "products": product_launches,
+    "attention": attention_launches,
+}
 """By the file of the kernels."""
 
 
