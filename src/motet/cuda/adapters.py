@@ -19,7 +19,7 @@ from torch import Tensor
 from motet.core.types import IntArray
 from motet.model.arithmetic import round_up
 from motet.model.covered_decoder import linears_of
-from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, Routing
+from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, NoAdapters, Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import SamplerRouting, TrainerRouting
 
@@ -160,8 +160,10 @@ def runs_of(routing: Routing) -> list[Run]:
         found = [(segment.weights, segment.start, segment.stop) for segment in routing.segments]
     elif isinstance(routing, SamplerRouting):
         found = [(weights, start, start + n) for weights, start, n in routing.runs if weights is not None]
-    else:
+    elif isinstance(routing, NoAdapters):
         return []
+    else:
+        raise TypeError(f"{type(routing).__name__} has no runs of rows")
     return [run for run in found if run[0].layout.fused]
 
 

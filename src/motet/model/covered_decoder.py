@@ -150,6 +150,12 @@ def _angles_by_kind(decoder: Any) -> bool:
     return "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
 
 
+def rotary_of(decoder: Any, config: Any, index: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The rotary module for a layer: from hidden states and position ids to cosines and sines."""
+    kind = (config.layer_types[index],) if _angles_by_kind(decoder) else ()
+    return lambda hidden, positions: decoder.rotary_emb(hidden, positions, *kind)
+
+
 def angle_bytes(decoder: Any, config: Any, positions: int) -> int:
     """Most bytes of the tables of `angles`; models that rotate a part of a head need less."""
     kinds = len(set(config.layer_types)) if _angles_by_kind(decoder) else 1
@@ -181,8 +187,8 @@ def angles(
 
 def attention_calls(base: LoraModel) -> dict[int, LayerCall]:
     """The arguments of each layer's attention (window, scaling, softcap), recorded in a short pass."""
-    tokens = torch.zeros(base.arithmetic.rows, dtype=torch.long)
+    tokens = torch.zeros(base.arithmetic.rows, dtype=torch.long, device=base.device)
     attention = base.attention.packed([len(tokens)])
     with torch.no_grad():
-        base.hidden(tokens, torch.arange(len(tokens)), attention)
+        base.hidden(tokens, torch.arange(len(tokens), device=base.device), attention)
     return {call.layer: call for call in attention.calls}

@@ -44,8 +44,8 @@ class Kernels(Protocol):
     attention: AttentionBackend
 
     @property
-    def math(self) -> MathKernels:
-        """Functions other than passes, such as drawing tokens and AdamW."""
+    def math(self) -> MathKernels | None:
+        """Functions other than passes, such as drawing tokens and AdamW; None if torch computes them."""
         ...
 
     def read_keys_in_blocks(self, block_size: int) -> None:

@@ -47,7 +47,7 @@ def head_logprobs(base: LoraModel, hidden_TD: Tensor, parts: Sequence[Targets]) 
     computed while the probabilities are in memory.
     """
     found, rows = list[tuple[Tensor, Tensor]](), 0
-    for some in [parts] if base.kernels is not None and parts else [[part] for part in parts]:
+    for some in [parts] if base.math is not None and parts else [[part] for part in parts]:
         hidden_ND = hidden_TD.index_select(0, base.pad(torch.cat([part.row_N for part in some])))
         target_N = base.pad(torch.cat([part.target_N for part in some]))
         lengths = [len(part.row_N) for part in some]

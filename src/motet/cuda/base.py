@@ -1,0 +1,115 @@
+"""A base whose passes run in this room's kernels on a GPU, for both sampling and training.
+
+Legend: T packed rows, N head rows, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from motet.cuda.adapters import AdapterTables, Places, pieces_of, runs_of, widths_of
+from motet.cuda.attention import CudaAttention, CudaPass
+from motet.cuda.forward import DecoderForward
+from motet.cuda.layers import DecoderPlan
+from motet.cuda.products import Products
+from motet.cuda.recompute import Recomputed
+from motet.model.attention import AttentionBackend, AttentionPass
+from motet.model.lora import Routing
+from motet.model.lora_model import LoraModel
+from motet.model.routing import TrainerRouting
+
+_WIDE = 6
+"""Tensors of the model's width that torch keeps of a layer, besides products."""
+_NORMS = 4
+"""The same in fp32, for norms."""
+
+
+class CudaBase:
+    """Implements `Kernels` for one base."""
+
+    def __init__(self, base: LoraModel, products: Products) -> None:
+        """`base` must be covered (see `motet.cuda.cover`)."""
+        self.base, self.products = base, products
+        self.plan, self.places = DecoderPlan.of(base), Places.of(base)
+        self.recomputing: AttentionBackend = base.attention
+        """Torch's attention, by which backward passes recompute layers."""
+        self.attention: AttentionBackend = CudaAttention(base.block_size, base.device)
+        self.math = None
+
+    def read_keys_in_blocks(self, block_size: int) -> None:
+        """Set the KV block size of passes without a cache."""
+        self.attention = CudaAttention(block_size, self.base.device)
+
+    def prepare(self, threads: int) -> None:
+        """Does nothing: the first backward pass needs no memory of its own."""
+
+    def pass_bytes(self, routing: Routing, n_rows: int, *, recompute: bool) -> int:
+        """See `Kernels`. Inputs of layers are kept, with and without `recompute`; one layer at a time is in memory beside."""
+        plan, size = self.plan, self.base.dtype.itemsize
+        inputs = (len(plan.layers) + 1) * plan.width * size
+        outputs = sum(len(weight.weight_NK) for weight in plan.layers[0].products)
+        layer = size * (2 * outputs + plan.inner + _WIDE * plan.width) + 4 * _NORMS * plan.width
+        widths = widths_of(self.places, (weights for weights, *_ in runs_of(routing)))
+        inner = max(4 * pieces_of(self.places.place(0, which).n_inputs) * width for which, width in enumerate(widths))
+        return n_rows * (inputs + 2 * layer + inner)  # what torch keeps of the layer, and its gradients
+
+    def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
+        """Final hidden states [T, D] of packed tokens, in the base's dtype; zeros for padding rows.
+
+        Its backward pass recomputes each layer with torch, from the layer's input in this pass. So gradients are those of
+        torch's layers at these inputs, which differ from the kernels' by rounding.
+        """
+        assert isinstance(attention, CudaPass)
+        n_rows = len(attention.positions_T)
+        tables = AdapterTables.of(self.places, runs_of(routing), n_rows, self.base.device)
+        if isinstance(routing, TrainerRouting) and routing.anchor.requires_grad and torch.is_grad_enabled():
+            hidden: Tensor = _Hidden.apply(routing.anchor, self, token_ids_T, attention, tables, routing)  # type: ignore[no-untyped-call]
+        else:
+            hidden = self.decode(token_ids_T[:n_rows], attention, tables)
+        n_padding = len(token_ids_T) - n_rows
+        return torch.nn.functional.pad(hidden, (0, 0, 0, n_padding)) if n_padding else hidden
+
+    def decode(
+        self, token_ids_T: Tensor, attention: CudaPass, tables: AdapterTables, kept: list[Tensor] | None = None
+    ) -> Tensor:
+        """Final hidden states [T, D] by launches only, so that a graph can record them."""
+        return DecoderForward(self.plan, self.products, attention, tables, kept).hidden(token_ids_T)
+
+    def raw_logits(self, hidden_ND: Tensor) -> Tensor:
+        """Output of the head's product, [N, V], in the base's dtype."""
+        head = self.plan.head
+        raw_NV = hidden_ND.new_empty(len(hidden_ND), len(head.weight_NK))
+        self.products.multiply(hidden_ND.detach().contiguous(), head, raw_NV)
+        return raw_NV
+
+    def through_head(self, slope_raw_NV: Tensor) -> Tensor:
+        """Gradient with respect to hidden [N, D] from that with respect to `raw_logits(hidden)`."""
+        return self.products.back(slope_raw_NV.to(self.base.dtype), self.plan.head)
+
+
+class _Hidden(torch.autograd.Function):
+    """A pass whose backward pass adds the adapters' gradients to those of the routing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        own: CudaBase,
+        token_ids_T: Tensor,
+        attention: CudaPass,
+        tables: AdapterTables,
+        routing: TrainerRouting,
+    ) -> Tensor:
+        kept: list[Tensor] = []
+        hidden_TD = own.decode(token_ids_T[: len(attention.positions_T)], attention, tables, kept)
+        ctx.layers = Recomputed(own.base, own.recomputing, attention, routing)
+        ctx.save_for_backward(*kept)
+        return hidden_TD
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, ...]:
+        ctx.layers.backward(list(ctx.saved_tensors), grad_TD)
+        return (None,) * 6

@@ -1,0 +1,205 @@
+"""A pass through a decoder by this room's kernels: the same launches for sampling and training.
+
+A layer is: norm with residual add; queries, keys and values; rotary with norms and cache; attention; output; norm; gate
+and up; gate; down. Adapters add the launch of `add_adapters` after output and down; everywhere else they are added where
+the product is read. What is summed beside products (norms) is one kernel in all passes.
+
+Legend: T packed rows, D model width, H query heads, K KV heads, E head width, I inner width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-untyped, unused-ignore]
+from torch import Tensor
+
+from motet.cuda.adapters import PARTS, AdapterTables, pieces_of
+from motet.cuda.attention import CudaPass
+from motet.cuda.kernels.adapters import add_adapters
+from motet.cuda.kernels.embedding import embed
+from motet.cuda.kernels.gates import gate_and_up
+from motet.cuda.kernels.norms import norm_after_add, norm_before_add
+from motet.cuda.kernels.rotary import rotate_and_write
+from motet.cuda.launches import launch
+from motet.cuda.layers import DecoderPlan, LayerPlan
+from motet.cuda.products import Products
+
+QKV, OUTPUT, GATE_UP, DOWN = range(len(PARTS))
+_COLUMNS = 256
+"""Columns of a program that adds adapters, or computes gates."""
+
+
+@dataclass
+class DecoderForward:
+    """One pass. `hidden` computes it."""
+
+    plan: DecoderPlan
+    products: Products
+    attention: CudaPass
+    tables: AdapterTables
+    kept: list[Tensor] | None = None
+    """With a list, the input [T, D] of every layer and of the last norm is appended to it."""
+    _nothing: tuple[Tensor, Tensor] | None = None
+    x: Tensor = field(init=False)
+    """The residual stream [T, D]."""
+    _delta: Tensor | None = None
+    """What is still to be added to it."""
+
+    def hidden(self, tokens_T: Tensor) -> Tensor:
+        """Final hidden states [T, D]."""
+        plan = self.plan
+        width, n_rows = plan.width, len(tokens_T)
+        self.x = plan.embedding.new_empty(n_rows, width)
+        block = min(1024, _lanes(width))
+        launch(
+            embed, (n_rows, triton.cdiv(width, block)), tokens_T, plan.embedding, self.x,
+            SCALE=plan.embedding_scale, D=width, BLOCK=block, **_options(4),
+        )  # fmt: skip
+        for index, layer in enumerate(plan.layers):
+            self._layer(index, layer)
+        hidden = self._normed(plan.norm_out)
+        self._keep()
+        return hidden
+
+    def _layer(self, index: int, layer: LayerPlan) -> None:
+        plan, n_rows = self.plan, len(self.x)
+        y = self._normed(layer.norm_in)
+        self._keep()
+        qkv = self._product(index, layer, QKV, y)
+        query = qkv.new_empty(n_rows, plan.heads, plan.head_width)
+        key_like = qkv.new_empty(0, plan.kv_heads, plan.head_width)
+        keys, values = self.attention.pools(index, key_like, key_like)
+        self._rotate(index, layer, qkv, query, keys, values)
+        attended = torch.empty_like(query)
+        self.attention.attend_into(layer.call, query, keys, values, attended)
+        self._add(index, OUTPUT, self._product(index, layer, OUTPUT, attended.flatten(1)), layer.norm_attended)
+        both = self._product(index, layer, GATE_UP, self._normed(layer.norm_mlp))
+        gated = both.new_empty(n_rows, plan.inner)
+        self._gate(index, both, gated)
+        self._add(index, DOWN, self._product(index, layer, DOWN, gated), layer.norm_done)
+
+    def _keep(self) -> None:
+        if self.kept is not None:
+            self.kept.append(self.x)
+
+    def _sum(self) -> Tensor:
+        """Where the next residual stream is written: over this one, unless that is kept."""
+        return self.x if self.kept is None else torch.empty_like(self.x)
+
+    def _normed(self, weight: Tensor | None) -> Tensor:
+        """Add what is to be added to the residual stream; returns its norm, or without one the stream itself."""
+        plan, delta = self.plan, self._delta
+        if weight is None:
+            assert delta is None
+            return self.x
+        y, x_out = torch.empty_like(self.x), self.x if delta is None else self._sum()
+        launch(
+            norm_after_add, (len(y),), self.x, self.x if delta is None else delta, x_out, weight, y,
+            ADD=delta is not None, **self._norm_options(plan.residual),
+        )  # fmt: skip
+        self.x, self._delta = x_out, None
+        return y
+
+    def _add(self, index: int, which: int, delta: Tensor, norm: Tensor | None) -> None:
+        """Add a product's output to the residual stream, with its adapters; what has no norm is added by the next norm."""
+        if self.tables.adapted:
+            width = delta.shape[1]
+            launch(
+                add_adapters, (self._n_tiles, triton.cdiv(width, _COLUMNS)), delta, *self._adapters(index, which),
+                N=width, BLOCK=_COLUMNS, **self._adapter_options(which, width), **_options(4),
+            )  # fmt: skip
+        if norm is None:
+            self._delta = delta
+            return
+        x_out = self._sum()
+        launch(norm_before_add, (len(delta),), self.x, delta, x_out, norm, **self._norm_options(self.plan.residual))
+        self.x = x_out
+
+    def _product(self, index: int, layer: LayerPlan, which: int, x_TK: Tensor) -> Tensor:
+        weight = layer.products[which]
+        y = x_TK.new_empty(len(x_TK), len(weight.weight_NK))
+        adapters = (self.tables, self.tables.group(index, which)) if self.tables.adapted else None
+        self.products.multiply(x_TK, weight, y, adapters)
+        return y
+
+    def _rotate(self, index: int, layer: LayerPlan, qkv: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        plan, attention = self.plan, self.attention
+        half = plan.rotated // 2
+        rest = plan.head_width - plan.rotated
+        numbers = self._unused[1]
+        q_part, k_part, _ = self.tables.places.place(index, QKV).parts
+
+        def given(tensor: Tensor | None) -> Tensor:
+            return numbers if tensor is None else tensor
+
+        launch(
+            rotate_and_write, (self._n_tiles, plan.heads + 2 * plan.kv_heads), qkv, query, keys, values,
+            attention.positions_T, attention.places_T, given(layer.cosines), given(layer.sines),
+            given(plan.query_scales), given(layer.norm_q), given(layer.norm_k), *self._adapters(index, QKV),
+            H=plan.heads, K=plan.kv_heads, E=plan.head_width, HALF=half, BLOCK=_lanes(half),
+            REST=rest, BLOCK_REST=_lanes(rest), ROTATES=layer.cosines is not None,
+            SCALED=plan.query_scales is not None, NORM=plan.norms_span, EPSILON=plan.epsilon,
+            KV_BLOCK=keys.shape[2], STRIDE_Q=q_part.stride, STRIDE_K=k_part.stride,
+            **self._adapter_options(QKV, q_part.stride, k_part.stride, half, plan.head_width), **_options(2),
+        )  # fmt: skip
+
+    def _gate(self, index: int, both: Tensor, gated: Tensor) -> None:
+        stride = self.tables.places.place(index, GATE_UP).parts[0].stride
+        width = self.plan.inner
+        block = min(_COLUMNS, _lanes(width))
+        launch(
+            gate_and_up, (self._n_tiles, triton.cdiv(width, block)), both, gated, *self._adapters(index, GATE_UP),
+            WIDTH=width, TANH=self.plan.tanh, BLOCK=block, STRIDE=stride,
+            **self._adapter_options(GATE_UP, stride, width), **_options(4),
+        )  # fmt: skip
+
+    @property
+    def _n_tiles(self) -> int:
+        return len(self.tables.tiles_N17)
+
+    @property
+    def _unused(self) -> tuple[Tensor, Tensor]:
+        """Memory for arguments that a launch does not read: int64 and fp32."""
+        if self._nothing is None:
+            device = self.tables.tiles_N17.device
+            self._nothing = (
+                torch.zeros(16, dtype=torch.int64, device=device),
+                torch.zeros(16, dtype=torch.float32, device=device),
+            )
+        return self._nothing
+
+    def _adapters(self, index: int, which: int) -> tuple[Any, ...]:
+        """Arguments of kernels that add adapters: tiles, entries and products with A."""
+        tables = self.tables
+        entries, inner, width = *self._unused, 0
+        if tables.adapted:
+            group = tables.group(index, which)
+            entries, inner, width = group.entries_SC, group.inner, group.width
+        return tables.tiles_N17, tables.n_tiles, entries, inner, len(self.x), width
+
+    def _adapter_options(self, which: int, *elements: int) -> dict[str, Any]:
+        """Constants of these kernels; loads of B are aligned if 16 bytes divide all these offsets in elements."""
+        itemsize = self.x.element_size()
+        return {
+            "ENTRY": 3 + 2 * PARTS[which],
+            "PIECES": pieces_of(self.tables.places.place(0, which).n_inputs),
+            "ALIGNED": all(n * itemsize % 16 == 0 for n in elements),
+        }
+
+    def _norm_options(self, factor: float) -> dict[str, Any]:
+        width, epsilon = self.plan.width, self.plan.epsilon
+        return {
+            "D": width, "BLOCK": _lanes(width), "EPSILON": epsilon, "FACTOR": factor, **_options(8 if width > 1024 else 4)
+        }  # fmt: skip
+
+
+def _lanes(n: int) -> int:
+    """A power of two that is at least n, and at least 16."""
+    return max(16, int(triton.next_power_of_2(n)))
+
+
+def _options(warps: int) -> dict[str, Any]:
+    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}

@@ -1,0 +1,47 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Gates of MLPs, which also add adapters to the product of gate and up.
+
+Legend: T packed rows, I inner width.
+"""
+
+import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+from motet.cuda.kernels.adapters import rows_of, with_adapter
+from motet.cuda.kernels.compiling import kernel, part
+
+
+@part
+def _gate(g, TANH: tl.constexpr):
+    """SiLU, or the approximation of GELU by tanh, whose factor (1 + tanh(z / 2)) / 2 is 1 / (1 + exp(-z)); fp32."""
+    z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if TANH else g
+    return g / (1.0 + tl.exp(-z))
+
+
+@kernel("both", "out", "inner")
+def gate_and_up(
+    both, out, tiles, n_tiles, entries, inner, n_rows, width,
+    WIDTH: tl.constexpr, TANH: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, ENTRY: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Fill out [T, I] = gate(both [T, :I]) · both [T, I:], the gate rounded first; one tile of rows a program."""
+    tile = tl.program_id(0)
+    if tile >= tl.load(n_tiles):
+        return
+    slot, rows = rows_of(tiles, tile)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live_columns = columns < WIDTH
+    live = (rows >= 0)[:, None] & live_columns[None, :]
+    row = rows[:, None].to(tl.int64)
+    at = both + row * (2 * WIDTH) + columns[None, :]
+    g = tl.load(at, mask=live, other=0.0).to(tl.float32)
+    u = tl.load(at + WIDTH, mask=live, other=0.0).to(tl.float32)
+    g = with_adapter(
+        g, entries, inner, n_rows, width, slot, 0, rows, columns, live_columns, STRIDE,
+        both.dtype.element_ty, ENTRY, PIECES, ALIGNED,
+    )  # fmt: skip
+    u = with_adapter(
+        u, entries, inner, n_rows, width, slot, 1, rows, columns, live_columns, STRIDE,
+        both.dtype.element_ty, ENTRY, PIECES, ALIGNED,
+    )  # fmt: skip
+    gated = _gate(g, TANH).to(out.dtype.element_ty).to(tl.float32) * u
+    tl.store(out + row * WIDTH + columns[None, :], gated.to(out.dtype.element_ty), mask=live)
