@@ -137,23 +137,13 @@ bench: $(VENV)/.installed-dev smollm2  ## Motet and its peers on the same work: 
 	$(BIN)/python -m bench.speed.envs
 	$(BIN)/python -m bench.speed $(if $(QUICK),--quick) $(BENCH_ARGS)
 
-.PHONY: bench-gpu
-bench-gpu: gpu-check  ## run gpu-check, then measure Motet's speed on one GPU: docs/benchmarks-gpu.md
-	$(BIN)/python -m bench.speed --device cuda --shape 0.5b 8b --page docs/benchmarks-gpu.md $(BENCH_ARGS)
-
-.PHONY: gpu-check
-gpu-check: $(VENV)/.installed-dev  ## the tests that need a CUDA device
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "torch sees no CUDA device here" >&2; exit 1; }
-	$(BIN)/python -m pytest -m gpu -rs $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -m "soak or not soak" -rs tests/model/test_kernels.py tests/model/test_recurrence_kernels.py tests/model/test_cuda_graph.py $(PYTEST_ARGS)
-
 .PHONY: gpu-kit
 gpu-kit: $(VENV)/.installed-dev  ## the tree and the packages for a GPU machine without a network, in build/gpu-kit (KIT_ARGS="--python 3.12")
 	$(BIN)/python scripts/gpu_kit.py $(KIT_ARGS)
 
-.PHONY: gpu-day
-gpu-day: $(VENV)/.installed-dev  ## check and measure a GPU, in 25 pieces of nine minutes: docs/benchmarks-gpu.md; run it again to resume (DAY_ARGS=--rehearse: on a CPU)
-	$(BIN)/python -m bench.gpu_day $(DAY_ARGS)
+.PHONY: gpu-quarter
+gpu-quarter: $(VENV)/.installed-dev  ## ask a GPU for its bits, tests and times in 13 minutes: docs/benchmarks-gpu.md (GPU_ARGS=--list, --rehearse: on a CPU)
+	$(BIN)/python -m bench.gpu $(GPU_ARGS)
 
 .PHONY: docs
 docs: $(VENV)/.installed-dev  ## write the reference pages, then build and check the website in site/ (VERSION=0.1: also public/0.1)

@@ -1,7 +1,7 @@
 """Put the tree, and the packages that a machine with torch lacks, in one folder: `make gpu-kit`.
 
 The machine has no network. It has Python 3.12, torch, transformers, Triton, peft and pytest; `start.sh` in the folder installs
-the rest into an environment that sees those, and runs `bench.gpu_day`.
+the rest into an environment that sees those, and runs `bench.gpu`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ LEFT_OUT = frozenset(("datasets", "pyarrow", "llguidance", "mcp"))
 WANTED = ("motet", "setuptools>=77", "hypothesis", "sqlalchemy", "alembic", "cryptography")
 """Motet, what installs it (a new environment may bring an older one), and what tests import."""
 MOST_MB = 40
-START = """#!/bin/sh
-# Installs Motet from this folder, without a network, and runs the GPU day; run it again to resume.
+TOOLS = ("py-spy",)
+"""What looks at processes; this environment need not have it."""
+START = r"""#!/bin/sh
+# Installs Motet from this folder, without a network, and asks the card; run it again to resume. Options: --help.
 set -eu
 cd "$(dirname "$0")"
 test -d motet || tar -xzf motet.tar.gz
@@ -36,11 +38,15 @@ PYTHON=${PYTHON:-python3}
 test -x motet/.venv/bin/python || "$PYTHON" -m venv motet/.venv
 cd motet
 # what the machine has, also where its Python is in an environment itself
-"$PYTHON" -c 'import sys; print("\\n".join(path for path in sys.path if path.endswith("-packages")))' \\
+"$PYTHON" -c 'import sys; print("\n".join(path for path in sys.path if path.endswith("-packages")))' \
     >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"
-.venv/bin/python -m pip install --quiet --no-index --find-links ../wheels --requirement ../wheels/names.txt
-MOTET_KERNELS=skip .venv/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
-exec .venv/bin/python -m bench.gpu_day "$@"
+PIP=".venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile --no-index"
+test -f .venv/installed || {
+    $PIP --find-links ../wheels --requirement ../wheels/names.txt
+    MOTET_KERNELS=skip $PIP --no-deps --no-build-isolation --editable .
+    touch .venv/installed
+}
+MOTET_COMMIT={commit} exec .venv/bin/python -m bench.gpu "$@"
 """
 
 
@@ -72,16 +78,19 @@ def main() -> int:
     wheels.mkdir(parents=True)
     packages = lacking(chosen.python)
     least = {Requirement(wanted).name: wanted for wanted in WANTED}
-    (wheels / "names.txt").write_text("".join(f"{least.get(name, name)}\n" for name in packages))
+    (wheels / "names.txt").write_text("".join(f"{least.get(name, name)}\n" for name in [*packages, *TOOLS]))
     platforms = [word for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64") for word in ("--platform", tag)]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
     pip += ["--only-binary", ":all:", "--python-version", chosen.python, *platforms]
-    subprocess.run([*pip, *(f"{name}=={version}" for name, version in packages.items())], check=True)
+    subprocess.run([*pip, *TOOLS, *(f"{name}=={version}" for name, version in packages.items())], check=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True).stdout
     tar = ["tar", "--null", "--files-from=-", "--transform", "s,^,motet/,", "-czf", str(out / "motet.tar.gz")]
     subprocess.run(tar, cwd=ROOT, input=names, check=True)
-    (out / "start.sh").write_text(START)
+    short = subprocess.run(
+        ["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    (out / "start.sh").write_text(START.replace("{commit}", short.stdout.strip()))
     (out / "start.sh").chmod(0o755)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) / 2**20
     print(f"{out}: {len(packages)} packages, {size:.1f} MB")

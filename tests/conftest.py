@@ -202,7 +202,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device (run `make gpu-check` on a machine that has one)")
+            pytest.skip("needs a CUDA device (run `make gpu-quarter` on a machine that has one)")
 
 
 def _watch(report: Any) -> None:

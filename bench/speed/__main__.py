@@ -19,7 +19,7 @@ EXAMPLES = """examples:
   python -m bench.speed --quick                         a rough table in a few minutes; writes to runs/bench only
   python -m bench.speed --list                          the names of the rows
   python -m bench.speed --only train grpo --repeats 3   some rows; writes to runs/bench only
-  python -m bench.speed --device cuda --shape 0.5b 8b   Motet alone, on bases of random weights (what make bench-gpu does)
+  python -m bench.speed --device cuda --shape 0.5b 8b   Motet alone, on bases of random weights
 """
 
 

@@ -169,7 +169,7 @@ HOW = """## Run it yourself
 ```sh
 make bench            # everything; the peers get environments of their own under .envs/ first
 make bench QUICK=1    # a rough table in a few minutes; this page stays as it is
-make bench-gpu        # Motet alone on one GPU, with bases of random weights
+make gpu-quarter      # on one GPU, with bases of random weights
 ```
 
 `.venv/bin/python -m bench.speed --help` explains how to choose rows and repeats. Run it on a machine that does nothing else.

@@ -41,7 +41,7 @@ def cpu_blocks(quick: bool) -> list[Block]:
 
 
 def shape_blocks(shape: str) -> list[Block]:
-    """Motet alone on a base of random weights: what `make bench-gpu` shows."""
+    """Motet alone on a base of random weights: with `--shape`."""
     tiny = shape == "tiny"
     decode = {"prompts": 8, "each": 8, "prompt_tokens": 40, "new_tokens": 8 if tiny else 128, "rank": RANK}
     train = {"samples": 16, "prompt": 64, "response": 64, "adapters": 1, "rank": RANK}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "0.5b": dict(zip(_FIELDS, (896, 4864, 24, 14, 2, 151936), strict=True)),
     "8b": dict(zip(_FIELDS, (4096, 14336, 32, 32, 8, 128256), strict=True)),
 }
-"""Llama configurations by name; the tokenizer is the small base's, whose 1,024 tokens are the first of the vocabulary."""
+"""Llama configurations by name; the tokenizer is the small base's, with names for the other ids of the vocabulary."""
 
 
 def make_base(name: str, directory: Path, device: str = "cpu") -> Path:
@@ -51,10 +52,20 @@ def make_base(name: str, directory: Path, device: str = "cpu") -> Path:
     half = directory / f"{name}.part"
     shutil.rmtree(half, ignore_errors=True)
     model.to("cpu").save_pretrained(half)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for file in ("tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(SMALL_BASE / file, half)
+    _save_tokenizer(half / "tokenizer.json", SHAPES[name]["vocab_size"])
     half.rename(place)
     return place
+
+
+def _save_tokenizer(file: Path, size: int) -> None:
+    """Write the small base's tokenizer, with a token for each row of the head: only such ids are read and sampled."""
+    tokenizer = json.loads((SMALL_BASE / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    known = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocabulary |= {f"id {number}": number for number in range(size) if number not in known}
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What must hold on a GPU too: isolation, on-policy logprobs, gradients. Run by `make gpu-check` on a machine that has one.
+"""What must hold on a GPU too: isolation, on-policy logprobs, gradients. Run by `make gpu-quarter`.
 
 Where the proof at load finds that rows depend on their company (`info.exact` is False, and a note says so), as they do with
 fast arithmetic, bits cannot be asked for; the test then holds the same quantities to a stated tolerance.

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 OPTIONS = options()
-MICRO_BATCH_TOKENS = 1024
+MICRO_BATCH_TOKENS: int = OPTIONS.get("micro_batch_tokens", 1024)
+MAX_ROWS: int = OPTIONS.get("max_rows", 64)
+LONGEST: int = OPTIONS.get("longest", 256)
+"""Tokens of the longest prompt with its completion."""
 START_SECONDS = 120.0
 SLOTS = 256
 _parts: dict[str, Any] = {}
@@ -41,6 +44,7 @@ def engine_fields(**budgets: int) -> dict[str, Any]:
         "threads": OPTIONS["threads"],
         "numerics": OPTIONS.get("numerics", "exact"),
         "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        **({"kv_tokens": OPTIONS["kv_tokens"]} if "kv_tokens" in OPTIONS else {}),
         **budgets,
     }
 
@@ -68,8 +72,8 @@ def workshop(samplers: int | Literal["auto"] = "auto", *, wait: bool = True) -> 
 
     if _parts.get("samplers") != samplers:
         close_workshop()
-        config = EngineConfig(**engine_fields(slots=SLOTS, max_rows=64), samplers=samplers)
-        _parts.update(samplers=samplers, workshop=build(base(), config, [Need(128, 128)]))
+        config = EngineConfig(**engine_fields(slots=SLOTS, max_rows=MAX_ROWS), samplers=samplers)
+        _parts.update(samplers=samplers, workshop=build(base(), config, [Need(LONGEST // 2, LONGEST // 2)]))
         if wait:
             wait_for_samplers(_parts["workshop"])
     made: Workshop = _parts["workshop"]

@@ -1,0 +1,195 @@
+"""The quarter of an hour on a card: parts that pass, fail, hang or cannot run here, the page with a column for each card, the
+archive, and the folder for a machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from bench.gpu import page, two_ranks
+from bench.gpu.__main__ import PAGE, go, main, to_run
+from bench.gpu.archive import MOST_BYTES, pack
+from bench.gpu.figures import Figure
+from bench.gpu.parts import INSTALL_SECONDS, card_tests, parts
+from bench.gpu.products import compared, rows_unequal
+from bench.gpu.schedule import Part, Result, Schedule, kept, result_of
+from bench.speed.shapes import SHAPES
+
+import gpu_kit
+
+SAYS = "import json, sys; print(json.dumps(dict(group='speed', row=sys.argv[1], value=1234.5, unit='tokens/s')), flush=True)"
+HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+FAILS = f"{SAYS}; import os; print('no | card'); sys.exit(not os.path.exists(sys.argv[2]))"
+
+
+def program(text: str, *words: object) -> tuple[str, ...]:
+    return ("-c", text, *map(str, words))
+
+
+def columns(place: Path) -> dict[str, page.Column]:
+    return page.read(place / "page.json")
+
+
+def test_a_part_that_fails_hangs_or_is_left_out_leaves_the_others(tmp_path: Path) -> None:
+    mended, written = tmp_path / "mended", tmp_path / "page.md"
+    every = [
+        Part("works", "", program(SAYS, "decode"), 100),
+        Part("fails", "", program(FAILS, "a first figure", mended), 100),
+        Part("needs-it", "", program(SAYS, "never"), 100, needs="fails"),
+        Part("hangs", "", program(HANGS), 0.5, alone=True),
+        Part("elsewhere", "", program("print('1 card'); raise SystemExit(77)"), 100),
+    ]
+    first = go(every, tmp_path, written, 600)
+    states = {"works": "passed", "fails": "failed", "needs-it": "not run", "hangs": "cut", "elsewhere": "not here"}
+    assert {name: result.state for name, result in first.items()} == states
+    assert first["fails"].figures == (Figure("speed", "a first figure", 1234.5, "tokens/s"),)
+    assert "| a first figure | 1,234 tokens/s |" in written.read_text()
+    assert "failed: no \\| card" in written.read_text()
+    with tarfile.open(tmp_path / "gpu-quarter.tar.gz") as archive:
+        assert {"page.md", "hangs.log", "fails.result.json"} <= set(archive.getnames())
+    mended.touch()
+    todo = to_run(every[:3], kept(tmp_path), [])
+    assert [part.name for part in todo] == ["fails", "needs-it"]  # what has passed is not run again
+    again = go(todo, tmp_path, written, 600)
+    assert [again[part.name].state for part in every[:3]] == ["passed"] * 3
+
+
+def test_a_base_is_made_in_each_session_that_needs_it_and_in_no_other(tmp_path: Path) -> None:
+    every = [Part("base", "", (), 1, makes=tmp_path), Part("bits", "", (), 1, needs="base"), Part("demo", "", (), 1)]
+    passed = {part.name: Result(part.name, "passed", 1.0, "") for part in every}
+    assert to_run(every, passed, []) == []
+    assert to_run(every, {**passed, "bits": Result("bits", "cut", 1.0, "")}, []) == every[:2]
+    assert to_run(every, passed, ["demo"]) == every[2:]
+    assert to_run(every, passed, ["base"]) == every[:1]
+
+
+def test_what_is_timed_runs_alone_and_in_its_turn(tmp_path: Path) -> None:
+    """Each part writes its name when it begins and when it ends."""
+    diary = tmp_path / "diary"
+    text = "import sys; f = open(sys.argv[1], 'ab', 0); f.write(sys.argv[2].encode()); f.write(sys.argv[2].encode())"
+    names = [("a", False), ("b", False), ("C", True), ("D", True), ("e", False)]
+    every = [Part(name, "", program(text, diary, name), 100, alone=alone) for name, alone in names]
+    Schedule(every, tmp_path, 600, lambda results: None).run()
+    written = diary.read_text()
+    assert (sorted(written[:4]), written[4:]) == (["a", "a", "b", "b"], "CCDDee")
+
+
+def test_no_part_begins_when_the_time_is_over_and_results_of_before_stay(tmp_path: Path) -> None:
+    part = Part("decode", "", program(SAYS, "decode"), 100)
+    Schedule([part], tmp_path, 0.0, lambda results: None).run()
+    assert kept(tmp_path)["decode"].state == "not run"
+    Schedule([part], tmp_path, 600.0, lambda results: None).run()
+    late = Schedule([part], tmp_path, 0.0, lambda results: None).run()
+    assert (late["decode"].state, len(late["decode"].figures)) == ("passed", 1)
+
+
+def test_a_run_replaces_what_it_measured_in_its_own_column_and_nothing_else(tmp_path: Path) -> None:
+    written = tmp_path / "page.md"
+    written.write_text(f"# Cards\n\nBy hand.\n\n{page.BEGIN}old\n{page.END}\nAfter.\n")
+    figures = Figure("speed", "decode", 100.0, "tokens/s", "torch"), Figure("bits", "rows", "0 of 8 unequal")
+    first = page.merged({}, "H200", {"commit": "aaaa"}, [Result("decode", "passed", 1.0, "", figures)])
+    other = page.merged(first, "B200", {"commit": "bbbb"}, [Result("decode", "failed", 1.0, "why")])
+    assert other["H200"] == first["H200"]
+    faster = Result("decode", "passed", 1.0, "", (Figure("speed", "decode", 200.0, "tokens/s", "cuda"),))
+    again = page.merged(other, "H200", {"commit": "cccc"}, [faster, Result("train", "not run", 0.0, "")])
+    assert again["B200"] == other["B200"]
+    page.write(written, again)
+    assert columns(tmp_path) == again
+    text = written.read_text()
+    assert text.startswith("# Cards\n\nBy hand.\n")
+    assert text.endswith("\nAfter.\n")
+    assert "| decode | 200 tokens/s (cuda) | – |" in text
+    assert "| rows | 0 of 8 unequal (at aaaa) | – |" in text  # of an older commit
+    assert "| `decode` | passed | failed: why |" in text
+    assert "train" not in text
+    assert "old" not in text
+
+
+def test_the_page_is_what_its_figures_say(tmp_path: Path) -> None:
+    copy = tmp_path / PAGE.name
+    copy.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
+    page.write(copy, page.read(PAGE.with_suffix(".json")))
+    assert copy.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8"), "write it by `page.write`"
+
+
+def test_the_archive_has_a_bound_and_keeps_what_is_worth_most(tmp_path: Path) -> None:
+    for number in range(12):
+        (tmp_path / f"{number:02}.log").write_bytes(os.urandom(2**20))
+    (tmp_path / "z.result.json").write_text("{}")
+    archive = pack(tmp_path, 4 * 2**20)
+    assert 3 * 2**20 < archive.stat().st_size <= 4 * 2**20
+    with tarfile.open(archive) as opened:
+        assert opened.getnames() == ["z.result.json", "00.log", "01.log", "02.log"]
+    assert MOST_BYTES == 16 * 2**20
+
+
+def test_a_part_that_is_cut_keeps_the_figures_that_it_has_printed() -> None:
+    whole = json.dumps({"group": "bits", "row": "rows", "value": 1})
+    cut = result_of(Part("bits", "", (), 9), None, f"{whole}\nnoise\n{whole[:-9]}", 9.0)
+    assert cut == Result("bits", "cut", 9.0, "ended after 9 s", (Figure("bits", "rows", 1),))
+
+
+def test_a_whole_run_takes_thirteen_minutes_by_its_own_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parts side by side take as long as the longest of them with the base that it waits for."""
+    every = parts("cuda", ["0.5b", "8b"], tmp_path, tmp_path)
+    limits = {part.name: part.limit for part in every}
+    assert len(limits) == len(every)
+    timed = [part for part in every if part.alone]
+    first, last = every[: every.index(timed[0])], every[every.index(timed[-1]) + 1 :]
+    beside = max(part.limit + limits.get(part.needs, 0) for part in first) + max(part.limit for part in last)
+    assert INSTALL_SECONDS + beside + sum(part.limit for part in timed) <= 780
+    assert all(part.needs in limits for part in every if part.needs)
+    assert main(["--list", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("\n") == len(every)
+
+
+def test_every_test_that_needs_a_card_has_a_part() -> None:
+    marked = [
+        file
+        for file in Path("tests").glob("*/test_*.py")
+        if "mark.gpu" in file.read_text() and file.parent.name != "project"
+    ]
+    assert {str(file) for file in marked} <= set(card_tests())
+    assert "tests/model/test_kernels.py" in card_tests()
+
+
+def test_products_whose_sums_depend_on_the_number_of_rows_are_found() -> None:
+    """From the 65th row on, this one adds two halves of K."""
+
+    def split(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        parts = [slice(0, None)] if len(x) < 65 else [slice(0, 60), slice(60, None)]
+        y = sum(x[:, part].float() @ weight[:, part].float().T for part in parts)
+        return torch.as_tensor(y).to(x.dtype)
+
+    def in_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.stack([weight.float() @ row.float() for row in x]).to(x.dtype)
+
+    device, kn = torch.device("cpu"), (SHAPES["tiny"]["hidden_size"], 64)
+    bad, seen, where = compared(split, kn, device, bias=False, backward=False)
+    assert 0 < bad < seen
+    assert where  # compared with the pass of 65 rows
+    assert 65 not in where
+    assert compared(in_order, kn, device, bias=False, backward=False)[0] == 0
+
+
+def test_nan_equals_itself_and_zeros_have_signs() -> None:
+    row = torch.tensor([[float("nan"), 0.0, 1.0]])
+    assert rows_unequal(row, row.clone()) == 0
+    assert rows_unequal(row, torch.tensor([[float("nan"), -0.0, 1.0]])) == 1
+
+
+@pytest.mark.soak
+def test_copies_and_shards_on_two_ranks_learn_the_same(tmp_path: Path) -> None:
+    assert two_ranks.main(["cpu", str(tmp_path)]) == 0
+
+
+def test_the_folder_has_what_a_machine_with_torch_lacks() -> None:
+    found = gpu_kit.lacking("3.12")
+    assert {"msgspec", "cloudpickle", "math-verify", "plotly", "hypothesis", "pydantic-core"} <= found.keys()
+    assert not {"torch", "triton", "transformers", "peft", "pytest", "motet", "datasets"} & found.keys()
