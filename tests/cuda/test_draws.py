@@ -21,10 +21,12 @@ from motet.core import seeds
 from motet.core.types import SamplingParams
 from motet.cuda import draws
 from motet.cuda.draws import Drawn, Head, bits_of
-from motet.cuda.kernels.draws import number_of
+from motet.cuda.kernels.weights import number_of
 from motet.cuda.launches import count
+from motet.cuda.math import CudaMath
 from motet.model import distribution
 from motet.model.logits import LogitChanges
+from tests.support.cases import few
 from tests.support.draw_cases import head_of, settings_of
 
 DEVICE = tests.support.triton_on_cpu.DEVICE
@@ -69,6 +71,20 @@ def test_numbers_are_those_of_the_host_to_the_last_bit() -> None:
     assert bits(out) == seeds.uniforms(keys, positions).tobytes()
 
 
+def assert_same_but_at_borders(ours_N, theirs_N, logits_NV, params, uniforms_N) -> None:
+    """At most one row's token differs, and it is one beside a border that the uniform number nearly meets."""
+    differ = (ours_N != theirs_N).nonzero()[:, 0].tolist()
+    for row in differ:
+        probs_V = torch.softmax(logits_NV[row].double() / (params[row].temperature or 1.0), -1)
+        if params[row].truncates:
+            probs_V = distribution._truncate(probs_V.float(), params[row]).double()
+        assert probs_V[ours_N[row]] > 0
+        ends_V = probs_V.cumsum(-1) / probs_V.sum()
+        first, last = sorted((int(ours_N[row]), int(theirs_N[row])))
+        assert (ends_V[first:last] - uniforms_N[row]).abs().max() < BORDER, "no neighbour at a border"
+    assert len(differ) <= 1
+
+
 CASES = {
     "one block": (40, {}, (), False),
     "whole blocks": (1024, {"logit_scale": 0.5}, (), False),
@@ -81,10 +97,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_logprobs_and_verdicts_are_those_of_the_distribution(case: str) -> None:
     n_ids, config, without, masked = CASES[case]
-    raw_NV, (keys, positions) = random(24, n_ids), counters(24)
-    params = [SamplingParams(temperature=t) for t in (1.0, 0.7, 3.0, 0.0, 1e-3, 1e4)] * 4
+    raw_NV, (keys, positions) = random(12, n_ids), counters(12)
+    params = [SamplingParams(temperature=t) for t in (1.0, 0.7, 3.0, 0.0, 1e-3, 1e4)] * 2
     head = head_of(n_ids, without, DEVICE, **config)
-    allowed_NV = np.random.default_rng(2).random((24, n_ids)) < (0.2 if masked else 1)
+    allowed_NV = np.random.default_rng(2).random((12, n_ids)) < (0.2 if masked else 1)
     allowed_NW = torch.stack([bits_of(row) for row in allowed_NV]).to(DEVICE) if masked else None
     out = drawn(raw_NV, head, params, keys, positions, allowed_NW)
 
@@ -94,14 +110,7 @@ def test_tokens_logprobs_and_verdicts_are_those_of_the_distribution(case: str) -
     tokens_N, logprobs_N, usable_N = distribution.draw(logits_NV, params, uniforms_N)
     assert out.usable_N.all()
     assert usable_N.all()
-    differ = [row for row in range(24) if out.token_N[row] != tokens_N[row]]
-    for row in differ:
-        probs_V = torch.softmax(logits_NV[row].double() / (params[row].temperature or 1.0), -1)
-        assert probs_V[out.token_N[row]] > 0
-        ends_V = probs_V.cumsum(-1)
-        between = sorted((int(out.token_N[row]), int(tokens_N[row])))
-        assert (ends_V[between[0] : between[1]] - uniforms_N[row]).abs().max() < BORDER, "no neighbour at a border"
-    assert len(differ) <= 1
+    assert_same_but_at_borders(out.token_N, tokens_N, logits_NV, params, uniforms_N)
     temperatures_N1 = torch.tensor([row.temperature or 1.0 for row in params])[:, None]
     exact_NV = torch.log_softmax((logits_NV / temperatures_N1).double(), -1)
     exact_N = exact_NV.gather(-1, out.token_N[:, None])[:, 0]
@@ -201,3 +210,62 @@ def test_a_draw_is_two_launches_and_makes_no_copy_of_the_logits() -> None:
         draws.draw(raw_NV, settings, out)
     assert launches == {"block_sums": 1, "pick": 1}
     assert largest.found == 8 * 2 * 20, "sums of blocks of 256 ids"
+
+
+TRUNCATED = [
+    SamplingParams(top_k=3),
+    SamplingParams(top_p=0.7),
+    SamplingParams(min_p=0.05),
+    SamplingParams(temperature=2.0, top_p=0.8, top_k=9, min_p=0.02),
+    SamplingParams(),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(temperature=0, top_k=2),
+    SamplingParams(top_k=10**6, top_p=0.95),
+    SamplingParams(top_k=1),
+]
+
+
+@pytest.mark.parametrize("masked", few([False, True], False))
+def test_truncated_rows_draw_what_the_distribution_draws(masked: bool) -> None:
+    n_rows, config = len(TRUNCATED), {"final_logit_softcapping": 8.0} if masked else {}
+    raw_NV, (keys, positions) = random(n_rows, 900), counters(n_rows, 3)
+    allowed_NV = np.random.default_rng(2).random((n_rows, 900)) < (0.3 if masked else 1)
+    allowed_NW = torch.stack([bits_of(row) for row in allowed_NV]).to(DEVICE) if masked else None
+    with count() as launches:
+        out = drawn(raw_NV, head_of(900, (4,), DEVICE, **config), TRUNCATED, keys, positions, allowed_NW)
+    assert launches == {"block_sums": 1, "pick": 1, "pick_truncated": 1}
+    logits_NV = LogitChanges(type("Config", (), config), (4,)).finish(raw_NV.float().cpu())
+    logits_NV = logits_NV.masked_fill(~torch.from_numpy(allowed_NV), -math.inf)
+    uniforms_N = torch.from_numpy(seeds.uniforms(keys, positions))
+    tokens_N, logprobs_N, _ = distribution.draw(logits_NV, TRUNCATED, uniforms_N)
+    assert_same_but_at_borders(out.token_N, tokens_N, logits_NV, TRUNCATED, uniforms_N)
+    same_N = out.token_N == tokens_N
+    assert torch.allclose(out.logprob_N[same_N], logprobs_N[same_N], rtol=1e-6, atol=4e-6), "of the whole distribution"
+
+
+def test_of_equally_likely_ids_the_first_are_kept() -> None:
+    """512 equal ids behind one that has no token, of which top-k and top-p keep the first."""
+    kept = {
+        SamplingParams(top_k=5): 5,
+        SamplingParams(top_p=0.5): 256,
+        SamplingParams(top_k=100, top_p=0.25): 25,
+        SamplingParams(min_p=1.0): 512,
+    }
+    uniforms_N, logits_NV = seeds.uniforms(*counters(len(kept))), torch.ones(len(kept), 513, device=DEVICE)
+    logits_NV[:, 0] = -math.inf
+    tokens_N, _, _ = CudaMath().draw(logits_NV, list(kept), torch.from_numpy(uniforms_N).to(DEVICE))
+    assert tokens_N.tolist() == (1 + (uniforms_N * list(kept.values())).astype(np.int64)).tolist()
+
+
+def test_a_rows_bits_do_not_depend_on_whether_others_truncate(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw_NV, (keys, positions) = random(3, 700), counters(3)
+    params = [SamplingParams(top_p=0.8), SamplingParams(), SamplingParams(top_k=50, temperature=1.5)]
+    raw_NV[2, 3] = math.nan
+    head = head_of(700, (), DEVICE)
+    whole = drawn(raw_NV, head, params, keys, positions)
+    assert whole.usable_N.tolist() == [True, True, False]
+    for row, width in ((0, 256), (1, 4096)):
+        monkeypatch.setattr(draws, "_SEARCHED", width)
+        own = slice(row, row + 1)
+        alone = drawn(raw_NV[own].float(), head, params[own], keys[own], positions[own])
+        assert (bits(alone.token_N), bits(alone.logprob_N)) == (bits(whole.token_N[own]), bits(whole.logprob_N[own]))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.core.types import SamplingParams
-from motet.cuda.draws import Drawn, Head, RowSettings, draw
+from motet.cuda.draws import Drawn, Head, RowSettings, Truncation, draw
 from motet.cuda.math import CudaMath
 from motet.model.logits import LogitChanges
 
@@ -39,6 +39,7 @@ def settings_of(
         torch.from_numpy(keys.view(np.int64)).to(device),
         torch.from_numpy(positions.view(np.int64)).to(device),
         allowed_NW,
+        Truncation.of(params, device),
     )
 
 
@@ -57,7 +58,7 @@ def draw_launches(dtype: torch.dtype, n_rows: int = 64) -> Iterator[Callable[[],
         changes = LogitChanges(SimpleNamespace(**config), without)
         head, raw_NV = Head(changes, n_ids, CPU), torch.zeros(n_rows, n_ids, dtype=dtype)
         allowed_NW = torch.zeros(n_rows, -(-n_ids // 32), dtype=torch.int32) if without else None
-        settings = settings_of(head, [SamplingParams()] * n_rows, counters, counters, allowed_NW)
+        settings = settings_of(head, [SamplingParams(top_k=20)] * n_rows, counters, counters, allowed_NW)
         yield partial(draw, raw_NV, settings, Drawn.empty(n_rows, CPU))
         yield partial(own.head_logprobs, raw_NV, changes, tokens_N, [1.0] * n_rows, slope=True)
         yield partial(own.finish, raw_NV, changes)

@@ -5,6 +5,7 @@ Legend: N rows, V vocabulary, B blocks of 256 ids, W words of 32 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,18 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from motet.cuda.kernels import draws as kernels
+from motet.core.types import SamplingParams
+from motet.cuda.kernels.draws import block_sums, pick
+from motet.cuda.kernels.scores import finish, score, slopes
+from motet.cuda.kernels.truncation import pick_truncated
+from motet.cuda.kernels.weights import BLOCK
 from motet.cuda.launches import launch
 from motet.model.logits import LogitChanges
 
 _BLOCKS = 8
 """Blocks of ids of one program."""
+_SEARCHED = 4096
+"""Ids that a search for a threshold reads or skips at once."""
 _WIDTH = 1024
 """Ids of one program where each is by itself."""
 
@@ -41,13 +48,36 @@ class Head:
     @property
     def n_blocks(self) -> int:
         """Blocks of the vocabulary."""
-        return -(-self.n_ids // kernels.BLOCK)
+        return -(-self.n_ids // BLOCK)
 
 
 def bits_of(allowed_V: np.ndarray[Any, np.dtype[np.bool_]]) -> Tensor:
     """int32 [W]: bit i % 32 of word i // 32 stands for id i."""
     words = np.packbits(allowed_V, bitorder="little")
     return torch.from_numpy(np.pad(words, (0, -len(words) % 4)).view(np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class Truncation:
+    """Which ids each row may draw, in device memory."""
+
+    top_k_N: Tensor
+    """int32; 0 for all."""
+    top_p_N: Tensor
+    """fp32; 1 for all."""
+    min_p_N: Tensor
+    """fp32; 0 for all."""
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Truncation | None:
+        """What these rows ask for; None if none does."""
+        if not any(row.truncates for row in params):
+            return None
+        top_k_N = torch.tensor([row.top_k for row in params], dtype=torch.int32)
+        top_p_N, min_p_N = (
+            torch.tensor([getattr(row, name) for row in params], dtype=torch.float32) for name in ("top_p", "min_p")
+        )
+        return cls(*(each.to(device, non_blocking=True) for each in (top_k_N, top_p_N, min_p_N)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +93,8 @@ class RowSettings:
     """Integers. Without them `key_N` has the uniform numbers themselves, in multiples of 2⁻⁵³."""
     allowed_NW: Tensor | None = None
     """int32 bits of the ids that a row's grammar allows; None without grammars."""
+    truncation: Truncation | None = None
+    """None if no row truncates, which saves a launch; it changes no other row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +136,19 @@ class Rows:
         sums = (torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int64, device=device))
         grid = len(self.raw_NV), triton.cdiv(self.head.n_blocks, _BLOCKS)
         blocks = {"BLOCKS": self.head.n_blocks, "PER": _BLOCKS}
-        self._launch(kernels.block_sums, grid, self.allowed_NW, self.temperature_N, *sums, products_NB, **blocks)
+        self._launch(block_sums, grid, self.allowed_NW, self.temperature_N, *sums, products_NB, **blocks)
         return sums
 
-    def draw(self, key_N: Tensor, position_N: Tensor | None, out: Drawn) -> None:
+    def draw(self, key_N: Tensor, position_N: Tensor | None, truncation: Truncation | None, out: Drawn) -> None:
         """See the function `draw`."""
+        grid, sums = (len(self.raw_NV),), self.sums()
         given = self.allowed_NW, self.temperature_N, key_N, position_N
-        drawn = out.token_N, out.logprob_N, out.usable_N
-        self._launch(kernels.pick, (len(self.raw_NV),), *given, *self.sums(), *drawn, **self._whole_rows)
+        drawn = out.token_N, out.logprob_N
+        self._launch(pick, grid, *given, *sums, *drawn, out.usable_N, **self._whole_rows)
+        if truncation is not None:
+            limits = truncation.top_k_N, truncation.top_p_N, truncation.min_p_N
+            sizes = {**self._whole_rows, "WIDTH": _SEARCHED, "num_warps": 16}
+            self._launch(pick_truncated, grid, *given, *limits, *sums, *drawn, **sizes)
 
     def score(self, token_N: Tensor, slope_NV: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logprobs of one token per row, and entropies [N]; fills `slope_NV`, which may be the logits, with gradients.
@@ -123,15 +160,15 @@ class Rows:
         found = torch.empty(4, n_rows, device=device).unbind()
         read = self.temperature_N, token_N
         sums = *self.sums(products_NB), products_NB
-        self._launch(kernels.score, (n_rows,), *read, *sums, *found, **self._whole_rows)
+        self._launch(score, (n_rows,), *read, *sums, *found, **self._whole_rows)
         if slope_NV is not None:
-            self._launch(kernels.slopes, self._tiles, *read, *found[2:], slope_NV, WIDTH=_WIDTH)
+            self._launch(slopes, self._tiles, *read, *found[2:], slope_NV, WIDTH=_WIDTH)
         return found[0], found[1]
 
     def finish(self) -> Tensor:
         """fp32 logits [N, V]."""
         logits_NV = torch.empty(self.raw_NV.shape, device=self.raw_NV.device)
-        self._launch(kernels.finish, self._tiles, logits_NV, WIDTH=_WIDTH)
+        self._launch(finish, self._tiles, logits_NV, WIDTH=_WIDTH)
         return logits_NV
 
     @property
@@ -144,15 +181,15 @@ class Rows:
         return {"BLOCKS": self.head.n_blocks, "LANES": triton.next_power_of_2(self.head.n_blocks)}
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Tensor | None, **sizes: int) -> None:
-        constants = sizes | self.head.constants | {"V": self.head.n_ids}
+        constants = {"num_warps": 4} | sizes | self.head.constants | {"V": self.head.n_ids}
         if len(self.raw_NV):
             launch(
                 kernel, grid, self.raw_NV, self.head.present_W, *arguments,
-                **constants, num_warps=4, enable_fp_fusion=False,
+                **constants, enable_fp_fusion=False,
             )  # fmt: skip
 
 
 def draw(raw_NV: Tensor, settings: RowSettings, out: Drawn) -> None:
-    """Draw a token per row of a head's products, as `model.distribution.draw` defines it; two launches."""
+    """Draw a token per row of a head's products, as `model.distribution.draw` defines it; two launches, or three."""
     rows = Rows(raw_NV, settings.head, settings.temperature_N, settings.allowed_NW)
-    rows.draw(settings.key_N, settings.position_N, out)
+    rows.draw(settings.key_N, settings.position_N, settings.truncation, out)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from motet.core.batch import AdamW
 from motet.core.types import SamplingParams
-from motet.cuda.draws import Drawn, Head, Rows
+from motet.cuda.draws import Drawn, Head, Rows, Truncation
 from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterWeights
 
@@ -38,7 +38,8 @@ class CudaMath:
         """See `model.distribution.draw`; ids without probability have logits of −∞ already."""
         out = Drawn.empty(len(logits_NV), logits_NV.device)
         numbers_N = (uniforms_N.double() * 2.0**53).long()
-        self._rows(logits_NV, None, [row.temperature for row in params]).draw(numbers_N, None, out)
+        rows = self._rows(logits_NV, None, [row.temperature for row in params])
+        rows.draw(numbers_N, None, Truncation.of(params, logits_NV.device), out)
         return out.token_N, out.logprob_N, out.usable_N
 
     def logprobs(
