@@ -21,7 +21,7 @@ from motet.model.attention import LayerCall, Prefix, Span, torch_metadata
 from motet.model.kv_cache import KVCache
 from tests.support.attention_cases import attend as attend_in_torch
 from tests.support.cases import few
-from tests.support.cuda_attention_cases import CPU, LENGTH, cache_of_nan, computed_otherwise, random, run
+from tests.support.cuda_attention_cases import DEVICE, LENGTH, cache_of_nan, computed_otherwise, random, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
 
@@ -48,8 +48,8 @@ PREFIXES = [None, Prefix(0, 70), Prefix(0, 70), None, Prefix(113, 30), Prefix(14
 @torch.inference_mode()
 def test_packed_sequences_have_the_values_of_products_of_torch(fold, n_kv, width, block, window, softcap):
     states = random(sum(LENGTHS), fold * n_kv, n_kv, n_kv, width=width)
-    output = run(CudaAttention(block, CPU).packed(LENGTHS, PREFIXES), states, window=window, softcap=softcap)
-    metadata = torch_metadata.packed_metadata(LENGTHS, 16, CPU, PREFIXES)
+    output = run(CudaAttention(block, DEVICE).packed(LENGTHS, PREFIXES), states, window=window, softcap=softcap)
+    metadata = torch_metadata.packed_metadata(LENGTHS, 16, DEVICE, PREFIXES)
     expected = attend_in_torch(states, metadata=metadata, sliding_window=window, softcap=softcap)
     assert torch.allclose(output, expected, rtol=0, atol=1e-5)
 
@@ -59,7 +59,7 @@ def plain(states: list[Tensor], window: int) -> Tensor:
     query_HTE, key_HTE, value_HTE = (x.double().transpose(0, 1) for x in states)
     fold = len(query_HTE) // len(key_HTE)
     score_HTT = query_HTE @ key_HTE.repeat_interleave(fold, 0).mT * query_HTE.shape[-1] ** -0.5
-    position_T = torch.arange(query_HTE.shape[1])
+    position_T = torch.arange(query_HTE.shape[1], device=DEVICE)
     distance_TT = position_T[:, None] - position_T
     score_HTT[:, (distance_TT < 0) | (distance_TT >= window)] = -torch.inf
     output_HTE: Tensor = score_HTT.softmax(-1) @ value_HTE.repeat_interleave(fold, 0)
@@ -69,7 +69,7 @@ def plain(states: list[Tensor], window: int) -> Tensor:
 @torch.inference_mode()
 def test_several_pieces_have_the_values_of_the_plain_formula():
     states = random(LENGTH, 2, 1, 1)
-    output = run(CudaAttention(64, CPU).packed([LENGTH]), states, window=280)
+    output = run(CudaAttention(64, DEVICE).packed([LENGTH]), states, window=280)
     assert float((output - plain(states, 280)).abs().max()) < 2e-6
 
 
@@ -92,7 +92,7 @@ def test_several_pieces_have_the_values_of_the_plain_formula():
 @torch.inference_mode()
 def test_every_kind_of_pass_has_the_bits_of_the_whole_sequence(dtype, fold, n_kv, width, block, window, softcap):
     """Company of NaN, prefixes, prompts in chunks, forks, and tokens decoded alone and among others."""
-    backend = CudaAttention(block, CPU)
+    backend = CudaAttention(block, DEVICE)
     states = random(LENGTH, fold * n_kv, n_kv, n_kv, width=width, dtype=dtype)
     whole = run(backend.packed([LENGTH]), states, window=window, softcap=softcap)
     assert bool(whole.isfinite().all())
@@ -104,7 +104,7 @@ def test_every_kind_of_pass_has_the_bits_of_the_whole_sequence(dtype, fold, n_kv
 
 def decode(positions: list[int], states: list[Tensor], least_blocks: int = 0, slots: int = 4096) -> CudaPass:
     """Rows of sequences that share a cache, whose blocks hold the states' keys and values in turn."""
-    backend = CudaAttention(64, CPU)
+    backend = CudaAttention(64, DEVICE)
     backend.slots = slots
     cache = cache_of_nan(len(states[1]) // 64 * len(positions), 64, states)
     spans = []
@@ -222,14 +222,14 @@ def test_a_packed_pass_is_one_launch_and_one_more_for_prefixes():
         (LENGTHS, PREFIXES, {"attend": 1, "copy_rows": 1}),
     ):
         with count() as launched:
-            run(CudaAttention(64, CPU).packed(lengths, prefixes), [x[: sum(lengths)] for x in states])
+            run(CudaAttention(64, DEVICE).packed(lengths, prefixes), [x[: sum(lengths)] for x in states])
         assert launched == expected
 
 
 def test_tables_short_enough_for_one_piece_are_never_combined():
-    cache = KVCache(4, 64, CPU)
+    cache = KVCache(4, 64, DEVICE)
     with count() as launched:
-        run(CudaAttention(64, CPU).cached([Span(255, 1, cache.take(4))], cache), random(1, 1, 1, 1))
+        run(CudaAttention(64, DEVICE).cached([Span(255, 1, cache.take(4))], cache), random(1, 1, 1, 1))
     assert launched == {"list_pieces": 1, "attend": 1}
 
 
@@ -255,11 +255,13 @@ def test_sequences_share_the_full_blocks_of_their_prefixes(block):
 
 def test_what_the_kernels_lack_is_refused():
     with pytest.raises(ValueError, match="block_size is 24"):
-        CudaAttention(24, CPU)
-    attention = CudaAttention(64, CPU).packed([3])
+        CudaAttention(24, DEVICE)
+    attention = CudaAttention(64, DEVICE).packed([3])
     states = random(3, 65, 1, 1)
     with pytest.raises(ValueError, match="65 query heads share a KV head"):
         run(attention, states)
     pools = attention.pools(0, *states[1:])
     with pytest.raises(ValueError, match="sinks"):
-        attention.attend_into(LayerCall(0, 1.0, None, None, torch.zeros(65)), states[0], *pools, states[0])
+        attention.attend_into(
+            LayerCall(0, 1.0, None, None, torch.zeros(65, device=DEVICE)), states[0], *pools, states[0]
+        )

@@ -16,6 +16,7 @@ from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTH = 530
 """Three pieces, of which the last is a part of a page."""
 SPLIT = 300
@@ -26,7 +27,7 @@ BORDERS = [0, 63, 64, 255, 256, 299, 300, 511, 512, 529]
 def random(rows: int, *heads: int, width: int = 16, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """States [rows, heads, width]."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(rows, each, width, generator=generator).to(dtype) for each in heads]
+    return [torch.randn(rows, each, width, generator=generator).to(DEVICE, dtype) for each in heads]
 
 
 def run(
@@ -53,7 +54,7 @@ def run(
 
 def cache_of_nan(n_blocks: int, block_size: int, states: list[Tensor]) -> KVCache:
     """A cache whose blocks, free ones too, hold NaN."""
-    cache = KVCache(n_blocks, block_size, CPU, clean=False)
+    cache = KVCache(n_blocks, block_size, DEVICE, clean=False)
     for pool in cache.layer(0, *states[1:]):
         pool.fill_(torch.nan)
     return cache

@@ -174,7 +174,9 @@ class CudaPass:
         kv_heads, (n_heads, width) = keys.shape[1], query_THE.shape[1:]
         fold = n_heads // kv_heads
         folded = triton.next_power_of_2(fold)
-        rows, warps = (max(16, folded), 4) if self.single else self._tile(width, fold)
+        rows, warps = self._tile(width, fold)
+        if self.single:
+            rows, warps = max(16, folded), 4 if folded <= 16 else warps
         shape = {"KV_HEADS": kv_heads, "FOLD": fold, "WIDTH": width, "LANES": max(16, triton.next_power_of_2(width))}
         space = self.backend.workspace(n_heads, width)
         parts = (space.partials, space.peaks, space.totals)
@@ -184,7 +186,8 @@ class CudaPass:
             query_THE, keys, values, out_THE, *parts, work.items_I8, work.n_items, self.tables_SL,
             call.scaling, _window(call), self.tables_SL.shape[1], query_THE.stride(0),
             **shape, BLOCK=self.backend.block_size, KEYS=self.backend.page, PIECE=PIECE,
-            ROWS=rows, SOFTCAP=call.softcap or 0.0, num_warps=warps, num_stages=2, enable_fp_fusion=False,
+            ROWS=rows, SOFTCAP=call.softcap or 0.0, num_warps=warps,
+            num_stages=2 if self.backend.page * width * keys.element_size() <= 1 << 15 else 1, enable_fp_fusion=False,
         )  # fmt: skip
         if work.slots_T2 is not None:
             options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
