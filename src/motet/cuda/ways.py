@@ -112,8 +112,8 @@ class OwnTile:
         weight_NK, bias = weight.weight_NK, None if back else weight.bias_N
         assert x_TK.is_contiguous() and y_TN.is_contiguous() and weight_NK.is_contiguous()
         grid = triton.cdiv(n_rows, self.rows) * triton.cdiv(n_columns, self.columns)
-        tables, constants, programs = _shrink_of(x_TK, adapters)
-        sizes = (n_rows, n_columns, n_inputs, tables[-1])
+        tensors, numbers, constants, programs = _shrink_of(x_TK, adapters)
+        sizes = (n_rows, n_columns, n_inputs, *numbers)
         options = {
             "BIAS": bias is not None, "BACK": back, "ADAPTERS": adapters is not None,
             "ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth, "SIDE_BY_SIDE": _SIDE_BY_SIDE,
@@ -126,43 +126,32 @@ class OwnTile:
             of_weight = TensorDescriptor.from_tensor(weight_NK, block)
             launch(
                 kernels.multiply_by_descriptors, (grid + programs,),
-                x_TK, x_blocks, of_weight, bias, y_TN, *tables[:-1], *sizes, **options,
+                x_TK, x_blocks, of_weight, bias, y_TN, *tensors, *sizes, **options,
             )  # fmt: skip
         else:
-            launch(kernels.multiply, (grid + programs,), x_TK, weight_NK, bias, y_TN, *tables[:-1], *sizes, **options)
+            launch(kernels.multiply, (grid + programs,), x_TK, weight_NK, bias, y_TN, *tensors, *sizes, **options)
 
 
 def _shrink_of(
     x_TK: Tensor, adapters: Adapters | None
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, int], dict[str, int], int]:
-    """Arguments and constants of the product with A, and the number of its programs."""
-    wide = _ROW // x_TK.element_size()
-    piece = piece_of(x_TK.shape[1])
-    constants = {"ENTRY": 0, "PIECE": piece, "A_COLUMNS": 16, "A_DEPTH": min(piece, _A_DEPTH), "WIDE": wide}
+) -> tuple[tuple[Tensor, ...], tuple[int, int, int], dict[str, int], int]:
+    """Tensors, numbers and constants of the product with A, and how many programs compute it."""
+    n_inputs, piece = x_TK.shape[1], piece_of(x_TK.shape[1])
+    constants = {"A_COLUMNS": 16, "A_DEPTH": min(piece, _A_DEPTH), "WIDE": _ROW // x_TK.element_size()}
     if adapters is None:
-        return (x_TK, x_TK, x_TK, x_TK, 16), constants, 0
+        return (x_TK,) * 4, (0, 0, 0), constants, 0
     tables, group = adapters
     constants["A_COLUMNS"] = min(_A_COLUMNS, triton.next_power_of_2(group.width))
-    constants["ENTRY"] = group.entries_SC.shape[1]
-    programs = len(tables.tiles_N17) * pieces_of(x_TK.shape[1]) * triton.cdiv(group.width, constants["A_COLUMNS"])
-    return (group.entries_SC, tables.tiles_N17, tables.n_tiles, group.inner, group.width), constants, programs
+    programs = len(tables.tiles_N17) * pieces_of(n_inputs) * triton.cdiv(group.width, constants["A_COLUMNS"])
+    tensors = (group.entries_SC, tables.tiles_N17, tables.n_tiles, group.inner)
+    return tensors, (group.width, group.entries_SC.shape[1], piece), constants, programs
 
 
 def shrink(x_TK: Tensor, adapters: Adapters) -> None:
     """Fill `inner` by a launch of its own."""
-    tables, constants, programs = _shrink_of(x_TK, adapters)
-    launch(
-        kernels.shrink,
-        (programs,),
-        x_TK,
-        *tables[:-1],
-        *x_TK.shape,
-        tables[-1],
-        **constants,
-        num_warps=4,
-        num_stages=3,
-        enable_fp_fusion=False,
-    )
+    tensors, numbers, constants, programs = _shrink_of(x_TK, adapters)
+    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+    launch(kernels.shrink, (programs,), x_TK, *tensors, *x_TK.shape, *numbers, **constants, **options)
 
 
 # --- the library ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 A program multiplies a tile of rows and columns; K is added in order in steps of DEPTH, in fp32, and the result is rounded once.
 So neither the tile nor the other rows change the bits of a row. Programs behind those of the product multiply A (`_shrink`).
 
-Uppercase arguments are compile-time constants. ENTRY is the length of an adapter's entry (`AdapterGroup.entries_SC`).
+Uppercase arguments are compile-time constants. entry_size is the length of an adapter's entry (`AdapterGroup.entries_SC`).
 
 Legend: M rows of a tile, N its columns, K its inputs.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
-_RUNTIME = ["n_rows", "width"]
+_RUNTIME = ["n_rows", "width", "entry_size", "piece_size"]
 """Numbers that no machine code depends on, although Triton would compile 1 and multiples of 16 apart."""
 
 
@@ -56,27 +56,28 @@ def _sums(x, a, row_M, live_M, column_N, start, end, n_inputs, width, DEPTH: tl.
 
 
 @triton.jit
-def _shrink(program, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width, ENTRY: tl.constexpr,
-            PIECE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _shrink(program, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width, entry_size, piece_size,
+            COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """inner[piece, row, :] = x[row, piece of K] A[piece of K, :], of a tile's rows and COLUMNS columns.
 
     A is [K, its width], found by its address, a multiple of 16 bytes. Where its width is a multiple of WIDE, so are its rows'
     addresses, and loads of 16 bytes are told to the compiler.
     """
-    pieces, blocks = tl.cdiv(n_inputs, PIECE), tl.cdiv(width, COLUMNS)
+    piece_size = piece_size // 32 * 32  # as it is: told to the compiler, or x would be read in narrow loads
+    pieces, blocks = tl.cdiv(n_inputs, piece_size), tl.cdiv(width, COLUMNS)
     tile, rest = program // (pieces * blocks), program % (pieces * blocks)
     piece, block = rest // blocks, rest % blocks
     used, slot = tl.load(n_tiles), tl.load(tiles + tile * 17)
     row_M = tl.load(tiles + tile * 17 + 1 + tl.arange(0, 16))
     if (tile < used) & (slot >= 0):
-        entry = entries + slot.to(tl.int64) * ENTRY
+        entry = entries + slot.to(tl.int64) * entry_size
         own_width = tl.load(entry + 1).to(tl.int32) // 4 * 4  # as it is: a width is a multiple of four
         column_N = block * COLUMNS + tl.arange(0, COLUMNS)
         if block * COLUMNS < own_width:
             live_M = row_M >= 0
             a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(x.dtype.element_ty)), 16)
-            start = piece * PIECE
-            end = tl.minimum(start + PIECE, n_inputs)
+            start = piece * piece_size
+            end = tl.minimum(start + piece_size, n_inputs)
             if own_width % WIDE == 0:
                 even = own_width // WIDE * WIDE
                 sums_MN = _sums(x, a, row_M, live_M, column_N, start, end, n_inputs, even, DEPTH)
@@ -88,10 +89,9 @@ def _shrink(program, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def multiply(x, weight, bias, y, entries, tiles, n_tiles, inner, n_rows, n_columns, n_inputs, width,
-             BIAS: tl.constexpr, BACK: tl.constexpr, ADAPTERS: tl.constexpr,
+             entry_size, piece_size, BIAS: tl.constexpr, BACK: tl.constexpr, ADAPTERS: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
-             ENTRY: tl.constexpr, PIECE: tl.constexpr, A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr,
-             WIDE: tl.constexpr):  # fmt: skip
+             A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Fill y = x Wᵀ + bias, weight [columns, inputs]; with BACK y = x W, weight [inputs, columns]. With ADAPTERS also inner."""
     program = tl.program_id(0)
     own = tl.cdiv(n_rows, ROWS) * tl.cdiv(n_columns, COLUMNS)
@@ -119,15 +119,14 @@ def multiply(x, weight, bias, y, entries, tiles, n_tiles, inner, n_rows, n_colum
         _store(y, sums_MN, bias, row_M, column_N, n_rows, n_columns, BIAS)
     elif ADAPTERS:
         _shrink(program - own, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
-                ENTRY, PIECE, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
+                entry_size, piece_size, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def multiply_by_descriptors(x, x_blocks, weight, bias, y, entries, tiles, n_tiles, inner, n_rows, n_columns, n_inputs, width,
-                            BIAS: tl.constexpr, BACK: tl.constexpr, ADAPTERS: tl.constexpr,
+                            entry_size, piece_size, BIAS: tl.constexpr, BACK: tl.constexpr, ADAPTERS: tl.constexpr,
                             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
-                            ENTRY: tl.constexpr, PIECE: tl.constexpr, A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr,
-                            WIDE: tl.constexpr):  # fmt: skip
+                            A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """The same as `multiply`, where blocks of x and of the weight are copied by descriptors."""
     program = tl.program_id(0)
     own = tl.cdiv(n_rows, ROWS) * tl.cdiv(n_columns, COLUMNS)
@@ -143,12 +142,12 @@ def multiply_by_descriptors(x, x_blocks, weight, bias, y, entries, tiles, n_tile
         _store(y, sums_MN, bias, row_M, column_N, n_rows, n_columns, BIAS)
     elif ADAPTERS:
         _shrink(program - own, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
-                ENTRY, PIECE, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
+                entry_size, piece_size, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def shrink(x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width, ENTRY: tl.constexpr,
-           PIECE: tl.constexpr, A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def shrink(x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width, entry_size, piece_size,
+           A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     """Fill `inner` alone, where a library multiplies."""
     _shrink(tl.program_id(0), x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
-            ENTRY, PIECE, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
+            entry_size, piece_size, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
