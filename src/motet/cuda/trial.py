@@ -18,17 +18,21 @@ from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
 
 from motet.core.errors import BaseModelError
+from motet.cuda import speeds
 from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places, pieces_of
+from motet.cuda.products import Products
 from motet.cuda.ways import (
     BUCKETS,
     REFERENCE,
     ROWS_OF_DECODING,
     ROWS_OF_PASSES,
     Adapters,
+    Library,
     ProductShape,
     ProductWeight,
     Way,
     WayTable,
+    table_for,
 )
 
 _KINDS = 3
@@ -39,6 +43,8 @@ _ROOM = 1 << 30
 """Most bytes of a product's outputs."""
 _CHECKED = 96
 """Rows and outputs of which values are compared with torch's."""
+_MEASURING = 60.0
+"""Seconds that a load spends on measuring speeds; the next one goes on."""
 _FAILURES = (RuntimeError, AttributeError, TritonError)
 """What torch, Triton and the driver raise where a way does not run."""
 
@@ -61,6 +67,32 @@ class Sizes:
     """In recorded graphs."""
     passes: tuple[int, ...] = ROWS_OF_PASSES
     """Outside."""
+
+
+def tried_products(
+    weights: Sequence[ProductWeight], device: torch.device, dtype: torch.dtype, recorder: Captures
+) -> tuple[Products, list[str]]:
+    """The products of a base with these weights, each by its fastest way, and notes about ways that are left out.
+
+    `recorder` must be that of decoding. On a CPU nothing is measured or tried: its interpreter shows nothing about a card.
+
+    Raises:
+        BaseModelError: this card does not give the bits that exact sampling needs, so torch must compute the base.
+    """
+    table = table_for(device, dtype)
+    if device.type == "cpu":
+        return Products(table), []
+    library = Library() if dtype == torch.bfloat16 else None
+    identity = speeds.software_and_card(device)
+    path = speeds.file_of(identity)
+    table.speeds = speeds.read(path)
+    stopwatch = speeds.stopwatch_of(recorder.capture, device)
+    if speeds.measure(table, weights, library, stopwatch, _MEASURING, back=True):
+        speeds.write(path, identity, table.speeds)
+    trial = Trial(device, dtype, recorder)
+    shapes = {ProductShape.of(weight, back=back) for weight in weights for back in (False, True)}
+    trial.run(table, shapes, library)
+    return Products(table), trial.notes
 
 
 def rows_of_three_kinds(n_rows: int, n_inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
