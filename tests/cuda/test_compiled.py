@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import pytest
 from bench.speed import envs
 
 from tests.support.compiling import SHARED, compiled
-from tests.support.launched_room import LAUNCHES, NARROW, ONE_CODE
 
+PASSES = {"decoding", "decoding with adapters", "a pass", "a pass with adapters"}
 SPILLS = 32
 """Instructions that spill, at most."""
+SUMS = ("norm_after_add", "rotate_and_write")
+"""Kernels that add numbers otherwise than by the tensor core: the same machine codes in all passes of one base."""
+NARROW = {"list_pieces", "place_rows", "copy_rows"}
+"""Kernels that read single numbers, or a few rows, from memory."""
 
 
 def made_by(cache: Path, *words: str, packages: Path | None = None) -> list[dict[str, Any]]:
@@ -28,8 +33,7 @@ def wrong(made: list[dict[str, Any]]) -> list[str]:
     found, codes = [], dict[str, set[str]]()
     for one in made:
         name = f"{one['kernel']} {one['target']}"
-        constants = "" if one["kernel"] in ONE_CODE else f" {sorted(one['constants'].items())}"
-        codes.setdefault(name + constants, set()).add(one["code"])
+        codes.setdefault(f"{name} {sorted(one['constants'].items())}", set()).add(one["code"])
         if one["atomics"]:
             found.append(f"{name}: {one['atomics']} atomic instructions")
         if one["fused"]:
@@ -40,20 +44,38 @@ def wrong(made: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: {one['shared']} bytes of shared memory")
         if one["kernel"] not in NARROW and (one["narrow"] or not one["wide"]):
             found.append(f"{name}: {one['narrow']} loads of two bytes, {one['wide']} of sixteen")
-    return found + [f"{name}: {len(each)} machine codes" for name, each in codes.items() if len(each) > 1]
+    found += [f"{name}: {len(each)} machine codes" for name, each in codes.items() if len(each) > 1]
+    return found + list(different(made))
+
+
+def different(made: list[dict[str, Any]]) -> Iterator[str]:
+    """Sums whose machine code is not the same in all passes."""
+    for target, kernel in {(one["target"], one["kernel"]) for one in made if one["kernel"] in SUMS}:
+        codes = {
+            model: {
+                one["code"] for one in made if (one["target"], one["kernel"], one["model"]) == (target, kernel, model)
+            }
+            for model in PASSES
+        }
+        if len(set(map(frozenset, codes.values()))) > 1:
+            yield f"{kernel} {target}: other machine codes in {' and '.join(codes)}"
 
 
 def test_kernels_compile_for_a_hopper_card_as_launches_make_them(tmp_path: Path) -> None:
-    made = made_by(tmp_path, "--targets", "sm_90")
-    assert made
-    assert not wrong(made)
+    """Products of any number of rows; and sums, in all passes."""
+    words = ["--targets", "sm_90", "--rooms"]
+    parts = [*words, "products"], [*words, *PASSES, "--kernels", *SUMS]
+    products, sums = compiled(tmp_path, *(("launched_room", part) for part in parts))
+    assert len(products) == 1
+    assert len(sums) == 3 * len(PASSES)
+    assert not wrong(products + sums)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_kernels_compile_for_every_card(tmp_path: Path, target: str) -> None:
     made = made_by(tmp_path, "--targets", target, "--all")
-    assert {one["model"] for one in made} == set(LAUNCHES)
+    assert {one["model"] for one in made} == PASSES | {"products", "attention", "draws"}
     assert not wrong(made)
 
 

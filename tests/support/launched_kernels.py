@@ -66,8 +66,8 @@ class Made:
     """Loads of 16 bytes from global memory."""
     narrow: int
     """Loads of two bytes."""
-    constants: dict[str, int]
-    """The constants of the launch that are numbers."""
+    constants: dict[str, str]
+    """The constants and options of the launch."""
 
 
 class Card:
@@ -145,9 +145,8 @@ def made_of(request: Request, target: str) -> Made:
         ),
         narrow=len(re.findall(r"ld\.global(?:\.\w+(?:::\w+)*)*\.[bu]16", ptx)),
         constants={
-            request.kernel.arg_names[place[0]]: int(value)
-            for place, value in request.constants.items()
-            if isinstance(value, int)
+            **{request.kernel.arg_names[place[0]]: repr(value) for place, value in request.constants.items()},
+            **{name: repr(value) for name, value in request.options.items()},
         },
     )
 
@@ -202,11 +201,17 @@ def _recurred(lengths: list[int], width: int, *, delta: bool, gradients: bool) -
         (output.sum() + end.sum()).backward()
 
 
-def print_made(target: str, dtype: str, width: int, model: str, launches: Sequence[Callable[[], object]]) -> None:
-    """One line for each thing that these launches compile."""
+def print_made(
+    target: str, dtype: str, width: int, model: str, launches: Sequence[Launch], kernels: Sequence[str] = ()
+) -> None:
+    """One line for each thing that these launches compile; with `kernels` of these alone."""
     for request in requests(TARGETS[target], launches):
-        made = made_of(request, target)
-        print(json.dumps(asdict(made) | {"target": target, "dtype": dtype, "width": width, "model": model}), flush=True)
+        if not kernels or request.kernel.__name__ in kernels:
+            made = made_of(request, target)
+            print(
+                json.dumps(asdict(made) | {"target": target, "dtype": dtype, "width": width, "model": model}),
+                flush=True,
+            )
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -8,10 +8,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from motet.cuda.ways import REFERENCE, OwnTile, ProductWeight, shrink
+from motet.cuda.adapters import AdapterTables, Places
+from motet.cuda.attention import CudaAttention
+from motet.cuda.draws import Drawn, Head, RowSettings, draw
+from motet.cuda.forward import DecoderForward
+from motet.cuda.kernels import rotary
+from motet.cuda.layers import DecoderPlan, LayerPlan
+from motet.cuda.products import Products
+from motet.cuda.ways import REFERENCE, OwnTile, ProductWeight, WayTable, shrink
+from motet.model.attention import LayerCall, Span
+from motet.model.kv_cache import KVCache
+from motet.model.logits import LogitChanges
 from tests.support import cuda_attention_cases, launched_kernels
 from tests.support.adapted_rows import adapted
 from tests.support.launched_kernels import CPU, TARGETS, Launch
@@ -29,10 +41,6 @@ TILES = [
         for size in ((64, 128, 64, 4, 4), (128, 64, 128, 4, 3), (256, 128, 64, 8, 3), (128, 256, 64, 8, 3))
     ),
 ]
-ONE_CODE: set[str] = set()
-"""Kernels that add numbers otherwise than by the tensor core: all their launches for one base have one machine code."""
-NARROW: set[str] = {"list_pieces", "place_rows", "copy_rows"}
-"""Kernels that read single numbers, or a few rows, from memory."""
 
 
 def product_launches(target: str, *, everything: bool) -> Iterator[Launch]:
@@ -61,23 +69,88 @@ def attention_launches(target: str, *, everything: bool) -> Iterator[Launch]:
         yield from cuda_attention_cases.launches(*shape, warps=warps)
 
 
+def draw_launches(target: str, *, everything: bool) -> Iterator[Launch]:
+    """Draws with and without grammars, of a head with a soft cap and ids without a token, and of one with neither."""
+    n_ids = 151936
+    for cap, without in ((None, ()), (30.0, (7,)))[: 1 + everything]:
+        head = Head(LogitChanges(SimpleNamespace(final_logit_softcapping=cap), without), n_ids, CPU)
+        for n_rows, mask in ((64, False), (7, True))[: 1 + everything]:
+            allowed = torch.zeros(n_rows, -(-n_ids // 32), dtype=torch.int32) if mask else None
+            numbers = torch.zeros(n_rows, dtype=torch.int64)
+            settings = RowSettings(head, torch.ones(n_rows), numbers, numbers, allowed)
+            yield partial(draw, torch.zeros(n_rows, n_ids, dtype=BF16), settings, Drawn.empty(n_rows, CPU))
+
+
+def layer_launches(target: str, *, everything: bool, packed: bool, with_adapters: bool) -> Iterator[Launch]:
+    """Decoding or a pass over whole sequences, through a decoder of two layers of 4,096 with norms of queries and keys."""
+    width, heads, kv_heads, head_width, inner = 4096, 32, 8, 128, 14336
+    shapes = (
+        ((heads + 2 * kv_heads) * head_width, width),
+        (width, heads * head_width),
+        (2 * inner, width),
+        (width, inner),
+    )
+    parts = [heads * head_width, *[kv_heads * head_width] * 2], [width], [inner] * 2, [width]
+    weights = [ProductWeight(torch.empty(shape, dtype=BF16)) for shape in shapes]
+    norm, norm_of_head, angles = torch.ones(width), torch.ones(head_width), torch.zeros(512, head_width // 2)
+    layers = [
+        LayerPlan(
+            tuple(weights),
+            LayerCall(index, head_width**-0.5, None, None),
+            norm,
+            None,
+            norm,
+            None,
+            norm_of_head,
+            norm_of_head,
+            angles,
+            angles,
+        )
+        for index in range(2)
+    ]
+    plan = DecoderPlan(
+        tuple(layers), torch.empty(512, width, dtype=BF16), ProductWeight(torch.empty(512, width, dtype=BF16)), norm, width,
+        heads, kv_heads, head_width, inner, head_width, rotary.EACH_HEAD.value, False, 1e-6, 1.0, 1.0, None,
+    )  # fmt: skip
+    fused: Any = [
+        (SimpleNamespace(leader=f"{layer} {which}", frozen=SimpleNamespace(shape=shape), sizes=columns), columns)
+        for layer in range(2)
+        for which, (shape, columns) in enumerate(zip(shapes, parts, strict=True))
+    ]
+    backend, cache = CudaAttention(64, CPU), KVCache(64, 64, CPU)
+    for sizes in ([70, 300], [5] * 20) if packed else ([5, 60], [5, 700, 10]):
+        spans = [Span(start, 1, cache.take(start // 64 + 1)) for start in ([] if packed else sizes)]
+        attention = backend.packed(sizes) if packed else backend.cached(spans, cache)
+        n_rows = len(attention.positions_T)
+        tables = AdapterTables.empty(Places(fused, 2), n_rows, 2 * with_adapters, CPU, (48, 16, 32, 16))
+        products = Products(WayTable(9 if target == "sm_90" else 8, 1 << 18, 2))
+        step = DecoderForward(plan, products, attention, tables)
+        yield partial(step.hidden, torch.zeros(n_rows, dtype=torch.int64))
+
+
 LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {
     "products": product_launches,
     "attention": attention_launches,
+    "draws": draw_launches,
+    "decoding": partial(layer_launches, packed=False, with_adapters=False),
+    "decoding with adapters": partial(layer_launches, packed=False, with_adapters=True),
+    "a pass": partial(layer_launches, packed=True, with_adapters=False),
+    "a pass with adapters": partial(layer_launches, packed=True, with_adapters=True),
 }
-"""By the file of the kernels."""
+"""By the file of the kernels, or by what is computed."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", nargs="+", default=["sm_80", "sm_90", "sm_100"], choices=list(TARGETS))
     parser.add_argument("--rooms", nargs="+", default=list(LAUNCHES), choices=list(LAUNCHES))
+    parser.add_argument("--kernels", nargs="+", default=[], help="of all rooms, only these")
     parser.add_argument("--all", action="store_true")
     chosen = parser.parse_args(words)
     for target in chosen.targets:
         for room in chosen.rooms:
             launches = list(LAUNCHES[room](target, everything=chosen.all))
-            launched_kernels.print_made(target, "bf16", 0, room, launches)
+            launched_kernels.print_made(target, "bf16", 0, room, launches, chosen.kernels)
 
 
 if __name__ == "__main__":
