@@ -27,6 +27,7 @@ LEFT_OUT = frozenset(("datasets", "pyarrow", "llguidance", "mcp"))
 WANTED = ("motet", "setuptools>=77", "hypothesis", "sqlalchemy", "alembic", "cryptography")
 """Motet, what installs it (a new environment may bring an older one), and what tests import."""
 MOST_MB = 40
+PLATFORMS = tuple(f"manylinux_{glibc}_x86_64" for glibc in ("2_28", "2_17", "2_5"))
 TOOLS = ("py-spy",)
 """What looks at processes; this environment need not have it."""
 START = r"""#!/bin/sh
@@ -79,7 +80,7 @@ def main() -> int:
     packages = lacking(chosen.python)
     least = {Requirement(wanted).name: wanted for wanted in WANTED}
     (wheels / "names.txt").write_text("".join(f"{least.get(name, name)}\n" for name in [*packages, *TOOLS]))
-    platforms = [word for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64") for word in ("--platform", tag)]
+    platforms = [word for tag in PLATFORMS for word in ("--platform", tag)]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels)]
     pip += ["--only-binary", ":all:", "--python-version", chosen.python, *platforms]
     subprocess.run([*pip, *TOOLS, *(f"{name}=={version}" for name, version in packages.items())], check=True)
