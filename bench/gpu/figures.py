@@ -35,7 +35,7 @@ def say(figure: Figure) -> None:
     print(json.dumps(asdict(figure)), flush=True)
 
 
-def unequal(row: str, count: int, compared: int, executor: str) -> Figure:
+def unequal(row: str, count: int, compared: int, executor: str = "") -> Figure:
     """How many rows, or logprobs, have other bits than they should."""
     return Figure("bits", row, f"{count:,} of {compared:,} unequal", executor=executor)
 

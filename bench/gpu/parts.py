@@ -17,7 +17,7 @@ KEYS, SHORT_KEYS = 1500, 200
 """Keys of a row whose bits are compared, on a card and in a rehearsal."""
 KV_TOKENS = 110_000
 """Of the engine that samples for the bits, as other parts use the card beside it."""
-_ON_CARDS = re.compile(r"mark\.gpu|triton_on_cpu|kernel_cases|attention_cases|draw_cases")
+_ON_CARDS = re.compile(r"mark\.gpu|triton_on_cpu|kernel_cases|cuda_bases")
 """What a test file names that runs kernels on a card where there is one."""
 _NUMERICS = ("float32-exact", "bfloat16-exact", "bfloat16-fast")
 

@@ -171,11 +171,11 @@ def test_products_whose_sums_depend_on_the_number_of_rows_are_found() -> None:
         return torch.stack([weight.float() @ row.float() for row in x]).to(x.dtype)
 
     device, kn = torch.device("cpu"), (SHAPES["tiny"]["hidden_size"], 64)
-    bad, seen, where = compared(split, kn, device, bias=False, backward=False)
+    bad, seen, where = compared(split, split, kn, device, bias=False, backward=False)
     assert 0 < bad < seen
     assert where  # compared with the pass of 65 rows
     assert 65 not in where
-    assert compared(in_order, kn, device, bias=False, backward=False)[0] == 0
+    assert compared(in_order, in_order, kn, device, bias=False, backward=False)[0] == 0
 
 
 def test_nan_equals_itself_and_zeros_have_signs() -> None:
