@@ -108,5 +108,5 @@ def _learning(device: str, shapes: Sequence[str], place: Path, bases: Path) -> l
     for shape in shapes:
         words = ("-m", "bench.together", shape, "--device", device, "--bases", str(bases))
         found.append(Part(f"together-{shape}", "a job alone = beside others", words, 80, f"base-{shape}"))
-    ranks = ("-m", "bench.gpu.two_ranks", device, str(place / "two-ranks"))
+    ranks = ("-m", "bench.gpu.two_ranks", device, str(place / "two-ranks"), "1" if device == "cpu" else "4")
     return [*found, Part("two-ranks", "a job on two cards: whole copies, and shards", ranks, 100)]

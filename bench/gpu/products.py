@@ -31,7 +31,7 @@ WIDE = 100_000
 WIDE_ROWS = 512
 ONE_TILE, TILES, LIBRARY = "one tile", "tiles", "library"
 NUMBERS = ("normal", "outliers", "cancelling")
-Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [M, K], weight [N, K], bias [N] → [M, N]; and the same for a slope [M, N], backward, without a bias → [M, K]."""
 
 
@@ -65,7 +65,7 @@ def numbers(kind: str, rows: int, width: int, device: torch.device) -> Tensor:
 
 
 def compared(
-    way: Way, of: Way, kn: tuple[int, int], device: torch.device, *, bias: bool, backward: bool
+    way: Product, of: Product, kn: tuple[int, int], device: torch.device, *, bias: bool, backward: bool
 ) -> tuple[int, int, list[int]]:
     """Rows that differ from those of one product of all rows by `of`, rows compared, and numbers of rows at which some do."""
     n_in, n_out = kn
@@ -87,7 +87,7 @@ def compared(
     return bad, seen, sorted(where)
 
 
-def torch_way(device: torch.device, *, backward: bool) -> Way:
+def torch_way(device: torch.device, *, backward: bool) -> Product:
     """`FrozenWeight` with the device's exact arithmetic, as passes of an uncovered base multiply."""
     arithmetic = Arithmetic.of(device, torch.bfloat16, "exact")
 
@@ -101,21 +101,21 @@ def torch_way(device: torch.device, *, backward: bool) -> Way:
     return multiply
 
 
-def room_ways(device: torch.device) -> Mapping[str, Mapping[bool, Way]]:
+def room_ways(device: torch.device) -> Mapping[str, Mapping[bool, Product]]:
     """Products of `motet.cuda`, forward (False) and backward: one tile, the tile of each number of rows, and the library."""
     if device.type == "cpu":
         importlib.import_module("tests.support.triton_on_cpu")
-    from motet.cuda.ways import REFERENCE, Library, ProductShape, ProductWeight, table_for
+    from motet.cuda.ways import REFERENCE, Library, ProductShape, ProductWeight, Way, table_for
 
     table = table_for(device, torch.bfloat16)
 
-    def way(name: str, *, back: bool) -> Way:
+    def way(name: str, *, back: bool) -> Product:
         def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
             weight, rows = ProductWeight(weight_NK, bias_N), x_MK.contiguous()
             shape = ProductShape.of(weight, back=back)
-            chosen = {ONE_TILE: REFERENCE, TILES: table.own(shape, len(rows)), LIBRARY: Library()}[name]
+            ways: dict[str, Way] = {ONE_TILE: REFERENCE, TILES: table.own(shape, len(rows)), LIBRARY: Library()}
             y_MN = rows.new_empty(len(rows), shape.n_outputs)
-            chosen.multiply(rows, weight, y_MN, None, back=back)
+            ways[name].multiply(rows, weight, y_MN, None, back=back)
             return y_MN
 
         return multiply
@@ -123,7 +123,9 @@ def room_ways(device: torch.device) -> Mapping[str, Mapping[bool, Way]]:
     return {name: {back: way(name, back=back) for back in (False, True)} for name in (ONE_TILE, TILES, LIBRARY)}
 
 
-def judged(name: str, ways: Mapping[bool, Way], of: Mapping[bool, Way], shape: str, device: torch.device) -> int:
+def judged(
+    name: str, ways: Mapping[bool, Product], of: Mapping[bool, Product], shape: str, device: torch.device
+) -> int:
     """Print figures of a way, forward (False) and backward, against `of`; returns the rows that were unequal."""
     total = 0
     few = device.type == "cpu" and of is not ways
@@ -150,7 +152,7 @@ def main(words: list[str]) -> int:
         bad += judged("torch with a fixed tile", by_torch, by_torch, shape, device)
     for shape in words[1:] if device.type == "cuda" else ():
         judged("library, K not split, against one tile", room[LIBRARY], room[ONE_TILE], shape, device)
-        free: dict[bool, Way] = {False: F.linear, True: lambda slope_MN, weight_NK, _: slope_MN @ weight_NK}
+        free: dict[bool, Product] = {False: F.linear, True: lambda slope_MN, weight_NK, _: slope_MN @ weight_NK}
         judged("library, its own choice", free, free, shape, device)
     return int(bad > 0)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.bits import executor_of
+from bench.gpu.company import executor_of
 from bench.gpu.figures import Figure, say
 from bench.speed.profiling import profiler
 from bench.speed.workers import motet_parts as parts
@@ -127,6 +127,8 @@ class Timings:
         busy = sum(event.self_device_time_total for event in on_card) / 1e3 / passes
         launches = sum(event.count for event in on_card) / passes / layers
         wall = found["seconds"] * 1e3 / passes
+        if not on_card:
+            return
         text = f"{busy:.2f} of {wall:.2f} ms, {launches:.1f} launches a layer"
         say(Figure("speed", f"{self.shape}: card busy in a pass, {name}", text, "", executor_of(parts.base())))
 

@@ -1,4 +1,6 @@
-"""Do two ranks learn the same adapters as whole copies of a base and as its shards? `python -m bench.gpu.two_ranks DEVICE DIR`.
+"""Do two ranks learn the same adapters as whole copies of a base and as its shards?
+
+    python -m bench.gpu.two_ranks DEVICE DIR STEPS
 
 The exit code is 77 where a GPU is asked for and there are not two.
 """
@@ -11,13 +13,12 @@ from pathlib import Path
 
 from bench.gpu.schedule import SKIPPED
 
-STEPS = 4
 JOBS = 4
 
 
 def main(words: list[str]) -> int:
     """Run the demo on two copies, then on two shards, and compare the adapters."""
-    device, place = words[0], Path(words[1])
+    device, place, steps = words[0], Path(words[1]), words[2]
     if device == "cuda":
         import torch
 
@@ -27,11 +28,11 @@ def main(words: list[str]) -> int:
     learned = []
     for setting in ("engine.ranks=2", "engine.shard=2"):
         command = [sys.executable, "-m", "motet", "run", "examples/demo.yaml", "--run", str(place / setting)]
-        for given in (setting, f"engine.device={device}", "engine.kernels=torch", f"steps={STEPS}"):
+        for given in (setting, f"engine.device={device}", "engine.kernels=torch", f"steps={steps}"):
             command += ["--set", given]
         if code := subprocess.call(command):
             return code
-        files = (place / setting).glob(f"*/versions/v{STEPS}/adapter_model.safetensors")
+        files = (place / setting).glob(f"*/versions/v{steps}/adapter_model.safetensors")
         learned.append({file.parts[-4]: file.read_bytes() for file in files})
     same = len(learned[0]) == JOBS and learned[0] == learned[1]
     print("copies and shards:", "the same adapters" if same else "different adapters")

@@ -13,13 +13,16 @@ import torch
 from bench.gpu import page, two_ranks
 from bench.gpu.__main__ import PAGE, go, main, to_run
 from bench.gpu.archive import MOST_BYTES, pack
-from bench.gpu.figures import Figure
+from bench.gpu.company import Company, questions
+from bench.gpu.figures import Figure, figures_in
 from bench.gpu.parts import INSTALL_SECONDS, card_tests, parts
 from bench.gpu.products import compared, rows_unequal
 from bench.gpu.schedule import Part, Result, Schedule, kept, result_of
 from bench.speed.shapes import SHAPES
 
 import gpu_kit
+from motet.model.frozen_weight import FrozenWeight
+from tests.support import tiny_models as tiny
 
 SAYS = "import json, sys; print(json.dumps(dict(group='speed', row=sys.argv[1], value=1234.5, unit='tokens/s')), flush=True)"
 HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -178,6 +181,32 @@ def test_products_whose_sums_depend_on_the_number_of_rows_are_found() -> None:
     assert compared(in_order, in_order, kn, device, bias=False, backward=False)[0] == 0
 
 
+class SplitFromNineRows(FrozenWeight):
+    """A head that adds two halves of K where there are more than eight rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.shape[1] // 2
+        if len(x) <= 8:
+            return super().forward(x)
+        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T
+
+
+def test_each_question_about_rows_in_company_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    base = tiny.load("llama")
+    with torch.no_grad():
+        assert questions(Company(base, 40, rows=(12, 20), chunks=(16, 7)), "tiny") == 0
+    answers = figures_in(capsys.readouterr().out)
+    assert [figure.text for figure in answers] == [f"0 of {rows} unequal" for rows in (32, 32, 4, 32, 32, 32, 32)]
+    assert {figure.executor for figure in answers} == {"torch"}
+    base.head = SplitFromNineRows(base.head.weight, None)
+    with torch.no_grad():
+        assert questions(Company(base, 40, rows=(12,), chunks=(16,)), "tiny") > 0
+    found = {figure.row: figure.text.split()[0] for figure in figures_in(capsys.readouterr().out)}
+    assert found.pop("tiny: logits of a row without adapter, alone") == "0"
+    assert found.pop("tiny: logits in a pass twice as large") == "0"  # both have more than eight rows
+    assert "0" not in found.values()
+
+
 def test_nan_equals_itself_and_zeros_have_signs() -> None:
     row = torch.tensor([[float("nan"), 0.0, 1.0]])
     assert rows_unequal(row, row.clone()) == 0
@@ -186,7 +215,7 @@ def test_nan_equals_itself_and_zeros_have_signs() -> None:
 
 @pytest.mark.soak
 def test_copies_and_shards_on_two_ranks_learn_the_same(tmp_path: Path) -> None:
-    assert two_ranks.main(["cpu", str(tmp_path)]) == 0
+    assert two_ranks.main(["cpu", str(tmp_path), "4"]) == 0
 
 
 def test_the_folder_has_what_a_machine_with_torch_lacks() -> None:
