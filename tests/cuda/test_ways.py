@@ -14,6 +14,7 @@ import torch
 import tests.support.triton_on_cpu
 from motet.core.errors import BaseModelError
 from motet.cuda import speeds
+from motet.cuda.products import Products
 from motet.cuda.trial import Sizes, Trial
 from motet.cuda.ways import (
     BUCKETS,
@@ -29,6 +30,7 @@ from motet.cuda.ways import (
     tiles_to_measure,
 )
 from motet.model.accelerator import products_without_split
+from tests.support.adapted_rows import adapted
 from tests.support.bad_ways import BadLibrary, WatchedRecorder
 from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
 
@@ -187,12 +189,39 @@ def test_a_file_that_cannot_be_read_holds_no_speeds(tmp_path: Path, text: str) -
     assert speeds.read(path) == speeds.read(tmp_path / "missing") == {}
 
 
-def test_a_pass_is_padded_only_where_the_library_multiplies() -> None:
-    table = WayTable(9, 232448, 2, library=BadLibrary(), tried={SHAPE: frozenset(ROWS_OF_PASSES)})
-    assert table.rows_of_pass(700, [SHAPE]) == 700
-    table.speeds[SHAPE, BUCKETS[-1]] = {table.own(SHAPE, 4096).name: 2.0, "bad library": 1.0}
-    assert [table.rows_of_pass(rows, [SHAPE]) for rows in (40, 700, 8193, 20000)] == [40, 1024, 9216, 20000]
-    assert table.rows_of_pass(700, [replace(SHAPE, biased=True)]) == 700
+def test_rows_of_a_pass_go_to_the_library_in_numbers_that_were_tried() -> None:
+    library, large = BadLibrary(), BUCKETS[-1]
+    table = replace(table_for(DEVICE, torch.float16), library=library, tried={SHAPE: frozenset(ROWS_OF_PASSES)})
+    own = table.own(SHAPE, large)
+    assert table.split(SHAPE, 700) == [(700, own)]  # nobody measured it
+    table.speeds[SHAPE, large] = {own.name: 2.0, library.name: 1.0}
+    assert table.split(SHAPE, 3000) == [(2048, library), (512, library), (440, table.own(SHAPE, 440))]
+    assert table.split(SHAPE, 2048) == [(2048, library)]
+    assert table.split(SHAPE, 40000)[:3] == [(16384, library), (16384, library), (4096, library)]
+    assert table.split(SHAPE, 511) == [(511, table.own(SHAPE, 511))]
+    biased = replace(SHAPE, biased=True)
+    assert table.split(biased, 3000) == [(3000, table.own(biased, 3000))]
+
+
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_rows_have_the_same_bits_by_both_ways(with_adapters: bool) -> None:
+    n_rows, library = 530, BadLibrary()
+    weight = ProductWeight(torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.float16))
+    x = torch.randn(n_rows, 32, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.float16)
+    found = []
+    for uses in (None, library):
+        table = replace(table_for(DEVICE, torch.float16), library=uses)
+        shapes = [ProductShape.of(weight, back=back) for back in (False, True)]
+        table.tried.update((shape, frozenset(ROWS_OF_PASSES)) for shape in shapes)
+        table.speeds.update(
+            ((shape, BUCKETS[-1]), {library.name: 1.0, table.own(shape, 512).name: 9.0}) for shape in shapes
+        )
+        products, rows = Products(table), adapted([0, 1] * (n_rows // 2), [4, 16], 32, torch.float16, DEVICE)
+        y = x.new_empty(n_rows, 16)
+        products.multiply(x, weight, y, (rows.tables, rows.group) if with_adapters else None)
+        found.append([y, products.back(y, weight), rows.pieces() if with_adapters else y])
+    assert all(torch.equal(own, by_parts) for own, by_parts in zip(*found, strict=True))
+    assert not found[1][2].isnan().any()
 
 
 CARDS = {8: 166912, 9: 232448, 10: 232448, 12: 101376}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from motet.cuda.ways import Adapters, ProductShape, ProductWeight, WayTable
+from motet.cuda.ways import Adapters, ProductShape, ProductWeight, Way, WayTable, shrink
 
 __all__ = ["ProductWeight", "Products"]
 
@@ -20,16 +20,32 @@ class Products:
 
     def multiply(self, x_TK: Tensor, weight: ProductWeight, y_TN: Tensor, adapters: Adapters | None = None) -> None:
         """Fill y = x Wᵀ + bias, rounded once; with adapters also `inner` = x A in pieces of K, of all rows in their tiles."""
-        way = self.table.choose(ProductShape.of(weight), len(x_TK), adapted=adapters is not None)
-        way.multiply(x_TK, weight, y_TN, adapters, back=False)
+        parts = self.table.split(ProductShape.of(weight), len(x_TK), adapted=adapters is not None)
+        if adapters is not None and len(parts) > 1:
+            shrink(x_TK, adapters)
+            adapters = None
+        _by_parts(parts, x_TK, weight, y_TN, adapters, back=False)
 
     def back(self, slope_TN: Tensor, weight: ProductWeight) -> Tensor:
         """The slope's product with W: [T, K]."""
         out_TK = slope_TN.new_empty(len(slope_TN), weight.weight_NK.shape[1])
-        way = self.table.choose(ProductShape.of(weight, back=True), len(slope_TN))
-        way.multiply(slope_TN, weight, out_TK, None, back=True)
+        parts = self.table.split(ProductShape.of(weight, back=True), len(slope_TN))
+        _by_parts(parts, slope_TN, weight, out_TK, None, back=True)
         return out_TK
 
-    def rows_of_pass(self, n_rows: int, weights: list[ProductWeight]) -> int:
-        """The number of rows to which a pass with these products is padded."""
-        return self.table.rows_of_pass(n_rows, [ProductShape.of(weight) for weight in weights])
+
+def _by_parts(
+    parts: list[tuple[int, Way]],
+    x_TK: Tensor,
+    weight: ProductWeight,
+    y_TN: Tensor,
+    adapters: Adapters | None,
+    *,
+    back: bool,
+) -> None:
+    """Each part of the rows by its way; adapters only with one part, because their tiles name rows of all."""
+    first = 0
+    for n_rows, way in parts:
+        rows = slice(first, first + n_rows)
+        way.multiply(x_TK[rows], weight, y_TN[rows], adapters, back=back)
+        first += n_rows

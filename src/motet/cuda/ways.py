@@ -7,7 +7,6 @@ Legend: T packed rows, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -185,8 +184,8 @@ class Library:
 
 ROWS_OF_DECODING = (1, 2, 4, 8, 16, 32, *range(64, 513, 64))
 """Rows of recorded decoding steps."""
-ROWS_OF_PASSES = (*range(512, 8192, 512), *range(8192, 16385, 1024))
-"""Rows to which a pass is padded where the library multiplies."""
+ROWS_OF_PASSES = (512, 1024, 2048, 4096, 8192, 16384)
+"""Rows that the library multiplies at a time outside recorded steps."""
 BUCKETS = (16, 64, 256, 4096)
 """Numbers of rows at which speeds are measured: each for up to as many rows, the last for all beyond."""
 
@@ -292,11 +291,18 @@ class WayTable:
             return own
         return self.library if by_library + _SHRINK * adapted < by_own else own
 
-    def rows_of_pass(self, n_rows: int, shapes: Iterable[ProductShape]) -> int:
-        """The number of rows to which a pass is padded: no more, where the library would compute none of the products."""
-        padded = next((rows for rows in ROWS_OF_PASSES if rows >= n_rows), n_rows)
-        gains = n_rows > ROWS_OF_PASSES[0] // 2 and any(self.choose(shape, padded) is self.library for shape in shapes)
-        return padded if gains else n_rows
+    def split(self, shape: ProductShape, n_rows: int, *, adapted: bool = False) -> list[tuple[int, Way]]:
+        """Ways of a product's rows, each with its number of them; a row's bits are the same by each.
+
+        Rows of a pass are cut into numbers at which the library was tried, where it is faster; the rest is Motet's own.
+        """
+        parts, left = list[tuple[int, Way]](), n_rows
+        if n_rows not in self.tried.get(shape, ()):
+            for size in reversed(ROWS_OF_PASSES):
+                while left >= size and (way := self.choose(shape, size)) is self.library:
+                    parts.append((size, way))
+                    left -= size
+        return [*parts, (left, self.choose(shape, left, adapted=adapted))] if left else parts
 
 
 def table_for(device: torch.device, dtype: torch.dtype) -> WayTable:
