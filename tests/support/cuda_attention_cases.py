@@ -99,7 +99,9 @@ def computed_otherwise(
     yield together
 
 
-def launches(heads: int, kv_heads: int, width: int, *, warps: int) -> Iterator[Callable[[], object]]:
+def launches(
+    heads: int, kv_heads: int, width: int, *, warps: int, softcap: float | None = None
+) -> Iterator[Callable[[], object]]:
     """Decoding, prompts in chunks, and packed sequences with a prefix, of a bfloat16 base with such heads.
 
     `warps` is `CudaAttention.warps` of the card.
@@ -118,7 +120,7 @@ def launches(heads: int, kv_heads: int, width: int, *, warps: int) -> Iterator[C
         assert attention is not None
         rows = len(attention.positions_T)
         states = [torch.zeros(rows, n, width, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
-        yield partial(run, attention, states)
-        yield partial(run, attention, states, window=1000)
+        yield partial(run, attention, states, softcap=softcap)
+        yield partial(run, attention, states, softcap=softcap, window=1000)
         if attention.single:
             yield attention.place_rows
