@@ -19,7 +19,7 @@ SPILLS = 32
 """Instructions that spill, at most."""
 SUMS = ("norm_after_add", "rotate_and_write")
 """Kernels that add numbers otherwise than by the tensor core: the same machine codes in all passes of one base."""
-NARROW = {"list_pieces", "place_rows", "copy_rows"}
+NARROW = {"list_pieces", "place_rows", "copy_rows", "pick", "pick_truncated", "score"}
 """Kernels that read single numbers, or a few rows, from memory."""
 
 

@@ -269,3 +269,16 @@ def test_a_rows_bits_do_not_depend_on_whether_others_truncate(monkeypatch: pytes
         own = slice(row, row + 1)
         alone = drawn(raw_NV[own].float(), head, params[own], keys[own], positions[own])
         assert (bits(alone.token_N), bits(alone.logprob_N)) == (bits(whole.token_N[own]), bits(whole.logprob_N[own]))
+
+
+def test_min_p_is_a_share_of_the_likeliest() -> None:
+    """256 ids weigh as much as e⁻¹ of the 256 behind them."""
+    keys, positions = counters(12)
+    params = [SamplingParams(min_p=least) for least in (0.37, 0.36)] * 6
+    logits_NV = torch.tensor([-1.0] * 256 + [0.0] * 256, device=DEVICE).repeat(12, 1)
+    out = drawn(logits_NV, head_of(512, (), DEVICE), params, keys, positions)
+    shares = np.array([math.exp(-1), 1.0]).repeat(256)
+    for row, number in enumerate(seeds.uniforms(keys, positions)):
+        kept = shares * (shares > 0.5) if row % 2 == 0 else shares
+        assert int(out.token_N[row]) == np.searchsorted(kept.cumsum(), number * kept.sum(), side="right")
+    assert (out.token_N[1::2] < 256).any()

@@ -43,22 +43,23 @@ def settings_of(
     )
 
 
-def draw_launches(dtype: torch.dtype, n_rows: int = 64) -> Iterator[Callable[[], object]]:
-    """Draws and passes of the vocabularies of Qwen 2.5 and Llama 3, and of a capped head that has ids without a token.
+def launches(*, everything: bool) -> Iterator[Callable[[], object]]:
+    """Draws and passes of any number of rows: of Qwen 2.5's vocabulary; of Llama 3's; and of a capped head.
 
-    Rows of the latter have grammars.
+    The latter has ids without a token, and its rows have grammars.
     """
-    own, tokens_N = CudaMath(), torch.zeros(n_rows, dtype=torch.int64)
-    counters = np.arange(n_rows, dtype=np.uint64)
-    for n_ids, without, config in (
-        (151_936, (), {}),
-        (128_256, (), {}),
-        (256_000, (255_999,), {"final_logit_softcapping": 30.0}),
-    ):
+    own, heads = (
+        CudaMath(),
+        [(151_936, (), {}), (128_256, (), {}), (256_000, (255_999,), {"final_logit_softcapping": 30.0})],
+    )
+    for n_ids, without, config in heads[: None if everything else 1]:
         changes = LogitChanges(SimpleNamespace(**config), without)
-        head, raw_NV = Head(changes, n_ids, CPU), torch.zeros(n_rows, n_ids, dtype=dtype)
-        allowed_NW = torch.zeros(n_rows, -(-n_ids // 32), dtype=torch.int32) if without else None
-        settings = settings_of(head, [SamplingParams(top_k=20)] * n_rows, counters, counters, allowed_NW)
-        yield partial(draw, raw_NV, settings, Drawn.empty(n_rows, CPU))
-        yield partial(own.head_logprobs, raw_NV, changes, tokens_N, [1.0] * n_rows, slope=True)
-        yield partial(own.finish, raw_NV, changes)
+        head = Head(changes, n_ids, CPU)
+        for n_rows in (7, 64):
+            raw_NV, counters = torch.zeros(n_rows, n_ids, dtype=torch.bfloat16), np.arange(n_rows, dtype=np.uint64)
+            allowed_NW = torch.zeros(n_rows, -(-n_ids // 32), dtype=torch.int32) if without else None
+            settings = settings_of(head, [SamplingParams(top_k=20)] * n_rows, counters, counters, allowed_NW)
+            yield partial(draw, raw_NV, settings, Drawn.empty(n_rows, CPU))
+            tokens_N = torch.zeros(n_rows, dtype=torch.int64)
+            yield partial(own.head_logprobs, raw_NV, changes, tokens_N, [1.0] * n_rows, slope=True)
+            yield partial(own.finish, raw_NV, changes)

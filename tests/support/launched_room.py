@@ -15,7 +15,6 @@ import torch
 
 from motet.cuda.adapters import AdapterTables, Places
 from motet.cuda.attention import CudaAttention
-from motet.cuda.draws import Drawn, Head, RowSettings, draw
 from motet.cuda.forward import DecoderForward
 from motet.cuda.kernels import rotary
 from motet.cuda.layers import DecoderPlan, LayerPlan
@@ -23,8 +22,7 @@ from motet.cuda.products import Products
 from motet.cuda.ways import REFERENCE, OwnTile, ProductWeight, WayTable, shrink
 from motet.model.attention import LayerCall, Span
 from motet.model.kv_cache import KVCache
-from motet.model.logits import LogitChanges
-from tests.support import cuda_attention_cases, launched_kernels
+from tests.support import cuda_attention_cases, draw_cases, launched_kernels
 from tests.support.adapted_rows import adapted
 from tests.support.launched_kernels import CPU, TARGETS, Launch
 
@@ -70,15 +68,8 @@ def attention_launches(target: str, *, everything: bool) -> Iterator[Launch]:
 
 
 def draw_launches(target: str, *, everything: bool) -> Iterator[Launch]:
-    """Draws with and without grammars, of a head with a soft cap and ids without a token, and of one with neither."""
-    n_ids = 151936
-    for cap, without in ((None, ()), (30.0, (7,)))[: 1 + everything]:
-        head = Head(LogitChanges(SimpleNamespace(final_logit_softcapping=cap), without), n_ids, CPU)
-        for n_rows, mask in ((64, False), (7, True))[: 1 + everything]:
-            allowed = torch.zeros(n_rows, -(-n_ids // 32), dtype=torch.int32) if mask else None
-            numbers = torch.zeros(n_rows, dtype=torch.int64)
-            settings = RowSettings(head, torch.ones(n_rows), numbers, numbers, allowed)
-            yield partial(draw, torch.zeros(n_rows, n_ids, dtype=BF16), settings, Drawn.empty(n_rows, CPU))
+    """Draws, logprobs with gradients, and finished logits."""
+    yield from draw_cases.launches(everything=everything)
 
 
 def layer_launches(target: str, *, everything: bool, packed: bool, with_adapters: bool) -> Iterator[Launch]:

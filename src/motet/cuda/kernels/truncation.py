@@ -152,15 +152,13 @@ def pick_truncated(
             share = p.to(tl.float64) * total.to(tl.float64)
             goal = share.to(tl.int64)
             goal = tl.maximum(goal + (goal.to(tl.float64) < share).to(tl.int64), 1)
-            lower = threshold
             threshold, count, heavier = _threshold(
-                raw, present, allowed, peaks, row, own_temperature, top, lower, goal, True,
+                raw, present, allowed, peaks, row, own_temperature, top, threshold, goal, True,
                 V, BLOCKS, WIDTH, SCALE, DIVIDE, CAP,
             )  # fmt: skip
             high, low = whole(threshold.to(tl.float32, bitcast=True))
             each = joined(high, low)
-            wanted = (goal - heavier + each - 1) // each
-            ties = tl.where(threshold == lower, tl.minimum(ties, wanted), wanted)
+            ties = (goal - heavier + each - 1) // each  # never more than top-k left: the goal is a part of that sum
             total = heavier + ties * each
 
         target = aim_of(own_number(key, position, row), total)
