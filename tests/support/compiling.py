@@ -15,7 +15,7 @@ SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160
 
 PROGRAM = """
 import json, sys
-from tests.support import bad_kernels, launched_kernels, launched_room, passes_without_values
+from tests.support import bad_kernels, launched_kernels, launched_layers, launched_room, passes_without_values
 for which, words in json.loads(sys.argv[1]):
     print(json.dumps(which))
     locals()[which].main(words)

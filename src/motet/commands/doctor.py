@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,6 +106,8 @@ def _machine() -> Table:
     table.add_row("own CPU kernels", _kernels())
     for number, name in enumerate(gpus := gpu_names()):
         table.add_row(f"cuda:{number}", name)
+    if gpus:
+        table.add_row("own GPU kernels", _gpu_kernels())
     if not gpus:
         table.add_row("cuda", "none")
     return table
@@ -131,6 +134,15 @@ def _kernels() -> str:
     slow = "" if native.multiplies_pairs else " (exact-dpbf16 is emulated here)"
     chosen = f"engine.kernels auto is {of_machine().kernels} for bfloat16"
     return "; ".join([f"{native.form}, {', '.join(rates)} GFLOP/s per core{slow}", chosen, *native.passed_over])
+
+
+def _gpu_kernels() -> str:
+    """The version of Triton, and which bases its kernels compute."""
+    try:
+        found = f"Triton {version('triton')}"
+    except PackageNotFoundError:
+        return "Triton is not installed: torch's kernels compute every base"
+    return f"{found}; engine.kernels auto is triton for dense bfloat16 bases that it covers, if they pass the checks at load"
 
 
 def build_kernels() -> int:

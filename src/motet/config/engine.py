@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from motet.core.section import Config
 
-NamedKernels = Literal["torch", "native", "native-dpbf16"]
+NamedKernels = Literal["torch", "native", "native-dpbf16", "triton"]
 Kernels = Literal["auto"] | NamedKernels
 
 
@@ -25,10 +25,10 @@ class EngineConfig(Config):
     rows, and Motet reports how far sampler and trainer differ. On a CPU they differ only for bfloat16 with matrix units,
     and for [states](hybrids.md#fast-numerics)."""
     kernels: Kernels = "auto"
-    """What computes the base on a CPU. `auto`: the fastest of [Motet's own kernels](native.md#choose-an-arithmetic) if they
-    are compiled and cover the base, otherwise torch; jobs that have begun keep their kernels. `native` adds in one order on
-    every processor, `native-dpbf16` in the order of the instruction `vdpbf16ps`, `torch` as its libraries do. The results
-    of these three differ in their last bits."""
+    """What computes the base. `auto`: the fastest of [Motet's own kernels](native.md#choose-an-arithmetic) if they are
+    there and cover the base, otherwise torch; jobs that have begun keep their kernels. On a CPU `native` adds in one order on
+    every processor, `native-dpbf16` in the order of the instruction `vdpbf16ps`. `triton` are those for GPUs. `torch` adds
+    as its libraries do. The results of all these differ in their last bits."""
     threads: int = Field(0, ge=0, le=4096)
     """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses all of them."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
@@ -117,7 +117,7 @@ class EngineConfig(Config):
             raise ValueError(
                 "resident is set and device is cpu: set parking to a directory on a disk, or nothing is saved"
             )
-        if self.kernels not in ("auto", "torch") and (reason := self.without_own_kernels):
+        if self.kernels != "auto" and (reason := self.excludes(self.kernels)):
             raise ValueError(f"kernels is {self.kernels}, and {reason}, which do not go together: change one of them")
         if self.offload is not None and not self.recompute:
             raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
@@ -139,16 +139,18 @@ class EngineConfig(Config):
         """The number of processes that train together."""
         return self.ranks or self.shard
 
-    @property
-    def without_own_kernels(self) -> str:
-        """The setting that excludes own kernels; empty if there is none."""
+    def excludes(self, kernels: NamedKernels) -> str:
+        """The setting that excludes these kernels; empty if there is none."""
+        if kernels == "torch":
+            return ""
+        on_gpu = kernels == "triton"
         unfit = {
-            f"device is {self.device}": self.device not in ("auto", "cpu"),
+            f"device is {self.device}": self.device == "cpu" if on_gpu else self.device not in ("auto", "cpu"),
             f"shard is {self.shard}": self.shard > 1,
             "offload is set": self.offload is not None,
             f"numerics is {self.numerics}": self.numerics != "exact",
             f"block_size is {self.block_size}, no multiple of 16": self.block_size % 16 != 0,
-            "pack_weights is false": not self.pack_weights,
+            "pack_weights is false": not self.pack_weights and not on_gpu,
         }
         return next((reason for reason, holds in unfit.items() if holds), "")
 

@@ -15,6 +15,9 @@ ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
 """The target that selects all projections of all experts; it is also a part of their paths."""
 
+TRITON = "motet triton"
+"""First words of `ModelInfo.processor` where Motet's kernels for GPUs compute the base."""
+
 
 class Tokenizer(Protocol):
     """The methods of a `transformers` tokenizer that code outside `tasks.chat` uses."""
@@ -44,7 +47,7 @@ class ModelInfo:
     device: str
     """`cpu` or `cuda`."""
     processor: str
-    """The CPU's instructions or the GPU's name. Libraries choose kernels by it, and so the last bits of results."""
+    """The CPU's instructions or the GPU's name, or Motet's own kernels. The last bits of results depend on it."""
     n_parameters: int
     """Number of weights, all frozen."""
     vocab_size: int

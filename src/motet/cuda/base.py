@@ -5,16 +5,19 @@ Legend: T packed rows, N head rows, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from motet.cuda.adapters import AdapterTables, Places, pieces_of, runs_of, widths_of
 from motet.cuda.attention import CudaAttention, CudaPass
 from motet.cuda.forward import DecoderForward
 from motet.cuda.layers import DecoderPlan
-from motet.cuda.products import Products
+from motet.cuda.math import CudaMath
+from motet.cuda.products import Products, ProductWeight
 from motet.cuda.recompute import Recomputed
 from motet.model.attention import AttentionBackend, AttentionPass
 from motet.model.lora import Routing
@@ -30,14 +33,14 @@ _NORMS = 4
 class CudaBase:
     """Implements `Kernels` for one base."""
 
-    def __init__(self, base: LoraModel, products: Products) -> None:
-        """`base` must be covered (see `motet.cuda.cover`)."""
-        self.base, self.products = base, products
-        self.plan, self.places = DecoderPlan.of(base), Places.of(base)
+    def __init__(self, base: LoraModel, products_of: Callable[[Sequence[ProductWeight]], Products]) -> None:
+        """`base` must be covered (see `motet.cuda.cover`); `products_of` makes the products with its weights."""
+        self.base, self.plan, self.places = base, DecoderPlan.of(base), Places.of(base)
+        self.products = products_of(self.plan.weights)
+        self.math = CudaMath()
         self.recomputing: AttentionBackend = base.attention
         """Torch's attention, by which backward passes recompute layers."""
         self.attention: AttentionBackend = CudaAttention(base.block_size, base.device)
-        self.math = None
 
     def read_keys_in_blocks(self, block_size: int) -> None:
         """Set the KV block size of passes without a cache."""
@@ -64,13 +67,17 @@ class CudaBase:
         """
         assert isinstance(attention, CudaPass)
         n_rows = len(attention.positions_T)
-        tables = AdapterTables.of(self.places, runs_of(routing), n_rows, self.base.device)
         if isinstance(routing, TrainerRouting) and routing.anchor.requires_grad and torch.is_grad_enabled():
-            hidden: Tensor = _Hidden.apply(routing.anchor, self, token_ids_T, attention, tables, routing)  # type: ignore[no-untyped-call]
+            hidden: Tensor = _Hidden.apply(routing.anchor, self, token_ids_T[:n_rows], attention, routing)  # type: ignore[no-untyped-call]
         else:
-            hidden = self.decode(token_ids_T[:n_rows], attention, tables)
-        n_padding = len(token_ids_T) - n_rows
-        return torch.nn.functional.pad(hidden, (0, 0, 0, n_padding)) if n_padding else hidden
+            hidden = self._pass(token_ids_T[:n_rows], attention, routing)
+        return pad(hidden, (0, 0, 0, len(token_ids_T) - n_rows))
+
+    def _pass(
+        self, token_ids_T: Tensor, attention: CudaPass, routing: Routing, kept: list[Tensor] | None = None
+    ) -> Tensor:
+        tables = AdapterTables.of(self.places, runs_of(routing), len(token_ids_T), self.base.device)
+        return self.decode(token_ids_T, attention, tables, kept)
 
     def decode(
         self, token_ids_T: Tensor, attention: CudaPass, tables: AdapterTables, kept: list[Tensor] | None = None
@@ -95,16 +102,10 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        anchor: Tensor,
-        own: CudaBase,
-        token_ids_T: Tensor,
-        attention: CudaPass,
-        tables: AdapterTables,
-        routing: TrainerRouting,
+        ctx: Any, anchor: Tensor, own: CudaBase, token_ids_T: Tensor, attention: CudaPass, routing: TrainerRouting
     ) -> Tensor:
         kept: list[Tensor] = []
-        hidden_TD = own.decode(token_ids_T[: len(attention.positions_T)], attention, tables, kept)
+        hidden_TD = own._pass(token_ids_T, attention, routing, kept)
         ctx.layers = Recomputed(own.base, own.recomputing, attention, routing)
         ctx.save_for_backward(*kept)
         return hidden_TD
@@ -112,4 +113,4 @@ class _Hidden(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, ...]:
         ctx.layers.backward(list(ctx.saved_tensors), grad_TD)
-        return (None,) * 6
+        return (None,) * 5

@@ -34,7 +34,7 @@ _COLUMNS = 256
 
 @dataclass
 class DecoderForward:
-    """One pass. `hidden` computes it."""
+    """One pass. `hidden` computes it. Rows in no tile are padding: what they get is undefined."""
 
     plan: DecoderPlan
     products: Products
@@ -178,7 +178,7 @@ class DecoderForward:
         if tables.adapted:
             group = tables.group(index, which)
             entries, inner, width = group.entries_SC, group.inner, group.width
-        return tables.tiles_N17, tables.n_tiles, entries, inner, len(self.x), width
+        return tables.tiles_N17, tables.n_tiles, entries, inner, tables.n_rows, width
 
     def _adapter_options(self, which: int, *elements: int) -> dict[str, Any]:
         """Constants of these kernels; loads of B are aligned if 16 bytes divide all these offsets in elements."""

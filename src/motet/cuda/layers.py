@@ -76,6 +76,11 @@ class DecoderPlan:
     query_scales: Tensor | None
     """Factors of queries, fp32 [positions]."""
 
+    @property
+    def weights(self) -> list[ProductWeight]:
+        """Those of all products."""
+        return [*(weight for layer in self.layers for weight in layer.products), self.head]
+
     @classmethod
     def of(cls, base: LoraModel) -> DecoderPlan:
         """The plan of a covered base. It reads the model's own weights, and copies of its norms."""

@@ -133,7 +133,7 @@ def auto_kernels(config: RunConfig) -> Choice | None:
     if config.engine.kernels != "auto":
         return None
     choice = of_jobs(computed_by(JobDirectory(Path(config.run) / job.name) for job in config.jobs))
-    if choice.kept and choice.kernels != "torch" and (setting := config.engine.without_own_kernels):
+    if choice.kept and (setting := config.engine.excludes(choice.kernels)):
         raise ConfigError(
             f"jobs of this run began with Motet's own kernels, which do not know the setting engine.{setting}: leave it out"
         )

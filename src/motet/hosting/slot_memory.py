@@ -33,7 +33,8 @@ class SlotMemory:
     @classmethod
     def of(cls, base: LoraModel, targets: str | Sequence[str], rank: int, versions: int = 1) -> SlotMemory:
         """Memory of an adapter on these layers, with this number of versions."""
-        copies = versions if base.kernels is None else 2 * versions  # each packed too
+        packed = base.kernels is not None and base.device.type == "cpu"
+        copies = 2 * versions if packed else versions
         return cls.of_size(base.adapter_layout(targets, rank).size, copies * base.dtype.itemsize)
 
     @classmethod

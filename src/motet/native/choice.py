@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from motet.config.engine import NamedKernels
 from motet.core.errors import ConfigError
+from motet.core.model_info import TRITON
 from motet.native import library
 
 FASTER = 1.5
@@ -34,7 +35,7 @@ class Choice:
 def kernels_of(processor: str) -> NamedKernels:
     """The kernels that a `ModelInfo.processor` stands for."""
     names: dict[str, NamedKernels] = {"motet exact": "native", "motet exact-dpbf16": "native-dpbf16"}
-    return names.get(processor, "torch")
+    return "triton" if processor.startswith(TRITON) else names.get(processor, "torch")
 
 
 @functools.cache
@@ -48,6 +49,15 @@ def of_machine() -> Choice:
         return Choice("torch", _SLOW)
     pairs = native.multiplies_pairs and native.ceiling("exact-dpbf16") > FASTER * native.ceiling("exact")
     return Choice("native-dpbf16" if pairs else "native")
+
+
+def for_device(kind: str, own: Choice | None) -> Choice:
+    """The choice for a kind of device: `own`, if its kernels run there; by default the fastest on this machine."""
+    if kind == "cpu":
+        return of_machine() if own is None or own.kernels == "triton" else own
+    if own is not None and own.kept and own.kernels in ("torch", "triton"):
+        return own
+    return Choice("triton")
 
 
 def of_jobs(processors: Iterable[str]) -> Choice:

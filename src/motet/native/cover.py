@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from motet.config.engine import EngineConfig, NamedKernels
 from motet.core.errors import BaseModelError
+from motet.cuda import cover
 from motet.model.accelerator import free_memory, place_of
-from motet.model.covered_decoder import angle_bytes, linears_of, refusal_of
-from motet.model.exactness import check_exactness, packed_logits
+from motet.model.covered_decoder import angle_bytes, refusal_of
 from motet.model.load import load_base
-from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel
-from motet.model.packed import PackedExperts
-from motet.model.proof import LENGTHS, TOLERANCE, stay_with_torch
+from motet.model.own_kernels import INSTEAD, compute_by
+from motet.model.own_kernels import refusal as refusal_of_all
+from motet.model.proof import stay_with_torch
 from motet.model.shards import Shards
 from motet.native import library
 from motet.native.base import NativeBase
-from motet.native.choice import Choice, of_machine
+from motet.native.choice import Choice, for_device
 from motet.native.library import ARITHMETICS
 
-_INSTEAD = "set engine.kernels to torch"
 _TORCH = "torch's kernels compute this base"
 _ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
 
 
 def refusal(base: LoraModel) -> str:
-    """Why Motet's kernels cannot compute a base; empty if they can."""
+    """Why Motet's kernels for CPUs cannot compute a base; empty if they can."""
     if base.device.type != "cpu":
         return f"own kernels run on CPUs, and engine.device is {base.device.type}"
-    if base.shards is not None:
-        return "own kernels do not compute a base in shards"
-    if reason := refusal_of(base.model.config, base.block_size):
-        return reason
-    if base.info.max_positions < max(LENGTHS):
-        return f"own kernels are proved on {max(LENGTHS)} tokens, and this base takes {base.info.max_positions}"
-    families = [family for layer in base.decoder.layers for family in linears_of(layer)]  # type: ignore[union-attr]
-    if any({layer.fused.paths for layer in family} != {tuple(layer.path for layer in family)} for family in families):
-        return "own kernels need queries, keys and values in one product, and gate and up in another"
-    if any(isinstance(module, PackedExperts) for module in base.model.modules()):
-        return "own kernels need experts that are not packed: set engine.base_format to unpacked"
-    return ""
+    return refusal_of_all(base)
 
 
 def check_covered(name: str, config: EngineConfig, model: Any) -> None:
@@ -53,7 +40,7 @@ def check_covered(name: str, config: EngineConfig, model: Any) -> None:
         BaseModelError: the kernels cannot compute such a base.
     """
     if config.kernels not in ("auto", "torch") and (reason := refusal_of(model, config.block_size)):
-        raise BaseModelError(f"{name}: {reason}; {_INSTEAD}")
+        raise BaseModelError(f"{name}: {reason}; {INSTEAD}")
 
 
 def chosen(config: EngineConfig, own: Choice | None) -> Choice:
@@ -64,13 +51,11 @@ def chosen(config: EngineConfig, own: Choice | None) -> Choice:
     """
     if config.kernels != "auto":
         choice = Choice(config.kernels)
-    elif place_of(config.device).type != "cpu":
-        return Choice("torch")
-    elif setting := config.without_own_kernels:
-        return Choice("torch", f"{_TORCH}: own ones do not know engine.{setting}")
     else:
-        choice = own or of_machine()
-    if choice.kernels != "torch":
+        choice = for_device(place_of(config.device).type, own)
+        if setting := config.excludes(choice.kernels):
+            return Choice("torch", f"{_TORCH}: own ones do not know engine.{setting}")
+    if choice.kernels not in ("torch", "triton"):
         library.load()
     return choice
 
@@ -108,7 +93,7 @@ def against(base: LoraModel, config: EngineConfig) -> str:
         return f"its files are quantised ({base.quantised}), and own kernels read whole numbers"
     if config.kernels == "auto" and base.has_experts:
         return "own kernels have no adapters on experts"
-    return refusal(base)
+    return cover.refusal(base) if base.device.type == "cuda" else refusal(base)
 
 
 def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
@@ -126,13 +111,14 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
     elif choice.kernels == "torch":
         base.revise(choice.why)
     else:
+        arithmetic = base.arithmetic
         try:
             compute_with(base, choice.kernels)
         except (BaseModelError, OSError, MemoryError) as error:
             if choice.kept:  # torch would give these jobs other bytes
                 raise
             base.kernels = None
-            base.read_keys_in_blocks(base.block_size)
+            base.compute_with(arithmetic)
             stay_with_torch(base, pack=config.pack_weights and not isinstance(error, NoRoom | MemoryError))
             base.revise(f"{_TORCH}: {error}")
 
@@ -153,11 +139,10 @@ def check_room(base: LoraModel, free: int) -> None:
     if needed > free:
         raise NoRoom(
             f"{base.info.name}: own kernels need a copy of the weights, {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB "
-            f"of memory are free; {_INSTEAD}, and engine.pack_weights to false"
+            f"of memory are free; {INSTEAD}, and engine.pack_weights to false"
         )
 
 
-@torch.no_grad()
 def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     """Let kernels compute a base's passes; check logits against torch's, and that no row's bits depend on other rows.
 
@@ -167,30 +152,14 @@ def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     """
     if kernels == "torch":
         return
+    if kernels == "triton":
+        cover.compute_with(base)
+        return
     native = library.load()
     arithmetic = "exact" if base.dtype == torch.float32 else _ARITHMETICS[kernels]
     if reason := refusal(base):
-        raise BaseModelError(f"{base.info.name}: {reason}; {_INSTEAD}")
+        raise BaseModelError(f"{base.info.name}: {reason}; {INSTEAD}")
     check_room(base, free_memory(base.device))
-    generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(0, base.info.vocab_size, (length,), generator=generator) for length in LENGTHS]
-    with base.routed(NoAdapters()):
-        theirs = base.changes.of_tokens(torch.cat(packed_logits(base, sequences)[0]))
-    base.kernels = NativeBase(base, native.calls, ARITHMETICS[arithmetic])
-    base.attention = base.kernels.attention
-    with base.routed(NoAdapters()):
-        ours = base.changes.of_tokens(torch.cat(packed_logits(base, sequences)[0]))
-        gaps_N = (ours - theirs).square().mean(-1)
-        choosy = base.has_experts and base.dtype == torch.bfloat16  # rounding may send a row to another expert
-        gap = float(((gaps_N.median() if choosy else gaps_N.mean()) / theirs.square().mean()).sqrt())
-        if not gap <= TOLERANCE[base.dtype]:
-            raise BaseModelError(
-                f"{base.info.name}: logits of own kernels differ from torch's by {gap:.1%} of their size; {_INSTEAD}"
-            )
-        if base.has_experts:
-            base.revise(experts=(), experts_idle="own kernels have no adapters on experts")
-        notes = tuple(note for note in base.info.notes if note != base.info.inexact)
-        base.info = replace(base.info, notes=notes, inexact="", processor=f"motet {arithmetic}")
-        check_exactness(base, sequences)
+    compute_by(base, lambda: NativeBase(base, native.calls, ARITHMETICS[arithmetic]), f"motet {arithmetic}")
     if arithmetic == "exact-dpbf16" and not native.multiplies_pairs:
         base.revise("engine.kernels is native-dpbf16, and this processor has no vdpbf16ps: passes are slow")

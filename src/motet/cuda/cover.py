@@ -1,0 +1,64 @@
+"""Decides which bases this room's kernels compute on a GPU, and hands them over."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from motet.core.errors import BaseModelError
+from motet.core.model_info import TRITON
+from motet.model.accelerator import Recorder, processor_of
+from motet.model.lora_model import LoraModel
+from motet.model.own_kernels import INSTEAD, compute_by
+from motet.model.own_kernels import refusal as refusal_of_all
+
+
+def refusal(base: LoraModel) -> str:
+    """Why the kernels cannot compute a base; empty if they can."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if base.device.type != "cuda" and not interpreted:
+        return f"Triton's kernels run on GPUs, and engine.device is {base.device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "own kernels on GPUs need Triton, which is not installed"
+    if base.dtype != torch.bfloat16 and not interpreted:
+        return f"own kernels on GPUs compute bfloat16, and engine.dtype is {base.info.dtype}"
+    if base.has_experts:
+        return "own kernels on GPUs do not compute mixtures of experts"
+    if base.quantised:
+        return f"its files are quantised ({base.quantised}), and own kernels on GPUs read whole numbers"
+    return refusal_of_all(base)
+
+
+def compute_with(base: LoraModel) -> None:
+    """Let the kernels compute a base's passes, if their logits are near torch's and no row's bits depend on other rows.
+
+    Raises:
+        BaseModelError: the kernels cannot compute the base, or they failed a check; the message says which.
+    """
+    if reason := refusal(base):
+        raise BaseModelError(f"{base.info.name}: {reason}; {INSTEAD}")
+    # most machines without a GPU have no Triton
+    from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
+
+    from motet.cuda.base import CudaBase
+    from motet.cuda.products import Products, ProductWeight
+    from motet.cuda.trial import tried_products
+
+    def products_of(weights: Sequence[ProductWeight]) -> Products:
+        products, notes = tried_products(weights, base.device, base.dtype, Recorder(base.device))
+        for note in notes:
+            base.revise(note)
+        return products
+
+    base.compute_with(replace(base.arithmetic, graphs=False))  # they are of torch's passes
+    try:
+        compute_by(base, lambda: CudaBase(base, products_of), f"{TRITON}, {processor_of(base.device)}")
+    except (RuntimeError, TritonError) as error:  # of the compiler, the driver or the card's memory
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise BaseModelError(f"{base.info.name}: own kernels fail: {reason}; {INSTEAD}") from error
+    if base.info.inexact:
+        raise BaseModelError(f"{base.info.name}: own kernels are {base.info.inexact}; {INSTEAD}")

@@ -1,0 +1,70 @@
+"""Which bases the kernels for GPUs compute, and what hands a base over to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tests.support.triton_on_cpu  # noqa: F401
+from motet.config import EngineConfig
+from motet.core.errors import BaseModelError
+from motet.core.model_info import TRITON
+from motet.cuda.attention import CudaAttention
+from motet.cuda.base import CudaBase
+from motet.cuda.cover import refusal
+from motet.native.choice import Choice, for_device, kernels_of, of_jobs, of_machine
+from motet.native.cover import hand_over
+from tests.support import cuda_bases as cuda
+from tests.support import tiny_models as tiny
+
+OWN = Choice("triton")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", cuda.DENSE)
+def test_a_covered_base_is_handed_over_and_exact(name: str) -> None:
+    base = tiny.load(name)
+    hand_over(base, EngineConfig(), OWN)
+    assert isinstance(base.kernels, CudaBase)
+    assert (base.info.notes, base.info.inexact) == ((), "")
+    assert kernels_of(base.info.processor) == "triton"
+
+
+def test_what_is_not_covered_is_refused_with_the_reason() -> None:
+    for name, why in (("qwen3_moe", "mixtures of experts"), ("cohere", "LayerNorm")):
+        assert why in refusal(tiny.base(name))
+
+
+def test_a_base_whose_logits_differ_stays_with_torch_and_jobs_that_began_are_refused() -> None:
+    base = tiny.load("llama")
+    norm: Any = base.decoder.norm
+    norm.weight.fill_(float("nan"))
+    before = base.arithmetic
+    with pytest.raises(BaseModelError, match="differ from torch's"):
+        hand_over(base, EngineConfig(), Choice("triton", kept=True))
+    base.kernels = None
+    base.compute_with(before)
+    hand_over(base, EngineConfig(), OWN)
+    assert base.kernels is None
+    assert not isinstance(base.attention, CudaAttention)
+    assert any("differ from torch's" in note for note in base.info.notes)
+
+
+def test_jobs_keep_the_kernels_that_they_began_with_on_a_gpu() -> None:
+    began = of_jobs([f"{TRITON}, NVIDIA H200"])
+    assert (began.kernels, began.kept) == ("triton", True)
+    torch = of_jobs(["NVIDIA H200"])
+    assert for_device("cuda", torch) == torch
+    for own in (None, of_machine(), began):
+        assert for_device("cuda", own).kernels == "triton"
+    assert for_device("cuda", began).kept
+    assert for_device("cpu", began) == for_device("cpu", None) == of_machine()
+
+
+@pytest.mark.parametrize("given", [{"device": "cpu"}, {"numerics": "fast"}, {"shard": 2}])
+def test_settings_that_the_kernels_do_not_know_are_refused(given: dict[str, Any]) -> None:
+    assert EngineConfig(**given).excludes("triton")
+    with pytest.raises(ValueError, match="which do not go together"):
+        EngineConfig(kernels="triton", **given)
+    assert not EngineConfig(device="cuda:1", pack_weights=False).excludes("triton")

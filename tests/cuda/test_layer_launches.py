@@ -1,0 +1,41 @@
+"""Launches of a layer are counted, and are the same kernels in every pass; nothing runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.compiling import compiled
+
+BESIDE = {"embed": 1, "norm_after_add": 1}
+"""Launches of a pass outside its layers; attention also lists its work."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    (found,) = compiled(tmp_path_factory.mktemp("triton"), ("launched_layers", []))
+    return found
+
+
+def test_a_layer_takes_nine_launches_and_eleven_with_any_number_of_adapters(made: list[Any]) -> None:
+    """One more where attention has several pieces, two more in families with four norms."""
+    steps = [line for line in made if "base" in line]
+    assert {line["adapters"] for line in steps} == {0, 8, 64}
+    for line in steps:
+        launches = {name: n for name, n in line["launches"].items() if name != "list_pieces"}
+        four_norms = line["base"] == "gemma2"
+        per_layer = (sum(launches.values()) - sum(BESIDE.values())) / line["layers"]
+        assert per_layer == 9 + 2 * (line["adapters"] > 0) + 2 * four_norms
+
+
+def test_every_pass_asks_the_compiler_for_the_same_kernels(made: list[Any]) -> None:
+    """Whatever its rows, adapters and ranks, and in training; only the launches that add adapters are more or fewer."""
+    plans = [line for line in made if "plan" in line]
+    assert len(plans) == 4
+    for line in plans:
+        passes = [{key for key in keys if "add_adapters" not in key} for keys in line["requests"]]
+        assert all(keys == passes[0] for keys in passes)
+        adding = [{key for key in keys if "add_adapters" in key} for keys in line["requests"]]
+        assert not adding[0]
+        assert all(keys == adding[1] for keys in adding[2:])
