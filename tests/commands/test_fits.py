@@ -53,7 +53,9 @@ def test_what_an_h200_showed_lies_within_the_estimate() -> None:
     assert found.gradients == pytest.approx(24_700, rel=0.1)
     assert found.reached == pytest.approx(2160, rel=0.1)
     assert small.reached == pytest.approx(5530, rel=0.1)
-    assert all(one.reached < one.decode for one in (found, small))
+    assert all(one.reached < one.modelled < one.decode for one in (found, small))
+    assert [found.modelled, small.modelled] == pytest.approx([10_210, 41_570], rel=0.2)  # of a trial program
+    assert not fit(read(BASES["Qwen3 30B-A3B"]), H200, SHORT).modelled
 
 
 def test_a_base_is_packed_where_it_does_not_fit_whole() -> None:

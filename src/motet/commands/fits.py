@@ -12,6 +12,7 @@ from motet.commands.answers import print_table
 from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError
 from motet.core.model_info import ALL_LINEAR
+from motet.cuda.step_time import StepShape, step_time
 from motet.hosting.slot_memory import SlotMemory
 from motet.view.text import plain_console
 
@@ -104,6 +105,8 @@ class Fit:
     """Tokens a second that reading weights, keys and adapters once a pass would allow, in bfloat16."""
     reached: float
     """The same, as Motet's passes take today; 0 where nothing like it was measured."""
+    modelled: float
+    """The same, as a model of the time of Motet's kernels gives it (`motet.cuda.step_time`); 0 where it gives none."""
     gradients: float
     """Tokens a second that the products of gradients would allow, in bfloat16."""
 
@@ -120,7 +123,7 @@ def pass_bytes(base: BaseOutline, tokens: int, *, recompute: bool) -> int:
 def fit(base: BaseOutline, card: Card, work: Work) -> Fit:
     """How a base fits on a card: in bfloat16, else with `recompute`, else packed in 8 or 4 bits."""
     adapter = SlotMemory.of_size(base.adapter_size(ALL_LINEAR, work.rank), 2)
-    decode, reached = _decode(base, card, work)
+    (decode, reached), modelled = _decode(base, card, work), _modelled(base, card, work)
     gradients = card.computed / (4 * base.active + 6 * base.adapter_size(ALL_LINEAR, work.rank))
     for way, weights, recompute in _ways(base):
         left = (
@@ -131,8 +134,8 @@ def fit(base: BaseOutline, card: Card, work: Work) -> Fit:
         slots = adapter.fitting(1000, 0, max(0, left - cache), None) if rows else 0
         if slots >= work.adapters:
             packed = way.endswith("bits")
-            return Fit(way, weights, slots, rows, decode, 0.0 if packed else reached, gradients)
-    return Fit("", base.weight_bytes, 0, 0, 0.0, 0.0, 0.0)
+            return Fit(way, weights, slots, rows, decode, *((0.0, 0.0) if packed else (reached, modelled)), gradients)
+    return Fit("", base.weight_bytes, 0, 0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _ways(base: BaseOutline) -> Iterator[tuple[str, int, bool]]:
@@ -168,6 +171,21 @@ def _decode(base: BaseOutline, card: Card, work: Work) -> tuple[float, float]:
     return work.rows / least, work.rows / max(today, least)
 
 
+def _modelled(base: BaseOutline, card: Card, work: Work) -> float:
+    """Tokens a second of Motet's kernels for GPUs over all rows, half of their tokens read."""
+    if base.experts or base.state_bytes or not card.hopper or not base.covered:
+        return 0.0
+    shape = StepShape(
+        base.layers,
+        base.fused_shapes,
+        base.head_shape,
+        base.kv_bytes_per_token,
+        2 * base.adapter_size(ALL_LINEAR, work.rank),
+    )
+    adapters = min(work.adapters, work.rows)
+    return work.rows / step_time(shape, work.rows, work.tokens // 2, adapters, card.read, card.computed).total
+
+
 def chosen(names: Sequence[str]) -> list[Card]:
     """The cards whose names have one of these words, in any case of letters; all without words.
 
@@ -200,14 +218,17 @@ def show(name: str, work: Work, cards: Sequence[str]) -> int:
         f"{_count(size)} parameters and takes {SlotMemory.of_size(size, 2).trained / GIB:.2f} GiB while it trains",
         soft_wrap=True,
     )
-    table = Table("card", "base held as", "weights", "adapters", f"rows of {work.tokens}", "decode, limit", "today")
+    table = Table(
+        "card", "base held as", "weights", "adapters", f"rows of {work.tokens}", "decode, limit", "today", "modelled"
+    )
     table.add_column("gradients, limit")
     for card, one in zip(wanted, found, strict=True):
         table.add_row(card.name, *cells(one))
     print_table(console, table)
     console.print(
         f"An estimate, in tokens a second, for {work.rows} rows. Limits are what memory and products allow; `today` is "
-        "for up to 8 adapters, from two bases on an H200. docs/fits.md says how it is made.",
+        "for up to 8 adapters, from two bases on an H200; `modelled` is what kernels that no card has run would give. "
+        "docs/fits.md says how it is made.",
         soft_wrap=True,
     )
     return 0 if any(one.way for one in found) else 1
@@ -216,10 +237,10 @@ def show(name: str, work: Work, cards: Sequence[str]) -> int:
 def cells(one: Fit) -> tuple[str, ...]:
     """The columns of a card, without its name."""
     if not one.way:
-        return ("does not fit", f"{one.weights / GIB:.1f} GiB", *[""] * 5)
+        return ("does not fit", f"{one.weights / GIB:.1f} GiB", *[""] * 6)
     slots = "1,000 or more" if one.slots >= 1000 else str(one.slots)
-    today = rounded(one.reached) if one.reached else "–"
-    speeds = (rounded(one.decode), today, rounded(one.gradients))
+    today, modelled = (rounded(rate) if rate else "–" for rate in (one.reached, one.modelled))
+    speeds = (rounded(one.decode), today, modelled, rounded(one.gradients))
     return (one.way, f"{one.weights / GIB:.1f} GiB", slots, str(one.rows), *speeds)
 
 

@@ -16,10 +16,13 @@ from transformers import AutoConfig
 
 from motet.core.errors import BaseModelError
 from motet.model.checkpoint import empty_model
+from motet.model.covered_decoder import linears_of, refusal_of
 from motet.model.find import find_base
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.packed_forms import Float8Blocks, Form, Nf4Blocks
 
+_BLOCK = 64
+"""Tokens of a KV block, by default."""
 _INSTEAD = "run `motet check` with the whole base, which measures it"
 _OTHER_CACHES = frozenset(
     {"gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt_bigcode", "falcon_h1", "nemotron_h"}
@@ -59,6 +62,24 @@ class BaseOutline:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return 2 * self.n_parameters
+
+    @property
+    def covered(self) -> bool:
+        """Whether Motet's own kernels can compute such a base."""
+        return not refusal_of(self.base.model.config, _BLOCK)
+
+    @property
+    def fused_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of the fused products of one layer of a covered base."""
+        decoder: Any = self.base.decoder
+        families = linears_of(decoder.layers[0])
+        return tuple((sum(linear.out_features for linear in family), family[0].in_features) for family in families)
+
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """Outputs and inputs of the product that gives logits."""
+        n_out, n_in = self.base.head.shape
+        return n_out, n_in
 
     @property
     def active(self) -> float:
