@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,9 @@ def go(todo: Sequence[Part], place: Path, written: Path, limit: float) -> dict[s
 
     def ended(results: dict[str, Result]) -> None:
         page.write(written, page.merged(cards, card, about, [results[name] for name in results if name in names]))
+        for file in (written, written.with_suffix(".json")):
+            if file.parent != place:
+                shutil.copy(file, place)  # for the archive
         pack(place)
 
     return Schedule(todo, place, limit, ended).run()
@@ -127,4 +131,5 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts are ended on the way out
     sys.exit(main())

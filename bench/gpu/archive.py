@@ -12,7 +12,7 @@ NAME = "gpu-quarter.tar.gz"
 _MOST_OF_A_FILE = 2 * 2**20
 """Bytes of a file; of longer ones the end is packed."""
 _OVERHEAD = 1024
-_PATTERNS = ("*.md", "*.result.json", "*.log", "*.spy", "*.profile.txt", "demo/**/*.log", "demo/**/status.json")
+_PATTERNS = ("*.md", "*.json", "*.log", "*.spy", "*.profile.txt", "demo/**/*.log", "demo/**/status.json")
 """In order of worth."""
 
 

@@ -38,7 +38,8 @@ def columns(place: Path) -> dict[str, page.Column]:
 
 
 def test_a_part_that_fails_hangs_or_is_left_out_leaves_the_others(tmp_path: Path) -> None:
-    mended, written = tmp_path / "mended", tmp_path / "page.md"
+    mended, written = tmp_path / "mended", tmp_path / "docs" / "page.md"
+    written.parent.mkdir()
     every = [
         Part("works", "", program(SAYS, "decode"), 100),
         Part("fails", "", program(FAILS, "a first figure", mended), 100),
@@ -53,7 +54,7 @@ def test_a_part_that_fails_hangs_or_is_left_out_leaves_the_others(tmp_path: Path
     assert "| a first figure | 1,234 tokens/s |" in written.read_text()
     assert "failed: no \\| card" in written.read_text()
     with tarfile.open(tmp_path / "gpu-quarter.tar.gz") as archive:
-        assert {"page.md", "hangs.log", "fails.result.json"} <= set(archive.getnames())
+        assert {"page.md", "page.json", "hangs.log", "fails.result.json"} <= set(archive.getnames())
     mended.touch()
     todo = to_run(every[:3], kept(tmp_path), [])
     assert [part.name for part in todo] == ["fails", "needs-it"]  # what has passed is not run again
