@@ -221,7 +221,6 @@ TRUNCATED = [
     SamplingParams(top_p=1e-6),
     SamplingParams(temperature=0, top_k=2),
     SamplingParams(top_k=10**6, top_p=0.95),
-    SamplingParams(top_k=1),
 ]
 
 

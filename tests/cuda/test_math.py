@@ -21,6 +21,8 @@ from motet.cuda.math import CudaMath
 from motet.model.logits import LogitChanges
 from motet.model.lora import make_layout
 from motet.training.arena import MOMENTS, AdapterArena
+from motet.training.head import Targets, head_logprobs, whole
+from tests.support import cuda_bases
 
 DEVICE = tests.support.triton_on_cpu.DEVICE
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
@@ -120,3 +122,22 @@ def test_adapters_learn_by_the_steps_of_torch() -> None:
         assert all(torch.equal(*(state[name] for state in states)) for name in MOMENTS)
         assert torch.equal(arenas[0].masters, arenas[1].masters)
         assert torch.equal(arenas[0].weights.flat, arenas[1].weights.flat)
+
+
+def test_what_a_draw_writes_is_what_the_trainer_reads() -> None:
+    """Of a whole base: logprobs of a draw from some rows, and of the trainer's head over all."""
+    base = cuda_bases.base("llama_long")
+    hidden_TD = random(5, base.info.hidden_size, base.dtype)
+    rows_N, drawn = torch.tensor([3, 1], device=DEVICE), Drawn.empty(2, DEVICE)
+    with torch.no_grad():
+        raw_NV = base.raw_logits(hidden_TD[rows_N])
+    head = Head(base.changes, raw_NV.shape[1], DEVICE)
+    temperature_N, zeros_N = torch.full((2,), 0.7, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    draws.draw(raw_NV, RowSettings(head, temperature_N, zeros_N, rows_N), drawn)
+    targets = [
+        Targets(torch.arange(5, device=DEVICE), torch.full((5,), int(drawn.token_N[0]), device=DEVICE), 1.0),
+        Targets(rows_N, drawn.token_N, 0.7),
+    ]
+    (_, (logprobs_N, _)) = whole(head_logprobs(base, hidden_TD.requires_grad_(), targets))
+    assert bits(logprobs_N.detach()) == bits(drawn.logprob_N)
+    assert logprobs_N.requires_grad

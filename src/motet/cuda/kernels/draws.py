@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
+from motet.cuda.kernels.compiling import kernel
 from motet.cuda.kernels.weights import (
     IDS,
     INF,
     aim_of,
     finite_or_zero,
     joined,
-    kernel,
     log_of_total,
     logits,
     logprob_of,
@@ -27,7 +27,7 @@ from motet.cuda.kernels.weights import (
 )
 
 
-@kernel
+@kernel("raw", "sums")
 def block_sums(
     raw, present, allowed, temperature, peaks, sums, products,
     V: tl.constexpr, BLOCKS: tl.constexpr, PER: tl.constexpr,
@@ -54,7 +54,7 @@ def block_sums(
         tl.store(products + place_P, tl.sum((product_PC * 16777216.0).to(tl.int32), 1), mask=live_P)
 
 
-@kernel
+@kernel("raw", "sums")
 def pick(
     raw, present, allowed, temperature, key, position, peaks, sums, token, logprob, usable,
     V: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
+from motet.cuda.kernels.compiling import kernel
 from motet.cuda.kernels.weights import (
     INF,
     UNIT,
     bit_of,
     divided,
     finished,
-    kernel,
     log_of_total,
     logits,
     logprob_of,
@@ -25,7 +25,7 @@ from motet.cuda.kernels.weights import (
 )
 
 
-@kernel
+@kernel("raw", "sums")
 def score(
     raw, present, temperature, token, peaks, sums, products, logprob, entropy, tops, shares,
     V: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr,
@@ -54,7 +54,7 @@ def score(
     tl.store(shares + row, tl.where(good, share, float("nan")).to(tl.float32))
 
 
-@kernel
+@kernel("raw", "out")
 def slopes(
     raw, present, temperature, token, tops, shares, out,
     V: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, DIVIDE: tl.constexpr, CAP: tl.constexpr,
@@ -80,7 +80,7 @@ def slopes(
     tl.store(out + row * V + id_C, slope_C.to(out.dtype.element_ty), mask=id_C < V)
 
 
-@kernel
+@kernel("raw", "out")
 def finish(
     raw, present, out, V: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, DIVIDE: tl.constexpr, CAP: tl.constexpr
 ):  # fmt: skip

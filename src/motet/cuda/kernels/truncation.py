@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
+from motet.cuda.kernels.compiling import kernel, part
 from motet.cuda.kernels.weights import (
     IDS,
     INF,
@@ -17,12 +18,10 @@ from motet.cuda.kernels.weights import (
     ONE,
     aim_of,
     joined,
-    kernel,
     log_of_total,
     logits,
     logprob_of,
     own_number,
-    part,
     row_weights,
     temperature_of,
     whole,
@@ -118,7 +117,7 @@ def _place(
     return found
 
 
-@kernel
+@kernel("raw", "sums")
 def pick_truncated(
     raw, present, allowed, temperature, key, position, top_k, top_p, min_p, peaks, sums, token, logprob,
     V: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,

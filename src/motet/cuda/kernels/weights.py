@@ -13,12 +13,9 @@ Legend: C ids of a block, P blocks of a program, B all blocks.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
-import triton  # type: ignore[import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
+
+from motet.cuda.kernels.compiling import part
 
 BLOCK = 256
 """Ids whose weights are added first, as in `model.distribution`."""
@@ -33,19 +30,6 @@ ONE = tl.constexpr(0x3F800000)
 LEAST = tl.constexpr(0x2A000000)
 """Bits of 2⁻⁴³; truncation drops what is lighter."""
 INF = tl.constexpr(float("inf"))
-_ALIGNED = {"raw", "out", "sums"}
-"""Arguments aligned to 16 bytes where their size allows it; others may have any alignment."""
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile for argument types only, so that no number of rows changes the machine code."""
-    names = [name for name in inspect.signature(function).parameters if name.islower() and name not in _ALIGNED]
-    return triton.jit(function, do_not_specialize=names)
-
-
-def part(function: Callable[..., Any]) -> Any:
-    """A function that kernels call."""
-    return triton.jit(function)
 
 
 @part
