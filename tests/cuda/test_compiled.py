@@ -15,10 +15,14 @@ from bench.speed import envs
 from tests.support.compiling import SHARED, compiled
 
 PASSES = {"decoding", "decoding with adapters", "a pass", "a pass with adapters"}
-SPILLS = 32
-"""Instructions that spill, at most."""
+SPILLS = {"sm_80": 64, "sm_90": 32, "sm_100": 32}
+"""Instructions that spill, at most; of older cards a bound against worse."""
 SUMS = ("norm_after_add", "rotate_and_write")
 """Kernels that add numbers otherwise than by the tensor core: the same machine codes in all passes of one base."""
+DESCRIBED = {"multiply_by_descriptors"}
+"""Kernels that copy blocks by descriptors, not by loads."""
+BIAS = 1
+"""Loads of two bytes that a bias may take, once in a tile."""
 NARROW = {"list_pieces", "place_rows", "copy_rows", "pick", "pick_truncated", "score"}
 """Kernels that read single numbers, or a few rows, from memory."""
 
@@ -38,11 +42,11 @@ def wrong(made: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name}: {one['atomics']} atomic instructions")
         if one["fused"]:
             found.append(f"{name}: products and sums are fused")
-        if one["spills"] > SPILLS:
+        if one["spills"] > SPILLS[one["target"]]:
             found.append(f"{name}: {one['spills']} instructions spill")
         if one["shared"] > SHARED[one["target"]] * 1024:
             found.append(f"{name}: {one['shared']} bytes of shared memory")
-        if one["kernel"] not in NARROW and (one["narrow"] or not one["wide"]):
+        if one["kernel"] not in NARROW and (one["narrow"] > BIAS or not (one["wide"] or one["kernel"] in DESCRIBED)):
             found.append(f"{name}: {one['narrow']} loads of two bytes, {one['wide']} of sixteen")
     found += [f"{name}: {len(each)} machine codes" for name, each in codes.items() if len(each) > 1]
     return found + list(different(made))
@@ -62,13 +66,13 @@ def different(made: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def test_kernels_compile_for_a_hopper_card_as_launches_make_them(tmp_path: Path) -> None:
-    """Products of any number of rows; and sums, in all passes."""
+    """Products of any number of rows, and the norm in decoding and in a pass."""
     words = ["--targets", "sm_90", "--rooms"]
-    parts = [*words, "products"], [*words, *PASSES, "--kernels", *SUMS]
-    products, sums = compiled(tmp_path, *(("launched_room", part) for part in parts))
+    parts = [*words, "products"], [*words, *PASSES, "--kernels", "norm_after_add"]
+    products, norms = compiled(tmp_path, *(("launched_room", part) for part in parts))
     assert len(products) == 1
-    assert len(sums) == 3 * len(PASSES)
-    assert not wrong(products + sums)
+    assert len(norms) == 2 * len(PASSES)
+    assert not wrong(products + norms)
 
 
 @pytest.mark.soak
