@@ -19,6 +19,7 @@ from motet.cuda.layers import DecoderPlan
 from motet.cuda.math import CudaMath
 from motet.cuda.products import Products, ProductWeight
 from motet.cuda.recompute import Recomputed
+from motet.model.accelerator import device_of
 from motet.model.attention import AttentionBackend, AttentionPass
 from motet.model.lora import Routing
 from motet.model.lora_model import LoraModel
@@ -83,18 +84,21 @@ class CudaBase:
         self, token_ids_T: Tensor, attention: CudaPass, tables: AdapterTables, kept: list[Tensor] | None = None
     ) -> Tensor:
         """Final hidden states [T, D] by launches only, so that a graph can record them."""
-        return DecoderForward(self.plan, self.products, attention, tables, kept).hidden(token_ids_T)
+        with device_of(token_ids_T):
+            return DecoderForward(self.plan, self.products, attention, tables, kept).hidden(token_ids_T)
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """Output of the head's product, [N, V], in the base's dtype."""
         head = self.plan.head
         raw_NV = hidden_ND.new_empty(len(hidden_ND), len(head.weight_NK))
-        self.products.multiply(hidden_ND.detach().contiguous(), head, raw_NV)
+        with device_of(hidden_ND):
+            self.products.multiply(hidden_ND.detach().contiguous(), head, raw_NV)
         return raw_NV
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """Gradient with respect to hidden [N, D] from that with respect to `raw_logits(hidden)`."""
-        return self.products.back(slope_raw_NV.to(self.base.dtype), self.plan.head)
+        with device_of(slope_raw_NV):
+            return self.products.back(slope_raw_NV.to(self.base.dtype).contiguous(), self.plan.head)
 
 
 class _Hidden(torch.autograd.Function):
