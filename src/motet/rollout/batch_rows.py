@@ -16,8 +16,15 @@ Taken = TypeVar("Taken")
 class BatchRows:
     """Prompts and sequences of a decoder, and each tenant's share of the rows and the KV cache."""
 
-    def __init__(self, cache: KVCache, blocks: BlockAllocator, most: int) -> None:
-        """`most` is the largest number of running sequences."""
+    def __init__(
+        self, cache: KVCache, blocks: BlockAllocator, most: int, land: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`most` is the largest number of running sequences.
+
+        `land` is called before sequences are preempted: it waits for the steps in flight, which may end some; returns
+        whether there were any.
+        """
+        self._land = land
         self.most = most
         self.waiting: deque[Prompt] = deque()
         self.preempted: deque[SampledSequence] = deque()
@@ -51,6 +58,9 @@ class BatchRows:
         self._had, self._shares = had, {tenant: share / whole for tenant, share in shares.items()}
         self._limits = row_limits(wanted, had, self._shares, self.most)
         if any(n > self._limits[tenant] for tenant, n in had.items()):
+            if self._land():
+                self.share_out()
+                return
             youngest = self.running[::-1]
             for sequence in sorted(youngest, key=lambda item: item is self._large):
                 if self.left(sequence) < 0:
@@ -102,6 +112,8 @@ class BatchRows:
         taken = take()
         if taken is not None and taken is not False:
             return taken
+        if self._land():
+            return self.with_room(item, take, more)
         candidates = self._candidates(item, more)
         if not self._blocks.suffices(item, more, candidates):
             return taken
@@ -146,6 +158,14 @@ class BatchRows:
 
         If blocks are short, the large item comes first, and tenants below their cache share come before others.
         """
+        n_free = self._cache.n_free
+        if n_free < len(chosen) and n_free < sum(map(self._blocks.lacks, chosen)) and self._land():
+            chosen = {item for item in chosen if item.finish is None}
+        if self._cache.n_free >= len(chosen):  # each finds a block
+            running = [item for item in self.running if item in chosen]
+            for item in running:
+                self._blocks.grow(item)
+            return running
         kept: set[SampledSequence] = set()
         queue = deque(self.running)
         if len(self._limits) > 1 and self._cache.n_free < len(chosen):

@@ -100,12 +100,16 @@ class BlockAllocator:
         return n_blocks + more - len(present) <= self._kept.most_free((one.blocks for one in giving), present)
 
     def grow(self, sequence: SampledSequence) -> bool:
-        """Ensure that a running sequence has a block for its next token; False if none is free."""
-        if self._blocks_of(sequence.length) > len(sequence.blocks):
+        """Ensure that a running sequence has a block for its next step; False if none is free."""
+        if self.lacks(sequence):
             if not self._kept.make_room(1):
                 return False
             sequence.blocks += self._cache.take(1)
         return True
+
+    def lacks(self, sequence: SampledSequence) -> bool:
+        """Whether a running sequence needs a block more for its next step."""
+        return self._blocks_of(sequence.length + sequence.in_flight) > len(sequence.blocks)
 
     def reach(self, sequence: SampledSequence, n_tokens: int) -> int:
         """Allocate blocks for further tokens while some are free; returns the number of tokens that fit."""
@@ -114,9 +118,9 @@ class BlockAllocator:
             sequence.blocks += self._cache.take(min(missing, self._cache.n_free))
         return min(n_tokens, len(sequence.blocks) * self._cache.block_size - sequence.length)
 
-    def trim(self, sequence: SampledSequence) -> None:
-        """Free the blocks beyond the sequence's tokens."""
-        n_blocks = self._blocks_of(sequence.length)
+    def trim(self, sequence: SampledSequence, n_tokens: int) -> None:
+        """Free the blocks beyond the sequence's first tokens."""
+        n_blocks = self._blocks_of(n_tokens)
         self._cache.give_back(sequence.blocks[n_blocks:])
         del sequence.blocks[n_blocks:]
 

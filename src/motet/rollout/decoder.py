@@ -12,18 +12,20 @@ from collections.abc import Sequence
 import torch
 
 from motet.core.tenant_turns import TenantTurns
-from motet.core.types import FinishReason
+from motet.core.types import AdapterRef, FinishReason
 from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.admission import Admission
+from motet.rollout.ahead import StepsAhead
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.drafts import Drafts, can_draft
+from motet.rollout.executor import AheadExecutor, Executor
 from motet.rollout.grammars import Grammars
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import ModelRunner
-from motet.rollout.sequences import Prompt, SampledSequence, payer_of, tenant_of, waits_for_grammar
+from motet.rollout.sequences import Prompt, SampledSequence, tenant_of, waits_for_grammar
 from motet.rollout.steps import Steps, SynchronousSteps
 from motet.rollout.tick_turns import TickTurns
 
@@ -43,10 +45,12 @@ class Decoder:
         turns: TenantTurns | None = None,
         speculates: bool = False,
         grammars: Grammars | None = None,
+        executor: Executor | None = None,
     ) -> None:
         """At most `kept_blocks` KV cache blocks stay allocated between turns of episodes; 0 keeps none.
 
         Preempted and evicted sequences are copied to host memory, up to `host_bytes`. `speculates`: see `Drafts`.
+        `executor` computes instead of the base's modules; it may run one step ahead, if the base has no states.
         """
         self.cache = cache
         self.host = HostCache(cache, host_bytes)
@@ -54,16 +58,21 @@ class Decoder:
         self.blocks = BlockAllocator(cache, self.host, self.kept)
         self.runner = ModelRunner(base, cache)
         self.drafts = Drafts() if speculates and can_draft(base) else None
-        self._steps: Steps = SynchronousSteps(self.runner, self.blocks, self.runner.text)
-        self.rows = BatchRows(cache, self.blocks, max_rows)
+        computes, text = executor or self.runner, self.runner.text
+        self._steps: Steps = SynchronousSteps(computes, self.blocks, text)
+        if isinstance(executor, AheadExecutor) and not base.stateful:
+            self._steps = StepsAhead(executor, base.info, cache, self.blocks, text, max_rows=max_rows)
+        self.rows = BatchRows(cache, self.blocks, max_rows, self.land)
         self.spent: Counter[str] = Counter()
         """Microseconds by job; the reader resets it."""
         self._turns = TickTurns(turns or TenantTurns(), max_rows, prefill_tokens)
-        self._admission = Admission(self.runner, self.rows, self.blocks, self._turns, self.runner.text)
+        self._admission = Admission(computes, self.rows, self.blocks, self._turns, text)
         self.grammars = grammars or Grammars(base.info)
         self._constrained = 0  # open sequences with a grammar
         self.stuck = False
         """Whether the last tick could do nothing because it waits for masks of grammars."""
+        self._leaving: list[SampledSequence] = []  # ended, with a token in flight that is dropped
+        self._settled = False  # whether the next tick can only step the same rows again
 
     @property
     def prefills(self) -> int:
@@ -78,18 +87,21 @@ class Decoder:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.rows.waiting or self.rows.preempted or self.rows.running)
+        return not (self.rows.waiting or self.rows.preempted or self.rows.running or self._steps.in_flight)
 
     def add(self, prompt: Prompt) -> None:
         """Queue a request; completions are admitted in order of arrival."""
         self._constrained += sum(item.grammar is not None for item in prompt.waiting)
         self.rows.waiting.append(prompt)
+        self._settled = False
 
     def abort(self, matches: set[str]) -> None:
         """End the open completions of these requests (ids or job names); they keep their tokens.
 
         Kept sequences of these episodes are dropped.
         """
+        self._turns.begin()
+        self.land()
         self.kept.forget(matches)
         for prompt in [prompt for prompt in self.rows.waiting if _named(prompt, matches)]:
             self.rows.waiting.remove(prompt)
@@ -104,11 +116,29 @@ class Decoder:
             self._end(sequence, FinishReason.ABORT)
         self.rows.drop_finished()
 
+    def forget_version(self, adapter: AdapterRef) -> None:
+        """Drop the kept sequences of a version that nobody asks for any more."""
+        self._turns.begin()
+        self.land()
+        self.kept.forget_version(adapter)
+
+    @torch.inference_mode()
+    def land(self) -> bool:
+        """Wait for the steps in flight and settle what they give; returns whether there were any."""
+        self._settled = False
+        if not self._steps.in_flight:
+            return False
+        landed = self._steps.land()
+        self._settle(landed.touched)
+        self.spent += self._turns.decoded(landed.parts)
+        return True
+
     def fail_all(self) -> list[Prompt]:
         """Drop everything after a device error; returns the prompts whose callers must be informed."""
         prompts = {id(item.prompt): item.prompt for item in [*self.rows.running, *self.rows.preempted]}
         prompts |= {id(prompt): prompt for prompt in self.rows.waiting}
-        for item in [*self.rows.running, *self.rows.preempted]:
+        self._steps.drop()
+        for item in [*self.rows.running, *self.rows.preempted, *self._leaving]:
             self.blocks.give_back(item)
         for prompt in self.rows.waiting:
             self._admission.release(prompt)
@@ -116,7 +146,8 @@ class Decoder:
         self.rows.waiting.clear()
         self.rows.preempted.clear()
         self.rows.running.clear()
-        self._constrained = 0
+        self._leaving.clear()
+        self._constrained, self._settled = 0, False
         return list(prompts.values())
 
     @torch.inference_mode()
@@ -125,6 +156,8 @@ class Decoder:
 
         While several tenants use the device, a tick is short: it prefills or decodes, and only for a limited time.
         """
+        if self._settled and not self._turns.company and self._again():
+            return
         self._turns.come((*self.rows.waiting, *self.rows.preempted, *self.rows.running))
         self._begin_masks()
         before = self.prefilled_tokens
@@ -135,28 +168,50 @@ class Decoder:
         running: list[SampledSequence] = []
         if self.prefilled_tokens == before or not self._turns.company:
             self._turns.begin()
-            running = sorted(self.rows.grow(self._turns.chosen(self._able())), key=_adapter_order)
+            running = sorted(
+                self.rows.grow(self._turns.chosen(self._able())), key=lambda item: item.prompt.adapter_order
+            )
             landed = self._steps.step(running, self.drafts, self._turns.spare(len(running)))
-            self._settle(landed.sequences)
-            self.spent += self._turns.decoded(landed.sequences, landed.rows)
-        self.stuck = self._begin_masks() and not (running or read)
+            self._settle(landed.touched)
+            self.spent += self._turns.decoded(landed.parts)
+        self.stuck = self._begin_masks() and not (running or read or self._steps.in_flight)
         opens = self._admission.opens()
         self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *self._able()))
+        all_run = len(running) == len(self.rows.running) and not (self._constrained or self.rows.preempted)
+        self._settled = all_run and not (self.rows.waiting and self.rows.free > 0)
+
+    def _again(self) -> bool:
+        """Step the rows of the last tick again, which is all that there is to do; False if they need more."""
+        self._turns.begin()
+        if (landed := self._steps.again()) is None:
+            return False
+        self._turns.stay()
+        if landed.touched or self._leaving:
+            self._settle(landed.touched)
+        self.spent += self._turns.decoded(landed.parts)
+        self._settled &= not any(item.finish for item in landed.touched)
+        return True
 
     def _begin_masks(self) -> bool:
         """Charge and begin the masks of the next tokens; returns whether some are awaited."""
         for payer, seconds in self.grammars.spent():
             self.spent += self._turns.masked(payer, seconds)
         items = (*self.rows.running, *self.rows.preempted) if self._constrained else ()
-        return self.grammars.begin((item.grammar, payer_of(item.prompt.request)) for item in items if item.grammar)
+        return self.grammars.begin((item.grammar, item.prompt.payer) for item in items if item.grammar)
 
     def _able(self) -> list[SampledSequence]:
         """The running sequences that can get a token now."""
         running = self.rows.running
+        if self._steps.in_flight:
+            running = [item for item in running if item.may_step]
         return [item for item in running if not waits_for_grammar(item)] if self._constrained else running
 
     def _settle(self, touched: Sequence[SampledSequence]) -> None:
-        """Deliver new tokens of streams, and remove finished sequences from the batch."""
+        """Deliver new tokens of streams, remove finished sequences from the batch, and free what no step writes."""
+        landed = [item for item in self._leaving if not item.in_flight]
+        self._leaving = [item for item in self._leaving if item.in_flight]
+        for sequence in landed:
+            self._free(sequence)
         for sequence in touched:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)
@@ -169,16 +224,19 @@ class Decoder:
         self._constrained -= sequence.grammar is not None
         if self.drafts is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.drafts.keep(sequence)
-        if sequence.prompt.request.episodes and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        if sequence.in_flight:
+            self._leaving.append(sequence)
+        else:
+            self._free(sequence)
+        sequence.prompt.emit(sequence.chunk(self.runner.text))
+
+    def _free(self, sequence: SampledSequence) -> None:
+        """Keep or free the blocks of a sequence that has ended, and that no step in flight reads or writes."""
+        if sequence.prompt.request.episodes and sequence.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self.blocks.trim(sequence, sequence.length - 1)
             self.kept.keep(sequence)
         self.blocks.give_back(sequence)
-        sequence.prompt.emit(sequence.chunk(self.runner.text))
 
 
 def _named(prompt: Prompt, names: set[str]) -> bool:
     return prompt.request.id in names or prompt.request.job in names
-
-
-def _adapter_order(sequence: SampledSequence) -> tuple[str, int]:
-    adapter = sequence.prompt.request.adapter
-    return ("", -1) if adapter is None else (adapter.name, adapter.version)

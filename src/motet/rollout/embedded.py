@@ -123,7 +123,7 @@ class EmbeddedEngine:
 
     def _forget(self, ref: AdapterRef, *, last: bool) -> None:
         self.decoder.runner.stacks.forget()
-        self.decoder.kept.forget_version(ref)
+        self.decoder.forget_version(ref)
         if self.decoder.drafts is not None and last:
             self.decoder.drafts.forget(ref.name)
 

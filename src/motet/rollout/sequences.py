@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,22 @@ class Prompt:
     logits: Any = None
     """Logits of the last prompt token, [1, V], from prefill until the last completion is admitted."""
 
+    @functools.cached_property
+    def tenant(self) -> str:
+        """The request's tenant."""
+        return self.request.tenant
+
+    @functools.cached_property
+    def payer(self) -> Payer:
+        """Who pays for the request."""
+        return payer_of(self.request)
+
+    @functools.cached_property
+    def adapter_order(self) -> tuple[str, int]:
+        """Sort key that puts sequences of one version side by side."""
+        adapter = self.request.adapter
+        return ("", -1) if adapter is None else (adapter.name, adapter.version)
+
 
 @dataclass(eq=False)
 class SampledSequence(GrowingCompletion):
@@ -54,11 +71,20 @@ class SampledSequence(GrowingCompletion):
     """Grammar state; None without a grammar."""
     tick: int = 0
     """The last tick that gave it a token."""
+    in_flight: int = 0
+    """Steps in flight that compute a token of it, which it does not have yet."""
 
     @property
     def length(self) -> int:
         """Tokens of prompt and completion."""
         return len(self.prompt.request.prompt_ids) + len(self.tokens)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether the next step can compute a token of it: masks of a grammar need the tokens in flight."""
+        if not self.in_flight:
+            return True
+        return self.grammar is None and len(self.tokens) + self.in_flight < self.prompt.request.sampling.max_tokens
 
     def read_ids(self) -> list[int]:
         """Prompt and completion tokens, which a prefill after preemption reads again."""
@@ -103,7 +129,7 @@ def waits_for_grammar(item: Prompt | SampledSequence) -> bool:
 
 def tenant_of(item: Prompt | SampledSequence) -> str:
     """The item's tenant."""
-    return (item if isinstance(item, Prompt) else item.prompt).request.tenant
+    return item.prompt.tenant if isinstance(item, SampledSequence) else item.tenant
 
 
 def aborted(index: int) -> Chunk:

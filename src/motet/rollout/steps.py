@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from motet.core.stops import Decode
+from motet.core.tenant_turns import Payer
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.drafts import Drafts
 from motet.rollout.executor import DrawnTokens, Executor, NewTokens
@@ -18,17 +19,36 @@ from motet.rollout.sequences import SampledSequence
 
 @dataclass(frozen=True)
 class Landed:
-    """Sequences that got tokens, and the rows that each used."""
+    """What steps have given."""
 
-    sequences: Sequence[SampledSequence] = ()
-    rows: Sequence[int] = ()
+    touched: Sequence[SampledSequence] = ()
+    """Sequences with new tokens that may have ended, or are streamed."""
+    parts: Sequence[tuple[Payer, int]] = ()
+    """Rows that counted, by payer; payers may repeat."""
 
 
 class Steps(Protocol):
     """Runs the decode steps of one decoder."""
 
     def step(self, running: Sequence[SampledSequence], drafts: Drafts | None, spare: int) -> Landed:
-        """Run a step for these sequences, with at most `spare` rows of `drafts`; returns what has tokens now."""
+        """Run a step for these sequences, with at most `spare` rows of `drafts`; returns what has come since the last."""
+        ...
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step was launched whose tokens have not come."""
+        ...
+
+    def again(self) -> Landed | None:
+        """Run a step for the same rows as the last; None if it cannot, because they need more than a free block each."""
+        ...
+
+    def land(self) -> Landed:
+        """Wait for all steps in flight."""
+        ...
+
+    def drop(self) -> None:
+        """After a device error: wait for what is in flight, whatever becomes of it, and forget all rows."""
         ...
 
 
@@ -53,10 +73,23 @@ class SynchronousSteps:
             accepted = sample(self._executor, running, self._executor.logits(inputs), self._text, guesses)
         for item, guess in zip(running, guesses, strict=True):
             if guess:
-                self._blocks.trim(item)
+                self._blocks.trim(item, item.length)
         if drafts is not None and running:
             drafts.checked(len(running), sum(map(len, guesses)), accepted, time.thread_time() - begun)
-        return Landed(running, [1 + len(guess) for guess in guesses])
+        parts = [(item.prompt.payer, 1 + len(guess)) for item, guess in zip(running, guesses, strict=True)]
+        return Landed(running, parts)
+
+    in_flight = False
+
+    def again(self) -> None:
+        """Returns None: each step is scheduled."""
+
+    def land(self) -> Landed:
+        """Nothing is in flight."""
+        return Landed()
+
+    def drop(self) -> None:
+        """Nothing is in flight."""
 
 
 def sample(

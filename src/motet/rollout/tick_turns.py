@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from motet.core.device import DECODES, WAITS
 from motet.core.tenant_turns import Cost, Payer, TenantTurns
-from motet.rollout.sequences import Prompt, SampledSequence, payer_of, tenant_of
+from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
 
 
 class TickTurns:
@@ -18,6 +18,7 @@ class TickTurns:
         self._turns, self._rows, self._tokens = turns, rows, tokens
         self._reading, self._decoding, self._ticks = Cost(), Cost(), 0
         self._begun = 0.0
+        self._there: set[str] = set()
 
     def begin(self) -> None:
         """Begin work; `read` or `decoded` charges it from here."""
@@ -40,7 +41,12 @@ class TickTurns:
 
     def come(self, there: Iterable[Prompt | SampledSequence]) -> None:
         """Report the tenants that have work."""
-        self._turns.come(map(tenant_of, there), WAITS)
+        self._there = set(map(tenant_of, there))
+        self.stay()
+
+    def stay(self) -> None:
+        """Report that the same tenants have work."""
+        self._turns.come(self._there, WAITS)
 
     def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
         """Report the tenants of items that the next tick could serve."""
@@ -71,7 +77,7 @@ class TickTurns:
         spent = self._spent()
         if tokens:
             self._reading.add(tokens, spent)
-        return self._turns.charge(spent, [(payer_of(prompt.request), part) for prompt, part in parts])
+        return self._turns.charge(spent, [(prompt.payer, part) for prompt, part in parts])
 
     def masked(self, payer: Payer, seconds: float) -> Counter[str]:
         """Charge a mask of a grammar; returns microseconds by job."""
@@ -81,14 +87,12 @@ class TickTurns:
         """Number of rows that a tick may have in addition to `n_rows`."""
         return max(0, (self.rows if self.company else 2 * self._rows + 32) - n_rows)
 
-    def decoded(self, running: Sequence[SampledSequence], rows: Sequence[int]) -> Counter[str]:
-        """Charge sequences by their rows; returns microseconds by job."""
+    def decoded(self, parts: Sequence[tuple[Payer, int]]) -> Counter[str]:
+        """Charge payers by their rows; returns microseconds by job."""
         spent = self._spent()
-        if running:
-            self._decoding.add(sum(rows), spent)
-        return self._turns.charge(
-            spent, [(payer_of(item.prompt.request), n) for item, n in zip(running, rows, strict=True)]
-        )
+        if parts:
+            self._decoding.add(sum(n for _, n in parts), spent)
+        return self._turns.charge(spent, parts)
 
     def _spent(self) -> float:
         """Seconds since the work began; what follows is other work."""

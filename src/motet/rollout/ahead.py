@@ -1,0 +1,238 @@
+"""Decode steps that run one step ahead of the host.
+
+The device goes from tokens to tokens, so the host launches a step before it reads the tokens of the one before. It sees
+an end one step late: a row that has ended computes one token more, which is dropped, and its blocks and adapter stay as
+they are until that step has landed. Rows with grammars go in steps of their own, each after the one before was read.
+
+Legend: N rows of a step, R rows of the table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from motet.core.model_info import ModelInfo
+from motet.core.stops import Decode
+from motet.core.tenant_turns import Payer
+from motet.core.types import BoolArray
+from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterWeights
+from motet.rollout.block_allocator import BlockAllocator
+from motet.rollout.drafts import Drafts
+from motet.rollout.executor import AheadExecutor, DeviceStep, Flight
+from motet.rollout.sequences import SampledSequence
+from motet.rollout.step_table import GROUPS, MASKED, PLAIN, StepTable
+from motet.rollout.steps import Landed
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """The rows of a group's steps, as long as they stay the same."""
+
+    sequences: Sequence[SampledSequence]
+    rows_N: NDArray[np.int64]
+    weights: Sequence[AdapterWeights | None]
+    looked_at_N: BoolArray
+    """Whether every token is looked at: for stop strings, a grammar, or a stream."""
+    append_tokens: Sequence[Callable[[int], None]]
+    append_logprobs: Sequence[Callable[[float], None]]
+
+
+_NOBODY = _Rows((), np.empty(0, np.int64), (), np.empty(0, np.bool_), (), ())
+
+
+class StepsAhead:
+    """`Steps` of an executor that runs ahead."""
+
+    def __init__(
+        self,
+        executor: AheadExecutor,
+        info: ModelInfo,
+        cache: KVCache,
+        blocks: BlockAllocator,
+        text: Decode,
+        *,
+        max_rows: int,
+    ) -> None:
+        """At most `max_rows` sequences run."""
+        self._executor, self._blocks, self._text, self._block_size = executor, blocks, text, cache.block_size
+        n_rows = 2 * max_rows  # as many may have ended in the step in flight
+        self._table = StepTable(n_rows, min(cache.n_blocks, -(-info.max_positions // cache.block_size)))
+        executor.hold(self._table)
+        self._row: dict[SampledSequence, int] = {}
+        self._free = list(range(n_rows))[::-1]
+        self._held: list[list[int]] = [[] for _ in range(n_rows)]
+        """The list of blocks of each row: a sequence that was preempted has another."""
+        self._reached_R = np.zeros(n_rows, np.int64)
+        """Tokens of prompt and completion, those in flight included."""
+        self._last_R = np.zeros(n_rows, np.int64)
+        """Tokens of prompt and completion after which a row is full."""
+        self._room_R = np.zeros(n_rows, np.int64)
+        """Tokens that a row's blocks hold."""
+        self._known_R = np.zeros(n_rows, np.int64)
+        """Tokens of prompt and completion that the host knows."""
+        self._gone_R = np.zeros(n_rows, np.bool_)
+        """Whether a row has ended and its token in flight is dropped."""
+        self._looked_at_R = np.zeros(n_rows, np.bool_)
+        self._payer_R = np.zeros(n_rows, np.int64)
+        """Index in `_payers`."""
+        self._payers: dict[Payer, int] = {}
+        self._stops_V = np.zeros(info.vocab_size, np.bool_)
+        """Tokens that end some row's completion."""
+        self._groups = [_NOBODY] * GROUPS
+        self._flights: list[tuple[Flight, _Rows]] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether tokens of a step were not read."""
+        return bool(self._flights)
+
+    def step(self, running: Sequence[SampledSequence], drafts: Drafts | None, spare: int) -> Landed:
+        """Launch a step of these sequences; returns what the steps before have given."""
+        n_before = len(self._flights)
+        for sequence in [item for item in self._row if not item.blocks]:
+            self._leave(sequence)
+        if not self._row:
+            self._payers.clear()
+        for group in range(GROUPS):
+            chosen = [item for item in running if (item.grammar is not None) == (group == MASKED)]
+            if chosen:
+                self._take_rows(group, chosen)
+                self._launch(group)
+            else:
+                self._groups[group] = _NOBODY
+        return self._land(n_before)
+
+    def again(self) -> Landed | None:
+        """Launch a step of the same rows; None if some find no block for it, or have all their tokens."""
+        if len(self._flights) != 1 or not self._have_room(self._groups[PLAIN]):
+            return None
+        self._launch(PLAIN)
+        return self._land(1)
+
+    def land(self) -> Landed:
+        """Wait for all steps; returns what they have given."""
+        return self._land(len(self._flights))
+
+    def drop(self) -> None:
+        """After a device error: wait for what is in flight, whatever becomes of it, and forget all rows."""
+        while self._flights:
+            flight, rows = self._flights.pop()
+            for item in rows.sequences:
+                item.in_flight = 0
+            with contextlib.suppress(Exception):  # the error that was reported already
+                flight.tokens()
+        for sequence in list(self._row):
+            self._leave(sequence)
+        self._groups = [_NOBODY] * GROUPS
+
+    def _take_rows(self, group: int, chosen: list[SampledSequence]) -> None:
+        """Make these sequences the rows of the group's next steps."""
+        same = self._groups[group].sequences == chosen
+        for sequence in chosen:
+            row = self._row.get(sequence)
+            if row is not None and self._held[row] is not sequence.blocks:  # it was preempted, and came back
+                self._leave(sequence)
+                row = None
+            if row is None:
+                self._join(sequence)
+                same = False
+            elif (n_known := int(self._room_R[row]) // self._block_size) < len(sequence.blocks):
+                self._grow(row, sequence, n_known)
+        if not same:
+            self._groups[group] = self._compose(chosen)
+            self._table.order(group, self._groups[group].rows_N)
+
+    def _compose(self, chosen: list[SampledSequence]) -> _Rows:
+        rows_N = np.array([self._row[item] for item in chosen], np.int64)
+        return _Rows(
+            chosen,
+            rows_N,
+            tuple(item.prompt.weights for item in chosen),
+            self._looked_at_R[rows_N],
+            [item.tokens.append for item in chosen],
+            [item.logprobs.append for item in chosen],
+        )
+
+    def _join(self, sequence: SampledSequence) -> None:
+        row, sampling = self._free.pop(), sequence.prompt.request.sampling
+        self._row[sequence], self._held[row] = row, sequence.blocks
+        self._reached_R[row] = self._known_R[row] = sequence.length
+        self._last_R[row] = len(sequence.prompt.request.prompt_ids) + sampling.max_tokens
+        self._room_R[row] = len(sequence.blocks) * self._block_size
+        self._gone_R[row], self._looked_at_R[row] = False, _is_looked_at(sequence)
+        self._payer_R[row] = self._payers.setdefault(sequence.prompt.payer, len(self._payers))
+        self._stops_V[[token for token in sampling.stop_token_ids if 0 <= token < len(self._stops_V)]] = True
+        self._table.join(row, sequence)
+
+    def _grow(self, row: int, sequence: SampledSequence, n_known: int) -> None:
+        self._table.grow(row, sequence.blocks, n_known)
+        self._room_R[row] = len(sequence.blocks) * self._block_size
+
+    def _leave(self, sequence: SampledSequence) -> None:
+        self._free.append(self._row.pop(sequence))
+
+    def _have_room(self, rows: _Rows) -> bool:
+        """Give rows blocks for the next step; False if some find none, or have all their tokens."""
+        reached_N = self._reached_R[rows.rows_N]
+        if (reached_N >= self._last_R[rows.rows_N]).any():
+            return False
+        for place in np.nonzero(reached_N > self._room_R[rows.rows_N])[0].tolist():
+            sequence, n_known = rows.sequences[place], len(rows.sequences[place].blocks)
+            if not self._blocks.grow(sequence):
+                return False
+            self._grow(int(rows.rows_N[place]), sequence, n_known)
+        return True
+
+    def _launch(self, group: int) -> None:
+        rows = self._groups[group]
+        masks_NV = None
+        if group == MASKED:
+            masks_NV = np.stack([item.grammar.allowed() for item in rows.sequences if item.grammar is not None])
+        step = DeviceStep(group, len(rows.sequences), self._table.take_changes(), rows.weights, masks_NV)
+        self._flights.append((self._executor.launch(step), rows))
+        self._reached_R[rows.rows_N] += 1
+        for item in rows.sequences:
+            item.in_flight += 1
+
+    def _land(self, n_flights: int) -> Landed:
+        """Wait for the first flights, and append the tokens of rows that had not ended."""
+        touched: list[SampledSequence] = []
+        parts: list[tuple[Payer, int]] = []
+        for _ in range(n_flights):
+            flight, rows = self._flights[0]
+            drawn = flight.tokens()
+            del self._flights[0]
+            for item in rows.sequences:
+                item.in_flight -= 1
+            counts_N = ~self._gone_R[rows.rows_N]
+            counted = rows.rows_N[counts_N]
+            self._known_R[counted] += 1
+            looked_at_N = rows.looked_at_N | ~drawn.usable_N | (self._known_R[rows.rows_N] >= self._last_R[rows.rows_N])
+            looked_at_N |= self._stops_V[np.where(drawn.usable_N, drawn.tokens_N, 0)]
+            tokens, logprobs = drawn.tokens_N.tolist(), drawn.logprobs_N.tolist()
+            for place in np.nonzero(counts_N & ~looked_at_N)[0].tolist():
+                rows.append_tokens[place](tokens[place])
+                rows.append_logprobs[place](logprobs[place])
+            for place in np.nonzero(counts_N & looked_at_N)[0].tolist():
+                sequence = rows.sequences[place]
+                sequence.append(tokens[place], logprobs[place], bool(drawn.usable_N[place]), self._text)
+                touched.append(sequence)
+                self._gone_R[rows.rows_N[place]] = sequence.finish is not None
+            n_rows = np.bincount(self._payer_R[counted], minlength=len(self._payers)).tolist()
+            parts += [(payer, n) for payer, n in zip(self._payers, n_rows, strict=True) if n]
+        if not self._flights:  # nothing is held for a step
+            for sequence in [item for item in self._row if item.finish is not None]:
+                self._leave(sequence)
+            self._groups = [_NOBODY] * GROUPS
+        return Landed(touched, parts)
+
+
+def _is_looked_at(item: SampledSequence) -> bool:
+    request = item.prompt.request
+    return item.grammar is not None or request.stream or bool(request.sampling.stop)

@@ -1,0 +1,242 @@
+"""Steps that run ahead of the host give every request the bits that steps in turn give it, and touch nobody's memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import weakref
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from motet.core.tenant_turns import TenantTurns
+from motet.core.types import AdapterRef, BoolArray, Chunk, FinishReason, GenerateRequest, SamplingParams
+from motet.rollout.decoder import Decoder
+from motet.rollout.grammars import Grammar
+from motet.rollout.sequences import Prompt, SampledSequence
+from tests.support import tiny_models as tiny
+from tests.support.decoding import outcomes
+from tests.support.late_executor import AnsweringExecutor, LateExecutor, PoisonedCache, version
+
+BLOCK = 4
+N_VOCAB = tiny.VOCABULARY
+
+
+class EveryThird(Grammar):
+    """Allows a third of the tokens, by the token before."""
+
+    def __init__(self) -> None:
+        super().__init__(None, N_VOCAB)
+        self.last = 0
+
+    def compute(self) -> float:
+        self._mask = (np.arange(N_VOCAB) + self.last) % 3 == 0
+        return 0.0
+
+    def take(self, token: int) -> str:
+        allowed: BoolArray | None = self._mask
+        assert allowed is not None
+        assert allowed[token], "the mask of another token was used"
+        self._mask, self.last = None, token
+        return ""
+
+
+class CountingTurns(TenantTurns):
+    """Counts what is charged to each job."""
+
+    def __init__(self) -> None:
+        super().__init__(itertools.count(0, 0.001).__next__)
+        self.parts = Counter[str]()
+
+    def charge(self, seconds: float, parts: Any) -> Counter[str]:
+        parts = list(parts)
+        for payer, part in parts:
+            self.parts[payer.job] += part
+        return super().charge(seconds, parts)
+
+
+class Stage:
+    """A decoder, and all that it is asked for."""
+
+    def __init__(self, chance: random.Random | None, n_blocks: int, rows: int, host: int = 0) -> None:
+        """Without `chance`, steps run in turn."""
+        self.cache, self.turns = PoisonedCache(n_blocks, BLOCK, rows + 1), CountingTurns()
+        ahead = None if chance is None else LateExecutor(self.cache, N_VOCAB, chance)
+        self.executor = ahead or AnsweringExecutor(self.cache, N_VOCAB)
+        self.decoder = Decoder(
+            tiny.base("llama"), self.cache, max_rows=rows, prefill_tokens=40, kept_blocks=n_blocks // 3,
+            host_bytes=host, turns=self.turns, executor=self.executor,
+        )  # fmt: skip
+        if ahead is not None:
+            ahead.kept = self.decoder.kept
+        self.chunks: dict[str, list[Any]] = {}
+        self.versions: dict[AdapterRef, Any] = {}
+
+    def ask(self, request: GenerateRequest) -> None:
+        weights = None
+        if request.adapter is not None:
+            known = self.versions.get(request.adapter)
+            weights = known or version(request.adapter.version if request.adapter.name != "broken" else float("nan"))
+            self.versions[request.adapter] = weights
+        self.chunks[request.id] = []
+        prompt = Prompt(request, weights, self.chunks[request.id].append)
+        prompt.waiting = [SampledSequence(prompt, index, key) for index, key in enumerate(request.seeds)]
+        if request.sampling.grammar:
+            for sequence in prompt.waiting:
+                sequence.grammar = EveryThird()
+        self.decoder.add(prompt)
+
+    def unload(self, ref: AdapterRef) -> None:
+        self.versions.pop(ref, None)
+        self.decoder.forget_version(ref)
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if self.decoder.idle:
+                break
+            self.decoder.tick()
+        assert self.decoder.idle, "the decoder makes progress"
+        self.decoder.abort({f"job {job}" for job in range(3)})
+        assert self.cache.n_free == self.cache.n_blocks, "all blocks are back"
+        assert self.cache.states.n_free == self.cache.states.n_slots
+        assert self.decoder.host.used == 0
+        assert self.executor.faults == []
+
+    def outcome(self, request: GenerateRequest) -> list[Any]:
+        return outcomes(self.chunks[request.id], len(request.seeds))
+
+
+def a_request(chance: random.Random, name: str, *, tenants: int, longest: int = 30) -> GenerateRequest:
+    """Random in all that matters to a step."""
+    prompt = np.array([chance.randrange(3, 40) for _ in range(chance.choice((1, 3, 4, 5, 9, 16)))], np.int32)
+    adapter = chance.choice((None, AdapterRef("a", 1), AdapterRef("a", 2), AdapterRef("b", 3), AdapterRef("broken", 4)))
+    sampling = SamplingParams(
+        max_tokens=chance.randrange(1, longest),
+        stop=chance.choice(((), (), ("e", "a", "t"), ("no such text",))),
+        stop_token_ids=(*range(200, 200 + chance.choice((0, 5, 20))), 10**6),
+        grammar=chance.choice(("", "", "", "third")),
+    )
+    seeds = tuple(chance.randrange(1 << 64) for _ in range(chance.randrange(1, 5)))
+    job = chance.randrange(3)
+    episodes = tuple(f"{name}/{index}" for index in range(len(seeds))) if chance.random() < 0.5 else ()
+    return GenerateRequest(
+        name, f"job {job}", prompt, adapter, sampling, seeds, chance.random() < 0.3, episodes=episodes,
+        tenant=f"tenant {job % tenants}",
+    )  # fmt: skip
+
+
+def in_turn(request: GenerateRequest) -> list[Any]:
+    """What steps in turn give the request alone."""
+    stage = Stage(None, 64, 8)
+    stage.ask(replace(request, stream=False))
+    stage.finish()
+    return stage.outcome(request)
+
+
+def is_beginning(part: Any, whole: Any) -> bool:
+    n_tokens = len(part[0])
+    return bool(part[0] == whole[0][:n_tokens] and part[1] == whole[1][:n_tokens])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_happens_beside_it_a_request_gets_what_it_gets_in_turn(seed: int) -> None:
+    """Requests come and are aborted, few blocks preempt, groups fork, episodes go on, versions are unloaded in flight."""
+    chance = random.Random(seed)
+    rows, tenants = chance.randrange(1, 9), chance.randrange(1, 3)
+    stage = Stage(random.Random(seed + 1), chance.choice((12, 20, 64)), rows, chance.choice((0, 1 << 20)))
+    asked, aborted = list[GenerateRequest](), set[str]()
+    for tick in range(150):
+        if tick < 100 and chance.random() < 0.2:
+            asked.append(a_request(chance, f"r{len(asked)}", tenants=tenants))
+            stage.ask(asked[-1])
+        if asked and chance.random() < 0.05:
+            gone = chance.choice(asked).id
+            aborted.add(gone)
+            stage.decoder.abort({gone})
+        if stage.versions and chance.random() < 0.1:
+            stage.unload(chance.choice(list(stage.versions)))
+        if asked and chance.random() < 0.1 and (further := next_turn(stage, chance.choice(asked), f"r{len(asked)}")):
+            asked.append(further)
+            stage.ask(further)
+        stage.decoder.tick()
+    stage.finish()
+    assert isinstance(stage.executor, LateExecutor)
+    assert not asked or stage.executor.launches
+    for request in asked:
+        for got, wanted in zip(stage.outcome(request), in_turn(request), strict=True):
+            assert is_beginning(got, wanted) if request.id in aborted else got == wanted
+
+
+def next_turn(stage: Stage, request: GenerateRequest, name: str) -> GenerateRequest | None:
+    """The episode of a completion that has ended, with its tokens and one more."""
+    ended = [chunk for chunk in stage.chunks[request.id] if chunk.finish_reason is FinishReason.STOP]
+    if not ended or not request.episodes or request.stream:
+        return None
+    chunk: Chunk = ended[0]
+    read = np.concatenate([request.prompt_ids, chunk.token_ids, np.array([7], np.int32)])
+    if len(read) + request.sampling.max_tokens > 44:
+        return None
+    return replace(
+        request, id=name, prompt_ids=read, seeds=request.seeds[:1], episodes=(request.episodes[chunk.index],)
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_tokens_are_charged_in_turn_and_ahead(seed: int) -> None:
+    """A token that is dropped costs its job nothing."""
+    charged, dropped = [], 0
+    for ahead in (True, False):
+        chance = random.Random(seed)
+        stage = Stage(random.Random(seed) if ahead else None, 200, 40)
+        requests = [a_request(chance, f"r{index}", tenants=1) for index in range(8)]
+        for request in requests:
+            stage.ask(request)
+        stage.finish()
+        charged.append(stage.turns.parts)
+        if isinstance(stage.executor, LateExecutor):
+            ended = [item[3] for request in requests for item in stage.outcome(request)]
+            dropped = sum(reason is not FinishReason.LENGTH for reason in ended)
+    assert dropped, "some rows ended where the host did not expect it"
+    assert charged[0] == charged[1]
+
+
+class Never(random.Random):
+    """Lets no step run before it is waited for."""
+
+    def random(self) -> float:
+        return 1.0
+
+
+def test_weights_stay_until_the_last_step_that_reads_them_has_landed() -> None:
+    """The completion is delivered, its version is gone, and a step that computes a token too many still reads it."""
+    request = GenerateRequest(
+        "r", "job 0", np.arange(3, 8, dtype=np.int32), AdapterRef("a", 1), SamplingParams(max_tokens=20), (5,)
+    )
+    [(tokens, *_)] = in_turn(request)
+    ending = next(place for place, token in enumerate(tokens) if place > 3 and token not in tokens[:place])
+    stage = Stage(Never(), 20, 2)
+    stage.ask(replace(request, sampling=SamplingParams(max_tokens=20, stop_token_ids=(tokens[ending],))))
+    weights = weakref.ref(stage.versions.pop(AdapterRef("a", 1)))
+    while not stage.chunks["r"]:
+        stage.decoder.tick()
+    assert stage.outcome(request)[0][0] == tokens[: ending + 1]
+    assert stage.cache.late, "a step is in flight"
+    assert weights() is not None
+    stage.finish()
+    assert weights() is None, "nobody holds them any more"
+
+
+def test_a_step_that_changes_nothing_copies_nothing() -> None:
+    """Rows join with their records, grow by an entry for each block, and else nothing is copied to the device."""
+    stage, n_tokens = Stage(random.Random(1), 100, 8), 40
+    sampling = SamplingParams(max_tokens=n_tokens)
+    stage.ask(GenerateRequest("r", "job 0", np.arange(3, 7, dtype=np.int32), None, sampling, tuple(range(8))))
+    stage.finish()
+    executor = stage.executor
+    assert isinstance(executor, LateExecutor)
+    assert executor.launches == n_tokens - 1
+    assert executor.changed_launches == n_tokens // BLOCK
+    assert executor.changes == 8 * (8 + 2) + 8 + 8 * (n_tokens // BLOCK - 1)
