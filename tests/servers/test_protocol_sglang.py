@@ -13,6 +13,7 @@ import pytest
 from motet.model.fake import FakePolicy, FakeTokenizer, read_adapter
 from tests.support.protocol_client import PROMPT, Client, adapter_directory, events, give_up, in_process, run
 from tests.support.protocol_server import ProtocolServer, Setup
+from tests.support.server_run import sampled
 from tests.support.waiting import until
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
@@ -233,16 +234,16 @@ def test_the_least_recently_used_makes_room_and_pinned_ones_do_not(tmp_path: Pat
 def test_abort_goes_by_the_beginning_of_ids() -> None:
     async def test(client: Client) -> None:
         server.faults.token_seconds = 0.002
-        long: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
+        long: dict[str, Any] = {"max_new_tokens": 3000, "ignore_eos": True}  # six seconds
         asked = {
             rid: asyncio.create_task(client.post("/generate", json=body(rid=rid, **long))) for rid in ("r1", "r10", "s")
         }
         await until(lambda: server.counts.open["fake-base"] == 3)
         duplicate = await client.post("/generate", json=body(rid="s"))
         assert "Duplicate request ID" in duplicate.json()["error"]["message"]
-        await asyncio.sleep(0.02)
+        await sampled(server, 30)
         assert (await client.post("/abort_request", json={"rid": "r"})).status_code == 200  # no such request
-        await asyncio.sleep(0.02)
+        await sampled(server, 30)
         assert not any(one.done() for one in asked.values())
         assert (await client.post("/abort_request", json={"rid": "r1"})).status_code == 200
         for rid in ("r1", "r10"):
@@ -255,7 +256,7 @@ def test_abort_goes_by_the_beginning_of_ids() -> None:
         await client.post("/abort_request", json={"abort_all": True})
         assert read((await asked["s"]).json())[2] == "abort"
 
-    ((every, _, _),) = in_process((7,), max_tokens=400, stop_token_ids=())
+    ((every, _, _),) = in_process((7,), max_tokens=3000, stop_token_ids=())
     with ProtocolServer("sglang") as server:
         run(server, test)
         assert server.counts.aborts == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -34,12 +35,15 @@ from tests.support.server_run import (
     publish,
     ref,
     request,
+    sampled,
     trainer_of,
 )
 from tests.support.waiting import PATIENCE, until
 
 both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 either_way = pytest.mark.parametrize("stream", [False, True])
+LASTS = 3000
+"""Tokens of a completion that ends when it is aborted: six seconds at the pace of these tests."""
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.0},
@@ -258,13 +262,13 @@ def test_a_schema_is_sent_and_an_answer_that_breaks_off_begins_anew(dialect: Any
     grammar = grammar_of({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
 
     async def test(engine: ServerEngine) -> None:
-        server.faults.token_seconds = 0.003
+        server.faults.most_turns = 20
         asked = long_request(None, (5,), stream=True)
         asked = replace(asked, sampling=replace(asked.sampling, grammar=grammar))
         running = asking(engine, asked)
-        await until(lambda: server.counts.open.total() == 1)
-        await asyncio.sleep(0.06)
+        await until(lambda: server.engine.turns > 20)
         await asyncio.to_thread(server.stop)
+        server.faults.most_turns = math.inf
         await asyncio.to_thread(server.start)
         ((found,),) = await running
         assert found == (await in_process(replace(asked, sampling=replace(asked.sampling, grammar=""))))[0]
@@ -303,17 +307,17 @@ def test_keys(dialect: Any, key: str, tmp_path: Path) -> None:
 def test_an_abort_ends_its_own_and_keeps_their_tokens(dialect: Any, name: str, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         server.faults.token_seconds = 0.002
-        mine = long_request(None, id="mine", stream=True, max_tokens=400)
-        kin = long_request(None, id="mine2", stream=True)
+        mine = long_request(None, id="mine", stream=True, max_tokens=LASTS)
+        kin = long_request(None, id="mine2", stream=True, max_tokens=LASTS if name == "job" else 60)
         other = long_request(None, id="other", job="job2", stream=True)
         running = [asyncio.ensure_future(collect(engine, one)) for one in (mine, kin, other)]
         await until(lambda: len(server.counts.asked) == 6)
-        await asyncio.sleep(0.03)
+        await sampled(server, 60)
         await engine.abort(name)
         ended = await running[0]
         for found, whole in zip(ended, await in_process(mine), strict=True):
             assert found.finish == "abort"
-            assert 0 < len(found.tokens) < 400
+            assert 0 < len(found.tokens) < LASTS
             assert found.tokens == whole.tokens[: len(found.tokens)]
             assert found.logprobs == whole.logprobs[: len(found.tokens)]
         kins = await running[1]
@@ -332,14 +336,14 @@ def test_an_abort_ends_its_own_and_keeps_their_tokens(dialect: Any, name: str, t
 def test_what_an_abort_ends_is_known_without_a_stream_if_it_is_to_be_charged(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         server.faults.token_seconds = 0.002
-        request = replace(long_request(None, max_tokens=400), keep_aborted=True)
+        request = replace(long_request(None, max_tokens=LASTS), keep_aborted=True)
         running = asyncio.ensure_future(collect(engine, request))
         await until(lambda: len(server.counts.asked) == 2)
-        await asyncio.sleep(0.03)
+        await sampled(server, 20)
         await engine.abort(request.id)
         for found, whole in zip(await running, await in_process(request), strict=True):
             assert found.finish == "abort"
-            assert 0 < len(found.tokens) < 400
+            assert 0 < len(found.tokens) < LASTS
             assert found.tokens == whole.tokens[: len(found.tokens)]
 
     with ProtocolServer(dialect) as server:

@@ -63,10 +63,10 @@ class Started:
 
     def answer(self) -> str:
         """Wait until it answers."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}", timeout=2) as found:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}", timeout=PATIENCE) as found:
                     return str(found.read().decode())
             except OSError:
                 assert time.monotonic() < deadline
@@ -177,7 +177,7 @@ def test_a_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
             family = server.family()
         finally:
             parent.kill()
-    assert gone(family, 5.0)
+    assert gone(family)
 
 
 def test_a_command_that_fails_at_once_is_given_up_with_its_reason(tmp_path: Path) -> None:

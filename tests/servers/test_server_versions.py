@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -176,11 +177,12 @@ def test_a_version_that_is_read_counts_although_its_directory_cannot_be_removed(
 def test_a_publish_that_takes_too_long_fails_alone(tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         await publish(engine, trainer, 0)
-        server.faults.late, server.faults.token_seconds = {"load": 0.4}, 0.005
+        server.faults.late, server.faults.most_turns = {"load": 600.0}, server.engine.turns + 10
         running = asking(engine, long_request(ref(0)))
-        with pytest.raises(ServerGone, match=rf"{server.url}/v1/load_lora_adapter has not answered within 0.1 s"):
+        with pytest.raises(ServerGone, match=rf"{server.url}/v1/load_lora_adapter has not answered within 1 s"):
             await publish(engine, trainer, 1)
         assert not running.done()
+        server.faults.most_turns = math.inf
         assert await running == [await in_process(long_request(ref(0)), trainer)]
         server.faults.late = {}
         await publish(engine, trainer, 2)
@@ -189,7 +191,7 @@ def test_a_publish_that_takes_too_long_fails_alone(tmp_path: Path) -> None:
     trainer = trainer_of("job")
     learn(trainer, "job")
     with ProtocolServer() as server:
-        drive(engine_on([server], tmp_path, clocks=Clocks(health=5, load=0.1, retry=0.01, look=0.02)), test)
+        drive(engine_on([server], tmp_path, clocks=Clocks(health=5, load=1.0, retry=0.01, look=0.02)), test)
         assert server.entries == (ref(0).served_name, ref(2).served_name)
 
 
@@ -235,7 +237,7 @@ def test_three_hundred_versions_leave_few(dialect: Any, tmp_path: Path) -> None:
 
     trainer = trainer_of("job")
     with ProtocolServer(dialect, Setup(max_cpu_loras=4)) as server:
-        drive(engine_on([server], tmp_path), test, seconds=60)
+        drive(engine_on([server], tmp_path), test)
         assert server.counts.loads.total() == 300
         assert server.counts.unloads.total() == 299
         assert server.counts.most_entries <= 3
@@ -341,14 +343,14 @@ def test_what_an_earlier_attempt_left_is_unloaded(dialect: Any, fails: bool, tmp
 
 def test_a_publish_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
-        server.faults.late = {"load": 0.05}
+        server.faults.late = {"load": 0.5}
         for version, seconds in enumerate((0.0, 0.001, 0.01, 0.01, 0.01, 0.03, 0.08)):  # written after 0.05
             publishing = asyncio.ensure_future(publish(engine, trainer, version))
             await asyncio.sleep(seconds)
             publishing.cancel()
             await asyncio.gather(publishing, return_exceptions=True)
             assert publishing.cancelled()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.6)  # what was asked for is loaded, and unloaded
         server.faults.late = {}
         await publish(engine, trainer, 9)
         assert await collect(engine, request(ref(9))) == await in_process(request(ref(9)), trainer)

@@ -37,7 +37,7 @@ def run(server: ProtocolServer, test: Test, **options: Any) -> None:
     """Run a test with a client in a loop of its own."""
 
     async def go() -> None:
-        async with Client(base_url=server.url, timeout=5, **options) as client, asyncio.timeout(PATIENCE):
+        async with Client(base_url=server.url, timeout=PATIENCE, **options) as client, asyncio.timeout(PATIENCE):
             await test(client)
 
     asyncio.run(go())

@@ -123,11 +123,16 @@ class PacedEngine(FakeEngine):
 
     def __init__(self, faults: Faults, max_positions: int) -> None:
         super().__init__(capacity=1024, max_positions=max_positions)
+        self.turns = 0
+        """Suspensions that began: one before each token of a completion."""
         self._faults = faults
 
     async def suspend(self) -> None:
         """Let others run."""
+        self.turns += 1
         await super().suspend()
+        while self.turns > self._faults.most_turns:
+            await asyncio.sleep(0.001)
         if self._faults.token_seconds:
             await asyncio.sleep(self._faults.token_seconds)
 

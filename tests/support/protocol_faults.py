@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -72,6 +73,8 @@ class Faults:
     """The server says that it is not well."""
     refuses_loads: bool = False
     """Loads are answered as if the engine had failed, with 500, and not done."""
+    most_turns: float = math.inf
+    """Turns of sampling, one for each token of a completion, after which the engine stands still while this is set."""
     unknown: set[str] = field(default_factory=set)
     """Names that do not exist for `generate`, though they are loaded."""
     lies: bool = False

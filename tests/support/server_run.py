@@ -104,7 +104,7 @@ def engine_on(
     return ServerEngine(replicas, processes or {}, files, FakeTokenizer().decode, limits, run, how)
 
 
-def drive(engine: ServerEngine, test: Test, seconds: float = 60.0) -> None:
+def drive(engine: ServerEngine, test: Test, seconds: float = PATIENCE) -> None:
     """Run a test with an engine, close it, and look for what is left."""
 
     async def go() -> None:
@@ -207,6 +207,12 @@ async def in_process(asked: GenerateRequest, trainer: FakeTrainer | None = None,
 def asking(engine: ServerEngine, *requests: GenerateRequest) -> asyncio.Future[list[list[Whole]]]:
     """Ask for several at once, in the background."""
     return asyncio.gather(*(collect(engine, one) for one in requests))
+
+
+async def sampled(server: ProtocolServer, turns: int) -> None:
+    """Wait until its engine has sampled so many tokens more, over all completions."""
+    before = server.engine.turns
+    await until(lambda: server.engine.turns >= before + turns)
 
 
 async def ticks(seconds: float) -> AsyncIterator[float]:
