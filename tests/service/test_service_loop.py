@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import re
@@ -12,28 +13,32 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import h11
 import pytest
 from bench.loop import MOST_COLLECTION, MOST_SECONDS, TURNS, measured
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from motet.config.service import RateConfig
+from motet.core.errors import ConfigError
 from motet.core.json_text import rough_size
 from motet.service.app import ROUTES
 from motet.service.http.auth import FEW_BYTES
-from motet.service.http.bodies import BYTES_OF_A_REQUEST
+from motet.service.http.bodies import BYTES_OF_A_REQUEST, _Body
 from motet.service.http.forms import FormReader
 from motet.service.http.json_size import BYTES_OF_A_REQUEST as JSON_OF_A_REQUEST
 from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
 from motet.service.http.parsing import CHUNK, FREE_CHUNKS, MOST_HEAD, MOST_LINES, Parser
-from motet.service.routing import TenantRoute
+from motet.service.routing import TenantRoute, _Request
 from motet.service.schemas import MOST_SUBMITTED
 from motet.service.workers.rewards import key_of
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
+from tests.support.waiting import PATIENCE, wait_until
 
 HEAD = b"POST /v1/jobs HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -101,7 +106,7 @@ def test_a_length_and_chunks_together_are_refused() -> None:
 def connected(house: House) -> socket.socket:
     """A connection to the service."""
     assert house.http.base_url.port is not None
-    return socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=30)
+    return socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=PATIENCE)
 
 
 def rest_of(one: socket.socket) -> bytes:
@@ -353,10 +358,10 @@ def test_reads_of_a_tenant_wait_for_each_other_and_nobody_elses_do(house: House)
         over.wait()
 
     house.service.answer_threads.begin(us, hold)
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     encode = house.service.encode_threads.answer
     for size in (0, FEW_BYTES + 1):  # of what a model has answered
-        asyncio.run_coroutine_threadsafe(encode(us, size, dict), house.app.state.loop).result(60)
+        asyncio.run_coroutine_threadsafe(encode(us, size, dict), house.app.state.loop).result(PATIENCE)
     with ThreadPoolExecutor() as pool:
         own = pool.submit(house.ask, "GET", "/v1/jobs/ended/steps?points=5000")
         for path in ("/v1/jobs", "/v1/models", "/v1/files", "/tinker/api/v1/training_runs"):
@@ -364,7 +369,7 @@ def test_reads_of_a_tenant_wait_for_each_other_and_nobody_elses_do(house: House)
         assert house.ask("GET", "/readyz", "none").status_code == 503
         assert not own.done()
         over.set()
-        assert own.result(60).status_code == 200
+        assert own.result(PATIENCE).status_code == 200
 
 
 def test_reads_of_many_tenants_hold_up_neither_chats_nor_a_health_check(house: House) -> None:
@@ -377,10 +382,10 @@ def test_reads_of_many_tenants_hold_up_neither_chats_nor_a_health_check(house: H
     for number in range(threads := house.service.answer_threads._most):
         house.service.answer_threads.begin(f"tenant-{number}", hold)
     try:
-        assert all(begun.acquire(timeout=60) for _ in range(threads))
+        assert all(begun.acquire(timeout=PATIENCE) for _ in range(threads))
         assert house.ask("GET", "/readyz", "none").status_code == 503
         encoded = house.service.encode_threads.answer("us", FEW_BYTES + 1, dict)
-        assert asyncio.run_coroutine_threadsafe(encoded, house.app.state.loop).result(60).body == b"{}"
+        assert asyncio.run_coroutine_threadsafe(encoded, house.app.state.loop).result(PATIENCE).body == b"{}"
     finally:
         over.set()
 
@@ -415,6 +420,36 @@ def test_a_digest_of_work_is_that_of_its_whole_text() -> None:
     }
     whole = json.dumps(work, sort_keys=True, ensure_ascii=False).encode("utf-8", "replace")
     assert key_of(work) == hashlib.sha256(whole).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("path", "request_"),
+    [
+        ("/v1/jobs", {"content": b'{"a": "' + b"x" * 9000, "headers": {"content-type": "application/json"}}),
+        ("/v1/jobs", {"json": {"name": "a", "odd": ["x"] * 99}}),
+        ("/v1/jobs", {"content": b"[" * 1000, "headers": {"content-type": "application/json"}}),
+        ("/v1/submissions", {"json": {"jobs": [{"job": {"name": "a", "steps": "x"}}] * 2}}),
+        ("/v1/files", {"files": {"file": ("a.jsonl", b'{"a":' + b"x" * 9000)}}),
+        ("/v1/nothing", {"content": b"x" * 9000}),
+    ],
+    ids=["broken", "fields", "nested", "several", "file", "nowhere"],
+)
+def test_a_refused_body_is_freed_without_a_collection_of_garbage(house: House, path: str, request_: Any) -> None:
+    """A collection that frees many bodies holds up everybody."""
+
+    def alive() -> list[str]:
+        kept = (_Body, _Request, FormReader, ConfigError, RequestValidationError, json.JSONDecodeError)
+        return [type(one).__name__ for one in gc.get_objects() if isinstance(one, kept)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(alive())
+        for _ in range(8):
+            assert house.ask("POST", path, **request_).status_code in (400, 404, 422)
+        wait_until(lambda: len(alive()) <= before + 1)  # each thread keeps what it did last until it rests
+    finally:
+        gc.enable()
 
 
 @pytest.mark.soak

@@ -129,6 +129,7 @@ class ThreadTurns:
                 finally:
                     with self._changed:
                         self._busy.discard(one.key)  # this thread takes the next piece, so it wakes no other
+                del one  # all that its work holds
         finally:
             self._leave()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import weakref
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ _PIECE = 2**18
 """Bytes of a form that are searched and written at once."""
 _FEW_VALUES = 2**12
 """Values that Python's parser reads: it also takes half characters."""
-_REQUEST: ContextVar[Request] = ContextVar("request")
-"""The request that this task answers."""
+_REQUEST: ContextVar[weakref.ref[Request]] = ContextVar("request")
+"""The request that this task answers; a timer of the server keeps the task's context for seconds after the answer."""
 
 
 class _Request(Request):
@@ -93,7 +94,8 @@ class TenantRoute(APIRoute):
     def _in_turn(self, endpoint: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(endpoint)
         async def run(**given: Any) -> Any:
-            request = _REQUEST.get()
+            request = _REQUEST.get()()
+            assert request is not None  # its handler waits for this
             service: Service = request.app.state.service
             whose = asked_of(request.scope).tenant_id or address(request)
             turns = service.answer_threads if request.method in ("GET", "HEAD") else service.write_threads
@@ -127,7 +129,8 @@ class TenantRoute(APIRoute):
             service: Service = request.app.state.service
             if asks and service.access.looked_up(request):  # before the body is parsed
                 principal(request, service)
-            _REQUEST.set(reading := _Request(request.scope, request.receive))
+            reading = _Request(request.scope, request.receive)
+            _REQUEST.set(weakref.ref(reading))
             return await handle(reading)
 
         return limited

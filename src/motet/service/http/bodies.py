@@ -234,6 +234,7 @@ class Bodies:
                 raise
         finally:
             body.close()
+            del scope[_BODY]  # which has the scope
             self._uploads[payer] -= uploads
             self._arriving[payer] -= size
 

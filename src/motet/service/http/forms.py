@@ -22,7 +22,7 @@ class FormReader:
     def __init__(self, boundary: bytes) -> None:
         self._delimiter = b"\r\n--" + boundary
         self._rest = bytearray(b"\r\n")  # the first delimiter has no line before it
-        self._step: Callable[[], bool] = self._body
+        self._step: Callable[[FormReader], bool] = FormReader._body  # bound, it would hold itself and the file
         self._parts = list[tuple[str, UploadFile | str]]()
         self._name, self._text = "", bytearray()
         self._file: UploadFile | None = None
@@ -32,7 +32,7 @@ class FormReader:
     def add(self, piece: bytes) -> None:
         """Read another piece. Raises HTTPException if it is no form, or has too much."""
         self._rest += piece
-        while not self._done and self._step():
+        while not self._done and self._step(self):
             pass
         if self._done:
             self._rest.clear()
@@ -64,7 +64,7 @@ class FormReader:
             self._file.file.seek(0)
         elif self._begun:
             self._parts.append((self._name, _text(bytes(self._text))))
-        self._begun, self._step = True, self._head
+        self._begun, self._step = True, FormReader._head
         return True
 
     def _head(self) -> bool:
@@ -95,7 +95,7 @@ class FormReader:
             self._parts.append((self._name, self._file))
         elif sum(isinstance(one, str) for _, one in self._parts) >= _MOST_FIELDS:
             raise HTTPException(400, f"Too many fields. Maximum number of fields is {_MOST_FIELDS}.")
-        self._step = self._body
+        self._step = FormReader._body
         return True
 
     def _take(self, content: bytes) -> None:

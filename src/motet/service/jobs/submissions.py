@@ -21,6 +21,7 @@ from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
 from motet.service.database.tables import OF_CLIENTS, StoredJob, StoredRace, new_id
 from motet.service.database.tenants import Principal
+from motet.service.errors import let_go
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, Planned
@@ -118,6 +119,7 @@ class Submissions:
                     planned += candidates
             except MotetError as error:
                 wrong.append((str(job.tree.get("name")), error))
+                let_go(error)  # its frames hold this list
         if len(jobs) == 1 and wrong:
             raise wrong[0][1]
         if wrong:
