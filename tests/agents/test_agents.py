@@ -480,7 +480,9 @@ def served(
         one, _ = episode(says, chat)
         try:
             with gateway.serving(one) as (url, own):
-                async with openai.AsyncOpenAI(base_url=url, api_key=key or own, max_retries=0, timeout=60) as stock:
+                async with openai.AsyncOpenAI(
+                    base_url=url, api_key=key or own, max_retries=0, timeout=PATIENCE
+                ) as stock:
                     result = await client(stock)
             return result, one.rollout({})
         finally:

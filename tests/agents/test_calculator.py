@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = next((ROOT / ".envs" / "agents").glob("lib/python*/site-packages"), None)
 PROGRAM = "import sys; sys.path.append(sys.argv.pop(1)); from motet.commands.cli import main; main()"
@@ -33,7 +35,7 @@ def ran(directory: Path, *settings: str, seconds: float) -> list[dict[str, objec
     for name in ("calculator.py", "calculator.yaml"):
         shutil.copy(ROOT / "examples" / name, directory)
     python = PACKAGES.parents[2] / "bin" / "python"
-    rows = subprocess.run([python, "calculator.py"], cwd=directory, capture_output=True, check=True, timeout=120)
+    rows = subprocess.run([python, "calculator.py"], cwd=directory, capture_output=True, check=True, timeout=PATIENCE)
     (directory / "calculator.jsonl").write_bytes(rows.stdout)
     sets = [part for setting in (*settings, f"run={directory / 'run'}") for part in ("--set", setting)]
     command = [sys.executable, "-c", PROGRAM, str(PACKAGES), "run", "calculator.yaml", *sets]

@@ -14,6 +14,7 @@ from tests.support.adapter_files import run
 from tests.support.hostile_agent import HOSTILE, assert_fair, in_use
 from tests.support.run_decoder import assert_all_is_back, collected_late, decoders
 from tests.support.service_run import Service, serving, tiny
+from tests.support.waiting import PATIENCE
 
 
 def bytes_of(directory: Path, job: str, version: int) -> list[bytes]:
@@ -95,7 +96,7 @@ def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_kill
             workers[0].kill()
             service.ended("neighbour")
             service.ended("hostile")
-            workers[1].wait(60)
+            workers[1].wait(PATIENCE)
         finally:
             for one in workers:
                 one.kill()
@@ -146,7 +147,7 @@ def test_hostile_episodes_of_a_service_begin_anew_when_what_serves_them_is_kille
                 service.start()
             service.ended("neighbour")
             service.ended("hostile")
-            assert worker.wait(60) == 0
+            assert worker.wait(PATIENCE) == 0
         finally:
             worker.kill()
             worker.wait()

@@ -29,7 +29,7 @@ from motet.tasks.reward_walls import Walls
 from tests.support import tiny_models as tiny
 from tests.support.fake_run import metrics, records, weights
 from tests.support.segments import SAMPLE_TYPES, gradient, make_trainer, types
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 
@@ -251,7 +251,7 @@ def test_thumbs_go_on_to_the_same_bytes_after_kill_9(tmp_path: Path) -> None:
     (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"base": "small", "jobs": [job]}))
     command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--set", f"run={tmp_path / 'parts'}"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
-        wait_until((tmp_path / "parts" / "a" / "versions" / "v2").exists, 90.0)
+        wait_until((tmp_path / "parts" / "a" / "versions" / "v2").exists, PATIENCE)
         running.kill()
     assert not (tmp_path / "parts" / "a" / "versions" / "v4").exists()
     subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)

@@ -16,6 +16,7 @@ from motet.core.types import Message
 from tests.support.house import House
 from tests.support.scripted_service import ROOM, Says, scripted_service
 from tests.support.service_run import Json
+from tests.support.waiting import PATIENCE
 
 if TYPE_CHECKING:
     import anthropic
@@ -374,7 +375,7 @@ def test_odd_values_come_back_or_are_refused(scripted: tuple[House, Says], model
 @pytest.mark.parametrize("most", [21_000, 200_000])
 def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, model: Says, most: int) -> None:
     model.texts = ["x"]
-    claude.messages.create(model="small", max_tokens=most, messages=[HI], timeout=60)
+    claude.messages.create(model="small", max_tokens=most, messages=[HI], timeout=PATIENCE)
     (request,) = model.requests
     assert len(request.prompt_ids) + request.sampling.max_tokens == ROOM
 

@@ -40,6 +40,7 @@ from motet.tasks.forms.table import CALL_STYLES
 from tests.support.captured import none_scored
 from tests.support.chat_templates import tokenizer_of
 from tests.support.scripted_model import CHAT, Script
+from tests.support.waiting import PATIENCE
 
 SCHEMA = {
     "type": "object",
@@ -221,7 +222,7 @@ class Held:
             pass
         if self.masks > 1:
             self.waits.set()
-            assert self.go.wait(120)
+            assert self.go.wait(PATIENCE)
         self.masks += 1
         bits: bytes = self.inner.compute_bitmask()
         return bits

@@ -23,7 +23,7 @@ from motet.core.types import ADAPTER_FILES
 from motet.service.schemas import Health
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
-from tests.support.service_run import Service, tiny
+from tests.support.service_run import LASTING, Service, tiny
 from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
@@ -84,7 +84,7 @@ def test_a_job_from_submission_to_deletion(service: Service, tmp_path: Path, mon
 
 def test_steering(service: Service) -> None:
     with motet.Client() as client:
-        client.submit(tiny("steered", steps=200))
+        client.submit(tiny("steered", steps=LASTING))
         service.becomes("steered", "running")
         client.pause("steered")
         service.becomes("steered", "paused")
@@ -361,7 +361,7 @@ def test_the_sections_that_a_service_does_not_read_are_told(capsys: pytest.Captu
 
 
 def test_steering_by_command(service: Service, tmp_path: Path, says: Motet) -> None:
-    assert says("submit", job_file(tmp_path, tiny("by-hand", steps=300)), "--json")[0] == 0
+    assert says("submit", job_file(tmp_path, tiny("by-hand", steps=LASTING)), "--json")[0] == 0
     with motet.Client() as client:
         service.becomes("by-hand", "running")
         for word, state in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):

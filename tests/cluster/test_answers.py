@@ -177,7 +177,7 @@ def test_an_abandoned_answer_sends_the_tokens_that_it_has(base: Any, begun: bool
     async def scenario() -> None:
         task = asyncio.create_task(asked.answer(question))
         asked.hold(7, task)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             while begun and not engine.requests:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1 if begun else 0)

@@ -42,22 +42,26 @@ from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.ray_nodes import cluster_of
-from tests.support.service_run import Json, Service, host_process, serving, tiny
+from tests.support.service_run import LASTING, Json, Service, host_process, serving, tiny
 from tests.support.waiting import PATIENCE, wait_until
 
 ENGINE = {"samplers": 0, "threads": 1}
 NAMES = [f"job-{number}" for number in range(4)]
 
 
-def job(name: str) -> Json:
+def job(name: str, steps: int = 6) -> Json:
     """Of some seconds, with a rank of its own."""
-    return tiny(name, steps=6, adapter={"rank": 2 + int(name[-1])}, optimizer={"lr": 1e-3})
+    return tiny(name, steps=steps, adapter={"rank": 2 + int(name[-1])}, optimizer={"lr": 1e-3})
+
+
+MOVED = [job(name, steps=30) for name in ("job-4", "job-6")]
+"""Those that are still under way when one of them is moved."""
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Each job's adapter, trained by one process."""
-    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), *map(job, NAMES)))
+    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), *map(job, NAMES), *MOVED))
 
 
 SOON = pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.soak)], indirect=True)
@@ -211,7 +215,7 @@ def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
 ) -> None:
     service.ask("PUT", "/v1/tenants/local/limits", json={"running_jobs": 3})
     for name in ("one", "two", "three", "four"):
-        service.submit(tiny(name, 1000))
+        service.submit(tiny(name, LASTING))
     for name in ("one", "two", "three"):
         service.becomes(name, "running")
     assert service.job("four")["state"] == "queued", "its tenant has three out, over both hosts"
@@ -226,16 +230,17 @@ def test_jobs_wait_for_their_tenants_limit_and_move_to_where_there_is_room(
         service.steer(name, "cancel")
         service.becomes(name, "cancelled")
 
-    for one in (job("job-0"), tiny("long", 1000), job("job-1")):
+    stays, moves = MOVED
+    for one in (stays, tiny("long", LASTING), moves):
         service.submit(one)
         service.becomes(one["name"], "running")
     service.steer("long", "cancel")  # one host has nothing to do now, and the other one two jobs
-    for name in ("job-0", "job-1"):
-        assert service.ended(name) == "succeeded"
-        assert service.weights(name) == alone[name]
-        assert service.steps(name) == list(range(7))
-    assert [service.states(name).count("running") for name in ("job-0", "job-1")] == [1, 2]
-    assert "paused" not in service.states("job-1")
+    for one in MOVED:
+        assert service.ended(one["name"]) == "succeeded"
+        assert service.weights(one["name"]) == alone[one["name"]]
+        assert service.steps(one["name"]) == list(range(31))
+    assert [service.states(one["name"]).count("running") for one in MOVED] == [1, 2]
+    assert "paused" not in service.states(moves["name"])
 
 
 def steps(directory: Path) -> list[int]:

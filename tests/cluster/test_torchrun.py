@@ -18,7 +18,7 @@ from tests.support.adapter_files import run_alone, weights_of
 from tests.support.commands import Motet
 from tests.support.fake_run import weights
 from tests.support.service_run import Json, tiny
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
 ENGINE = {"samplers": 0, "threads": 1}
@@ -64,7 +64,7 @@ def ranks(nodes: list[subprocess.Popen[bytes]]) -> list[Any]:
 @pytest.mark.parametrize("nodes", [2], indirect=True)
 def test_two_nodes_have_the_bytes_of_one_process(nodes: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
     """Of two steps."""
-    assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
+    assert [node.wait(PATIENCE) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
     alone = weights_of(run_alone(tmp_path / "alone", job("a", 2), kernels="torch"))["a"]
     assert weights(tmp_path / "run", "a", 2) == alone
     assert (tmp_path / "log").read_text().count("loading small") == 1
@@ -75,9 +75,9 @@ def test_two_nodes_have_the_bytes_of_one_process(nodes: list[subprocess.Popen[by
 def test_a_process_of_one_of_two_nodes_that_dies_changes_no_byte(
     rank: int, nodes: list[subprocess.Popen[bytes]], tmp_path: Path, alone: bytes
 ) -> None:
-    wait_until((tmp_path / "run/a/state/2").is_dir, 120)
+    wait_until((tmp_path / "run/a/state/2").is_dir, PATIENCE)
     ranks(nodes)[rank].send_signal(signal.SIGKILL)
-    assert [node.wait(180) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
+    assert [node.wait(PATIENCE) for node in nodes] == [0, 0], (tmp_path / "log").read_text()
     assert weights(tmp_path / "run", "a", 6) == alone
     assert (tmp_path / "log").read_text().count("loading small") == 2, "it was started once more"
 
@@ -87,9 +87,9 @@ def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alo
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "motet", "run", str(file(tmp_path))]
     with (tmp_path / "log").open("wb") as log:
         first = subprocess.Popen(command, stdout=log, stderr=log)
-    wait_until((tmp_path / "run/a/state/2").is_dir, 120, first)
+    wait_until((tmp_path / "run/a/state/2").is_dir, PATIENCE, first)
     first.send_signal(signal.SIGINT)
-    assert first.wait(60) != 0
+    assert first.wait(PATIENCE) != 0
     said = (tmp_path / "log").read_text()
     assert "1 job saved; resume with" in said, said
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -24,6 +24,7 @@ from motet.core.errors import ConfigError, DataError, MotetError
 from motet.hosting.before_loading import check_before_loading
 from motet.tasks.dataset import load_dataset
 from tests.support.commands import Motet
+from tests.support.waiting import PATIENCE
 
 ROWS: list[dict[str, Any]] = [
     {"question": f"What is {n % 20} + 1?", "answer": str(n % 20 + 1), "level": (7 * n) % 5, "kind": "ab"[n % 2]}
@@ -71,7 +72,7 @@ def test_init_asks_again_after_a_wrong_answer(here: Path) -> None:
     person, terminal = pty.openpty()
     os.write(person, b"numbr\nnumber\nnone.jsonl\n\nsmal\n\n")
     command = [sys.executable, "-m", "motet", "init"]
-    done = subprocess.run(command, stdin=terminal, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, stdin=terminal, capture_output=True, text=True, check=False, timeout=PATIENCE)
     for end in (person, terminal):
         os.close(end)
     assert done.returncode == 0, done.stdout + done.stderr

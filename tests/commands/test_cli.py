@@ -23,7 +23,7 @@ from motet.core.checksums import sealed
 from motet.core.types import Problem
 from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 MAIN = "from motet.commands.cli import main; main()"
 TINY: dict[str, Any] = {
@@ -68,7 +68,7 @@ def start(directory: Path, *words: str) -> subprocess.Popen[str]:
 def motet_says(directory: Path, *words: str) -> tuple[int, str, str]:
     """Exit code, output and errors of a command."""
     process = start(directory, *words)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 
@@ -169,14 +169,14 @@ def test_one_run_with_everything_that_happens_to_it(
     run = here / "runs" / "jobs"
     process = start(here, "run", "jobs.yaml")
     processes.append(process)
-    wait_until(lambda: len(lines(run, "add")) >= 1, 90, process)
+    wait_until(lambda: len(lines(run, "add")) >= 1, PATIENCE, process)
 
     code, _, err = says("pause", "runs/jobs", "nobody")
     assert (code, err) == (2, "motet: runs/jobs has no job 'nobody'; there are: add, sort\n")
     assert says("pause", "runs/jobs", "sort")[:2] == (0, "asked sort to pause\n")
-    wait_until(lambda: state(run, "sort") == "paused", 90, process)
+    wait_until(lambda: state(run, "sort") == "paused", PATIENCE, process)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, out + err
     assert re.search(r"^finishing step \d+ of add, then saving; press Ctrl-C again to stop now$", out, re.MULTILINE), (
         out
@@ -191,13 +191,13 @@ def test_one_run_with_everything_that_happens_to_it(
 
     again = start(here, "run", "jobs.yaml")
     processes.append(again)
-    wait_until(lambda: (run / ".lock").read_text() == str(again.pid), 90, again)
+    wait_until(lambda: (run / ".lock").read_text() == str(again.pid), PATIENCE, again)
     code, _, err = says("run", "jobs.yaml")
     assert code == 2
     assert err.startswith(
         f"motet: runs/jobs is in use by another process (pid {again.pid}); wait for it, stop it, or give"
     )
-    out, err = again.communicate(timeout=120)
+    out, err = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0, out + err
     for name in ("add", "sort"):
         assert [line["step"] for line in lines(run, name)] == list(range(25))
@@ -400,7 +400,7 @@ def test_without_the_packages_of_a_service_everything_else_runs(tmp_path: Path) 
         ["serve", "--base", "small", "--no-keys"],
     )
     command = [sys.executable, "-c", WITHOUT_SERVE, json.dumps(commands)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE)
     ran, listed, served = json.loads(done.stdout.splitlines()[-1])
     assert ran[0] == 0, ran
     assert listed[1].startswith("motet: nothing answers at http://127.0.0.1:1")

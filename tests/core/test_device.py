@@ -67,7 +67,7 @@ def test_calls_and_ticks_take_turns(call: int, tick: int, wanted: str) -> None:
         device.wake()
         gate.set()
         for future in futures:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE)
     finally:
         device.close()
     assert "".join(order).startswith(wanted)
@@ -100,7 +100,7 @@ def worked(calls: list[tuple[str, int]], tick: int = 0) -> str:
             device.wake()
         gate.set()
         for future in futures:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE)
     finally:
         device.close()
     return "".join(order)
@@ -238,17 +238,20 @@ def test_two_event_loops_may_share_a_device(device: Device) -> None:
 
 
 def test_nothing_runs_while_held(device: Device) -> None:
-    ticks = [0]
+    ticks, begun, may = [0], threading.Event(), threading.Event()
 
     def tick() -> bool:
+        begun.set()
+        assert may.wait(PATIENCE)
         ticks[0] += 1
         return True
 
     device.add_tick(tick)
     device.wake()
-    wait_until(lambda: ticks[0] > 0)
+    assert begun.wait(PATIENCE)
     device.hold()
-    time.sleep(0.02)  # the tick under way
+    may.set()
+    wait_until(lambda: ticks[0] > 0)  # the tick under way
     before = ticks[0]
     waiting = device.submit(lambda: 7)
     device.wake()

@@ -33,7 +33,7 @@ from motet.process.alive import Pulse
 from motet.process.channel import Alive, ChannelMessage, decode, encode
 from motet.runtime.rundir import RunDirectory
 from tests.support.adapter_files import run_alone, weights_of
-from tests.support.service_run import Service, tiny
+from tests.support.service_run import LASTING, Service, tiny
 from tests.support.waiting import PATIENCE, until, wait_until
 
 TOKEN = "service." + "engine.."
@@ -336,7 +336,7 @@ def test_where_no_socket_can_be_an_engine_ends_with_its_service(
     async def work() -> None:
         engine = await LocalHosts(tmp_path).host(0, tmp_path / "engine.log")
         engine.close_input()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             assert [one async for one in engine.messages() if not isinstance(one, Alive)] == []
         await engine.kill()
 
@@ -397,13 +397,15 @@ def test_jobs_go_on_while_no_service_is_there(tmp_path: Path, alone: dict[str, t
         service.start()
         first, _ = (service.submit(job) for job in JOBS)
         for name in ("regretted", "resting", "gone"):
-            service.submit(tiny(name, 500))
+            service.submit(tiny(name, LASTING))
             service.reaches(name, 1)
         service.steer("gone", "pause")
         service.becomes("gone", "paused")
         engine = service.engine()
         asked = {"model": "small", "prompt": "a", "max_tokens": 400, "stream": True}
-        with httpx2.stream("POST", f"{service.url}/v1/completions", json=asked, timeout=60, trust_env=False) as stream:
+        with httpx2.stream(
+            "POST", f"{service.url}/v1/completions", json=asked, timeout=PATIENCE, trust_env=False
+        ) as stream:
             next(stream.iter_lines())
             service.kill()
         ask_in_database(service, "regretted", "cancel")
@@ -476,5 +478,5 @@ def test_each_of_several_hosts_keeps_its_jobs(tmp_path: Path, alone: dict[str, t
         for _ in range(2):  # the second Ctrl-C skips what the first one waits for
             service.process.send_signal(signal.SIGINT)
             time.sleep(0.2)
-        service.process.wait(60)
+        service.process.wait(PATIENCE)
         assert not service.engines()

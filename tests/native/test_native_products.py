@@ -22,6 +22,7 @@ from motet.model.distribution import draw
 from motet.model.lora import AdapterWeights, make_layout
 from motet.native import building, library
 from tests.support.native_calls import EXACT, PAIRS, TYPES, Cache, Kernels, address, directory, forms, kernels
+from tests.support.waiting import PATIENCE
 
 WAYS = [(EXACT, torch.bfloat16), (PAIRS, torch.bfloat16), (EXACT, torch.float32)]
 NAN, INF = math.nan, math.inf
@@ -153,7 +154,7 @@ sys.exit(not good or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 def test_threads_sleep_wake_and_are_made_anew_after_a_fork():
     directory()  # compiled before the clock runs
-    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=PATIENCE, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.parametrize(("arithmetic", "dtype"), WAYS)

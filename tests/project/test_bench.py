@@ -40,6 +40,7 @@ from bench.speed.rows import Block, Row, Side, chosen
 from bench.speed.table import cells, cost_text, markdown, number, text
 
 from motet.native.choice import of_machine
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -242,8 +243,8 @@ def ticks(pid: int) -> int:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether it holds within a few seconds: signals take a moment."""
-    end = time.monotonic() + 5
+    """Whether it comes to hold: signals take a moment."""
+    end = time.monotonic() + PATIENCE
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()

@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 DEBIAN = "bookworm"
 
@@ -108,11 +108,11 @@ def test_the_image_serves_with_its_own_kernels(tmp_path: Path) -> None:
     words = [*image.program, *image.arguments, "--port", str(port)]
     with subprocess.Popen(image.command(words)) as served:
         try:
-            wait_until(lambda: ready(port), 120, served)
+            wait_until(lambda: ready(port), PATIENCE, served)
         finally:
             for first in psutil.Process(served.pid).children():  # the others end with it
                 first.terminate()
-        assert served.wait(60) == 0
+        assert served.wait(PATIENCE) == 0
     assert (root / "served" / "motet.db").is_file()
 
 

@@ -71,7 +71,9 @@ def test_a_real_prometheus_scrapes_the_service_and_evaluates_every_rule_and_pane
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
         try:
-            with httpx2.Client(base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False, timeout=60) as prometheus:
+            with httpx2.Client(
+                base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False, timeout=PATIENCE
+            ) as prometheus:
                 _look(prometheus, process)
         finally:
             process.terminate()
@@ -90,7 +92,7 @@ def _look(prometheus: httpx2.Client, process: subprocess.Popen[bytes]) -> None:
         except (httpx2.TransportError, json.JSONDecodeError):  # it starts
             return False
 
-    wait_until(is_up, 60, process)
+    wait_until(is_up, PATIENCE, process)
     assert asked("/query", query='motet_jobs{state="succeeded"}')["result"][0]["value"][1] == "1"
     for expression in expressions():
         asked("/query", query=expression)
@@ -98,10 +100,10 @@ def _look(prometheus: httpx2.Client, process: subprocess.Popen[bytes]) -> None:
     def rules() -> list[Any]:
         return [rule for group in asked("/rules")["groups"] for rule in group["rules"]]
 
-    wait_until(lambda: {rule["health"] for rule in rules()} == {"ok"}, 60, process)
+    wait_until(lambda: {rule["health"] for rule in rules()} == {"ok"}, PATIENCE, process)
 
     def pending() -> set[str]:
         return {rule["name"] for rule in rules() if rule["state"] == "pending"}
 
-    wait_until(lambda: "MotetEngineAway" in pending(), 60, process)  # the engine of this service never starts
+    wait_until(lambda: "MotetEngineAway" in pending(), PATIENCE, process)  # the engine of this service never starts
     assert "MotetRewardsFail" not in pending(), "one step is no trend"

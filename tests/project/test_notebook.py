@@ -8,6 +8,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.support.waiting import PATIENCE
+
 PLACE = Path(__file__).resolve().parents[2] / "examples" / "notebook.ipynb"
 
 
@@ -18,7 +20,7 @@ def test_the_notebook_runs_and_draws_while_it_trains(tmp_path: Path, monkeypatch
     assert text.count("STEPS = 30") == 1
     notebook = nbformat.reads(text.replace("STEPS = 30", "STEPS = 1"), as_version=4)
     assert all(not cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "commit it without outputs"
-    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
     (picture,) = [
         output.data["image/svg+xml"]
         for cell in notebook.cells

@@ -6,12 +6,18 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE
+
 TESTS = Path(__file__).resolve().parents[1]
-LEAST = 60
+LEAST = PATIENCE
 """Seconds of a deadline that is written out."""
 POLL = 1
 """Seconds below which a wait is a pause between two looks."""
-EARLY = ("psutil.wait_procs(below, timeout=10)",)
+EARLY = (
+    "psutil.wait_procs(below, timeout=10)",
+    "handler.scorer.closing.wait(60)",
+    "httpx2.get(f'{server.url}/health', timeout=5.0, trust_env=False)",
+)
 """Waits whose end is no failure."""
 
 
@@ -22,10 +28,8 @@ def deadline(call: ast.Call) -> ast.expr | None:
     place = {"timeout": 0, "wait_for": 1, "result": 0, "join": 0, "wait": 0, "until": 1, "wait_until": 1}.get(name)
     if name in ("timeout", "wait_for") and owner != "asyncio":
         return None
-    if name not in ("run", "communicate", "acquire", "wait_procs") and place is None:
-        return None
     given = call.args[place] if place is not None and place < len(call.args) else None
-    return named.get("timeout") or named.get("seconds") or given
+    return named.get("timeout") or (None if place is None else named.get("seconds") or given)
 
 
 def hasty(source: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from motet.core.types import Chunk, GenerateRequest, JobState
 from motet.rollout.fake import FakeEngine
 from tests.support.fake_run import Setting, job, metrics, records, run_jobs, weights
 from tests.support.remembering import RememberingEngine, RememberingTrainer, check_samples
+from tests.support.waiting import PATIENCE
 
 MOVING: dict[str, Any] = {
     "steps": 8,
@@ -58,7 +59,7 @@ class WaitingEngine(RememberingEngine):
         _SUSPENDED.set(_SUSPENDED.get() + 1)
         match _WAITS.get():
             case (times, aborted) if times == _SUSPENDED.get():
-                await asyncio.wait_for(aborted.wait(), 60)
+                await asyncio.wait_for(aborted.wait(), PATIENCE)
         await super().suspend()
 
 

@@ -174,7 +174,7 @@ def request(name: str, adapter: AdapterRef | None, seeds: Sequence[int] = (1, 2)
 async def collect(engine: Any, asked: GenerateRequest) -> dict[int, list[Chunk]]:
     """Chunks by index."""
     found: dict[int, list[Chunk]] = {}
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE):
         async for chunk in engine.generate(asked):
             found.setdefault(chunk.index, []).append(chunk)
     return dict(sorted(found.items()))
@@ -320,7 +320,7 @@ def test_abort_reaches_the_process(base: Any, here: EmbeddedEngine, link: Sample
         task = asyncio.create_task(collect(engine, mine))
         await asyncio.sleep(0)
         finished: dict[int, FinishReason] = {}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             async for chunk in engine.generate(other):
                 if not finished:
                     assert engine._open[1].total() == 2, "it is not in the process"
@@ -415,7 +415,7 @@ def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, link:
         waiting = asyncio.create_task(collect(engine, occupied))
         await asyncio.sleep(0)
         found: dict[int, list[Chunk]] = {}
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             async for chunk in engine.generate(asked):
                 if not found:
                     assert chunk.index == first
@@ -671,7 +671,7 @@ def test_an_interrupted_run_saves_and_leaves_no_process(tmp_path: Path, number: 
             children = psutil.Process(process.pid).children(recursive=True)
             assert any("motet.rollout.sampler_process" in child.cmdline() for child in children), children
             (os.killpg if number is signal.SIGINT else os.kill)(process.pid, number)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
     assert process.returncode == 130, out + err

@@ -17,6 +17,7 @@ import motet
 from motet.config.jobfile import load_jobs
 from motet.core.types import Problem
 from motet.hosting.running import run_config
+from tests.support.waiting import PATIENCE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -34,7 +35,7 @@ def test_each_way_to_learn_runs_from_its_file(tmp_path: Path) -> None:
     assert set(done.jobs) == {*learned, "chat", "pairs", "thumbs"}
     target = tmp_path / "pairs.jsonl"
     script = [sys.executable, *map(str, (EXAMPLES / "pairs.py", tmp_path / "run" / "retry", target))]
-    answered = subprocess.run(script, capture_output=True, text=True, check=True, timeout=60)
+    answered = subprocess.run(script, capture_output=True, text=True, check=True, timeout=PATIENCE)
     pairs = [json.loads(line) for line in target.read_text().splitlines()]
     assert answered.stdout == f"{len(pairs)} pairs in {target}\n"
     assert all(set(pair) == {"prompt", "chosen", "rejected"} and pair["chosen"] != pair["rejected"] for pair in pairs)
@@ -97,7 +98,9 @@ def made(name: str, directory: Path, *settings: str) -> Any:
     """The jobs of an example, beside the rows that its script writes."""
     for suffix in (".py", ".yaml"):
         shutil.copy(EXAMPLES / f"{name}{suffix}", directory)
-    rows = subprocess.run([sys.executable, f"{name}.py"], cwd=directory, capture_output=True, check=True, timeout=60)
+    rows = subprocess.run(
+        [sys.executable, f"{name}.py"], cwd=directory, capture_output=True, check=True, timeout=PATIENCE
+    )
     (directory / f"{name}.jsonl").write_bytes(rows.stdout)
     return load_jobs(directory / f"{name}.yaml", [f"run={directory / 'run'}", *settings])
 

@@ -37,7 +37,7 @@ from motet.tasks.reward_walls import Walls
 from motet.tasks.team import groups_of
 from tests.support.fake_run import metrics, records
 from tests.support.scripted_model import CHAT, TOKENIZER, Says, Script, ThreadsOf
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 OWN = '''
 class Pair:
@@ -304,7 +304,7 @@ def test_a_team_goes_on_to_the_same_bytes_after_kill_9(file: Path, tmp_path: Pat
     (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"base": "small", "jobs": [job]}))
     command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--set", f"run={tmp_path / 'parts'}"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
-        wait_until((tmp_path / "parts" / "pair" / "versions" / "v2").exists, 90.0)
+        wait_until((tmp_path / "parts" / "pair" / "versions" / "v2").exists, PATIENCE)
         running.kill()
     assert not (tmp_path / "parts" / "pair" / "versions" / "v6").exists()
     subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)

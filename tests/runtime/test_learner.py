@@ -162,7 +162,7 @@ def all_end(base: LoraModel, given: Mapping[str, tuple[Segment, ...]], kind: typ
             tasks.add(asyncio.create_task(learner.train(name, some), name=name))
             if len(tasks) == 1:
                 await until(lambda: learner._turn_of is not None)
-        done, left = await asyncio.wait(tasks, timeout=60)
+        done, left = await asyncio.wait(tasks, timeout=PATIENCE)
         for task in left:
             task.cancel()
         assert not left, f"only {sorted(one.get_name() for one in done)} of {sorted(given)} were trained"

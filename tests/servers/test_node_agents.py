@@ -203,10 +203,10 @@ def test_an_agent_writes_what_was_sent_and_nothing_else(dialect: Any, tmp_path: 
         return client.put(f"/versions/{name}", content=body, headers={DIGEST: said})
 
     with nodes(1, tmp_path, dialect) as ((server,), (agent,)):
-        with httpx2.Client(base_url=agent, trust_env=False, timeout=60) as stranger:
+        with httpx2.Client(base_url=agent, trust_env=False, timeout=PATIENCE) as stranger:
             assert stranger.put("/versions/a-v0", content=content, headers={DIGEST: digest}).status_code == 401
         with httpx2.Client(
-            base_url=agent, trust_env=False, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+            base_url=agent, trust_env=False, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE
         ) as client:
             refused = put("a-v0", content[:-1] + b"x", digest)
             assert (refused.status_code, "send them again" in refused.text) == (422, True)

@@ -105,12 +105,12 @@ def test_the_command_starts_it_and_ends_it(tmp_path: Path) -> None:
 
     def health() -> int:
         try:
-            return httpx2.get(f"http://127.0.0.1:{own}/health", trust_env=False, timeout=60).status_code
+            return httpx2.get(f"http://127.0.0.1:{own}/health", trust_env=False, timeout=PATIENCE).status_code
         except httpx2.HTTPError:
             return 0
 
     try:
-        wait_until(lambda: health() == 200, 60)
+        wait_until(lambda: health() == 200, PATIENCE)
         (pid,) = pids(tmp_path)
     finally:
         agent.terminate()

@@ -28,7 +28,7 @@ from tests.support.protocol_client import (
     run,
 )
 from tests.support.protocol_server import FOREVER, ProtocolServer
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 def test_late_answers() -> None:
@@ -41,7 +41,7 @@ def test_late_answers() -> None:
         server.faults.late = {"generate": 1.0}
         assert await seconds(client.post(GENERATE, json=body())) >= 1.0
         server.faults.late = {"generate": 600.0}
-        await asyncio.wait_for(client.get("/health"), 60)
+        await asyncio.wait_for(client.get("/health"), PATIENCE)
         server.faults.late = {"all": 0.3}
         assert await seconds(client.get("/health")) >= 0.3
 

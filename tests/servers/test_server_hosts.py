@@ -83,7 +83,7 @@ class Run:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        wait_until(condition, 120.0, self.process)
+        wait_until(condition, PATIENCE, self.process)
 
     def ended(self) -> dict[str, bytes]:
         """Each job's last adapter."""

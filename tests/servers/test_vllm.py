@@ -36,6 +36,7 @@ from tests.support.node_agents import node_agent
 from tests.support.peft_files import export
 from tests.support.service_run import Service, serving, tiny
 from tests.support.vllm_server import OPTIONS, launch, vllm_python, vllm_server
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 KEY = "MOTET_TEST_VLLM_KEY"
@@ -73,7 +74,9 @@ def server(release: str, small: Any, place: Path, on_gpus: Launched) -> Iterator
     _, _, _, *options = on_gpus.process._command
     with vllm_server(small, place, own_worker=False, release=release, reads=options) as found:
         os.environ[KEY] = found.key
-        said = httpx2.get(f"{found.url}/version", headers={"Authorization": f"Bearer {found.key}"}, timeout=60).json()
+        said = httpx2.get(
+            f"{found.url}/version", headers={"Authorization": f"Bearer {found.key}"}, timeout=PATIENCE
+        ).json()
         assert said["version"].partition("+")[0] == release
         yield found
         del os.environ[KEY]
@@ -156,7 +159,9 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path) 
         assert [line["version"] for line in steps] == [max(0, step - lag) for step in range(4)]
         if lag == 0:
             assert max(line["logprob_gap"] for line in steps if line["tokens"]) < FLOAT32_GAP
-    told = httpx2.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}, timeout=60).json()
+    told = httpx2.get(
+        f"{server.url}/v1/models", headers={"Authorization": f"Bearer {server.key}"}, timeout=PATIENCE
+    ).json()
     assert [card["id"] for card in told["data"] if card["parent"]] == [], "versions stayed loaded"
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
 
@@ -177,7 +182,7 @@ def test_versions_come_through_an_agent_and_are_found_by_name(
     for file in ADAPTER_FILES:
         shutil.copyfile(result.adapter / file, place / "by-name" / "found" / file)
     headers = {"Authorization": f"Bearer {server.key}"}
-    with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False) as client:
         base = client.get("/v1/models").json()["data"][0]["id"]
 
         def logprobs(model: str) -> Any:
@@ -308,7 +313,7 @@ def test_a_teacher_is_known_by_its_name_and_weights_that_have_no_place_are_refus
     """An adapter that the server has loaded teaches; vLLM's workers do not fetch weights of a layer that they do not adapt."""
     taught = teacher(tmp_path / "taught", 8)
     headers = {"Authorization": f"Bearer {server.key}"}
-    with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False) as client:
         loaded = {"lora_name": "taught", "lora_path": str(taught)}
         assert client.post("/v1/load_lora_adapter", json=loaded).status_code == 200
         algorithm = {"type": "distill", "teacher": server.url, "teacher_key_env": KEY, "group_size": 4}
@@ -480,7 +485,7 @@ def test_experts_one_by_one_are_what_it_loads(tmp_path: Path) -> None:
     write(tmp_path / "together", None, tmp_path / "apart", "experts")
     with vllm_server(base, tmp_path / "server", "--max-model-len", "256", "--lora-target-modules", *targets) as server:
         headers = {"Authorization": f"Bearer {server.key}"}
-        with httpx2.Client(base_url=server.url, headers=headers, timeout=120, trust_env=False) as client:
+        with httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False) as client:
             for form, status in (("apart", 200), ("together", 500)):
                 asked = {"lora_name": form, "lora_path": str(tmp_path / form)}
                 answer = client.post("/v1/load_lora_adapter", json=asked)

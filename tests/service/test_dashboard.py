@@ -249,8 +249,7 @@ def test_a_job_is_written_watched_paused_resumed_and_cancelled(service: Keyed, p
 def test_an_answer_that_comes_late_does_not_undo_what_was_told_since(service: Keyed, page: Page) -> None:
     def late(route: Route) -> None:
         answer = route.fetch()
-        service.becomes("late", "paused")
-        time.sleep(2)  # the page hears of it
+        expect(page.locator(".facts")).to_contain_text(re.compile("^paused"))  # it has heard of it
         route.fulfill(response=answer)
 
     service.submit(service.long("late"))
@@ -361,7 +360,9 @@ def test_what_is_copied_asks_the_adapter(service: Keyed, browser: Browser) -> No
             assert service.keys["us"] not in copied
             command = ["sh", "-c", f"{copied} --silent"] if client == "curl" else [sys.executable, "-c", copied]
             environment = {**os.environ, "MOTET_API_KEY": service.keys["us"]}
-            answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+            answer = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=PATIENCE / 1000, check=True
+            )
             assert "error" not in answer.stdout
             assert answer.stdout.strip()
         page.get_by_label("Version").select_option("6")

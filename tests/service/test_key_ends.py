@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 from fastapi.routing import APIRoute
+from sqlalchemy import update
 
 import motet
 from motet.agents.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
@@ -19,8 +20,8 @@ from motet.config import RewardConfig
 from motet.core.errors import ServiceError
 from motet.service import depends
 from motet.service.app import ROUTES
-from motet.service.database.tables import now
-from motet.service.http.opened import LOOK_SECONDS, EndsWithKey
+from motet.service.database.tables import Key, now
+from motet.service.http.opened import LOOK_SECONDS, EndsWithKey, KeyWatch
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.parts import PREFIX
 from motet.service.workers.agents import AgentWorkers
@@ -94,7 +95,7 @@ class Held(threading.Thread):
         """Ask, and read all of the answer."""
         method, path, request = self._asked
         with (
-            httpx2.Client(base_url=self._url, timeout=30.0, trust_env=False) as http,
+            httpx2.Client(base_url=self._url, timeout=PATIENCE, trust_env=False) as http,
             http.stream(method, path, **request) as answer,
         ):
             self.status = answer.status_code
@@ -102,6 +103,13 @@ class Held(threading.Thread):
                 self.begun.set()
                 self.text += piece
         self.ended = time.monotonic()
+
+
+def key_watch(house: House) -> KeyWatch:
+    """What looks at the keys of open requests."""
+    kinds: Any = house.app.user_middleware
+    (watch,) = (one.kwargs["watch"] for one in kinds if one.cls is EndsWithKey)
+    return cast(KeyWatch, watch)
 
 
 def job_of(house: House, name: str, **fields: Any) -> str:
@@ -212,7 +220,9 @@ def test_what_a_key_opened_ends_with_it_and_with_no_other(house: House, someone:
     other = Someone(house, f"other-{time.time_ns()}")
     theirs = all_events(house, other)
     held = {path: hold(house, someone) for path, hold in HOLDING.items()}
-    time.sleep(0.5)
+    watch = key_watch(house)
+    wait_until(lambda: sum(one.key == someone.key.id for one in watch._requests) == len(held))
+    assert all(one.begun.wait(PATIENCE) for path, one in held.items() if "stream" in path)
     assert {path: one.text for path, one in held.items() if not one.is_alive()} == {}
     ended = someone.revoke()
     for path, one in held.items():
@@ -246,8 +256,11 @@ def test_a_body_that_is_being_sent_ends_with_its_key(house: House, someone: Some
 
 
 def test_a_key_that_expires_ends_what_it_opened_too(house: House) -> None:
-    someone = Someone(house, "brief", expires=now() + 1.0)
+    someone = Someone(house, "brief", expires=now() + 3600)
     held = all_events(house, someone)
+    assert held.begun.wait(PATIENCE)
+    with house.store.transaction() as session:
+        session.execute(update(Key).where(Key.id == someone.key.id).values(expires=now()))
     held.join(PATIENCE)
     assert held.status == 200
     assert "revoked or has expired" in held.text
@@ -308,8 +321,7 @@ def test_a_link_to_a_file_ends_with_the_key_that_asked_for_it(house: House, some
 
 def test_whoever_replaces_or_ends_its_own_key_gets_the_answer(house: House, someone: Someone) -> None:
     """Also where the keys are looked at between the change and its answer, here as often as they can be."""
-    kinds: Any = house.app.user_middleware
-    (watch,) = (one.kwargs["watch"] for one in kinds if one.cls is EndsWithKey)
+    watch = key_watch(house)
 
     async def look() -> None:
         while True:

@@ -14,7 +14,7 @@ from motet.agents.episode_messages import AskEpisode, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
 from motet.service.workers.agents import OfferedEpisode
 from tests.support.house import House, open_house
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 class Engine:
@@ -123,6 +123,6 @@ def _half_sent(house: House, path: str, key: str, length: int, content: bytes = 
     """A connection that sends a part of a request."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {house.keys[key]}\r\nContent-Length: {length}"
     assert house.http.base_url.port is not None
-    one = socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=30)
+    one = socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=PATIENCE)
     one.sendall(f"{head}\r\n\r\n".encode() + content)
     return one

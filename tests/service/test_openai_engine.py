@@ -18,6 +18,7 @@ from motet.tasks.judging import prompt
 from tests.support.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
 from tests.support.pages import fences
 from tests.support.service_run import Json, Service, tiny
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "openai.md"
@@ -45,7 +46,13 @@ def test_the_script_of_the_page_runs(service: Service, tmp_path: Path) -> None:
     (script,) = fences(PAGE.read_text(), "py")
     env = service.environment("none")
     ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()

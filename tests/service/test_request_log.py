@@ -13,6 +13,7 @@ from motet.cluster.messages import JobStanding
 from motet.service.request_log import RequestFiles
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
+from tests.support.waiting import PATIENCE
 
 
 def lines(house: House, name: str) -> list[dict[str, Any]]:
@@ -103,7 +104,7 @@ def test_a_defect_is_counted_as_a_failure_of_the_service(tmp_path):
     with open_house(tmp_path) as house:
         house.app.add_api_route("/broken", broken)
         # not by the house's client: the server breaks its connection off
-        answer = httpx2.get(f"{house.http.base_url}/broken", trust_env=False, timeout=60)
+        answer = httpx2.get(f"{house.http.base_url}/broken", trust_env=False, timeout=PATIENCE)
         line = next(line for line in lines(house, "access.log") if line["id"] == answer.headers["x-request-id"])
         assert (answer.status_code, line["status"]) == (500, 500)
         assert figures(house)['motet_http_seconds_count{method="GET",route="/broken",status="5xx"}'] == 1

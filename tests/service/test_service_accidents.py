@@ -82,11 +82,15 @@ def uploaded(house: House) -> str:
 
 
 def test_a_job_whose_file_is_gone_when_it_may_start_fails_and_those_behind_it_start(house: House) -> None:
-    file, soon = uploaded(house), {"at": time.time() + 0.5}
+    file, later = uploaded(house), {"at": time.time() + 3600}
+    jobs = list[str]()
     for name, data in (("unlucky", {"data": file}), ("lucky", {})):
-        assert house.ask("POST", "/v1/jobs", json={**tiny(name), **data}, params=soon).json()["state"] == "queued"
+        job = house.ask("POST", "/v1/jobs", json={**tiny(name), **data}, params=later).json()
+        assert job["state"] == "queued"
+        jobs.append(job["id"])
     assert house.ask("DELETE", f"/v1/files/{file}").status_code == 200
-    time.sleep(0.6)
+    for job in jobs:
+        house.store.change_job(job, start_at=time.time() - 1)
     house.part(JobQueue).release()
     found = {name: house.ask("GET", f"/v1/jobs/{name}").json() for name in ("unlucky", "lucky")}
     assert (found["unlucky"]["state"], found["lucky"]["state"]) == ("failed", "queued")
@@ -129,12 +133,12 @@ def test_those_who_wait_are_looked_at_again_after_whatever_goes_wrong(store: Sto
 
     place = Broken(store, tmp_path / "run")
     us = person(store, "us")
-    place.submit(us, "odd", at=time.time() + 0.1)
+    place.submit(us, "odd", at=time.time() + 1)
 
     async def work() -> None:
         watching_them = asyncio.create_task(place.queue.watch())
         await until(lambda: place.failed > 0)
-        await asyncio.to_thread(place.submit, us, "plain", at=time.time() + 0.1)
+        await asyncio.to_thread(place.submit, us, "plain", at=time.time() + 1)
         await until(lambda: place.handed == ["plain"], PATIENCE)
         watching_them.cancel()
 

@@ -14,6 +14,7 @@ from tests.support.openai_requests import JUDGE
 from tests.support.service_run import Json, Service, serving, tiny
 from tests.support.tenants import CHAT, Tenants, agent_worker, of_agent
 from tests.support.tinker_requests import Client
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +184,7 @@ def test_who_has_nothing_left_of_the_day_gets_nothing_more_of_the_device(tenants
     http.post("/v1/jobs", json=of_agent("agent", 50)).raise_for_status()
     path, lease = "/v1/jobs/agent/episodes", {"worker": "by-hand", "most": 1, "wait_seconds": 20}
     episodes = http.post(f"{path}/lease", json=lease).raise_for_status().json()["episodes"]
-    with httpx2.Client(base_url=service.url, timeout=60.0, trust_env=False) as model:
+    with httpx2.Client(base_url=service.url, timeout=PATIENCE, trust_env=False) as model:
         model.headers["Authorization"] = f"Bearer {episodes[0]['key']}"
         assert asked(model, episodes[0]["path"])
         tenants.limit(who, **{limit: SPENT[limit]})
@@ -191,7 +192,7 @@ def test_who_has_nothing_left_of_the_day_gets_nothing_more_of_the_device(tenants
         with agent_worker(http, "agent", lambda model, path: float(len(asked(model, path)))):  # of the step under way
             results = [{"id": one["id"], "reward": 1.0} for one in episodes]
             http.post(f"{path}/results", json={"results": results}).raise_for_status()
-            service.until(lambda: http.get("/v1/jobs/agent").json()["state"] == "paused", 60)
+            service.until(lambda: http.get("/v1/jobs/agent").json()["state"] == "paused", PATIENCE)
         assert http.post(f"{path}/lease", json={**lease, "wait_seconds": 0}).json()["episodes"] == []
         for route in ("chat/completions", "responses", "messages"):
             body = {**CHAT, "max_tokens": 4, "input": "a"}

@@ -17,7 +17,7 @@ import motet
 from motet.core.errors import DataError, ServiceError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from tests.support.commands import Motet, job_file
-from tests.support.service_run import Service, serving, tiny
+from tests.support.service_run import LASTING, Service, serving, tiny
 
 pytestmark = pytest.mark.slow
 ASKED: Any = {"messages": [{"role": "user", "content": "Sort the letters of dca."}], "max_tokens": 12, "seed": 5}
@@ -160,12 +160,14 @@ def test_weights_that_do_not_fit_are_refused_at_the_upload(client: motet.Client,
 
 
 def test_jobs_wait_for_each_other_and_for_a_time_across_restarts(service: Service, client: motet.Client) -> None:
+    service.engine().suspend()
     client.submit(tiny("first", 8))
     client.submit(tiny("second", 1, adapter={"init": "first@best"}), after=["first"])
     client.submit(tiny("doomed", 1), after=["second", "broken-too"][:1])
     client.submit(tiny("timed", 1), at=time.time() + 4)
     client.cancel("doomed")
     assert client.job("second").message == "waits for 'first' to succeed"
+    service.engine().resume()
     service.reaches("first", 3)
     service.kill()
     service.start()
@@ -274,7 +276,7 @@ def test_an_engine_that_cannot_go_on_is_started_again(tmp_path: Path) -> None:
         shutil.copytree(Path(motet.__file__).parent / "assets" / "small-base", base, dirs_exist_ok=True)
         service.until(lambda: service.answers("/readyz"))
         assert service.ended("early") == "succeeded", "it was kept"
-        service.submit(tiny("long", 400))
+        service.submit(tiny("long", LASTING))
         service.reaches("long", 1)
         waiting = service.submit(tiny("waiting", 1))["id"]
         directory = service.directory / "run" / str(waiting)

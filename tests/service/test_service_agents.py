@@ -17,7 +17,7 @@ import pytest
 
 import motet
 from tests.support.service_run import Json, Service, serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -129,7 +129,7 @@ def worker(service: Service, *words: object, **environment: str) -> subprocess.P
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Its exit code, and what it said."""
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=PATIENCE)
     return process.returncode, out
 
 
@@ -144,7 +144,7 @@ def asked(service: Service, path: str, key: str, method: str = "POST", **body: A
     """Status and body of what an agent asks."""
     sent = body or {"model": "any", "messages": [{"role": "user", "content": "2+2?"}]}
     headers, url = {"Authorization": f"Bearer {key}"} if key else {}, f"{service.url}{path}"
-    answer = httpx2.request(method, url, headers=headers, timeout=60, json=None if method == "GET" else sent)
+    answer = httpx2.request(method, url, headers=headers, timeout=PATIENCE, json=None if method == "GET" else sent)
     return answer.status_code, answer.json()
 
 
@@ -158,7 +158,7 @@ def test_a_worker_that_is_killed_loses_its_episodes_to_another_and_the_bytes_are
     agent = f"{service.directory}/agent.py:run"
     file.write_text(json.dumps({"base": "small", "jobs": [job("own", agent)]}))
     first = worker(service, file, MARKS=str(marks))
-    wait_until((marks / "killed").exists, 60)
+    wait_until((marks / "killed").exists, PATIENCE)
     first.send_signal(signal.SIGKILL)
     first.communicate()
     code, out = ended(worker(service, file, MARKS=str(marks)))
@@ -187,7 +187,7 @@ def test_an_agent_of_a_race_also_works_for_its_copies(service: Service, tmp_path
     file.write_text(json.dumps({"base": "small", "jobs": [wanted]}))
     with worker(service, file) as running:
         try:
-            service.until(lambda: any(one["ended"] for one in service.ask("GET", "/v1/races")["data"]), 120)
+            service.until(lambda: any(one["ended"] for one in service.ask("GET", "/v1/races")["data"]), PATIENCE)
             code, out = ended(running)
         finally:
             running.kill()
@@ -326,7 +326,7 @@ def test_each_key_opens_what_is_its_own_and_nothing_else(service: Service, by_ha
         (key_of(service, "ours"), f"/v1/jobs/{by_hand}", 200),
     ):
         both = {"Authorization": f"Bearer {bearer}", "x-api-key": episode["key"]}
-        assert httpx2.get(f"{service.url}{path}", headers=both, timeout=60).status_code == status
+        assert httpx2.get(f"{service.url}{path}", headers=both, timeout=PATIENCE).status_code == status
     assert asked(service, f"{episode['path']}/models", episode["key"], "GET")[0] == 200
     assert service.ask("POST", f"{base}/results", json=result)["counted"] == [episode["id"]]
 

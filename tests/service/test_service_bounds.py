@@ -38,6 +38,7 @@ from motet.tasks.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, row
 from motet.tasks.template_variables import TEMPLATE_PARAMETERS
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
+from tests.support.waiting import PATIENCE
 
 MANY = 1_000_000
 
@@ -190,7 +191,7 @@ def test_the_form_of_an_upload_has_one_file_and_little_else(house: House, path: 
 
 def sent(house: House, head: str, *pieces: bytes, path: str = "/v1/chat/completions") -> bytes:
     """What is answered to a request that is never finished."""
-    with socket.create_connection((house.http.base_url.host, house.http.base_url.port or 80), timeout=10) as line:
+    with socket.create_connection((house.http.base_url.host, house.http.base_url.port or 80), timeout=PATIENCE) as line:
         line.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{head}\r\n".encode())
         for piece in pieces:
             line.sendall(piece)

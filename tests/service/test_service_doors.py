@@ -37,7 +37,7 @@ from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.support.house import House, open_house
 from tests.support.openai_requests import hostile
 from tests.support.service_run import serving, tiny
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 POSITIONS = 1024
 HTTP = HttpConfig(
@@ -249,7 +249,7 @@ def test_nobody_takes_the_memory_of_those_with_a_key() -> None:
 def half_sent(house: House, text: bytes) -> socket.socket:
     """A connection that sends a part of a request."""
     assert house.http.base_url.port is not None
-    one = socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=30)
+    one = socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=PATIENCE)
     one.sendall(text)
     return one
 
@@ -263,7 +263,9 @@ def test_half_sent_requests_make_way_for_whole_ones(tmp_path: Path) -> None:
         for number in range(100):
             stack.enter_context(half_sent(house, HEAD if number % 2 else HEAD + b"Content-Length: 9\r\n\r\nx"))
             if number % 10 == 0:
-                assert httpx2.get(f"{house.http.base_url}/healthz", trust_env=False, timeout=60).status_code == 200
+                assert (
+                    httpx2.get(f"{house.http.base_url}/healthz", trust_env=False, timeout=PATIENCE).status_code == 200
+                )
 
 
 @pytest.mark.parametrize("text", [b"", HEAD, HEAD + b"Content-Length: 999\r\n\r\nx"])
@@ -382,7 +384,7 @@ def test_a_service_answers_while_thousands_of_requests_are_half_sent(tmp_path: P
             service = stack.enter_context(serving(tmp_path, ready=False))
             resource.setrlimit(resource.RLIMIT_NOFILE, (4096, hard))
             for number in range(2000):
-                one = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=30))
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=PATIENCE))
                 one.sendall(HEAD)
                 if number % 20 == 0:
                     assert service.answers("/healthz")

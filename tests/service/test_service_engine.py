@@ -13,13 +13,13 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.support.adapter_files import loads_with_peft, run_alone, weights_of
-from tests.support.service_run import Json, Service, tiny
+from tests.support.service_run import LASTING, Json, Service, tiny
 
 pytestmark = [
     pytest.mark.slow,
 ]
 
-LONG = 8
+LONG, LONGER = 8, 16
 """Steps of jobs that something happens to meanwhile."""
 
 
@@ -47,7 +47,7 @@ def service(started: tuple[Service, float]) -> Service:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Adapters of `motet run`, each job without company."""
-    jobs = [tiny("life"), tiny("steady", LONG), tiny("first", LONG), tiny("second", LONG, **LAGGING)]
+    jobs = [tiny("life"), tiny("steady", LONG), tiny("first", LONGER), tiny("second", LONGER, **LAGGING)]
     return weights_of(run_alone(tmp_path_factory.mktemp("alone"), *jobs))
 
 
@@ -80,8 +80,8 @@ def test_jobs_survive_whatever_dies_often_with_the_same_bytes(tmp_path: Path, al
 
 def _survive(service: Service, alone: dict[str, bytes], often: bool = False) -> None:
     """Of a service whose engine is starting."""
-    service.submit(tiny("first", LONG))  # while the engine is starting
-    service.submit(tiny("second", LONG, **LAGGING))
+    service.submit(tiny("first", LONGER))  # while the engine is starting
+    service.submit(tiny("second", LONGER, **LAGGING))
     service.submit(tiny("waiting", 1))
     service.steer("waiting", "cancel")
     service.reaches("first", 1)
@@ -101,7 +101,7 @@ def _survive(service: Service, alone: dict[str, bytes], often: bool = False) -> 
         service.start()
     for name in ("first", "second"):
         assert service.ended(name) == "succeeded", service.job(name)["message"]
-        assert service.steps(name) == list(range(LONG + 1))
+        assert service.steps(name) == list(range(LONGER + 1))
         assert service.states(name)[0] == "queued"
         assert set(service.states(name)[1:-1]) == {"running"}
         assert service.weights(name) == alone[name]
@@ -134,7 +134,7 @@ def test_neighbours_that_come_go_pause_and_fail_change_no_byte(service: Service,
     service.submit({**tiny("broken"), "data": {"source": "toy:sort_letters", "prompt": "nowhere"}})
     service.reaches("resting", 2)
     service.steer("resting", "pause")
-    service.submit(tiny("dropped", 4 * LONG))
+    service.submit(tiny("dropped", LASTING))
     service.reaches("dropped", 1)
     service.steer("dropped", "cancel")
     assert service.becomes("resting", "paused")["step"] < 4 * LONG
@@ -196,7 +196,7 @@ ASKED: Any = {
 
 
 def test_the_openai_client_talks_to_the_base_and_to_versions_while_a_job_trains(service: Service) -> None:
-    service.submit(tiny("teaching", 2 * LONG))
+    service.submit(tiny("teaching", LASTING))
     service.reaches("teaching", 2)
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
         names = {model.id for model in client.models.list()}

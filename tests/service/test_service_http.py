@@ -45,7 +45,7 @@ from tests.support.cases import few
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.together import at_once
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 OPEN = {"/healthz", "/readyz"}  # routes that need no key
 SIGN_IN = {"/v1/login", "/v1/login/key", "/v1/login/device", "/v1/login/device/key"}
@@ -392,11 +392,11 @@ def slow_uploads(
 
     def body() -> Iterator[bytes]:
         yield head
-        may.wait(60)
+        may.wait(PATIENCE)
         yield ROWS + b"\r\n--x--\r\n"
 
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    asked = [threads.submit(house.ask, "POST", path, content=body(), headers=kind, timeout=60.0) for _ in range(n)]
+    asked = [threads.submit(house.ask, "POST", path, content=body(), headers=kind, timeout=PATIENCE) for _ in range(n)]
     wait_until(lambda: house.bodies._uploads.total() == n)
     return asked
 
@@ -448,7 +448,7 @@ def test_few_downloads_of_a_tenant_are_packed_and_not_sent_yet(house: House) -> 
         asked = [threads.submit(house.ask, "GET", path) for _ in range(MOST_OPEN)]
         try:
             wait_until(lambda: len(reading._queues.get(who.tenant_id, ())) == MOST_OPEN)
-            told = house.ask("GET", path, timeout=5.0)
+            told = house.ask("GET", path, timeout=PATIENCE)
         finally:
             may.set()
         assert [one.result().status_code for one in asked] == [200] * MOST_OPEN
@@ -548,11 +548,18 @@ def test_a_file_cannot_choose_where_it_lies(house: House) -> None:
     house.refused(404, "DELETE", "/v1/files/..%2Fmotet.db")
 
 
-async def cut_off_while_written(house: House, sending: asyncio.Task[Any]) -> None:
+def names(folder: Path) -> set[str]:
+    """Of what is in it."""
+    return {path.name for path in folder.iterdir()} if folder.exists() else set()
+
+
+async def cut_off_while_written(house: House, sending: asyncio.Task[Any], folder: Path) -> None:
     """Cancel a request while its row waits for the database, in a thread that cannot be called back."""
+    before = names(folder)
     with contextlib.closing(sqlite3.connect(house.storage.directory / "motet.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        await asyncio.sleep(1)
+        await until(lambda: not names(folder) <= before)  # its row comes after its file
+        await asyncio.sleep(0.5)
         sending.cancel()
         await asyncio.sleep(0.2)
         other.execute("ROLLBACK")
@@ -572,7 +579,7 @@ def test_an_upload_that_is_cut_off_leaves_a_file_and_its_row(house: House) -> No
         request = cast(Request, SimpleNamespace(form=form, receive=asyncio.Event().wait))
         file = UploadFile(io.BytesIO(ROWS), filename="cut.jsonl")
         sending = asyncio.create_task(upload(request, who, house.service, file))
-        await cut_off_while_written(house, sending)
+        await cut_off_while_written(house, sending, folder)
 
     before = {path.stem for path in folder.iterdir()}
     asyncio.run(cut_off())
@@ -597,7 +604,7 @@ def test_an_adapter_that_is_cut_off_leaves_its_files_and_its_row(tmp_path: Path)
         (key,) = host._open
         for answer in (AdapterExamined(key, 8, 16.0, ["q_proj"]), Answered(key)):
             host._open[key].put_nowait(answer)
-        await cut_off_while_written(house, sending)
+        await cut_off_while_written(house, sending, house.storage.adapters)
 
     with open_house(tmp_path) as house:
         asyncio.run(cut_off(house))
@@ -632,7 +639,7 @@ def test_a_service_without_keys_stays_on_this_machine(tmp_path: Path, host: str)
 
 def test_without_keys_everyone_is_admin_also_many_at_once(tmp_path: Path) -> None:
     with open_house(tmp_path, open_to_all=True) as house:
-        answers = at_once(lambda _: httpx2.get(f"{house.http.base_url}/v1/keys", timeout=60).status_code, 8)
+        answers = at_once(lambda _: httpx2.get(f"{house.http.base_url}/v1/keys", timeout=PATIENCE).status_code, 8)
         assert answers == [200] * 8
         assert house.ask("GET", "/v1/keys", "wrong").status_code == 200
 

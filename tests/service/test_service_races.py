@@ -20,6 +20,7 @@ from motet.service.jobs.races import Races
 from tests.support.commands import Motet, job_file
 from tests.support.house import House, open_house
 from tests.support.service_run import Json, Service, serving, tiny
+from tests.support.waiting import PATIENCE
 
 RACE = {"candidates": 4, "first": 1, "finalists": 1, "over": {"optimizer.lr": [1e-3, 4e-3, 1.6e-2]}}
 DATA = {"source": "toy:sort_letters", "size": 64, "holdout": 12}
@@ -47,7 +48,7 @@ def race(service: Service, name: str = "say") -> Json:
 def typed(service: Service, *words: str) -> str:
     """What a command says."""
     with service.motet(*words) as command:
-        out, _ = command.communicate(timeout=60)
+        out, _ = command.communicate(timeout=PATIENCE)
     assert command.returncode == 0, out
     return out
 

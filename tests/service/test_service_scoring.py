@@ -187,7 +187,7 @@ def test_workers_side_by_side_share_the_work_and_one_that_dies_loses_none(
         gate.touch()
         assert service.ended("beside") == "succeeded"
         for worker in workers[1:]:
-            out, _ = worker.communicate(timeout=60)
+            out, _ = worker.communicate(timeout=PATIENCE)
             assert worker.returncode == 0, out
             *said, last = out.splitlines()
             assert last.startswith("beside  succeeded after 3/3"), out
@@ -223,7 +223,7 @@ def test_a_server_that_is_killed_between_lease_and_result_asks_nothing_twice(
             service.terminate()
             service.start()
         assert service.ended(name) == "succeeded"
-        out, _ = worker.communicate(timeout=60)
+        out, _ = worker.communicate(timeout=PATIENCE)
         assert worker.returncode == 0, out
         assert service.weights(name) == alone["killed"]
         assert service.steps(name) == list(range(6))
@@ -342,7 +342,7 @@ def test_motet_submit_scores_here_until_ctrl_c_and_motet_score_goes_on(
         assert again, out
         service.until(lambda: waiting(service, "typed"))
         worker = service.motet(*shlex.split(again[1])[1:])
-        out, _ = worker.communicate(timeout=90)
+        out, _ = worker.communicate(timeout=PATIENCE)
         assert worker.returncode == 0, out
         assert "step 6/6" in out
         assert "step 1/6" not in out, "it was done before"

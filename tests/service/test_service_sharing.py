@@ -26,6 +26,7 @@ from motet.service.settings import Settings
 from tests.support.adapter_files import link, tarred
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
+from tests.support.waiting import PATIENCE
 
 HAS: Json = {ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: b"weights"}
 EMPTY: Json = {ADAPTER_CONFIG: b"{}", ADAPTER_WEIGHTS: (2).to_bytes(8, "little") + b"{}"}
@@ -405,7 +406,7 @@ def test_a_body_that_is_too_large_is_not_read(house: House) -> None:
         ("POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
          f"Authorization: Bearer {house.keys['ours']}\r\nTransfer-Encoding: chunked\r\n\r\n", b'"' + b"x" * (17 * 2**20)),
     ):  # fmt: skip
-        with socket.create_connection(address, timeout=10) as client:
+        with socket.create_connection(address, timeout=PATIENCE) as client:
             client.sendall(head.encode())
             if sent:
                 client.sendall(f"{len(sent):x}\r\n".encode() + sent + b"\r\n")
@@ -416,7 +417,9 @@ def test_a_body_that_is_too_large_is_not_read(house: House) -> None:
         assert b" MB" in answer
         assert b"invalid_request_error" in answer
     head = "POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
-    with socket.create_connection(address, timeout=10) as client:  # no key: refused although nothing of it has come
+    with socket.create_connection(
+        address, timeout=PATIENCE
+    ) as client:  # no key: refused although nothing of it has come
         client.sendall(f"{head}Content-Length: 100000\r\n\r\n".encode())
         assert client.recv(2**16).startswith(b"HTTP/1.1 401")
     before = house.ask("GET", "/v1/files").json()["data"]

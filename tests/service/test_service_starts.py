@@ -118,11 +118,11 @@ def test_jobs_come_out_in_the_order_they_came(place: Place, us: Principal) -> No
 
 
 def test_a_job_waits_until_its_time(place: Place, us: Principal) -> None:
-    job = place.submit(us, "later", at=time.time() + 1.5)
+    job = place.submit(us, "later", at=time.time() + 20)
     assert job.message.startswith("waits until 20")
-    assert 0 < place.queue.release() <= 1.5
+    assert 0 < place.queue.release() <= 20
     assert place.handed == []
-    time.sleep(1.6)
+    place.store.change_job(job.id, start_at=time.time() - 0.1)
     place.queue.release()
     assert place.handed == ["later"]
     with pytest.raises(ConfigError, match="a year"):

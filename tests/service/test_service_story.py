@@ -15,6 +15,7 @@ import pytest
 import motet
 from tests.support.adapter_files import loads_with_peft
 from tests.support.service_run import Service, tiny
+from tests.support.waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.soak,
@@ -44,7 +45,7 @@ class Team(Service):
     def types(self, key: str, *words: str) -> str:
         """What a command prints; it has to succeed."""
         process = self.motet(*words, key=key, cwd=self.scratch, err=subprocess.PIPE)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, out + err
         return out
 
@@ -127,7 +128,7 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
         team.become(theirs)
         for name in ("judged", "count"):
             assert team.ended(name) == "succeeded", team.job(name)["message"]
-        told, _ = worker.communicate(timeout=60)
+        told, _ = worker.communicate(timeout=PATIENCE)
         assert worker.returncode == 0, told
     finally:
         if worker.poll() is None:

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.support.commands import Motet
-from tests.support.service_run import ENGINE, FINAL, Json, Service, serving, tiny
+from tests.support.service_run import ENGINE, FINAL, LASTING, Json, Service, serving, tiny
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
@@ -93,10 +93,14 @@ def test_tokens_of_an_answer_that_nobody_waits_for_are_counted(service: Service)
     asked = {"model": "small", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2000, "n": 16}
     asked |= {"response_format": {"type": "json_object"}, "temperature": 2}
 
+    seconds = 1.0
+
     def counted_after_leaving() -> bool:
-        """A slow machine may have sampled nothing when the first client leaves."""
+        """A slow machine may have sampled nothing when the first client leaves: each is more patient than the last."""
+        nonlocal seconds
         with contextlib.suppress(httpx2.ReadTimeout):
-            httpx2.post(f"{service.url}/v1/chat/completions", json=asked, timeout=1, trust_env=False)
+            httpx2.post(f"{service.url}/v1/chat/completions", json=asked, timeout=seconds, trust_env=False)
+        seconds *= 1.5
         return sampled() > before
 
     service.until(counted_after_leaving)
@@ -124,7 +128,7 @@ def test_a_crash_counts_no_token_twice_and_loses_none(service: Service, kills: i
 
 def test_steps_that_were_told_after_a_crash_have_their_tokens(service: Service) -> None:
     """The database is older than the commits; steps are told from these, with what they cost, and none is charged twice."""
-    service.submit(tiny("lost", 16))
+    service.submit(tiny("lost", 60))
     service.reaches("lost", 3)
     older = sqlite3.connect(":memory:")
     with contextlib.closing(older), contextlib.closing(sqlite3.connect(service.directory / "motet.db")) as database:
@@ -161,7 +165,7 @@ def test_a_budget_pauses_a_job_and_a_larger_one_lets_it_go_on(service: Service) 
 
 def test_a_day_that_is_spent_holds_the_tenant_until_the_limit_is_raised(service: Service) -> None:
     used_today = service.ask("GET", "/v1/limits")["tokens_today"]
-    service.submit(tiny("daily", 200))
+    service.submit(tiny("daily", LASTING))
     service.reaches("daily", 1)
     service.ask("PUT", "/v1/tenants/local/limits", json={"tokens_per_day": used_today + 1})
     held = service.becomes("daily", "paused")

@@ -54,7 +54,7 @@ class Visitor:
 
     def __init__(self, provider: Provider, name: str = "mia") -> None:
         self.provider, self.name = provider, name
-        self.http = httpx2.Client(trust_env=False, timeout=20.0)
+        self.http = httpx2.Client(trust_env=False, timeout=PATIENCE)
 
     def open(self, url: str) -> httpx2.Response:
         """The answer to a link, without what it leads to."""
@@ -190,7 +190,7 @@ def test_signing_out_ends_the_key_and_those_made_with_it(provider: Provider, ser
     assert "motet" not in visitor.http.cookies
     for key in (held, made["key"]):
         answer = httpx2.get(
-            f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60
+            f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=PATIENCE
         )
         assert error_of(answer)["type"] == "authentication_error"
     entry = service.ask("GET", "/v1/audit?limit=1", "admin").json()["data"][0]
@@ -373,7 +373,7 @@ def test_a_service_without_sign_in_says_so(house: House, tmp_path: Path) -> None
     assert state == {"keys": True, "sign_in": "", "signed_in": False}
     env = {**os.environ, "MOTET_URL": str(house.http.base_url), "XDG_CONFIG_HOME": str(tmp_path)}
     told = subprocess.run(
-        [sys.executable, "-m", "motet", "login"], check=False, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "motet", "login"], check=False, env=env, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (told.returncode, "has no sign-in" in told.stderr) == (2, True)
 
@@ -446,7 +446,7 @@ def test_a_command_line_signs_in_by_a_browser_on_its_machine(
     assert terminal.says("logout") == (0, f"signed out of {provider.url}\n")
     assert json.loads(terminal.keys.read_text()) == {}
     answer = httpx2.get(
-        f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {held}"}, trust_env=False, timeout=60
+        f"{provider.url}/v1/me", headers={"Authorization": f"Bearer {held}"}, trust_env=False, timeout=PATIENCE
     )
     assert answer.status_code == 401
     code_, words = terminal.says("ls")

@@ -94,8 +94,8 @@ def test_events_go_on_where_the_steps_end(house: House) -> None:
 # --- events of all jobs -----------------------------------------------------------------------------------------------------
 
 
-def heard(house: House, key: str, start: int | None, wanted: int) -> list[Json]:
-    """So many events of the stream of all jobs."""
+def heard(house: House, key: str, start: int | None, wanted: int, begun: threading.Event | None = None) -> list[Json]:
+    """So many events of the stream of all jobs; `begun` is set when it can miss none that comes."""
     found: list[Json] = []
     headers = {"Authorization": f"Bearer {house.keys[key]}"} | ({} if start is None else {"Last-Event-ID": str(start)})
     with house.http.stream("GET", "/v1/events/stream", headers=headers) as answer:
@@ -103,6 +103,8 @@ def heard(house: House, key: str, start: int | None, wanted: int) -> list[Json]:
         number = ""
         for line in answer.iter_lines():
             number = line[4:] if line.startswith("id: ") else number
+            if begun is not None:
+                begun.set()
             if line.startswith("data: "):
                 found.append(json.loads(line[6:]))
                 assert found[-1]["id"] == int(number)
@@ -130,15 +132,16 @@ def test_the_stream_tells_at_once_and_begins_now(house: House) -> None:
     headers = {"Authorization": f"Bearer {house.keys['ours']}"}
     with house.http.stream("GET", "/v1/events/stream", headers=headers) as answer:
         assert next(answer.iter_lines()) == f"id: {newest}"  # where to go on if the connection is lost now
-    came: list[float] = []
+    came, begun = list[float](), threading.Event()
 
     def listen() -> None:
-        heard(house, "ours", None, 1)
+        heard(house, "ours", None, 1, begun)
         came.append(time.monotonic())
 
     listening = threading.Thread(target=listen)
     listening.start()
-    time.sleep(0.7)
+    assert begun.wait(PATIENCE)
+    time.sleep(0.7)  # nothing is left to be read
     told = time.monotonic()
     house.recorder.record_state(job, JobState.PAUSED, "")
     listening.join()
@@ -299,7 +302,7 @@ def test_token_texts_together_are_the_text(small_base_dir: Path, text: str) -> N
 
 
 def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere(house: House) -> None:
-    page = httpx2.get(f"{house.http.base_url}/", trust_env=False, timeout=60)
+    page = httpx2.get(f"{house.http.base_url}/", trust_env=False, timeout=PATIENCE)
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
     policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
@@ -309,7 +312,8 @@ def test_the_page_needs_no_key_and_allows_nothing_from_elsewhere(house: House) -
     for word in ("<script>", "style=", "onclick", "http:", "https:"):
         assert word not in page.text
     assert (
-        httpx2.get(f"{house.http.base_url}/dashboard/service.json", trust_env=False, timeout=60).json()["keys"] is True
+        httpx2.get(f"{house.http.base_url}/dashboard/service.json", trust_env=False, timeout=PATIENCE).json()["keys"]
+        is True
     )
 
 
@@ -331,7 +335,7 @@ def test_streams_of_a_tenant_hold_up_nobody_else_however_many_read(house: House)
     headers, opened = {"Authorization": f"Bearer {house.keys['ours']}"}, threading.Semaphore(0)
 
     def watch() -> None:
-        with house.http.stream("GET", "/v1/events/stream", headers=headers, timeout=60.0) as answer:
+        with house.http.stream("GET", "/v1/events/stream", headers=headers, timeout=PATIENCE) as answer:
             next(answer.iter_lines())
             opened.release()
 
@@ -340,7 +344,7 @@ def test_streams_of_a_tenant_hold_up_nobody_else_however_many_read(house: House)
             watching = [threads.submit(watch) for _ in range(MANY)]
             for _ in watching:
                 assert opened.acquire(timeout=PATIENCE)
-            answer = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)}, timeout=10.0)
+            answer = house.ask("POST", "/v1/files", "theirs", files={"file": ("a.jsonl", ROWS)}, timeout=PATIENCE)
         assert answer.is_success, answer.text
 
 
@@ -350,7 +354,7 @@ def test_many_streams_of_a_tenant_read_seldom_and_miss_nothing(house: House) -> 
 
     def watch(number: int) -> set[int]:
         found = ""
-        with house.http.stream("GET", "/v1/events/stream", headers=headers, timeout=60.0) as answer:
+        with house.http.stream("GET", "/v1/events/stream", headers=headers, timeout=PATIENCE) as answer:
             for text in answer.iter_text():
                 opened.release()
                 found, pieces[number] = found + text, pieces[number] + 1

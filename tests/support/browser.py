@@ -9,8 +9,10 @@ from typing import Any
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
+from tests.support import waiting
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-PATIENCE = 30_000.0  # milliseconds; a shared machine may be busy
+PATIENCE = 1000 * waiting.PATIENCE  # milliseconds
 
 
 @contextlib.contextmanager

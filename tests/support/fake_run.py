@@ -38,6 +38,7 @@ from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
+from tests.support.waiting import PATIENCE
 
 
 def vowels(problem: Problem, completion: str) -> float:
@@ -220,7 +221,7 @@ async def _run(
     run = FakeRun(pipeline, jobs, services, engine, trainer)
     acting = asyncio.create_task(_act(run, script))
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await run.pipeline.run()
             await acting
     finally:

@@ -39,6 +39,7 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from tests.support.service_run import ROWS, Json, tiny
+from tests.support.waiting import PATIENCE
 
 Part = TypeVar("Part")
 
@@ -169,7 +170,7 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
     while not server.started:
         time.sleep(0.01)
     try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0, trust_env=False) as http:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, trust_env=False) as http:
             file = http.post("/v1/files", headers=_bearer(keys["ours"]), files={"file": ("rows.jsonl", ROWS)}).json()
             job = http.post("/v1/jobs", headers=_bearer(keys["ours"]), json=tiny("ended")).json()
             _finish(service, job["id"])

@@ -15,6 +15,7 @@ import httpx2
 from motet.rollout.server_process import free_port
 from tests.support.oidc_provider import SECRET
 from tests.support.service_run import Json
+from tests.support.waiting import PATIENCE
 
 ROLES = {"ml-admins": "admin", "ml-leads": "tenant-admin", "ml": "member", "ml-readers": "reader"}
 
@@ -50,7 +51,7 @@ class Provider:
 
     def _answers(self) -> bool:
         with contextlib.suppress(httpx2.TransportError):
-            return httpx2.get(f"{self.issuer}/.well-known/jwks.json", trust_env=False, timeout=60).is_success
+            return httpx2.get(f"{self.issuer}/.well-known/jwks.json", trust_env=False, timeout=PATIENCE).is_success
         return False
 
     def config(self, **fields: Any) -> Json:

@@ -26,6 +26,7 @@ from tests.support.red_team import Attack, Ring, listening
 from tests.support.service_run import FINAL, ROWS, tiny
 from tests.support.tenants import CHAT
 from tests.support.tinker_requests import naming, wide
+from tests.support.waiting import PATIENCE
 
 HERE = ("127.0.0.1", "localhost", "[::1]", "2130706433", "0x7f000001", "0177.0.0.1", "127.1", "[::ffff:127.0.0.1]")
 AWAY = ("169.254.169.254", "[fd00:ec2::254]", "metadata.google.internal", "10.0.0.1", "192.168.0.1")
@@ -71,7 +72,7 @@ def models_of_others(ring: Ring) -> str:
 
 def keys_that_are_none(ring: Ring) -> str:
     bad = ("", "Bearer", "Bearer mk-x", "Bearer " + "x" * 5000, "Basic bWs6", "Bearer mk-' OR 1=1 --", "Bearer \x80")
-    with httpx2.Client(base_url=ring.url, trust_env=False, timeout=60) as http:
+    with httpx2.Client(base_url=ring.url, trust_env=False, timeout=PATIENCE) as http:
         for one in bad:
             headers = {b"Authorization": one.encode("latin-1")} if one else {}
             for path in (
@@ -181,9 +182,9 @@ def half_sent(ring: Ring) -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     try:
-        with contextlib.ExitStack() as stack, httpx2.Client(trust_env=False, timeout=30.0) as http:
+        with contextlib.ExitStack() as stack, httpx2.Client(trust_env=False, timeout=PATIENCE) as http:
             for number in range(1100):
-                line = stack.enter_context(socket.create_connection(("127.0.0.1", ring.service.port), timeout=30))
+                line = stack.enter_context(socket.create_connection(("127.0.0.1", ring.service.port), timeout=PATIENCE))
                 line.sendall(b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Le")
                 if number % 100 == 99:
                     assert http.get(f"{ring.url}/healthz").status_code == 200
@@ -198,7 +199,7 @@ def streams_that_nobody_reads(ring: Ring) -> str:
     with contextlib.ExitStack() as stack:
         said = []
         for _ in range(70):
-            line = stack.enter_context(socket.create_connection(("127.0.0.1", ring.service.port), timeout=30))
+            line = stack.enter_context(socket.create_connection(("127.0.0.1", ring.service.port), timeout=PATIENCE))
             line.sendall(f"GET /v1/events/stream HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
             said.append(line.recv(30))
         assert sum(b" 200 " in one for one in said) <= 64
@@ -211,7 +212,7 @@ def bodies_without_end(ring: Ring) -> str:
     for path in ("/v1/jobs", "/v1/check", f"{PREFIX}/asample", f"{PREFIX}/forward_backward", "/v1/chat/completions"):
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
         assert b" 413 " in raw(ring, head.encode() + b"Content-Length: 10000000000\r\n\r\n", 10), path
-        with socket.create_connection(("127.0.0.1", ring.service.port), timeout=20) as line:
+        with socket.create_connection(("127.0.0.1", ring.service.port), timeout=PATIENCE) as line:
             line.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
             with contextlib.suppress(ConnectionError, TimeoutError):
                 for _ in range(800):
@@ -254,7 +255,7 @@ def more_than_a_key_may(ring: Ring) -> str:
 
     def ask(_: int) -> int:
         with httpx2.Client(
-            base_url=ring.url, headers={"Authorization": f"Bearer {flooder}"}, trust_env=False, timeout=60
+            base_url=ring.url, headers={"Authorization": f"Bearer {flooder}"}, trust_env=False, timeout=PATIENCE
         ) as http:
             answers = [http.get("/v1/jobs") for _ in range(60)]
         assert all("retry-after" in one.headers for one in answers if one.status_code == 429)
@@ -273,7 +274,7 @@ def other_sites(ring: Ring) -> str:
         {"Origin": "http://evil.example"},
         {"Host": "evil.example", "Origin": "null"},
     ):
-        with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=60) as http:
+        with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=PATIENCE) as http:
             assert http.post(f"/v1/jobs/{ring.job}/cancel").status_code == 401
             answer = http.get("/v1/keys")
             assert answer.status_code == 401
@@ -445,7 +446,7 @@ def guessed_links(ring: Ring) -> str:
         ring.refused((404, 410), "POST", f"{PREFIX}/retrieve_future", json={"request_id": name})
     for key in ("ek-x", "x", "mk-x"):
         with httpx2.Client(
-            base_url=ring.url, headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60
+            base_url=ring.url, headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=PATIENCE
         ) as http:
             assert http.post("/episodes/ep-x/v1/chat/completions", json=CHAT).status_code in (401, 404)
     return "404"
@@ -454,7 +455,7 @@ def guessed_links(ring: Ring) -> str:
 def revoked_streams(ring: Ring) -> str:
     made = ring.service.ask("POST", "/v1/keys", json={"tenant": "mallory"})
     headers = {"Authorization": f"Bearer {made['key']}"}
-    with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=60.0) as http:
+    with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=PATIENCE) as http:
         with http.stream("GET", "/v1/events/stream") as events:
             assert events.status_code == 200
             begun = time.monotonic()

@@ -18,6 +18,7 @@ from tests.support.breaking_out import SIGNALS
 from tests.support.red_team import Attack, Ring, listening
 from tests.support.service_run import FINAL, Json, tiny
 from tests.support.tenants import CHAT, of_agent
+from tests.support.waiting import PATIENCE
 
 ENDLESS = "(?s)" + "(?:.|.|.|.|.|.|.|.)*" * 4 + "(?!)"
 WIDE = ([1000] * 26, 90)
@@ -211,7 +212,7 @@ def agents_that_do_as_they_like(ring: Ring) -> str:
     lease = {"worker": "w", "most": 8, "wait_seconds": 20}
     (first, *_) = ring.ask("POST", f"/v1/jobs/{name}/episodes/lease", json=lease).json()["episodes"]
     headers = {"Authorization": f"Bearer {first['key']}"}
-    with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=60.0) as model:
+    with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=PATIENCE) as model:
         for body in (
             {"model": "a", "messages": [{"role": "user", "content": "x" * 60_000}]},
             {"model": "a", "messages": [{"role": "tool", "content": None}] * 900},
@@ -260,7 +261,7 @@ def a_full_disk(ring: Ring) -> str:
         assert ring.ask("GET", "/v1/jobs").status_code == 200
     finally:
         filler.unlink()
-    ring.service.until(lambda: ring.service.answers("/readyz"), 60)
+    ring.service.until(lambda: ring.service.answers("/readyz"))
     return f"507 x {answers.count(507)}, then ready"
 
 

@@ -32,6 +32,8 @@ from tests.support.waiting import PATIENCE
 ENGINE = "engine: {samplers: 0, threads: 1}\n"
 ROWS = b'{"prompt": "a?", "answer": "b"}\n{"prompt": "c?", "answer": "d"}\n'
 FINAL = ("succeeded", "failed", "cancelled")
+LASTING = 5000
+"""Steps of a job that is cancelled in the end: minutes."""
 
 Json = dict[str, Any]
 

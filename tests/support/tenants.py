@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 
 from tests.support.service_run import FINAL, Json, Service, tiny
+from tests.support.waiting import PATIENCE
 
 CHAT: Json = {"model": "small", "messages": [{"role": "user", "content": "Sort the letters of DCBA."}]}
 
@@ -72,7 +73,7 @@ def agent_worker(http: httpx2.Client, job: str, play: Callable[[httpx2.Client, s
             over.wait(0.05)
             for episode in leased["episodes"]:
                 url, headers = f"{http.base_url}".rstrip("/"), {"Authorization": f"Bearer {episode['key']}"}
-                with httpx2.Client(base_url=url, headers=headers, timeout=120.0, trust_env=False) as model:
+                with httpx2.Client(base_url=url, headers=headers, timeout=PATIENCE, trust_env=False) as model:
                     reward = play(model, episode["path"])
                 result = {"results": [{"id": episode["id"], "reward": reward}]}
                 http.post(f"/v1/jobs/{job}/episodes/results", json=result).raise_for_status()

@@ -18,6 +18,7 @@ from motet.service.tinker.samplers import path_part, sampler_id
 from motet.service.tinker.wire import CONTENT_TYPE, INT64, KINDS
 from tests.support.house import House
 from tests.support.tinker_run import job_of
+from tests.support.waiting import PATIENCE
 
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
@@ -141,7 +142,7 @@ class Client:
         """An answer: a message as bytes, or JSON."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            answer = self.http.post(f"{PREFIX}/retrieve_future", json={"request_id": future}, timeout=60.0)
+            answer = self.http.post(f"{PREFIX}/retrieve_future", json={"request_id": future}, timeout=PATIENCE)
             assert answer.is_success, answer.text
             if answer.headers["content-type"] == CONTENT_TYPE:
                 return answer.content

@@ -21,6 +21,7 @@ from motet.tasks.dataset import read_source
 from motet.tasks.pace import Pace
 from motet.tasks.problems import Problems
 from motet.tasks.row_files import OF_A_JOB
+from tests.support.waiting import PATIENCE
 
 MB = 2**20
 
@@ -53,7 +54,7 @@ def test_a_short_preparation_ends_in_the_middle_of_a_long_one(free: bool) -> Non
         while not turns._preparing.locked():
             await asyncio.sleep(0)
         rows = [Problem(0, (Message("user", "what?"),), "that")]
-        async with asyncio.timeout(60):  # without a turn, the others never end
+        async with asyncio.timeout(PATIENCE):  # without a turn, the others never end
             assert await prepare(turns, "short", rows) == 1
             assert not any(one.done() for one in long)
             short_is_done.set()

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.service_run import Service
 from tests.support.tinker_run import ROOT, Scripts, job_of, tinker_python
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_the_page_shows_a_loop_that_runs(tinker_service: Service) -> None:
         env={**os.environ, **url},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from motet.algorithms import datum
 from tests.support.service_run import Service, serving, tiny
 from tests.support.tinker_requests import Client
 from tests.support.tinker_run import Script, Scripts, job_of, run_script
+from tests.support.waiting import PATIENCE
 
 WIDE = 90
 """Targets of each token of a gradient that takes the device long."""
@@ -124,7 +125,7 @@ def trained(service: Service, job: str) -> int:
 
 
 def test_cancelling_again_and_again_computes_earlier_gradients_three_times_at_most(shared_service: Service) -> None:
-    with httpx2.Client(base_url=shared_service.url, timeout=60.0, trust_env=False) as http:
+    with httpx2.Client(base_url=shared_service.url, timeout=PATIENCE, trust_env=False) as http:
         client, ends = Client(http), []
         client.wait(client.gradient([7, 9]))
         for _ in range(4):
@@ -141,7 +142,7 @@ def test_cancelling_again_and_again_computes_earlier_gradients_three_times_at_mo
 def test_a_gradient_that_is_cancelled_ends_and_leaves_no_trace(shared_service: Service) -> None:
     """The step after it has the bytes of one without it; what the device did for it is charged."""
 
-    with httpx2.Client(base_url=shared_service.url, timeout=60.0, trust_env=False) as http:
+    with httpx2.Client(base_url=shared_service.url, timeout=PATIENCE, trust_env=False) as http:
         plain, other = Client(http), Client(http)
         for client in (plain, other):
             client.gradient([7, 9])

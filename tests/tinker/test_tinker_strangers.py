@@ -349,7 +349,7 @@ def test_a_sample_that_a_service_gives_up_as_it_stops_is_asked_for_again(tmp_pat
         promise = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()
         wait_until(lambda: host.asked == 1)
         body = {"request_id": promise["request_id"]}
-        fetching = threads.submit(house.ask, "POST", f"{PREFIX}/retrieve_future", json=body, timeout=60.0)
+        fetching = threads.submit(house.ask, "POST", f"{PREFIX}/retrieve_future", json=body, timeout=PATIENCE)
         time.sleep(0.5)
         on_loop(house.app.state.lifecycle.drain, 0.0)
         assert fetching.result().json()["type"] == "try_again"

@@ -104,7 +104,7 @@ class Many(dict[Any, Any]):
 
     def items(self) -> Any:
         self.looking.set()
-        self.may.wait(60)
+        self.may.wait(PATIENCE)
         return super().items()
 
 
@@ -135,7 +135,7 @@ def test_a_copy_holds_up_no_other_write_of_its_tenant_and_its_bytes_are_reserved
         return any(house.storage.run.glob("*/checkpoints/weights/.part-w/adapter_model.safetensors"))
 
     with ThreadPoolExecutor(1) as threads:
-        copying = threads.submit(house.ask, "POST", f"{PREFIX}/copy_weights", json=copied, timeout=120.0)
+        copying = threads.submit(house.ask, "POST", f"{PREFIX}/copy_weights", json=copied, timeout=PATIENCE)
         try:
             wait_until(begun)
             assert WRITES["step"](house, model, 1).is_success

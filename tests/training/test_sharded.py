@@ -343,7 +343,7 @@ def test_ranks_that_end_before_all_are_known_or_print_end_the_group(says: bytes)
 
     beginning = threading.Thread(target=begin, daemon=True)
     beginning.start()
-    beginning.join(60)
+    beginning.join(PATIENCE)
     assert "disconnected" in str(said)
     for _, theirs in pairs:
         theirs.close()
