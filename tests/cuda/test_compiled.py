@@ -23,7 +23,7 @@ DESCRIBED = {"multiply_by_descriptors"}
 """Kernels that copy blocks by descriptors, not by loads."""
 BIAS = 1
 """Loads of two bytes that a bias may take, once in a tile."""
-NARROW = {"list_pieces", "place_rows", "copy_rows", "pick", "score"}
+NARROW = {"list_pieces", "place_rows", "copy_rows", "pick", "pick_truncated", "score"}
 """Kernels that read single numbers, or a few rows, from memory."""
 
 
