@@ -22,7 +22,6 @@ from motet.model.kv_cache import KVCache
 from motet.model.load import load_base
 from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing, initial_weights
 from motet.model.lora_model import LoraModel
-from motet.model.proof import TOLERANCE
 from motet.model.routing import AdapterStacks
 from motet.native.cover import compute_with
 from tests.support import native_calls
@@ -34,6 +33,9 @@ BLOCK = 16
 WINDOW = 20
 LENGTHS = (70, 9, 37, 48)
 """Shorter than a block, across several, a whole number of blocks; three of them longer than the window."""
+
+_NEAR = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""Largest difference of logits from transformers' own, as a share of the largest logit."""
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -528,5 +530,5 @@ def assert_equals_stock(name: str, base: LoraModel, lengths: tuple[int, ...], sh
     ours = tiny.packed_logits(base, [(None, ids) for ids in sequences])
     largest = max(float(logits.abs().max()) for logits in stock)
     gaps_T = (torch.cat(ours) - torch.cat(stock)).abs().amax(-1)
-    near = float((gaps_T <= TOLERANCE[base.dtype] * largest).float().mean())
+    near = float((gaps_T <= _NEAR[base.dtype] * largest).float().mean())
     assert near >= share, f"{near:.2%} of the rows are near, the largest gap is {gaps_T.max():.3g} of {largest:.3g}"

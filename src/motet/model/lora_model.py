@@ -93,6 +93,8 @@ class LoraModel:
     stateful: frozenset[int] = frozenset()
     """Layers that keep a state instead of keys and values (see `motet.model.mixers`)."""
     arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    noise: float = 0.0
+    """Gap between transformers' own logits by two ways of computing them (`judge.gap`), as the proof measured it."""
     shards: Shards | None = None
     """Distribution of the weights over ranks; None if this process has all of them."""
     kernels: Kernels | None = None

@@ -10,10 +10,11 @@ import torch
 from motet.core.errors import BaseModelError
 from motet.model.covered_decoder import linears_of, refusal_of
 from motet.model.exactness import check_exactness, packed_logits
+from motet.model.judge import judge
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import Kernels, LoraModel
 from motet.model.packed import PackedExperts
-from motet.model.proof import LENGTHS, TOLERANCE
+from motet.model.stock import LENGTHS
 
 INSTEAD = "set engine.kernels to torch"
 
@@ -46,18 +47,13 @@ def compute_by(base: LoraModel, kernels: Callable[[], Kernels], processor: str) 
         torch.randint(0, base.info.vocab_size, (length,), generator=generator).to(base.device) for length in LENGTHS
     ]
     with base.routed(NoAdapters()):
-        theirs = base.changes.of_tokens(torch.cat(packed_logits(base, sequences)[0]))
+        theirs = torch.cat(packed_logits(base, sequences)[0])
     base.kernels = kernels()
     base.attention = base.kernels.attention
     with base.routed(NoAdapters()):
-        ours = base.changes.of_tokens(torch.cat(packed_logits(base, sequences)[0]))
-        gaps_N = (ours - theirs).square().mean(-1)
-        choosy = base.has_experts and base.dtype == torch.bfloat16  # rounding may send a row to another expert
-        gap = float(((gaps_N.median() if choosy else gaps_N.mean()) / theirs.square().mean()).sqrt())
-        if not gap <= TOLERANCE[base.dtype]:
-            raise BaseModelError(
-                f"{base.info.name}: logits of own kernels differ from torch's by {gap:.1%} of their size; {INSTEAD}"
-            )
+        verdict = judge(base, torch.cat(packed_logits(base, sequences)[0]), theirs, chosen_anew=True)
+        if not verdict.close:
+            raise BaseModelError(f"{base.info.name}: logits of own kernels differ from torch's by {verdict}; {INSTEAD}")
         if base.has_experts:
             base.revise(experts=(), experts_idle="own kernels have no adapters on experts")
         notes = tuple(note for note in base.info.notes if note != base.info.inexact)

@@ -1,7 +1,8 @@
 """Check a base before it is used; a base that does not reproduce the stock model is refused.
 
-On two short random sequences, each attention layer must call its function once, logits must match transformers' eager
-attention within `TOLERANCE` (with the same experts chosen), and a backward pass through all adapters must run.
+On two short random sequences, each attention layer must call its function once. Logits must match transformers' eager
+attention (with the same experts chosen) within a multiple of the stock model's own noise (`judge`), and each layer must
+match it on the same input (`compare_layers`). A backward pass through all adapters must run.
 Packed, cached and solo passes should agree bit for bit; if not, `inexact` gives the reason and the difference.
 """
 
@@ -20,28 +21,27 @@ from torch import Tensor, nn
 from motet.core.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall
+from motet.model.compare_layers import compare_layers
 from motet.model.exactness import RANK, check_exactness, packed_hidden, packed_logits
-from motet.model.experts import compute_experts_one_by_one
+from motet.model.judge import MULTIPLE, Verdict, judge
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
-from motet.model.mixers import in_plain_torch
 from motet.model.norm import speed_up_norms
 from motet.model.peft_io import refused_by_peft
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
+from motet.model.stock import LENGTHS, Stock, proof_sequences
 from motet.model.whole_vectors import Uneven, take_whole_vectors
 
 Found = TypeVar("Found")
 
-LENGTHS = (9, 22)
 _MIXERS = ("attention", "attn", "mixer", "mamba", "conv")
 """Words in the names of modules that mix positions."""
 _MIX_NOTHING = ("mlp", "moe")
 """Layer types without a mixer."""
-_ROUTERS = ("gate", "router")
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
-"""Largest accepted difference of logits, relative to the largest logit."""
+REASON = 3
+"""Gap of logits, as a multiple of the accepted one, up to which the layers decide, one by one."""
 
 
 def prove(
@@ -62,19 +62,17 @@ def prove(
     Raises:
         BaseModelError: a check failed; the message names it.
     """
-    routers = _Routers(model)
     with torch.no_grad(), _refused(f"{name} does not run in transformers itself"):
-        sequences = _sequences(model)
-        compute_experts_one_by_one(model)
-        with routers.recorded(), in_plain_torch(model):
-            stock = [model(input_ids=sequence[None], use_cache=False).logits[0].float() for sequence in sequences]
+        stock = Stock(model)
     with torch.no_grad(), _refused(f"{name} does not run as Motet runs it"):
         base = wrapper()
         base.block_size, arithmetic, place = block_size, arithmetic or Arithmetic(), base.device
+        base.noise, logits = stock.noise, stock.logits
         if shards is not None:  # no GPU needs memory for the whole base
             base.device = model.device
         here = arithmetic if base.device.type == place.type else Arithmetic()
-        calls, watch = _computed(base, here, lambda: _first_pass(base, sequences, stock, routers))
+        calls, watch = _computed(base, here, functools.partial(_first_pass, base, stock))
+        del stock  # it holds weights that are about to be copied
         watch.mark(base)
         _leave_out(base, watch)
         if shards is None:
@@ -85,7 +83,7 @@ def prove(
             base.shards, base.device = shards, place
             if keep_experts:
                 base.revise("each rank keeps some of the experts and computes them for the rows of all ranks")
-            moved = [logits.to(place) for logits in stock]
+            moved = [each.to(place) for each in logits]
             _computed(base, arithmetic, lambda: _second_pass(base, moved))
         base.compute_with(base.arithmetic)  # also for the fused weights
         _limit_to_window(base, {call.layer: call.window for call in calls})
@@ -103,17 +101,11 @@ def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
         with _refused(f"{base.info.name} does not run as Motet runs it"):
             speed_up_norms(base.decoder)
     cut_mlps(base)
-    sequences = _sequences(base.model)
+    sequences = proof_sequences(base.model)
     with base.routed(NoAdapters()):
         check_exactness(base, sequences)
     with _refused(f"{base.info.name} can be sampled from, but an adapter on it cannot be trained"):
         _check_training(base, sequences[0].to(base.device))
-
-
-def _sequences(model: Any) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [torch.randint(0, vocabulary, (length,), generator=generator).to(model.device) for length in LENGTHS]
 
 
 @contextlib.contextmanager
@@ -139,17 +131,21 @@ def _is_ours(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("motet.", "torch."))
 
 
-def _first_pass(
-    base: LoraModel, sequences: list[Tensor], stock: list[Tensor], routers: _Routers
-) -> tuple[list[LayerCall], _Watch]:
-    """Run a packed pass and check its calls and logits; returns the attention calls and the recorded facts."""
-    watch, uneven = _Watch(), Uneven(base.model)
+def _first_pass(base: LoraModel, stock: Stock) -> tuple[list[LayerCall], _Watch]:
+    """Run a packed pass and check its calls, logits and layers; returns the attention calls and the recorded facts."""
+    watch, uneven, routers = _Watch(), Uneven(base.model), stock.routers.of(base.model)
     with base.routed(watch), routers.replayed(), uneven if base.device.type == "cpu" else contextlib.nullcontext():
-        packed, calls = packed_logits(base, sequences)
+        packed, calls = packed_logits(base, stock.sequences)
     for module in uneven.modules:
         take_whole_vectors(module)
     _check_calls(base, [call.layer for call in calls])
-    _check_logits(base, packed, stock)
+    verdict = _check_logits(base, packed, stock.logits)
+    with base.routed(NoAdapters()), routers.replayed():
+        worst = compare_layers(base, stock, thorough=not verdict.close)
+    if worst is None and not verdict.close:
+        raise _differs(base, verdict)
+    if worst is not None and not worst.close:
+        raise BaseModelError(f"{base.info.name}: {worst}; Motet does not understand something in it; {INSTEAD}")
     return calls, watch
 
 
@@ -159,7 +155,7 @@ def _computed(base: LoraModel, arithmetic: Arithmetic, passes: Callable[[], Foun
         base.compute_with(arithmetic)
         found = passes()
         if arithmetic.attention == "triton":
-            _backward_pass(base, _sequences(base.model))
+            _backward_pass(base, proof_sequences(base.model))
     except Exception as error:  # kernels are compiled here, which can raise any exception
         if arithmetic.attention == "torch":
             raise
@@ -171,7 +167,7 @@ def _computed(base: LoraModel, arithmetic: Arithmetic, passes: Callable[[], Foun
 def _second_pass(base: LoraModel, stock: list[Tensor]) -> None:
     """Check a sharded base's logits on its device; not with experts, because rounding may change the chosen ones."""
     with base.routed(NoAdapters()):
-        packed, _ = packed_logits(base, _sequences(base.model))
+        packed, _ = packed_logits(base, proof_sequences(base.model))
     if not base.has_experts:
         _check_logits(base, packed, stock)
 
@@ -298,71 +294,26 @@ def _what_mixes(base: LoraModel, layers: Iterable[int]) -> str:
     return f" (they have {', '.join(sorted(kinds))})" if kinds else ""
 
 
-def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) -> None:
+def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) -> Verdict:
+    """Judge a base's logits by transformers' own.
+
+    Raises:
+        BaseModelError: transformers' are not finite, or the gap is beyond reason.
+    """
     if not all(logits.isfinite().all() for logits in stock):
         raise BaseModelError(
             f"{base.info.name}: transformers' own logits are not finite in {base.info.dtype}; its weights are damaged, or "
             "it needs another engine.dtype"
         )
-    ours, theirs = (base.changes.of_tokens(torch.cat(logits)) for logits in (packed, stock))
-    largest, gap = float(theirs.abs().max()), float((ours - theirs).abs().max())
-    if not gap <= TOLERANCE[base.dtype] * largest:
-        layers = range(int(base.model.config.get_text_config().num_hidden_layers))
-        raise BaseModelError(
-            f"{base.info.name}: logits differ from transformers' own by {gap:.3g} (largest logit {largest:.3g}); there is "
-            f"something in its layers{_what_mixes(base, layers)} that Motet does not understand; {INSTEAD}"
-        )
+    verdict = judge(base, torch.cat(packed), torch.cat(stock))
+    if not verdict.gap <= max(REASON * verdict.accepted, MULTIPLE * base.noise):
+        raise _differs(base, verdict)
+    return verdict
 
 
-class _Routers:
-    """Records the outputs of a mixture's routers and replays them: rounding may change the chosen experts."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Find the routers; a model without experts has none."""
-        self._modules = [
-            module
-            for parent in model.modules()
-            for name, module in parent.named_children()
-            if name in _ROUTERS and hasattr(parent, "experts")
-        ]
-        self._outputs: dict[nn.Module, list[tuple[Tensor, ...]]] = {}
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the routers' outputs for each sequence, in order."""
-
-        def record(module: nn.Module, inputs: object, output: Any) -> None:
-            self._outputs.setdefault(module, []).append(output if isinstance(output, tuple) else (output,))
-
-        with self._hooked(record):
-            yield
-
-    @contextlib.contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Replay the recorded outputs for the packed sequences; padding rows repeat the last row."""
-
-        def replay(module: nn.Module, inputs: object, output: Any) -> Any:
-            parts = output if isinstance(output, tuple) else (output,)
-            replayed = tuple(map(_packed, zip(*self._outputs[module], strict=True), parts))
-            return replayed if isinstance(output, tuple) else replayed[0]
-
-        with self._hooked(replay):
-            yield
-
-    @contextlib.contextmanager
-    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
-        handles = [module.register_forward_hook(hook) for module in self._modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _packed(recorded: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Recorded rows [T, …] or [1, T, …] of all sequences in the shape of `output`; `output` if they do not fit."""
-    rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in recorded])
-    more = output.numel() // output.shape[-1] - len(rows)
-    if rows.shape[-1] != output.shape[-1] or more < 0:
-        return output
-    return torch.cat([rows, rows[-1:].expand(more, -1)]).view(output.shape)
+def _differs(base: LoraModel, verdict: Verdict) -> BaseModelError:
+    layers = range(int(base.model.config.get_text_config().num_hidden_layers))
+    return BaseModelError(
+        f"{base.info.name}: logits differ from transformers' own by {verdict}; there is something in its layers"
+        f"{_what_mixes(base, layers)} that Motet does not understand; {INSTEAD}"
+    )

@@ -44,7 +44,7 @@ class Shards:
             fuse: fuses the linear layers of a module that read the same input.
         """
         keep_experts = False
-        for layer in _layers(decoder):
+        for layer in layers_of(decoder):
             fuse(layer)
             own = share_experts(layer, self.experts, self._place)
             keep_experts = keep_experts or bool(own)
@@ -82,7 +82,7 @@ def _gathered(module: FSDPModule) -> Iterator[None]:
         module.reshard()
 
 
-def _layers(decoder: nn.Module) -> list[nn.Module]:
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
     """The decoder's layers: the list of modules that holds the most weights."""
     lists = [modules for modules in decoder.modules() if isinstance(modules, nn.ModuleList)]
     layers: nn.Module = max(lists, key=lambda modules: sum(weight.numel() for weight in modules.parameters()))
