@@ -104,7 +104,8 @@ def forgets_a_scale(base: LoraModel) -> None:
 
 
 def has_another_rope(base: LoraModel) -> None:
-    base.decoder.rotary_emb.inv_freq = base.decoder.rotary_emb.inv_freq * 1.25
+    decoder: Any = base.decoder
+    decoder.rotary_emb.inv_freq = decoder.rotary_emb.inv_freq * 1.25
 
 
 def swaps_heads(base: LoraModel) -> None:
@@ -124,7 +125,8 @@ def forgets_a_norms_weight(base: LoraModel) -> None:
 
 
 def forgets_the_last_norms_weight(base: LoraModel) -> None:
-    base.decoder.norm.weight = frozen_copy(torch.ones_like(base.decoder.norm.weight))
+    norm: Any = base.decoder.norm
+    norm.weight = frozen_copy(torch.ones_like(norm.weight))
 
 
 def takes_another_activation(base: LoraModel) -> None:
