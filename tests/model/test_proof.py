@@ -19,7 +19,7 @@ from torch import nn
 from motet.core.errors import BaseModelError
 from motet.model.compare_layers import LayerVerdict, compare_layers
 from motet.model.exactness import packed_logits
-from motet.model.judge import CAP, FLOOR, MULTIPLE, Verdict, accepted, gap, judge
+from motet.model.judge import CAP, FLOOR, MULTIPLE, LogitsVerdict, accepted, gap, judge
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.proof import REASON, prove
@@ -53,7 +53,7 @@ class Found:
     """What the proof measures."""
 
     noise: float
-    logits: Verdict
+    logits: LogitsVerdict
     layers: LayerVerdict
 
     @property

@@ -50,7 +50,7 @@ def accepted(noise: float, dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LogitsVerdict:
     """How far two ways of computing the same logits are apart."""
 
     gap: float
@@ -66,7 +66,7 @@ class Verdict:
         return f"{self.gap:.2g} of their size (accepted: {self.accepted:.2g})"
 
 
-def judge(base: LoraModel, ours_NV: Tensor, theirs_NV: Tensor, *, chosen_anew: bool = False) -> Verdict:
+def judge(base: LoraModel, ours_NV: Tensor, theirs_NV: Tensor, *, chosen_anew: bool = False) -> LogitsVerdict:
     """Judge logits of other kernels, or of another pass, by the noise that the proof measured (`LoraModel.noise`).
 
     Args:
@@ -79,5 +79,5 @@ def judge(base: LoraModel, ours_NV: Tensor, theirs_NV: Tensor, *, chosen_anew: b
     limit = accepted(base.noise, base.dtype)
     if chosen_anew and base.has_experts and base.dtype == torch.bfloat16:
         rows_N = (ours_NV - theirs_NV).square().mean(-1)
-        return Verdict(math.sqrt(float(rows_N.median())) / spread_of_all(theirs_NV), limit)
-    return Verdict(gap(ours_NV, theirs_NV), limit)
+        return LogitsVerdict(math.sqrt(float(rows_N.median())) / spread_of_all(theirs_NV), limit)
+    return LogitsVerdict(gap(ours_NV, theirs_NV), limit)

@@ -23,7 +23,7 @@ from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall
 from motet.model.compare_layers import compare_layers
 from motet.model.exactness import RANK, check_exactness, packed_hidden, packed_logits
-from motet.model.judge import MULTIPLE, Verdict, judge
+from motet.model.judge import MULTIPLE, LogitsVerdict, judge
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
 from motet.model.norm import speed_up_norms
@@ -294,7 +294,7 @@ def _what_mixes(base: LoraModel, layers: Iterable[int]) -> str:
     return f" (they have {', '.join(sorted(kinds))})" if kinds else ""
 
 
-def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) -> Verdict:
+def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) -> LogitsVerdict:
     """Judge a base's logits by transformers' own.
 
     Raises:
@@ -311,7 +311,7 @@ def _check_logits(base: LoraModel, packed: list[Tensor], stock: list[Tensor]) ->
     return verdict
 
 
-def _differs(base: LoraModel, verdict: Verdict) -> BaseModelError:
+def _differs(base: LoraModel, verdict: LogitsVerdict) -> BaseModelError:
     layers = range(int(base.model.config.get_text_config().num_hidden_layers))
     return BaseModelError(
         f"{base.info.name}: logits differ from transformers' own by {verdict}; there is something in its layers"
