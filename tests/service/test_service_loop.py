@@ -422,6 +422,7 @@ def test_a_digest_of_work_is_that_of_its_whole_text() -> None:
     assert key_of(work) == hashlib.sha256(whole).hexdigest()
 
 
+@pytest.mark.soak  # other work on the machine holds objects for a moment
 @pytest.mark.parametrize(
     ("path", "request_"),
     [
