@@ -115,7 +115,7 @@ def norms_of(layer: Any) -> dict[str, Any]:
 def norm_weight(norm: Any) -> Tensor:
     """The factors of a norm, fp32. Some norms store them minus one."""
     weight: Tensor = norm.weight.float()
-    shown: Tensor = norm(torch.ones(1, len(weight)))[0]
+    shown: Tensor = norm(torch.ones(1, len(weight), device=weight.device))[0]
     return weight + (shown - weight).mean().round()
 
 
