@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
+from motet.model.device_steps import DeviceStep, DrawnTokens, StepLayout
 from motet.model.kv_cache import KVCache
 from motet.rollout.decoder import Decoder
-from motet.rollout.executor import DeviceStep, DrawnTokens, Executor, NewTokens
+from motet.rollout.executor import Executor, NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.rollout.step_table import StepTable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support import tiny_models as tiny
@@ -57,8 +57,8 @@ class AtOnce:
 class Ahead(InTurn):
     """Takes steps from tokens to tokens."""
 
-    def hold(self, table: StepTable) -> None:
-        self.state = np.zeros(table.size, np.int64)
+    def hold(self, layout: StepLayout) -> None:
+        self.state = np.zeros(layout.size, np.int64)
 
     def launch(self, step: DeviceStep) -> AtOnce:
         self.state[step.changes_C2[:, 0]] = step.changes_C2[:, 1]

@@ -23,7 +23,17 @@ DESCRIBED = {"multiply_by_descriptors"}
 """Kernels that copy blocks by descriptors, not by loads."""
 BIAS = 1
 """Loads of two bytes that a bias may take, once in a tile."""
-NARROW = {"list_pieces", "place_rows", "copy_rows", "pick", "pick_truncated", "score"}
+NARROW = {
+    "list_pieces",
+    "place_rows",
+    "copy_rows",
+    "pick",
+    "pick_truncated",
+    "score",
+    "read_rows",
+    "write_rows",
+    "write_changes",
+}
 """Kernels that read single numbers, or a few rows, from memory."""
 
 
@@ -81,7 +91,7 @@ def test_kernels_compile_for_a_hopper_card_as_launches_make_them(tmp_path: Path)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_kernels_compile_for_every_card(tmp_path: Path, target: str) -> None:
     made = made_by(tmp_path, "--targets", target, "--all")
-    assert {one["model"] for one in made} == PASSES | {"products", "attention", "draws"}
+    assert {one["model"] for one in made} == PASSES | {"products", "attention", "draws", "steps"}
     assert not wrong(made)
 
 

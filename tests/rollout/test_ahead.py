@@ -13,35 +13,15 @@ import numpy as np
 import pytest
 
 from motet.core.tenant_turns import TenantTurns
-from motet.core.types import AdapterRef, BoolArray, Chunk, FinishReason, GenerateRequest, SamplingParams
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.rollout.decoder import Decoder
-from motet.rollout.grammars import Grammar
 from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
-from tests.support.decoding import outcomes
+from tests.support.decoding import EveryThird, outcomes
 from tests.support.late_executor import AnsweringExecutor, LateExecutor, PoisonedCache, version
 
 BLOCK = 4
 N_VOCAB = tiny.VOCABULARY
-
-
-class EveryThird(Grammar):
-    """Allows a third of the tokens, by the token before."""
-
-    def __init__(self) -> None:
-        super().__init__(None, N_VOCAB)
-        self.last = 0
-
-    def compute(self) -> float:
-        self._mask = (np.arange(N_VOCAB) + self.last) % 3 == 0
-        return 0.0
-
-    def take(self, token: int) -> str:
-        allowed: BoolArray | None = self._mask
-        assert allowed is not None
-        assert allowed[token], "the mask of another token was used"
-        self._mask, self.last = None, token
-        return ""
 
 
 class CountingTurns(TenantTurns):

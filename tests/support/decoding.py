@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
+from motet.core.types import AdapterRef, BoolArray, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
+from motet.rollout.grammars import Grammar
 from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
 
@@ -71,6 +72,25 @@ def add(decoder: Decoder, request: GenerateRequest, weights: AdapterWeights | No
     prompt.waiting = [SampledSequence(prompt, index, key) for index, key in enumerate(request.seeds)]
     decoder.add(prompt)
     return chunks
+
+
+class EveryThird(Grammar):
+    """Allows a third of the tokens, by the token before."""
+
+    def __init__(self) -> None:
+        super().__init__(None, tiny.VOCABULARY)
+        self.last = 0
+
+    def compute(self) -> float:
+        self._mask = (np.arange(tiny.VOCABULARY) + self.last) % 3 == 0
+        return 0.0
+
+    def take(self, token: int) -> str:
+        allowed: BoolArray | None = self._mask
+        assert allowed is not None
+        assert allowed[token], "the mask of another token was used"
+        self._mask, self.last = None, token
+        return ""
 
 
 Outcome = tuple[list[int], list[float], str, FinishReason | None]

@@ -10,7 +10,8 @@ import math
 import random
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.core.types import BoolArray
+from motet.model.device_steps import BLOCKS, DRAWN, KEY, POSITION, TOKEN, DeviceStep, DrawnTokens, StepLayout
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterLayout, AdapterWeights
-from motet.rollout.executor import DeviceStep, DrawnTokens, NewTokens
+from motet.rollout.executor import NewTokens
 from motet.rollout.kept import KeptSequences
 from motet.rollout.sequences import SampledSequence
-from motet.rollout.step_table import BLOCKS, DRAWN, KEY, POSITION, TOKEN, StepTable
 
 POISON = np.iinfo(np.int64).min
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -160,8 +161,8 @@ class LateExecutor(AnsweringExecutor):
         self.launches = self.changed_launches = self.changes = 0
         self._seen: dict[int, weakref.finalize] = {}  # type: ignore[type-arg]
 
-    def hold(self, table: StepTable) -> None:
-        self.table, self.state = table, np.zeros(table.size, np.int64)
+    def hold(self, layout: StepLayout) -> None:
+        self.table, self.state = layout, np.zeros(layout.size, np.int64)
 
     def launch(self, step: DeviceStep) -> _LateFlight:
         # the memory of weights, which does not keep them; it is poisoned when nobody has them any more
@@ -173,7 +174,9 @@ class LateExecutor(AnsweringExecutor):
         self.changed_launches += len(step.changes_C2) > 0
         self.changes += len(step.changes_C2)
         masks = None if step.masks_NV is None else step.masks_NV.copy()
-        flight = _LateFlight(self, DeviceStep(step.group, step.n_rows, step.changes_C2.copy(), flats, masks))  # type: ignore[arg-type]
+        read: Any = flats
+        late = replace(step, changes_C2=step.changes_C2.copy(), weights=read, masks_NV=masks)
+        flight = _LateFlight(self, late)
         self.cache.late.append(flight)
         while self.cache.late and self.chance.random() < 0.3:
             self.cache.late[0].run()

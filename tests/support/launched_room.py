@@ -16,7 +16,8 @@ import torch
 from motet.cuda.adapters import AdapterTables, Places
 from motet.cuda.attention import CudaAttention
 from motet.cuda.forward import DecoderForward
-from motet.cuda.kernels import rotary
+from motet.cuda.kernels import rotary, steps
+from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan, LayerPlan
 from motet.cuda.products import Products
 from motet.cuda.ways import REFERENCE, OwnTile, ProductWeight, WayTable, shrink
@@ -119,10 +120,24 @@ def layer_launches(target: str, *, everything: bool, packed: bool, with_adapters
         yield partial(step.hidden, torch.zeros(n_rows, dtype=torch.int64))
 
 
+def step_launches(target: str, *, everything: bool) -> Iterator[Launch]:
+    """What a decode step reads of its rows and writes to them."""
+    for n_rows, n_entries in ((7, 4), (64, 2048)):
+        numbers, integers = torch.zeros(1 << 16, dtype=torch.int64), torch.zeros(n_rows * n_entries, dtype=torch.int32)
+        rows, floats = (numbers, integers, 5 * n_rows, 9 + n_entries), torch.zeros(n_rows)
+        yield partial(launch, steps.write_changes, [1], numbers, numbers, n_rows, CHANGES=256)
+        yield partial(launch, steps.write_rows, [1], *rows, numbers, ROWS=128)
+        yield partial(
+            launch, steps.read_rows, [n_rows], *rows, numbers, integers, numbers, numbers,
+            floats, integers, floats, floats, integers, n_entries, 99, KV_BLOCK=64, ENTRIES=16, num_warps=1,
+        )  # fmt: skip
+
+
 LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {
     "products": product_launches,
     "attention": attention_launches,
     "draws": draw_launches,
+    "steps": step_launches,
     "decoding": partial(layer_launches, packed=False, with_adapters=False),
     "decoding with adapters": partial(layer_launches, packed=False, with_adapters=True),
     "a pass": partial(layer_launches, packed=True, with_adapters=False),

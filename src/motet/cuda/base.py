@@ -19,8 +19,10 @@ from motet.cuda.layers import DecoderPlan
 from motet.cuda.math import CudaMath
 from motet.cuda.products import Products, ProductWeight
 from motet.cuda.recompute import Recomputed
+from motet.cuda.step import CudaSteps
 from motet.model.accelerator import device_of
 from motet.model.attention import AttentionBackend, AttentionPass
+from motet.model.kv_cache import KVCache
 from motet.model.lora import Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting
@@ -99,6 +101,10 @@ class CudaBase:
         """Gradient with respect to hidden [N, D] from that with respect to `raw_logits(hidden)`."""
         with device_of(slope_raw_NV):
             return self.products.back(slope_raw_NV.to(self.base.dtype).contiguous(), self.plan.head)
+
+    def steps(self, cache: KVCache) -> CudaSteps:
+        """Decode steps that go from tokens to tokens."""
+        return CudaSteps(self, cache)
 
 
 class _Hidden(torch.autograd.Function):

@@ -181,3 +181,33 @@ class Recorder:
             return made
 
         return replay
+
+
+class WorkQueue:
+    """Work and copies that a thread begins on a device; they run in this order, and the thread does not wait."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+
+    def host_memory(self, n_bytes: int) -> Tensor:
+        """Bytes on the host for copies to and from the device."""
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._place.type != "cpu")
+
+    def begin(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin work; returns what waits until it is done, and all that was begun before. On a CPU it is done at once."""
+        if self._place.type == "cpu":
+            work()
+            return lambda: None
+        with torch.cuda.device(self._place):
+            work()
+            done = torch.cuda.Event()
+            done.record()  # type: ignore[no-untyped-call, unused-ignore]
+        return done.synchronize
+
+    def send(self, host: Tensor) -> Tensor:
+        """A copy on the device; the host's memory must stay as it is until the work is done."""
+        return host.to(self._place, non_blocking=True)
+
+    def fetch(self, device: Tensor, host: Tensor) -> None:
+        """Copy to the host."""
+        host.copy_(device, non_blocking=True)

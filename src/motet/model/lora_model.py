@@ -24,9 +24,11 @@ from motet.model import attention
 from motet.model.accelerator import processor_of
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
+from motet.model.device_steps import DeviceSteps
 from motet.model.distribution import MathKernels
 from motet.model.experts import adaptable_experts, compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
+from motet.model.kv_cache import KVCache
 from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
@@ -70,6 +72,10 @@ class Kernels(Protocol):
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """Gradient with respect to hidden [N, D] from that of `raw_logits(hidden)`."""
+        ...
+
+    def steps(self, cache: KVCache) -> DeviceSteps | None:
+        """Decode steps that go from tokens to tokens on the device; None if these kernels have none."""
         ...
 
 

@@ -226,6 +226,9 @@ class NativeBase:
         self.pack_for_training()
         return self._rows(self._library.motet_head_back, slope_NV, self._plan.width)
 
+    def steps(self, cache: KVCache) -> None:
+        """Returns None: a CPU's steps run in turn."""
+
     def _rows(self, function: Any, rows: Tensor, n_outputs: int) -> Tensor:
         rows = rows.detach().float().contiguous()
         out = torch.empty(len(rows), n_outputs)

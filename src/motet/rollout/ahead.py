@@ -20,13 +20,14 @@ from motet.core.model_info import ModelInfo
 from motet.core.stops import Decode
 from motet.core.tenant_turns import Payer
 from motet.core.types import BoolArray
+from motet.model.device_steps import GROUPS, MASKED, PLAIN, DeviceStep, Flight
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.drafts import Drafts
-from motet.rollout.executor import AheadExecutor, DeviceStep, Flight
+from motet.rollout.executor import AheadExecutor
 from motet.rollout.sequences import SampledSequence
-from motet.rollout.step_table import GROUPS, MASKED, PLAIN, StepTable
+from motet.rollout.step_table import StepTable
 from motet.rollout.steps import Landed
 
 
@@ -41,9 +42,11 @@ class _Rows:
     """Whether every token is looked at: for stop strings, a grammar, or a stream."""
     append_tokens: Sequence[Callable[[int], None]]
     append_logprobs: Sequence[Callable[[float], None]]
+    truncates: bool
+    """Whether some row asks for top-k, top-p or min-p."""
 
 
-_NOBODY = _Rows((), np.empty(0, np.int64), (), np.empty(0, np.bool_), (), ())
+_NOBODY = _Rows((), np.empty(0, np.int64), (), np.empty(0, np.bool_), (), (), truncates=False)
 
 
 class StepsAhead:
@@ -157,6 +160,7 @@ class StepsAhead:
             self._looked_at_R[rows_N],
             [item.tokens.append for item in chosen],
             [item.logprobs.append for item in chosen],
+            any(item.prompt.request.sampling.truncates for item in chosen),
         )
 
     def _join(self, sequence: SampledSequence) -> None:
@@ -194,7 +198,9 @@ class StepsAhead:
         masks_NV = None
         if group == MASKED:
             masks_NV = np.stack([item.grammar.allowed() for item in rows.sequences if item.grammar is not None])
-        step = DeviceStep(group, len(rows.sequences), self._table.take_changes(), rows.weights, masks_NV)
+        n_blocks = int(self._room_R[rows.rows_N].max()) // self._block_size
+        changes_C2 = self._table.take_changes()
+        step = DeviceStep(group, len(rows.sequences), changes_C2, rows.weights, n_blocks, rows.truncates, masks_NV)
         self._flights.append((self._executor.launch(step), rows))
         self._reached_R[rows.rows_N] += 1
         for item in rows.sequences:

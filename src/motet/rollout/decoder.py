@@ -24,7 +24,7 @@ from motet.rollout.drafts import Drafts, can_draft
 from motet.rollout.executor import AheadExecutor, Executor
 from motet.rollout.grammars import Grammars
 from motet.rollout.kept import KeptSequences
-from motet.rollout.model_runner import ModelRunner
+from motet.rollout.model_runner import runner_for
 from motet.rollout.sequences import Prompt, SampledSequence, tenant_of, waits_for_grammar
 from motet.rollout.steps import Steps, SynchronousSteps
 from motet.rollout.tick_turns import TickTurns
@@ -49,19 +49,23 @@ class Decoder:
     ) -> None:
         """At most `kept_blocks` KV cache blocks stay allocated between turns of episodes; 0 keeps none.
 
-        Preempted and evicted sequences are copied to host memory, up to `host_bytes`. `speculates`: see `Drafts`.
+        Preempted and evicted sequences are copied to host memory, up to `host_bytes`. `speculates`: see `Drafts`;
+        steps that run ahead do not.
         `executor` computes instead of the base's modules; it may run one step ahead, if the base has no states.
         """
         self.cache = cache
         self.host = HostCache(cache, host_bytes)
         self.kept = KeptSequences(cache, self.host, kept_blocks, stateful=bool(base.stateful))
         self.blocks = BlockAllocator(cache, self.host, self.kept)
-        self.runner = ModelRunner(base, cache)
-        self.drafts = Drafts() if speculates and can_draft(base) else None
+        self.runner = runner_for(base, cache)
         computes, text = executor or self.runner, self.runner.text
-        self._steps: Steps = SynchronousSteps(computes, self.blocks, text)
-        if isinstance(executor, AheadExecutor) and not base.stateful:
-            self._steps = StepsAhead(executor, base.info, cache, self.blocks, text, max_rows=max_rows)
+        self.drafts: Drafts | None = None
+        self._steps: Steps
+        if isinstance(computes, AheadExecutor) and not base.stateful:
+            self._steps = StepsAhead(computes, base.info, cache, self.blocks, text, max_rows=max_rows)
+        else:
+            self._steps = SynchronousSteps(computes, self.blocks, text)
+            self.drafts = Drafts() if speculates and can_draft(base) else None
         self.rows = BatchRows(cache, self.blocks, max_rows, self.land)
         self.spent: Counter[str] = Counter()
         """Microseconds by job; the reader resets it."""

@@ -17,12 +17,13 @@ from motet.core import seeds
 from motet.core.types import BoolArray, FloatArray
 from motet.model.attention import Span
 from motet.model.cuda_graph import CudaGraphRunner
+from motet.model.device_steps import DeviceStep, DeviceSteps, DrawnTokens, Flight, StepLayout
 from motet.model.distribution import draw
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
-from motet.rollout.executor import DrawnTokens, NewTokens
+from motet.rollout.executor import NewTokens
 from motet.rollout.sequences import SampledSequence
 
 
@@ -101,6 +102,28 @@ class ModelRunner:
     def text(self, tokens: list[int]) -> str:
         """Decode completion tokens, without special tokens."""
         return self.base.info.tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+class AheadRunner(ModelRunner):
+    """An `AheadExecutor`: the kernels of its base go from tokens to tokens."""
+
+    def __init__(self, base: LoraModel, cache: KVCache, steps: DeviceSteps) -> None:
+        super().__init__(base, cache)
+        self._steps = steps
+
+    def hold(self, layout: StepLayout) -> None:
+        """See `DeviceSteps`."""
+        self._steps.hold(layout)
+
+    def launch(self, step: DeviceStep) -> Flight:
+        """See `DeviceSteps`."""
+        return self._steps.launch(step)
+
+
+def runner_for(base: LoraModel, cache: KVCache) -> ModelRunner:
+    """The runner of a base, which runs ahead if its kernels can."""
+    steps = None if base.kernels is None or base.stateful else base.kernels.steps(cache)
+    return ModelRunner(base, cache) if steps is None else AheadRunner(base, cache, steps)
 
 
 def _kept_to_grammars(logits_NV: Tensor, sequences: Sequence[SampledSequence]) -> Tensor:

@@ -16,13 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.types import SamplingParams
+from motet.model.device_steps import BLOCKS, GROUPS
 from motet.rollout.sequences import SampledSequence
-
-TOKEN, POSITION, DRAWN, KEY, TEMPERATURE, TOP_K, TOP_P, MIN_P, BLOCKS = range(9)
-"""Columns of a record. Key: the bits of a uint64. Temperature, top-p, min-p: the bits of a float64. Blocks: to its end."""
-GROUPS = 2
-PLAIN, MASKED = range(GROUPS)
-"""Rows that run ahead, and rows with a grammar, whose next mask depends on the token before."""
 
 
 class StepTable:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from motet.core.stops import Decode
 from motet.core.tenant_turns import Payer
+from motet.model.device_steps import DrawnTokens
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.drafts import Drafts
-from motet.rollout.executor import DrawnTokens, Executor, NewTokens
+from motet.rollout.executor import Executor, NewTokens
 from motet.rollout.sequences import SampledSequence
 
 
