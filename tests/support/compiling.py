@@ -12,6 +12,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64, "gfx950": 160}
 """KiB of shared memory that a program may have: CUDA's table of compute capabilities, AMD's of its instruction sets."""
+SMALL = {"sm_86": 99, "sm_89": 99, "sm_120": 99}
+"""The same of cards with little."""
 
 PROGRAM = """
 import json, sys

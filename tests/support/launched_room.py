@@ -6,25 +6,38 @@ python -m tests.support.launched_room --targets sm_90 --rooms products
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from motet.cuda.adapters import AdapterTables, Places
+from motet.cuda.adapters import AdapterGroup, AdapterTables, Places
 from motet.cuda.attention import CudaAttention
 from motet.cuda.forward import DecoderForward
 from motet.cuda.kernels import rotary, steps
 from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan, LayerPlan
 from motet.cuda.products import Products
-from motet.cuda.ways import REFERENCE, OwnTile, ProductWeight, WayTable, shrink
+from motet.cuda.ways import (
+    BUCKETS,
+    REFERENCE,
+    Adapters,
+    OwnTile,
+    ProductShape,
+    ProductWeight,
+    WayTable,
+    shrink,
+    tiles_to_measure,
+)
 from motet.model.attention import LayerCall, Span
 from motet.model.kv_cache import KVCache
 from tests.support import cuda_attention_cases, draw_cases, launched_kernels
 from tests.support.adapted_rows import adapted
+from tests.support.compiling import SHARED, SMALL
 from tests.support.launched_kernels import CPU, TARGETS, Launch
 
 BF16 = torch.bfloat16
@@ -43,14 +56,15 @@ TILES = [
 
 
 def product_launches(target: str, *, everything: bool) -> Iterator[Launch]:
-    """Products of any number of rows, with adapters; and every tile, with a bias and for gradients; and a shrink alone."""
+    """Products of any number of rows, with any adapters; and every tile, with a bias and for gradients; and a shrink alone."""
     n_inputs, n_outputs = 896, 1152
     weight, bias = torch.zeros(n_outputs, n_inputs, dtype=BF16), torch.zeros(n_outputs, dtype=BF16)
-    rows = adapted([0, 1, -1, 1], [16, 3], n_inputs, BF16, CPU, width=64)
-    adapters = rows.tables, rows.group
-    for n_rows in (1, 7, 64, 300):
+    for n_rows, width in ((1, 16), (7, 64), (64, 48), (300, 768)):
         x, y = torch.zeros(n_rows, n_inputs, dtype=BF16), torch.zeros(n_rows, n_outputs, dtype=BF16)
+        rows = adapted([0, 1, -1, 1], [16, 3], n_inputs, BF16, CPU, width=width)
+        adapters = rows.tables, rows.group
         yield partial(REFERENCE.multiply, x, ProductWeight(weight), y, adapters, back=False)
+        yield partial(REFERENCE.multiply, x, ProductWeight(weight), y, behind_others(*adapters), back=False)
     for tile in TILES if everything else ():
         if tile.by_descriptors and target == "sm_80":
             continue
@@ -59,6 +73,31 @@ def product_launches(target: str, *, everything: bool) -> Iterator[Launch]:
         yield partial(tile.multiply, y, ProductWeight(weight), x, None, back=True)
     if everything:
         yield partial(shrink, x, adapters)
+
+
+def behind_others(tables: AdapterTables, group: AdapterGroup) -> Adapters:
+    """The same adapters, whose tables are views that begin where others end, as those of a step and of a layer do."""
+
+    def behind(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.cat([numbers.new_zeros(1), numbers.flatten()])[1:].view_as(numbers)
+
+    tables = replace(tables, tiles_N17=behind(tables.tiles_N17), n_tiles=behind(tables.n_tiles))
+    return tables, replace(group, entries_SC=behind(group.entries_SC))
+
+
+def tile_launches(target: str, *, everything: bool) -> Iterator[Launch]:
+    """With adapters, the tiles that are chosen on a card before any is measured; or all that it runs, also without."""
+    table = WayTable(TARGETS[target].arch // 10, (SHARED | SMALL)[target] << 10, BF16.itemsize)
+    tiles = {REFERENCE}
+    for n_outputs, bucket in itertools.product((896, 2048, 8192, 28672, 151936), BUCKETS):
+        shape = ProductShape(n_outputs, 896)
+        tiles.add(table.own(shape, bucket))
+        tiles |= {tile for tile in tiles_to_measure(shape, bucket, table.capability) if everything and table.runs(tile)}
+    x, y, weight = (torch.zeros(shape, dtype=BF16) for shape in ((64, 896), (64, 1152), (1152, 896)))
+    rows = adapted([0, 1, -1, 1], [16, 3], 896, BF16, CPU, width=64)
+    for tile in sorted(tiles, key=repr):
+        for adapters in ((rows.tables, rows.group), None)[: 1 + everything]:
+            yield partial(tile.multiply, x, ProductWeight(weight), y, adapters, back=False)
 
 
 def attention_launches(target: str, *, everything: bool) -> Iterator[Launch]:
@@ -144,18 +183,20 @@ LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {
     "a pass with adapters": partial(layer_launches, packed=True, with_adapters=True),
 }
 """By the file of the kernels, or by what is computed."""
+TILES_OF_A_CARD: Mapping[str, Callable[..., Iterator[Launch]]] = {"tiles": tile_launches}
+"""Compiled only where they are asked for."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", nargs="+", default=["sm_80", "sm_90", "sm_100"], choices=list(TARGETS))
-    parser.add_argument("--rooms", nargs="+", default=list(LAUNCHES), choices=list(LAUNCHES))
+    parser.add_argument("--rooms", nargs="+", default=list(LAUNCHES), choices=[*LAUNCHES, *TILES_OF_A_CARD])
     parser.add_argument("--kernels", nargs="+", default=[], help="of all rooms, only these")
     parser.add_argument("--all", action="store_true")
     chosen = parser.parse_args(words)
     for target in chosen.targets:
         for room in chosen.rooms:
-            launches = list(LAUNCHES[room](target, everything=chosen.all))
+            launches = list({**LAUNCHES, **TILES_OF_A_CARD}[room](target, everything=chosen.all))
             launched_kernels.print_made(target, "bf16", 0, room, launches, chosen.kernels)
 
 

@@ -15,7 +15,7 @@ import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
 
-from motet.cuda.adapters import AdapterGroup, AdapterTables, piece_of, pieces_of
+from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, piece_of, pieces_of
 from motet.cuda.kernels import products as kernels
 from motet.cuda.launches import called, launch
 from motet.model.accelerator import capability, products_without_split
@@ -23,11 +23,11 @@ from motet.model.accelerator import capability, products_without_split
 _SIDE_BY_SIDE = 16
 """Tiles of the same weights that follow each other."""
 _A_COLUMNS = 64
-"""Most columns of A that a program multiplies."""
+"""Columns of A that a program multiplies, however few there are: one machine code for adapters of all ranks."""
 _A_DEPTH = 128
 """Most inputs in a step of a product with A."""
-_ROW = 16
-"""Bytes of the widest load."""
+_A_BUFFERS = 2
+"""Steps of a product with A that are in shared memory at once."""
 
 Adapters = tuple[AdapterTables, AdapterGroup]
 
@@ -100,8 +100,9 @@ class OwnTile:
         return f"{'d' * self.by_descriptors}{self.rows}x{self.columns}x{self.depth}-{self.warps}-{self.stages}"
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Shared memory of a program, with room for barriers."""
-        return self.stages * (self.rows + self.columns) * self.depth * itemsize + 1024
+        """Most shared memory of a program, with room for barriers; a program multiplies a tile or A, in the same memory."""
+        own = self.stages * (self.rows + self.columns) * self.depth
+        return max(own, _A_BUFFERS * (TILE + _A_COLUMNS) * _A_DEPTH) * itemsize + 1024
 
     def multiply(
         self, x_TK: Tensor, weight: ProductWeight, y_TN: Tensor, adapters: Adapters | None, *, back: bool
@@ -136,12 +137,11 @@ def _shrink_of(
 ) -> tuple[tuple[Tensor, ...], tuple[int, int, int], dict[str, int], int]:
     """Tensors, numbers and constants of the product with A, and how many programs compute it."""
     n_inputs, piece = x_TK.shape[1], piece_of(x_TK.shape[1])
-    constants = {"A_COLUMNS": 16, "A_DEPTH": min(piece, _A_DEPTH), "WIDE": _ROW // x_TK.element_size()}
+    constants = {"A_COLUMNS": _A_COLUMNS, "A_DEPTH": min(piece, _A_DEPTH)}
     if adapters is None:
         return (x_TK,) * 4, (0, 0, 0), constants, 0
     tables, group = adapters
-    constants["A_COLUMNS"] = min(_A_COLUMNS, triton.next_power_of_2(group.width))
-    programs = len(tables.tiles_N17) * pieces_of(n_inputs) * triton.cdiv(group.width, constants["A_COLUMNS"])
+    programs = len(tables.tiles_N17) * pieces_of(n_inputs) * triton.cdiv(group.width, _A_COLUMNS)
     tensors = (group.entries_SC, tables.tiles_N17, tables.n_tiles, group.inner)
     return tensors, (group.width, group.entries_SC.shape[1], piece), constants, programs
 
@@ -149,7 +149,7 @@ def _shrink_of(
 def shrink(x_TK: Tensor, adapters: Adapters) -> None:
     """Fill `inner` by a launch of its own."""
     tensors, numbers, constants, programs = _shrink_of(x_TK, adapters)
-    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
     launch(kernels.shrink, (programs,), x_TK, *tensors, *x_TK.shape, *numbers, **constants, **options)
 
 

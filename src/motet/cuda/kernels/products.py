@@ -14,8 +14,10 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped, unused-ignore]
 
-_RUNTIME = ["n_rows", "width", "entry_size", "piece_size"]
-"""Numbers that no machine code depends on, although Triton would compile 1 and multiples of 16 apart."""
+_RUNTIME = ["entries", "tiles", "n_tiles", "n_rows", "width", "entry_size", "piece_size"]
+"""Numbers and addresses that no machine code depends on, although Triton would compile 1 and multiples of 16 apart."""
+_STAGES = tl.constexpr(3)
+"""Of a product with A, whatever those of the tile: its buffers must fit where the tile's were."""
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def _store(y, sums_MN, bias, row_M, column_N, n_rows, n_columns, BIAS: tl.conste
 def _sums(x, a, row_M, live_M, column_N, start, end, n_inputs, width, DEPTH: tl.constexpr):
     """Sums of x[row, k] A[k, column] over a piece of K; columns beyond the width are zeros."""
     sums_MN = tl.zeros((row_M.shape[0], column_N.shape[0]), tl.float32)
-    for first in range(start, end, DEPTH):
+    for first in tl.range(start, end, DEPTH, num_stages=_STAGES):
         k_K = first + tl.arange(0, DEPTH)
         live_K = k_K < end
         x_MK = tl.load(
@@ -57,11 +59,11 @@ def _sums(x, a, row_M, live_M, column_N, start, end, n_inputs, width, DEPTH: tl.
 
 @triton.jit
 def _shrink(program, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width, entry_size, piece_size,
-            COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+            COLUMNS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     """inner[piece, row, :] = x[row, piece of K] A[piece of K, :], of a tile's rows and COLUMNS columns.
 
-    A is [K, its width], found by its address, a multiple of 16 bytes. Where its width is a multiple of WIDE, so are its rows'
-    addresses, and loads of 16 bytes are told to the compiler.
+    A is [K, its width], found by its address, a multiple of 16 bytes. Its width is a multiple of four, which is told to the
+    compiler for wide loads. A second loop with wider ones would have buffers of its own beside these.
     """
     piece_size = piece_size // 32 * 32  # as it is: told to the compiler, or x would be read in narrow loads
     pieces, blocks = tl.cdiv(n_inputs, piece_size), tl.cdiv(width, COLUMNS)
@@ -78,11 +80,7 @@ def _shrink(program, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
             a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(x.dtype.element_ty)), 16)
             start = piece * piece_size
             end = tl.minimum(start + piece_size, n_inputs)
-            if own_width % WIDE == 0:
-                even = own_width // WIDE * WIDE
-                sums_MN = _sums(x, a, row_M, live_M, column_N, start, end, n_inputs, even, DEPTH)
-            else:
-                sums_MN = _sums(x, a, row_M, live_M, column_N, start, end, n_inputs, own_width, DEPTH)
+            sums_MN = _sums(x, a, row_M, live_M, column_N, start, end, n_inputs, own_width, DEPTH)
             at = inner + (piece * n_rows.to(tl.int64) + row_M[:, None]) * width + column_N[None, :]
             tl.store(at, sums_MN, mask=live_M[:, None] & (column_N < own_width)[None, :])
 
@@ -91,7 +89,7 @@ def _shrink(program, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
 def multiply(x, weight, bias, y, entries, tiles, n_tiles, inner, n_rows, n_columns, n_inputs, width,
              entry_size, piece_size, BIAS: tl.constexpr, BACK: tl.constexpr, ADAPTERS: tl.constexpr,
              ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
-             A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+             A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr):  # fmt: skip
     """Fill y = x Wᵀ + bias, weight [columns, inputs]; with BACK y = x W, weight [inputs, columns]. With ADAPTERS also inner."""
     program = tl.program_id(0)
     own = tl.cdiv(n_rows, ROWS) * tl.cdiv(n_columns, COLUMNS)
@@ -119,14 +117,14 @@ def multiply(x, weight, bias, y, entries, tiles, n_tiles, inner, n_rows, n_colum
         _store(y, sums_MN, bias, row_M, column_N, n_rows, n_columns, BIAS)
     elif ADAPTERS:
         _shrink(program - own, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
-                entry_size, piece_size, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
+                entry_size, piece_size, A_COLUMNS, A_DEPTH)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def multiply_by_descriptors(x, x_blocks, weight, bias, y, entries, tiles, n_tiles, inner, n_rows, n_columns, n_inputs, width,
                             entry_size, piece_size, BIAS: tl.constexpr, BACK: tl.constexpr, ADAPTERS: tl.constexpr,
                             ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
-                            A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                            A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr):  # fmt: skip
     """The same as `multiply`, where blocks of x and of the weight are copied by descriptors."""
     program = tl.program_id(0)
     own = tl.cdiv(n_rows, ROWS) * tl.cdiv(n_columns, COLUMNS)
@@ -142,12 +140,12 @@ def multiply_by_descriptors(x, x_blocks, weight, bias, y, entries, tiles, n_tile
         _store(y, sums_MN, bias, row_M, column_N, n_rows, n_columns, BIAS)
     elif ADAPTERS:
         _shrink(program - own, x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
-                entry_size, piece_size, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
+                entry_size, piece_size, A_COLUMNS, A_DEPTH)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def shrink(x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width, entry_size, piece_size,
-           A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+           A_COLUMNS: tl.constexpr, A_DEPTH: tl.constexpr):  # fmt: skip
     """Fill `inner` alone, where a library multiplies."""
     _shrink(tl.program_id(0), x, entries, tiles, n_tiles, inner, n_rows, n_inputs, width,
-            entry_size, piece_size, A_COLUMNS, A_DEPTH, WIDE)  # fmt: skip
+            entry_size, piece_size, A_COLUMNS, A_DEPTH)  # fmt: skip
