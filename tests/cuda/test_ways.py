@@ -14,9 +14,11 @@ import torch
 import tests.support.triton_on_cpu
 from motet.core.errors import BaseModelError
 from motet.cuda import speeds
+from motet.cuda.adapters import TILE, piece_of
 from motet.cuda.products import Products
 from motet.cuda.trial import Sizes, Trial
 from motet.cuda.ways import (
+    A_COLUMNS,
     BUCKETS,
     REFERENCE,
     ROWS_OF_PASSES,
@@ -131,6 +133,26 @@ def test_a_tile_with_other_bits_is_left_out() -> None:
     assert all(table.own(SHAPE, rows).rows != 128 for rows in BUCKETS)
 
 
+def is_a(left: Matrix, right: Matrix) -> bool:
+    """Whether a program multiplies A."""
+    return (*left.shape, right.shape[1]) == (TILE, piece_of(SHAPE.n_inputs), A_COLUMNS)
+
+
+@INTERPRETED
+def test_a_tile_beside_which_a_has_other_bits_is_left_out() -> None:
+    """A tile of 128 rows, after which A is added from the end."""
+    tiles = [0]
+
+    def product(left: Matrix, right: Matrix, total: Matrix) -> Matrix:
+        tiles.append(tiles[-1] if is_a(left, right) else len(left))
+        return (backwards if is_a(left, right) and tiles[-1] == 128 else in_order)(left, right, total)
+
+    with multiplied_by(product):
+        table, trial = tried(None, shapes=[SHAPE])
+    assert {tile.rows for tile in table.left_out} == {128}
+    assert "has other bits" in trial.notes[0]
+
+
 def last_rows_backwards(left: Matrix, right: Matrix, total: Matrix) -> Matrix:
     """Rows have other bits in the second half of a tile."""
     half = len(left) // 2
@@ -143,7 +165,11 @@ def last_rows_backwards(left: Matrix, right: Matrix, total: Matrix) -> Matrix:
     ("product", "why"),
     [
         (last_rows_backwards, "other places"),
-        (lambda left, right, total: in_order(left, right * 1.01, total), "wrong values"),
+        (lambda left, right, total: in_order(left, right * 1.01, total), "wrong values$"),
+        (
+            lambda left, right, total: in_order(left, right * (1 + 0.01 * is_a(left, right)), total),
+            "wrong values for adapt",
+        ),
     ],
 )
 def test_a_base_is_not_multiplied_by_kernels_that_are_wrong(product: Callable[..., Matrix], why: str) -> None:

@@ -10,7 +10,7 @@ Legend: T packed rows, K inputs, N outputs of a product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from motet.cuda import speeds
 from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places, pieces_of
 from motet.cuda.products import Products
 from motet.cuda.ways import (
+    A_COLUMNS,
     BUCKETS,
     REFERENCE,
     ROWS_OF_DECODING,
@@ -32,6 +33,7 @@ from motet.cuda.ways import (
     ProductWeight,
     Way,
     WayTable,
+    shrink,
     table_for,
 )
 
@@ -171,19 +173,20 @@ class Trial:
                 table.leave_out(tile)
 
     def _why_not(self, way: Way, example: _Example, rows: Sequence[int]) -> str:
-        adapters = None if example.shape.back else example.no_adapters()
         try:
-            unequal = [*example.unequal(way, rows), *self._unequal_in_graph(way, example, rows, adapters)]
+            adapted = not example.shape.back
+            unequal = [*example.unequal(way, rows), *self._unequal_in_graph(way, example, rows, adapted=adapted)]
         except _FAILURES as error:
             return f"fails: {_first_line(error)}"
         return f"has other bits at {_numbers(unequal)} rows" if unequal else ""
 
     def _unequal_in_graph(
-        self, way: Way, example: _Example, rows: Sequence[int], adapters: Adapters | None = None
+        self, way: Way, example: _Example, rows: Sequence[int], *, adapted: bool = False
     ) -> list[int]:
         """The numbers of rows at which a row has other bits in a recorded graph."""
         if not rows:
             return []
+        adapters = [example.adapted(n_rows) if adapted else None for n_rows in rows]
         replay = self.recorder.capture(lambda: example.compare(way, rows, adapters), first=False)
         return example.counted(rows, replay())
 
@@ -207,12 +210,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Example:
-    """Rows and a weight of one shape, and their product by the reference."""
+    """Rows and a weight of one shape, an adapter's A, and their products: by the reference, and by a launch for A alone."""
 
     shape: ProductShape
     x_TK: Tensor
     weight: ProductWeight
     want_TN: Tensor
+    a_KW: Tensor
+    inner: Tensor
+    """x A of the first rows, in pieces of K."""
 
     @classmethod
     def of(cls, shape: ProductShape, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> _Example:
@@ -221,7 +227,12 @@ class _Example:
         x_TK, weight = rows_of_three_kinds(most, shape.n_inputs, dtype, device), weight_of(shape, dtype, device)
         want_TN = x_TK.new_empty(most, shape.n_outputs)
         REFERENCE.multiply(x_TK, weight, want_TN, None, back=shape.back)
-        return cls(shape, x_TK, weight, want_TN)
+        a_KW = weight_of(ProductShape(A_COLUMNS, shape.n_inputs), dtype, device).weight_NK.t().contiguous()
+        found = cls(shape, x_TK, weight, want_TN, a_KW, torch.empty(0))
+        first_TK = x_TK[:TILE]
+        adapters = found.adapted(len(first_TK))
+        shrink(first_TK, adapters)
+        return replace(found, inner=adapters[1].inner)
 
     @property
     def most(self) -> int:
@@ -237,32 +248,41 @@ class _Example:
         of_sums = self.shape.n_inputs * torch.finfo(torch.float32).eps * (x_TK.abs() @ weight_KN.abs())
         if not bool(((found - want).abs() <= of_sums + torch.finfo(self.want_TN.dtype).eps * want.abs()).all()):
             return "has wrong values"
+        first_TK, a_KW = self.x_TK[:TILE].double(), self.a_KW.double()
+        of_sums = self.shape.n_inputs * torch.finfo(torch.float32).eps * (first_TK.abs() @ a_KW.abs())
+        if not bool(((self.inner.double().sum(0) - first_TK @ a_KW).abs() <= of_sums).all()):
+            return "has wrong values for adapters"
         turned, again_TN = self.x_TK.roll(_OTHER_ROWS[-1], 0), torch.empty_like(self.want_TN)
         REFERENCE.multiply(turned, self.weight, again_TN, None, back=self.shape.back)
         equal = torch.equal(_bits(again_TN).roll(-_OTHER_ROWS[-1], 0), _bits(self.want_TN))
         return "" if equal else "has other bits in other places of a tile"
 
-    def compare(self, way: Way, rows: Sequence[int], adapters: Adapters | None = None) -> Tensor:
-        """For each number of rows, whether a row has other bits; waits for nothing."""
+    def compare(self, way: Way, rows: Sequence[int], adapters: Sequence[Adapters | None]) -> Tensor:
+        """For each number of rows, with its adapters, whether a row has other bits; waits for nothing."""
         flags = []
-        for n_rows in rows:
+        for n_rows, of_rows in zip(rows, adapters, strict=True):
             y_TN = torch.empty_like(self.want_TN[:n_rows])
-            way.multiply(self.x_TK[:n_rows], self.weight, y_TN, adapters, back=self.shape.back)
-            flags.append((_bits(y_TN) != _bits(self.want_TN[:n_rows])).any())
+            way.multiply(self.x_TK[:n_rows], self.weight, y_TN, of_rows, back=self.shape.back)
+            unequal = (_bits(y_TN) != _bits(self.want_TN[:n_rows])).any()
+            if of_rows is not None:
+                first = of_rows[1].inner[:, :TILE]
+                unequal |= (_bits(first) != _bits(self.inner[:, : first.shape[1]])).any()
+            flags.append(unequal)
         return torch.stack(flags)
 
     def unequal(self, way: Way, rows: Sequence[int]) -> list[int]:
         """The numbers of rows at which a row has other bits."""
-        return self.counted(rows, self.compare(way, rows))
+        return self.counted(rows, self.compare(way, rows, [None] * len(rows)))
 
-    def no_adapters(self) -> Adapters:
-        """Tables in which no row has an adapter, for the machine code that multiplies A too."""
-        device, itemsize = self.x_TK.device, self.x_TK.element_size()
-        tiles = torch.full((1, 1 + TILE), -1, dtype=torch.int32, device=device)
+    def adapted(self, n_rows: int) -> Adapters:
+        """Tables of so many rows, of which the first have the adapter."""
+        device, used = self.x_TK.device, min(n_rows, TILE)
+        tiles = torch.tensor([[0, *range(used), *[-1] * (TILE - used)]], dtype=torch.int32, device=device)
         n_tiles = torch.ones(1, dtype=torch.int32, device=device)
-        inner = torch.empty(pieces_of(self.shape.n_inputs), 1, TILE, device=device)
-        group = AdapterGroup(torch.zeros(1, 5, dtype=torch.int64, device=device), TILE, inner, (1,))
-        return AdapterTables(Places([], itemsize), tiles, n_tiles, 1, adapted=True), group
+        entries = torch.tensor([[self.a_KW.data_ptr(), A_COLUMNS, A_COLUMNS, -1, 0]], device=device)
+        inner = torch.full((pieces_of(self.shape.n_inputs), n_rows, A_COLUMNS), torch.nan, device=device)
+        tables = AdapterTables(Places([], self.x_TK.element_size()), tiles, n_tiles, n_rows, adapted=True)
+        return tables, AdapterGroup(entries, A_COLUMNS, inner, (1,))
 
     @staticmethod
     def counted(rows: Sequence[int], flags: Tensor) -> list[int]:

@@ -22,7 +22,7 @@ from motet.model.accelerator import capability, products_without_split
 
 _SIDE_BY_SIDE = 16
 """Tiles of the same weights that follow each other."""
-_A_COLUMNS = 64
+A_COLUMNS = 64
 """Columns of A that a program multiplies, however few there are: one machine code for adapters of all ranks."""
 _A_DEPTH = 128
 """Most inputs in a step of a product with A."""
@@ -102,7 +102,7 @@ class OwnTile:
     def shared_bytes(self, itemsize: int) -> int:
         """Most shared memory of a program, with room for barriers; a program multiplies a tile or A, in the same memory."""
         own = self.stages * (self.rows + self.columns) * self.depth
-        return max(own, _A_BUFFERS * (TILE + _A_COLUMNS) * _A_DEPTH) * itemsize + 1024
+        return max(own, _A_BUFFERS * (TILE + A_COLUMNS) * _A_DEPTH) * itemsize + 1024
 
     def multiply(
         self, x_TK: Tensor, weight: ProductWeight, y_TN: Tensor, adapters: Adapters | None, *, back: bool
@@ -137,11 +137,11 @@ def _shrink_of(
 ) -> tuple[tuple[Tensor, ...], tuple[int, int, int], dict[str, int], int]:
     """Tensors, numbers and constants of the product with A, and how many programs compute it."""
     n_inputs, piece = x_TK.shape[1], piece_of(x_TK.shape[1])
-    constants = {"A_COLUMNS": _A_COLUMNS, "A_DEPTH": min(piece, _A_DEPTH)}
+    constants = {"A_COLUMNS": A_COLUMNS, "A_DEPTH": min(piece, _A_DEPTH)}
     if adapters is None:
         return (x_TK,) * 4, (0, 0, 0), constants, 0
     tables, group = adapters
-    programs = len(tables.tiles_N17) * pieces_of(n_inputs) * triton.cdiv(group.width, _A_COLUMNS)
+    programs = len(tables.tiles_N17) * pieces_of(n_inputs) * triton.cdiv(group.width, A_COLUMNS)
     tensors = (group.entries_SC, tables.tiles_N17, tables.n_tiles, group.inner)
     return tensors, (group.width, group.entries_SC.shape[1], piece), constants, programs
 
