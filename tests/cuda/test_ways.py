@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,6 @@ from motet.cuda.ways import (
     WayTable,
     start_tile,
     table_for,
-    tiles_to_measure,
 )
 from motet.model.accelerator import products_without_split
 from tests.support.adapted_rows import adapted
@@ -190,9 +190,12 @@ def test_speeds_are_measured_once_and_kept(tmp_path: Path) -> None:
         return 3 * now
 
     table = table_for(DEVICE, torch.float16)
-    assert speeds.measure(table, weights, library, stopwatch, 0.0, back=True) is False
-    assert speeds.measure(table, weights, library, stopwatch, 3600.0, back=True)
+    assert speeds.measure(table, weights, library, stopwatch, lambda: False, back=True) is False
+    assert speeds.measure(table, weights, library, stopwatch, lambda: True, back=True)
     assert set(table.speeds) == {(SHAPE, rows) for rows in BUCKETS} | {(ProductShape(64, 24, back=True), BUCKETS[-1])}
+    for (shape, rows), found in table.speeds.items():
+        tiles = [table.start(shape, rows), *table.others(shape, rows)]
+        assert list(found) == [tiles[0].name, library.name, *(tile.name for tile in tiles[1:])]
     first, second, *_ = table.speeds[SHAPE, 16].values()
     assert (first, second) == (1.0, float("inf"))  # of one of three weights
     path = speeds.file_of({"card": "one"})
@@ -201,9 +204,26 @@ def test_speeds_are_measured_once_and_kept(tmp_path: Path) -> None:
     speeds.write(path, {"card": "one"}, table.speeds)
     assert speeds.read(path) == table.speeds
     again = replace(table, speeds=speeds.read(path))
-    assert not speeds.measure(again, weights, library, stopwatch, 3600.0, back=True)
-    own = [tile for tile in tiles_to_measure(SHAPE, 16, 0) if tile.name in table.speeds[SHAPE, 16]]
-    assert again.own(SHAPE, 3) == own[0]
+    assert not speeds.measure(again, weights, library, stopwatch, lambda: True, back=True)
+    assert again.own(SHAPE, 3) == table.start(SHAPE, 16)
+
+
+def test_a_load_that_has_no_time_measures_what_is_used_anyway_and_later_loads_do_not_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    weights = [ProductWeight(torch.zeros(24, 64, dtype=torch.float16, device=DEVICE))]
+    shapes, library = [(SHAPE, rows) for rows in BUCKETS], BadLibrary()
+    table = table_for(DEVICE, torch.float16)
+    for n_known in (3, 4):  # the second load has time for what the first left, and for one tile more
+        in_time = partial(next, iter([True] * 3), False)
+        assert speeds.measure(table, weights, library, lambda run: 1.0, in_time, back=False)
+        assert set(table.speeds) == set(shapes[:n_known])
+    assert len(caplog.messages) == 2
+    for shape, rows in shapes:
+        assert list(table.speeds[shape, rows])[:2] == [table.start(shape, rows).name, library.name]
+    assert [len(found) for found in table.speeds.values()] == [2, 2, 2, 4]
+    assert not speeds.measure(table, weights, library, lambda run: 1.0, lambda: True, back=False)
+    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +18,19 @@ from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
 
 from motet.cuda import kernels
-from motet.cuda.ways import BUCKETS, ProductShape, ProductWeight, Speeds, Way, WayTable, tiles_to_measure
+from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places, pieces_of
+from motet.cuda.ways import (
+    A_COLUMNS,
+    BUCKETS,
+    Adapters,
+    ProductShape,
+    ProductWeight,
+    Speeds,
+    Way,
+    WayTable,
+)
 
+_log = logging.getLogger(__name__)
 _REPEATS = 5
 """Replays that are timed together."""
 _DIFFERENT = 1 << 28
@@ -88,45 +99,62 @@ def measure(
     weights: Iterable[ProductWeight],
     library: Way | None,
     stopwatch: Stopwatch,
-    seconds: float,
+    in_time: Callable[[], bool],
     *,
     back: bool,
 ) -> bool:
-    """Measure what the table lacks; whether anything was. Stops after so many seconds, and goes on in another process."""
+    """Measure shapes that the table lacks; whether any were. First the library and the tiles that are used anyway, then others.
+
+    Begins nothing more when time is up. Tiles that a shape lacks then stay unmeasured for good, so that later loads are quick.
+    """
     by_shape: dict[ProductShape, list[ProductWeight]] = {}
     for weight in weights:
         by_shape.setdefault(ProductShape.of(weight), []).append(weight)
         if back:
             by_shape.setdefault(ProductShape.of(weight, back=True), []).append(weight)
-    end, found = time.monotonic() + seconds, False
-    for shape, same in sorted(by_shape.items(), key=lambda item: item[0]):
-        for bucket in BUCKETS[-1:] if shape.back else BUCKETS:
-            ways: list[Way] = [tile for tile in tiles_to_measure(shape, bucket, table.capability) if table.runs(tile)]
-            if library is not None:
-                ways.append(library)
-            known = table.speeds.setdefault((shape, bucket), {})
-            for way in ways:
-                if way.name not in known and time.monotonic() < end:
-                    known[way.name] = _timed(way, shape, same, bucket, stopwatch)
-                    found = True
-    return found
+    keys = [(shape, bucket) for shape in sorted(by_shape) for bucket in (BUCKETS[-1:] if shape.back else BUCKETS)]
+    new = [key for key in keys if key not in table.speeds]
+    if new:
+        _log.warning("the speed of products is measured on this card; it takes a while, and is done once for a base")
+    found: Speeds = {}
+    for shape, bucket in new:
+        if in_time():
+            ways = [table.start(shape, bucket), *([] if library is None else [library])]
+            found[shape, bucket] = {way.name: _timed(way, shape, by_shape[shape], bucket, stopwatch) for way in ways}
+    for (shape, bucket), of_ways in found.items():
+        for tile in table.others(shape, bucket):
+            if in_time():
+                of_ways[tile.name] = _timed(tile, shape, by_shape[shape], bucket, stopwatch)
+    table.speeds.update(found)
+    return bool(found)
 
 
 def _timed(way: Way, shape: ProductShape, same: list[ProductWeight], n_rows: int, stopwatch: Stopwatch) -> float:
-    """Microseconds of one product; infinity where the way fails."""
+    """Microseconds of one product; infinity where the way fails. Motet's own by the machine code that multiplies A, too."""
     example = same[0].weight_NK
     few = same[: max(2, _DIFFERENT // (example.numel() * example.element_size()))]
     x_TK = example.new_ones(n_rows, shape.n_inputs)
     y_TN = example.new_empty(n_rows, shape.n_outputs)
+    adapters = _no_adapters(x_TK) if way.any_rows and not shape.back else None
 
     def run() -> None:
         for weight in few:
-            way.multiply(x_TK, weight, y_TN, None, back=shape.back)
+            way.multiply(x_TK, weight, y_TN, adapters, back=shape.back)
 
     try:
         return stopwatch(run) / len(few)
     except (RuntimeError, AttributeError, TritonError):
         return float("inf")
+
+
+def _no_adapters(x_TK: Tensor) -> Adapters:
+    """Tables in which no row has an adapter."""
+    tiles = torch.full((1, 1 + TILE), -1, dtype=torch.int32, device=x_TK.device)
+    n_tiles = torch.ones(1, dtype=torch.int32, device=x_TK.device)
+    entries = torch.zeros(1, 5, dtype=torch.int64, device=x_TK.device)
+    inner = torch.empty(pieces_of(x_TK.shape[1]), 1, A_COLUMNS, device=x_TK.device)
+    tables = AdapterTables(Places([], x_TK.element_size()), tiles, n_tiles, len(x_TK), adapted=True)
+    return tables, AdapterGroup(entries, A_COLUMNS, inner, (1,))
 
 
 def stopwatch_of(capture: Callable[..., Callable[[], Tensor]], device: torch.device) -> Stopwatch:

@@ -9,6 +9,7 @@ Legend: T packed rows, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -45,8 +46,8 @@ _ROOM = 1 << 30
 """Most bytes of a product's outputs."""
 _CHECKED = 96
 """Rows and outputs of which values are compared with torch's."""
-_MEASURING = 60.0
-"""Seconds that a load spends on measuring speeds; the next one goes on."""
+_MEASURING = 30.0
+"""Seconds after which a load begins to measure no other way."""
 _FAILURES = (RuntimeError, AttributeError, TritonError)
 """What torch, Triton and the driver raise where a way does not run."""
 
@@ -89,7 +90,8 @@ def tried_products(
     path = speeds.file_of(identity)
     table.speeds = speeds.read(path)
     stopwatch = speeds.stopwatch_of(recorder.capture, device)
-    if speeds.measure(table, weights, library, stopwatch, _MEASURING, back=True):
+    end = time.monotonic() + _MEASURING
+    if speeds.measure(table, weights, library, stopwatch, lambda: time.monotonic() < end, back=True):
         speeds.write(path, identity, table.speeds)
     trial = Trial(device, dtype, recorder)
     shapes = {ProductShape.of(weight, back=back) for weight in weights for back in (False, True)}

@@ -270,15 +270,21 @@ class WayTable:
         """The tile for this many rows."""
         key = shape, bucket_of(n_rows)
         if key not in self._own:
-            measured = self.speeds.get(key, {})
-            tiles = [
-                tile for tile in tiles_to_measure(*key, self.capability) if tile.name in measured and self.runs(tile)
-            ]
-            start = start_tile(*key, self.capability)
-            self._own[key] = min(
-                tiles, key=lambda tile: measured[tile.name], default=start if self.runs(start) else REFERENCE
-            )
+            measured, start = self.speeds.get(key, {}), self.start(*key)
+            tiles = [tile for tile in (start, *self.others(*key)) if tile.name in measured]
+            self._own[key] = min(tiles, key=lambda tile: measured[tile.name], default=start)
         return self._own[key]
+
+    def start(self, shape: ProductShape, bucket: int) -> OwnTile:
+        """The tile before any is measured."""
+        tile = start_tile(shape, bucket, self.capability)
+        return tile if self.runs(tile) else REFERENCE
+
+    def others(self, shape: ProductShape, bucket: int) -> list[OwnTile]:
+        """Tiles that may be faster."""
+        start = self.start(shape, bucket)
+        tiles = tiles_to_measure(shape, bucket, self.capability)
+        return [tile for tile in tiles if tile != start and self.runs(tile)]
 
     def choose(self, shape: ProductShape, n_rows: int, *, adapted: bool = False) -> Way:
         """The fastest way; the library only where it was measured too."""
