@@ -7,7 +7,6 @@ fast arithmetic, bits cannot be asked for; the test then holds the same quantiti
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,8 @@ from safetensors.torch import load_file
 
 from motet.config import EngineConfig
 from motet.hosting.launch import load
+from motet.model.lora_model import LoraModel
+from motet.native.choice import kernels_of
 from tests.support.small_runs import fingerprint, job, metrics, run
 
 pytestmark = pytest.mark.gpu
@@ -23,11 +24,24 @@ GAP = {"float32": 1e-3, "bfloat16": 0.25}
 """Largest |trainer − sampler| logprob where rows are not exact: a few units in the last place of the logits' type."""
 
 
-@pytest.fixture(
-    scope="module", params=[("float32", "exact"), ("bfloat16", "exact"), ("bfloat16", "fast")], ids="-".join
-)
-def base(request: pytest.FixtureRequest) -> Any:
-    dtype, numerics = request.param
+KINDS = {
+    ("float32", "exact"): ("torch", "compute bfloat16"),
+    ("bfloat16", "exact"): ("triton", ""),
+    ("bfloat16", "fast"): ("torch", "engine.numerics"),
+}
+"""The kernels that `engine.kernels: auto` means, and why it is not Motet's own."""
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Type and arithmetic."""
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(kind: tuple[str, str]) -> LoraModel:
+    dtype, numerics = kind
     found = load("small", EngineConfig(dtype=dtype, device="cuda", numerics=numerics))
     print(f"{dtype}, {numerics}: exact={found.info.exact} {found.arithmetic} {found.info.notes}")
     return found
@@ -40,25 +54,38 @@ def rewards(tmp_path: Path) -> Path:
     return path
 
 
-def test_nothing_fell_back(base: Any) -> None:
-    """Kernels compile here, and exact arithmetic is exact in the type that bases are kept in."""
-    assert base.arithmetic.attention == "triton", base.info.notes
-    if (base.dtype, base.arithmetic.tile > 0) == (torch.bfloat16, True):
+def is_as_fast_as_it_can_be(base: LoraModel) -> bool:
+    """Whether no kernel and no graph was given up, of Motet's own kernels or of torch's."""
+    if any(note.startswith("slower than it could be") for note in base.info.notes):
+        return False
+    return base.kernels is not None or (base.arithmetic.attention == "triton" and base.arithmetic.graphs)
+
+
+def test_nothing_fell_back(base: LoraModel, kind: tuple[str, str]) -> None:
+    """Those kernels answer that shall, they compile here, and they are exact in the type that bases are kept in."""
+    kernels, why = KINDS[kind]
+    assert kernels_of(base.info.processor) == kernels, base.info.notes
+    assert (base.kernels is None) == (kernels == "torch")
+    torchs = [note for note in base.info.notes if note.startswith("torch's kernels compute this base")]
+    assert len(torchs) == (kernels == "torch"), base.info.notes
+    assert all(why in note for note in torchs)
+    assert is_as_fast_as_it_can_be(base), base.info.notes
+    if kind == ("bfloat16", "exact"):
         assert base.info.exact, base.info.notes
 
 
-def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
+def test_isolation(base: LoraModel, tmp_path: Path, rewards: Path) -> None:
     """1: alone or beside jobs of other shapes."""
     mine = job("mine", rewards)
     assert run(base, tmp_path / "alone", [mine]).ok
     company = [job("wide", rewards, adapter={"rank": 16}), mine, job("gspo", rewards, algorithm={"type": "gspo"})]
     assert run(base, tmp_path / "together", company).ok
-    assert base.arithmetic.graphs, base.info.notes  # nothing went wrong where decoding was recorded
+    assert is_as_fast_as_it_can_be(base), base.info.notes  # nothing went wrong where decoding was recorded
     if base.info.exact:
         assert fingerprint(tmp_path / "alone" / "mine") == fingerprint(tmp_path / "together" / "mine")
 
 
-def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
+def test_on_policy(base: LoraModel, tmp_path: Path, rewards: Path) -> None:
     """2: trainer and sampler agree."""
     assert run(base, tmp_path / "run", [job("one", rewards), job("two", rewards, adapter={"rank": 8})]).ok
     dtype = str(base.dtype).removeprefix("torch.")
@@ -67,7 +94,7 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
         assert max(gaps) <= (0.0 if base.info.exact else GAP[dtype])
 
 
-def test_gradient_equals_the_cpus(base: Any, tmp_path: Path, rewards: Path) -> None:
+def test_gradient_equals_the_cpus(base: LoraModel, tmp_path: Path, rewards: Path) -> None:
     """One step on the GPU moves the adapter as one on the CPU does (one token each, B after one step)."""
     if base.dtype is not torch.float32:
         pytest.skip("gpu: compared in float32 only")
