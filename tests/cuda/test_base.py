@@ -57,7 +57,7 @@ def through_cache(base: LoraModel, members: list[AdapterWeights | None], ids: li
                 tokens.append(own[done[place] : done[place] + length])
                 taken.append((place, length))
                 done[place], row = done[place] + length, row + length
-        given = base.pad(torch.cat(tokens))
+        given = base.pad(torch.cat(tokens).to(base.device))
         with base.routed(AdapterStacks(base.products).routing(runs, base.device)):
             hidden = base.hidden(given, torch.zeros_like(given), base.attention.cached(spans, cache))
         logits = base.logits(hidden)[:row].split([length for _, length in taken])
@@ -69,7 +69,7 @@ def through_cache(base: LoraModel, members: list[AdapterWeights | None], ids: li
 @pytest.mark.parametrize("name", few(cuda.DENSE, "qwen3"))
 def test_logits_are_near_those_of_torch_with_adapters_and_without(name: str) -> None:
     stock, own = tiny.base(name), cuda.base(name)
-    theirs, ours = (torch.cat(packed(base, adapters(own), sequences())) for base in (stock, own))
+    theirs, ours = (torch.cat(packed(base, adapters(base), sequences())).cpu() for base in (stock, own))
     assert float((theirs - ours).abs().max()) <= BOUND * float(theirs.abs().max())
 
 
@@ -104,9 +104,9 @@ def test_forks_of_a_prompt_have_the_bits_of_whole_sequences() -> None:
     weights = tiny.adapter(base, rank=5)
     prompt, rests = tiny.tokens(21), [tiny.tokens(7, 1), tiny.tokens(4, 2)]
     with base.routed(AdapterStacks(base.products).routing([(weights, 0, 32)], base.device)):
-        positions = torch.zeros(32, dtype=torch.long)
+        positions = torch.zeros(32, dtype=torch.long, device=base.device)
         attention = base.attention.packed([21, 7, 4], [None, Prefix(0, 21), Prefix(0, 21)])
-        forked = base.hidden(torch.cat([prompt, *rests]), positions, attention)
+        forked = base.hidden(torch.cat([prompt, *rests]).to(base.device), positions, attention)
     wholes = packed(base, [weights, weights], [torch.cat([prompt, rest]) for rest in rests])
     for whole, rest, rows in zip(wholes, rests, (slice(21, 28), slice(28, 32)), strict=True):
         assert torch.equal(base.logits(forked[rows]), whole[-len(rest) :])
@@ -118,21 +118,22 @@ def test_training_has_the_bits_of_sampling_and_the_gradients_of_torch(name: str)
     stock, own = tiny.base(name), cuda.base(name)
     lengths, ids = (12, 8, 4), torch.cat([tiny.tokens(20), tiny.tokens(4, 1)])
     positions = torch.cat([torch.arange(20), torch.arange(4)])
-    first = tiny.adapter(own, rank=3, seed=1)
-    second = tiny.adapter(own, rank=18, targets=cuda.targets(own, "o_proj", "down_proj"), seed=2)
+    some = cuda.targets(own, "o_proj", "down_proj")
     found = []
     for base in (stock, own):
-        flats = [torch.zeros(weights.layout.size) for weights in (first, second)]
+        first, second = tiny.adapter(base, rank=3, seed=1), tiny.adapter(base, rank=18, targets=some, seed=2)
+        flats = [torch.zeros(weights.layout.size, device=base.device) for weights in (first, second)]
         segments = [
             TrainSegment(start, stop, weights, weights.layout.matrices(flat))
             for start, stop, weights, flat in zip((0, 20), (20, 24), (first, second), flats, strict=True)
         ]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
         with base.routed(routing):
-            hidden = base.hidden(ids, positions, base.attention.packed(lengths, [None, Prefix(0, 12), None]))
+            attention = base.attention.packed(lengths, [None, Prefix(0, 12), None])
+            hidden = base.hidden(ids.to(base.device), positions.to(base.device), attention)
             slope = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
-            (hidden * slope).sum().backward()
-        found.append((base.logits(hidden.detach()), flats))
+            (hidden * slope.to(base.device)).sum().backward()
+        found.append((base.logits(hidden.detach()), [flat.cpu() for flat in flats]))
     (_, theirs), (logits, ours) = found
     sampled = packed(own, [first, second], list(ids.split([20, 4])))
     assert torch.equal(logits, torch.cat(sampled))

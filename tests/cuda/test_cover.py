@@ -16,7 +16,6 @@ from motet.cuda.cover import refusal
 from motet.native.choice import Choice, for_device, kernels_of, of_jobs, of_machine
 from motet.native.cover import hand_over
 from tests.support import cuda_bases as cuda
-from tests.support import tiny_models as tiny
 
 OWN = Choice("triton")
 
@@ -24,7 +23,7 @@ OWN = Choice("triton")
 @pytest.mark.soak
 @pytest.mark.parametrize("name", cuda.DENSE)
 def test_a_covered_base_is_handed_over_and_exact(name: str) -> None:
-    base = tiny.load(name)
+    base = cuda.by_torch(name)
     hand_over(base, EngineConfig(), OWN)
     assert isinstance(base.kernels, CudaBase)
     assert (base.info.notes, base.info.inexact) == ((), "")
@@ -33,11 +32,11 @@ def test_a_covered_base_is_handed_over_and_exact(name: str) -> None:
 
 def test_what_is_not_covered_is_refused_with_the_reason() -> None:
     for name, why in (("qwen3_moe", "mixtures of experts"), ("cohere", "LayerNorm")):
-        assert why in refusal(tiny.base(name))
+        assert why in refusal(cuda.by_torch(name))
 
 
 def test_a_base_whose_logits_differ_stays_with_torch_and_jobs_that_began_are_refused() -> None:
-    base = tiny.load("llama")
+    base = cuda.by_torch("llama")
     norm: Any = base.decoder.norm
     norm.weight.fill_(float("nan"))
     before = base.arithmetic

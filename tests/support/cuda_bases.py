@@ -24,10 +24,15 @@ GROUPS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 def load(name: str) -> LoraModel:
     """A base of its own."""
-    base = tiny.load(name)
+    base = tiny.load(name, device=DEVICE.type)
     base.kernels = own = CudaBase(base, lambda _: Products(table_for(base.device, base.dtype)))
     base.attention = own.attention
     return base
+
+
+def by_torch(name: str) -> LoraModel:
+    """A base that torch computes, of a type that the kernels are used for."""
+    return tiny.load(name, "bfloat16" if DEVICE.type == "cuda" else "float32", DEVICE.type)
 
 
 @functools.cache

@@ -428,11 +428,11 @@ def _save_tokenizer(place: Path) -> None:
         (place / file).write_text((SMALL_BASE / file).read_text())
 
 
-def load(name: str, dtype: str = "float32") -> LoraModel:
+def load(name: str, dtype: str = "float32", device: str = "cpu") -> LoraModel:
     """A base of its own, for tests that change it; `llama/native` is one that own kernels compute."""
     name, _, kernels = name.partition("/")
     with torch.inference_mode(False):  # a test may ask for it inside, and the proof takes gradients
-        model = load_base(str(directory(name)), dtype=dtype, device="cpu", block_size=BLOCK)
+        model = load_base(str(directory(name)), dtype=dtype, device=device, block_size=BLOCK)
         if kernels:
             native_calls.directory()
             compute_with(model, "native" if kernels == "native" else "native-dpbf16")
@@ -464,10 +464,10 @@ Packed = list[tuple[AdapterWeights | None, torch.Tensor]]
 def packed_logits(model: LoraModel, packed: Packed, routing: Routing | None = None) -> list[torch.Tensor]:
     """fp32 logits [T, V] of each sequence, all in one pass as the sampler routes it."""
     lengths = [len(ids) for _, ids in packed]
-    ids = model.pad(torch.cat([ids for _, ids in packed]))
+    ids = model.pad(torch.cat([ids for _, ids in packed]).to(model.device))
     pad = len(ids) - sum(lengths)
     spans = [*lengths, pad] if pad else lengths
-    positions = torch.cat([torch.arange(length) for length in spans])
+    positions = torch.cat([torch.arange(length, device=model.device) for length in spans])
     runs: list[tuple[AdapterWeights | None, int, int]] = []
     for (weights, _), length in zip(packed, lengths, strict=True):
         start = sum(run[2] for run in runs)
