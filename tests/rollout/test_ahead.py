@@ -150,6 +150,21 @@ def test_whatever_happens_beside_it_a_request_gets_what_it_gets_in_turn(seed: in
             assert is_beginning(got, wanted) if request.id in aborted else got == wanted
 
 
+@pytest.mark.parametrize("seed", [26, 38, 46, 52])
+def test_rows_that_end_while_others_are_admitted_are_not_preempted(seed: int) -> None:
+    """Three tenants want few blocks, so admission waits for the step in flight and then chooses rows to preempt."""
+    chance = random.Random(seed)
+    stage, asked = Stage(random.Random(seed + 1), 14, 6, 0), list[GenerateRequest]()
+    for tick in range(60):
+        if tick < 50 and chance.random() < 0.35:
+            asked.append(a_request(chance, f"r{tick}", tenants=3))
+            stage.ask(asked[-1])
+        stage.decoder.tick()
+    stage.finish()
+    for request in asked:
+        assert list(stage.outcome(request)) == list(in_turn(request))
+
+
 def next_turn(stage: Stage, request: GenerateRequest, name: str) -> GenerateRequest | None:
     """The episode of a completion that has ended, with its tokens and one more."""
     ended = [chunk for chunk in stage.chunks[request.id] if chunk.finish_reason is FinishReason.STOP]

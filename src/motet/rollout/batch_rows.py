@@ -90,6 +90,7 @@ class BatchRows:
         if isinstance(self._large, SampledSequence) and self._large.finish is not None:
             self._large = None
         self.running = [item for item in self.running if item.finish is None]
+        self._preemptible = [item for item in self._preemptible if item.finish is None]
         self._had = Counter(map(tenant_of, self.running))
 
     def may_begin(self) -> set[str]:
