@@ -12,7 +12,7 @@ import torch
 from motet.core.errors import BaseModelError
 from motet.core.model_info import TRITON
 from motet.model.accelerator import Recorder, processor_of
-from motet.model.lora_model import LoraModel
+from motet.model.lora_model import Kernels, LoraModel
 from motet.model.own_kernels import INSTEAD, compute_by
 from motet.model.own_kernels import refusal as refusal_of_all
 
@@ -41,9 +41,20 @@ def compute_with(base: LoraModel) -> None:
     """
     if reason := refusal(base):
         raise BaseModelError(f"{base.info.name}: {reason}; {INSTEAD}")
-    # most machines without a GPU have no Triton
-    from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
+    base.compute_with(replace(base.arithmetic, graphs=False))  # they are of torch's passes
+    try:
+        compute_by(base, lambda: _kernels(base), f"{TRITON}, {processor_of(base.device)}")
+    except BaseModelError:
+        raise
+    except Exception as error:  # Triton is missing, or its compiler, the C compiler or the driver fails: of any kind
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise BaseModelError(f"{base.info.name}: own kernels fail: {reason}; {INSTEAD}") from error
+    if base.info.inexact:
+        raise BaseModelError(f"{base.info.name}: own kernels are {base.info.inexact}; {INSTEAD}")
 
+
+def _kernels(base: LoraModel) -> Kernels:
+    # most machines without a GPU have no Triton
     from motet.cuda.base import CudaBase
     from motet.cuda.products import Products, ProductWeight
     from motet.cuda.trial import tried_products
@@ -54,11 +65,4 @@ def compute_with(base: LoraModel) -> None:
             base.revise(note)
         return products
 
-    base.compute_with(replace(base.arithmetic, graphs=False))  # they are of torch's passes
-    try:
-        compute_by(base, lambda: CudaBase(base, products_of), f"{TRITON}, {processor_of(base.device)}")
-    except (RuntimeError, TritonError) as error:  # of the compiler, the driver or the card's memory
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BaseModelError(f"{base.info.name}: own kernels fail: {reason}; {INSTEAD}") from error
-    if base.info.inexact:
-        raise BaseModelError(f"{base.info.name}: own kernels are {base.info.inexact}; {INSTEAD}")
+    return CudaBase(base, products_of)

@@ -111,13 +111,13 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
     elif choice.kernels == "torch":
         base.revise(choice.why)
     else:
-        arithmetic = base.arithmetic
+        arithmetic, info = base.arithmetic, base.info
         try:
             compute_with(base, choice.kernels)
         except (BaseModelError, OSError, MemoryError) as error:
             if choice.kept:  # torch would give these jobs other bytes
                 raise
-            base.kernels = None
+            base.kernels, base.info = None, info  # what a failed check said of them is not true of torch
             base.compute_with(arithmetic)
             stay_with_torch(base, pack=config.pack_weights and not isinstance(error, NoRoom | MemoryError))
             base.revise(f"{_TORCH}: {error}")
