@@ -26,6 +26,7 @@ FILES = {
     "rewards.py": "def reward(problem, completion):\n    return 1.0\n",
     "broken.py": "def reward(problem, completion):\n    return (1.0\n",
     "absent.py": "import nobody_has_this\n",
+    "slow.py": "import time\n\ntime.sleep(0.5)\nimport nobody_has_this_either\n",
     "needs.py": "def reward(problem, completion, *, level):\n    return 1.0\n",
     "hello.py": "class Hello:\n    def step(self, text):\n        return ''\n",
     "odd.py": "class Odd:\n    pass\n",
@@ -165,6 +166,8 @@ def test_mistakes_of_all_jobs_come_together_and_those_that_are_alike_once(here: 
         {**TINY, "name": "b", "reward": "broken.py:reward", "data": "plan.jsonl"},
         {**TINY, "name": "c", "reward": "broken.py:reward"},
         {**TINY, "name": "d", "reward": "rewards.py:reward"},
+        {**TINY, "name": "e", "reward": "slow.py:reward"},
+        {**TINY, "name": "f", "reward": "absent.py:reward"},
     ]
     config = validate({"base": "smal", "run": str(here / "run"), "jobs": jobs}, "test")
     with pytest.raises(ConfigError) as caught:
@@ -175,6 +178,8 @@ def test_mistakes_of_all_jobs_come_together_and_those_that_are_alike_once(here: 
         "job a",
         "job b",
         "jobs b, c",
+        "job e",
+        "job f",
     ]
 
 

@@ -341,12 +341,15 @@ async def _load_rewards(
 async def _load_all(code: Sequence[tuple[Load, list[str]]], refusals: _Refusals) -> None:
     turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def look(load: Load, jobs: Sequence[str]) -> None:
+    async def look(load: Load) -> MotetError | None:
         async with turns:
             try:
                 await load()
             except MotetError as error:
-                for job in jobs:
-                    refusals.note(job, error)
+                return error
+        return None
 
-    await asyncio.gather(*(look(load, jobs) for load, jobs in code))
+    found = await asyncio.gather(*(look(load) for load, _ in code))
+    for error, (_, jobs) in zip(found, code, strict=True):
+        for job in jobs if error else ():
+            refusals.note(job, error)
