@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from threading import Thread
 
 import pytest
 import torch
@@ -43,6 +44,21 @@ def test_overflowing_neighbours_change_nothing(dtype):
     assert not torch.isfinite(together[3]).any()
     assert torch.equal(together[1], alone[0])
     assert torch.equal(together[2], alone[1])
+
+
+def test_two_threads_on_one_base_keep_their_adapters():
+    base, ids = tiny.base("llama", "float32"), tiny.tokens(24)
+    mine, theirs = tiny.adapter(base, seed=1), tiny.adapter(base, seed=2)
+    expected = [tiny.packed_logits(base, [(weights, ids)])[0] for weights in (mine, theirs)]
+    found = []
+    thread = Thread(target=lambda: found.append(tiny.packed_logits(base, [(theirs, ids)])[0]))
+    with base.routed(AdapterStacks(base.products).routing([(mine, 0, len(ids))], base.device)):
+        thread.start()
+        thread.join(0.5)  # long enough for its pass, if nothing holds it
+        logits = base.logits(base.hidden(ids, torch.arange(len(ids)), base.attention.packed([len(ids)])))
+    thread.join()
+    assert torch.equal(logits, expected[0])
+    assert torch.equal(found[0], expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

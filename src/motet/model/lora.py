@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -326,6 +327,7 @@ class LoraContext:
 
     def __init__(self) -> None:
         self.arithmetic = Arithmetic()
+        self.one_pass = threading.RLock()
         self.routing: Routing = NoAdapters()
         self.joint: tuple[FusedLinears, Tensor, tuple[Tensor, ...]] | None = None
         """The latest joint product and its input, until the last of the fused layers has read its columns."""

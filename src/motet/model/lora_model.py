@@ -180,13 +180,14 @@ class LoraModel:
 
     @contextlib.contextmanager
     def routed(self, routing: Routing) -> Iterator[None]:
-        """Use these adapters for forward passes and recomputation in the block."""
-        self.context.routing = routing
-        try:
-            with contextlib.nullcontext() if self.shards is None else self.shards.gathered():
-                yield
-        finally:
-            self.context.routing, self.context.joint = NoAdapters(), None
+        """Use these adapters for forward passes and recomputation in the block; other threads wait for its end."""
+        with self.context.one_pass:
+            self.context.routing = routing
+            try:
+                with contextlib.nullcontext() if self.shards is None else self.shards.gathered():
+                    yield
+            finally:
+                self.context.routing, self.context.joint = NoAdapters(), None
 
     @contextlib.contextmanager
     def aside(self, routing: Routing) -> Iterator[None]:
