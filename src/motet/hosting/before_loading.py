@@ -351,5 +351,6 @@ async def _load_all(code: Sequence[tuple[Load, list[str]]], refusals: _Refusals)
 
     found = await asyncio.gather(*(look(load) for load, _ in code))
     for error, (_, jobs) in zip(found, code, strict=True):
-        for job in jobs if error else ():
-            refusals.note(job, error)
+        if error is not None:
+            for job in jobs:
+                refusals.note(job, error)
