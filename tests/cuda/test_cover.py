@@ -13,9 +13,11 @@ from motet.core.model_info import TRITON
 from motet.cuda.attention import CudaAttention
 from motet.cuda.base import CudaBase
 from motet.cuda.cover import refusal
+from motet.model.lora_model import LoraModel
 from motet.native.choice import Choice, for_device, kernels_of, of_jobs, of_machine
 from motet.native.cover import hand_over
 from tests.support import cuda_bases as cuda
+from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
 
 OWN = Choice("triton")
 
@@ -35,19 +37,39 @@ def test_what_is_not_covered_is_refused_with_the_reason() -> None:
         assert why in refusal(cuda.by_torch(name))
 
 
-def test_a_base_whose_logits_differ_stays_with_torch_and_jobs_that_began_are_refused() -> None:
-    base = cuda.by_torch("llama")
+def broken(name: str = "llama") -> LoraModel:
+    """A base whose logits are NaN by its last norm, which no kernels agree about."""
+    base = cuda.by_torch(name)
     norm: Any = base.decoder.norm
     norm.weight.fill_(float("nan"))
-    before = base.arithmetic
+    return base
+
+
+def test_a_base_whose_logits_differ_stays_with_torch_and_jobs_that_began_are_refused() -> None:
     with pytest.raises(BaseModelError, match="differ from torch's"):
-        hand_over(base, EngineConfig(), Choice("triton", kept=True))
-    base.kernels = None
-    base.compute_with(before)
+        hand_over(broken(), EngineConfig(), Choice("triton", kept=True))
+    base = broken()
     hand_over(base, EngineConfig(), OWN)
     assert base.kernels is None
     assert not isinstance(base.attention, CudaAttention)
     assert any("differ from torch's" in note for note in base.info.notes)
+
+
+def few_backwards(left: Matrix, right: Matrix, total: Matrix) -> Matrix:
+    """Tiles of 16 rows are added from the end."""
+    return in_order(left[:, ::-1], right[::-1], total) if len(left) == 16 else in_order(left, right, total)
+
+
+@pytest.mark.skipif(cuda.DEVICE.type == "cuda", reason="a card multiplies as it does")
+def test_nothing_of_kernels_that_failed_a_check_stays() -> None:
+    """Not their name, which jobs would be recorded as begun with, and not what was found of them."""
+    base = cuda.by_torch("llama_long")
+    before = base.info
+    with multiplied_by(few_backwards):
+        hand_over(base, EngineConfig(), OWN)
+    assert (base.info.processor, base.info.inexact) == (before.processor, "")
+    (note,) = set(base.info.notes) - set(before.notes)
+    assert "not bit-exact" in note
 
 
 def test_jobs_keep_the_kernels_that_they_began_with_on_a_gpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,15 +113,30 @@ def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
         base.revise(choice.why)
     else:
         arithmetic, info = base.arithmetic, base.info
-        try:
-            compute_with(base, choice.kernels)
-        except (BaseModelError, OSError, MemoryError) as error:
-            if choice.kept:  # torch would give these jobs other bytes
-                raise
-            base.kernels, base.info = None, info  # what a failed check said of them is not true of torch
+        if failure := _tried(base, choice):
+            base.kernels, base.info = None, info
             base.compute_with(arithmetic)
-            stay_with_torch(base, pack=config.pack_weights and not isinstance(error, NoRoom | MemoryError))
-            base.revise(f"{_TORCH}: {error}")
+            stay_with_torch(base, pack=config.pack_weights and not failure.of_memory)
+            base.revise(f"{_TORCH}: {failure.why}")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What is kept of an exception, whose traceback would keep the memory of what failed."""
+
+    why: str
+    of_memory: bool
+
+
+def _tried(base: LoraModel, choice: Choice) -> _Failure | None:
+    """Let the chosen kernels compute a base; what failed, if torch may compute it instead."""
+    try:
+        compute_with(base, choice.kernels)
+    except (BaseModelError, OSError, MemoryError) as error:
+        if choice.kept:  # torch would give these jobs other bytes
+            raise
+        return _Failure(str(error) or type(error).__name__, isinstance(error, NoRoom | MemoryError))
+    return None
 
 
 class NoRoom(BaseModelError):
