@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
+from torch import nn
 
 import tests.support.triton_on_cpu  # noqa: F401
 from motet.config import EngineConfig
@@ -70,6 +72,25 @@ def test_nothing_of_kernels_that_failed_a_check_stays() -> None:
     assert (base.info.processor, base.info.inexact) == (before.processor, "")
     (note,) = set(base.info.notes) - set(before.notes)
     assert "not bit-exact" in note
+
+
+def test_kernels_that_fail_in_any_way_leave_the_base_and_their_memory_to_torch() -> None:
+    """Here a head that torch multiplies, and they do not, because its rows are not next to each other."""
+    base = cuda.by_torch("llama_long")
+    alive, weight_NK = list[bool](), base.head.dense()
+    base.head.weight = nn.Parameter(weight_NK.t().contiguous().t(), requires_grad=False)
+
+    def look_for_kernels(*_given: object) -> None:
+        if not isinstance(base.attention, CudaAttention):
+            alive.append(
+                any(isinstance(each, CudaBase) and vars(each).get("base") is base for each in gc.get_objects())
+            )
+
+    base.decoder.register_forward_pre_hook(look_for_kernels)
+    hand_over(base, EngineConfig(), OWN)
+    assert base.kernels is None
+    assert "own kernels fail: AssertionError" in base.info.notes[-1]
+    assert not any(alive)
 
 
 def test_jobs_keep_the_kernels_that_they_began_with_on_a_gpu() -> None:
