@@ -33,7 +33,7 @@ from torch import Tensor
 from motet.cuda.kernels import attention as kernels
 from motet.cuda.launches import launch
 from motet.cuda.packed_blocks import packed_blocks
-from motet.model.accelerator import capability, device_of
+from motet.model.accelerator import capability
 from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
 
@@ -134,12 +134,11 @@ class CudaPass:
         """Compute `places_T` on the device, from positions and tables that have changed there; only if `single`."""
         assert self.single and self.cache is not None
         n_rows, n_entries = self.tables_SL.shape
-        with device_of(self.positions_T):
-            launch(
-                kernels.place_rows, [triton.cdiv(n_rows, 128)],
-                self.positions_T, self.tables_SL, self.places_T, n_rows, n_entries, self.cache.scrap_block,
-                BLOCK=self.backend.block_size, ROWS=128,
-            )  # fmt: skip
+        launch(
+            kernels.place_rows, [triton.cdiv(n_rows, 128)],
+            self.positions_T, self.tables_SL, self.places_T, n_rows, n_entries, self.cache.scrap_block,
+            BLOCK=self.backend.block_size, ROWS=128,
+        )  # fmt: skip
 
     def attend_into(self, call: LayerCall, query_THE: Tensor, keys: Tensor, values: Tensor, out_THE: Tensor) -> None:
         """Causal attention of one layer, after the keys and values of all rows were written to the layer's pools.
@@ -162,11 +161,10 @@ class CudaPass:
             raise ValueError(f"{fold} query heads share a KV head, the kernels take {TILE}")
         assert query_THE.stride()[1:] == (width, 1) and out_THE.is_contiguous()
         self.calls.append(call)
-        with device_of(query_THE):
-            if self.copies is not None:
-                self._copy(keys, values)
-            work = self._work(call, self._tile(width, fold)[0] // fold)
-            self._attend(call, work, query_THE, keys, values, out_THE)
+        if self.copies is not None:
+            self._copy(keys, values)
+        work = self._work(call, self._tile(width, fold)[0] // fold)
+        self._attend(call, work, query_THE, keys, values, out_THE)
 
     def _attend(
         self, call: LayerCall, work: WorkList, query_THE: Tensor, keys: Tensor, values: Tensor, out_THE: Tensor

@@ -20,7 +20,6 @@ from motet.cuda.math import CudaMath
 from motet.cuda.products import Products, ProductWeight
 from motet.cuda.recompute import Recomputed
 from motet.cuda.step import CudaSteps
-from motet.model.accelerator import device_of
 from motet.model.attention import AttentionBackend, AttentionPass
 from motet.model.kv_cache import KVCache
 from motet.model.lora import Routing
@@ -86,21 +85,18 @@ class CudaBase:
         self, token_ids_T: Tensor, attention: CudaPass, tables: AdapterTables, kept: list[Tensor] | None = None
     ) -> Tensor:
         """Final hidden states [T, D] by launches only, so that a graph can record them."""
-        with device_of(token_ids_T):
-            return DecoderForward(self.plan, self.products, attention, tables, kept).hidden(token_ids_T)
+        return DecoderForward(self.plan, self.products, attention, tables, kept).hidden(token_ids_T)
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """Output of the head's product, [N, V], in the base's dtype."""
         head = self.plan.head
         raw_NV = hidden_ND.new_empty(len(hidden_ND), len(head.weight_NK))
-        with device_of(hidden_ND):
-            self.products.multiply(hidden_ND.detach().contiguous(), head, raw_NV)
+        self.products.multiply(hidden_ND.detach().contiguous(), head, raw_NV)
         return raw_NV
 
     def through_head(self, slope_raw_NV: Tensor) -> Tensor:
         """Gradient with respect to hidden [N, D] from that with respect to `raw_logits(hidden)`."""
-        with device_of(slope_raw_NV):
-            return self.products.back(slope_raw_NV.to(self.base.dtype).contiguous(), self.plan.head)
+        return self.products.back(slope_raw_NV.to(self.base.dtype).contiguous(), self.plan.head)
 
     def steps(self, cache: KVCache) -> CudaSteps:
         """Decode steps that go from tokens to tokens."""

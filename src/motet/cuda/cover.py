@@ -11,7 +11,7 @@ import torch
 
 from motet.core.errors import BaseModelError
 from motet.core.model_info import TRITON
-from motet.model.accelerator import Recorder, processor_of
+from motet.model.accelerator import Recorder, device_of, processor_of
 from motet.model.lora_model import Kernels, LoraModel
 from motet.model.own_kernels import INSTEAD, compute_by
 from motet.model.own_kernels import refusal as refusal_of_all
@@ -60,7 +60,8 @@ def _kernels(base: LoraModel) -> Kernels:
     from motet.cuda.trial import tried_products
 
     def products_of(weights: Sequence[ProductWeight]) -> Products:
-        products, notes = tried_products(weights, base.device, base.dtype, Recorder(base.device))
+        with device_of(weights[0].weight_NK):  # what is timed is on its stream
+            products, notes = tried_products(weights, base.device, base.dtype, Recorder(base.device))
         for note in notes:
             base.revise(note)
         return products

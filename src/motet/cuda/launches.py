@@ -7,14 +7,19 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from motet.model.accelerator import device_of
+
 _counters: list[Counter[str]] = []
 
 
-def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **options: Any) -> None:
-    """Launch a Triton kernel on the current device."""
+def launch(kernel: Any, grid: Sequence[int], first: Tensor, /, *arguments: Any, **options: Any) -> None:
+    """Launch a Triton kernel on the device of its first argument, which need not be the current one."""
     if _counters:
         called(kernel.__name__)
-    kernel[tuple(grid)](*arguments, **options)
+    with device_of(first):
+        kernel[tuple(grid)](first, *arguments, **options)
 
 
 def called(name: str) -> None:
