@@ -78,6 +78,12 @@ def total_memory(place: torch.device) -> int:
     return 0 if place.type == "cpu" else int(torch.cuda.mem_get_info(place)[1])
 
 
+def give_back(place: torch.device) -> None:
+    """Give a GPU the memory back that torch keeps for later, so that `free_memory` counts it."""
+    if place.type != "cpu":
+        torch.cuda.empty_cache()
+
+
 def wait_for(place: torch.device) -> None:
     """Wait until a GPU has finished its work."""
     if place.type != "cpu":

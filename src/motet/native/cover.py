@@ -10,7 +10,7 @@ import torch
 from motet.config.engine import EngineConfig, NamedKernels
 from motet.core.errors import BaseModelError
 from motet.cuda import cover
-from motet.model.accelerator import free_memory, place_of
+from motet.model.accelerator import free_memory, give_back, place_of
 from motet.model.covered_decoder import angle_bytes, refusal_of
 from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
@@ -85,6 +85,7 @@ def load_as_configured(
         leaves=lambda base: choice.kernels != "torch" and not against(base, config),
     )
     hand_over(loaded, config, choice)
+    give_back(loaded.device)  # what checks and trials allocated
     return loaded
 
 
