@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,12 +47,14 @@ class BadLibrary:
 
 
 class WatchedRecorder:
-    """Replays runs, and says whether one is replayed."""
+    """Replays runs, and says whether one is replayed. A graph may share memory only with one that lives."""
 
     replaying = False
+    _latest: Callable[[], object] = staticmethod(lambda: None)
 
     def capture(self, run: Callable[[], Tensor], *, first: bool) -> Callable[[], Tensor]:
         """See `motet.model.accelerator.Recorder`."""
+        assert first or self._latest() is not None, "torch frees a pool with its last graph"
 
         def replay() -> Tensor:
             self.replaying = True
@@ -59,4 +62,5 @@ class WatchedRecorder:
             self.replaying = False
             return found
 
+        self._latest = weakref.ref(replay)
         return replay

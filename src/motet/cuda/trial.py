@@ -189,7 +189,7 @@ class Trial:
         if not rows:
             return []
         adapters = [example.adapted(n_rows) if adapted else None for n_rows in rows]
-        replay = self.recorder.capture(lambda: example.compare(way, rows, adapters), first=False)
+        replay = self.recorder.capture(lambda: example.compare(way, rows, adapters), first=True)
         return example.counted(rows, replay())
 
     def _rows_of(self, library: Way, example: _Example) -> frozenset[int]:
