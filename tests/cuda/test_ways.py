@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -224,6 +225,32 @@ def test_a_load_that_has_no_time_measures_what_is_used_anyway_and_later_loads_do
     assert [len(found) for found in table.speeds.values()] == [2, 2, 2, 4]
     assert not speeds.measure(table, weights, library, lambda run: 1.0, lambda: True, back=False)
     assert len(caplog.messages) == 2
+
+
+def test_a_shape_for_which_memory_was_short_is_measured_by_the_next_load() -> None:
+    weights = [ProductWeight(torch.zeros(24, 64, dtype=torch.float16, device=DEVICE))]
+    table, clock = table_for(DEVICE, torch.float16), itertools.count()
+
+    def stopwatch(run: Callable[[], None]) -> float:
+        if next(clock) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return 1.0
+
+    for short in ({(SHAPE, BUCKETS[1])}, set()):
+        assert speeds.measure(table, weights, None, stopwatch, lambda: True, back=False)
+        assert set(table.speeds) == {(SHAPE, rows) for rows in BUCKETS} - short
+
+
+def test_speeds_hold_for_all_sources_of_the_room(tmp_path: Path) -> None:
+    room = Path(str(speeds.__file__)).parent
+    shutil.copytree(room, tmp_path / "room")
+    digests = {speeds.digest_of(room), speeds.digest_of(tmp_path / "room")}
+    assert len(digests) == 1
+    for name in ("ways.py", "kernels/products.py"):
+        source = tmp_path / "room" / name
+        source.write_text(source.read_text() + "# mended")
+        digests.add(speeds.digest_of(tmp_path / "room"))
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize(

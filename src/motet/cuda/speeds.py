@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -47,7 +48,6 @@ Raises:
 def software_and_card(device: torch.device) -> dict[str, str]:
     """What speeds hold for."""
     properties: Any = torch.cuda.get_device_properties(device)
-    sources = sorted(Path(str(kernels.__file__)).parent.glob("*.py"))
     return {
         "card": properties.name,
         "processors": str(properties.multi_processor_count),
@@ -55,8 +55,14 @@ def software_and_card(device: torch.device) -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "kernels": hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16],
+        "kernels": digest_of(Path(str(kernels.__file__)).parents[1]),
     }
+
+
+def digest_of(room: Path) -> str:
+    """Of all its sources: kernels, what launches them, and what measures them."""
+    sources = sorted(room.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def file_of(identity: Mapping[str, str]) -> Path:
@@ -106,6 +112,7 @@ def measure(
     """Measure shapes that the table lacks; whether any were. First the library and the tiles that are used anyway, then others.
 
     Begins nothing more when time is up. Tiles that a shape lacks then stay unmeasured for good, so that later loads are quick.
+    A shape for which memory was short is left to the next load: another process may have had it.
     """
     by_shape: dict[ProductShape, list[ProductWeight]] = {}
     for weight in weights:
@@ -125,26 +132,30 @@ def measure(
         for tile in table.others(shape, bucket):
             if in_time():
                 of_ways[tile.name] = _timed(tile, shape, by_shape[shape], bucket, stopwatch)
-    table.speeds.update(found)
-    return bool(found)
+    whole = {key: of_ways for key, of_ways in found.items() if not any(map(math.isnan, of_ways.values()))}
+    table.speeds.update(whole)
+    return bool(whole)
 
 
 def _timed(way: Way, shape: ProductShape, same: list[ProductWeight], n_rows: int, stopwatch: Stopwatch) -> float:
-    """Microseconds of one product; infinity where the way fails. Motet's own by the machine code that multiplies A, too."""
+    """Microseconds of one product; infinity where the way fails, NaN where memory is short.
+
+    Motet's own ways by the machine code that multiplies A, too.
+    """
     example = same[0].weight_NK
     few = same[: max(2, _DIFFERENT // (example.numel() * example.element_size()))]
-    x_TK = example.new_ones(n_rows, shape.n_inputs)
-    y_TN = example.new_empty(n_rows, shape.n_outputs)
-    adapters = _no_adapters(x_TK) if way.any_rows and not shape.back else None
-
-    def run() -> None:
-        for weight in few:
-            way.multiply(x_TK, weight, y_TN, adapters, back=shape.back)
-
     try:
+        x_TK = example.new_ones(n_rows, shape.n_inputs)
+        y_TN = example.new_empty(n_rows, shape.n_outputs)
+        adapters = _no_adapters(x_TK) if way.any_rows and not shape.back else None
+
+        def run() -> None:
+            for weight in few:
+                way.multiply(x_TK, weight, y_TN, adapters, back=shape.back)
+
         return stopwatch(run) / len(few)
-    except (RuntimeError, AttributeError, TritonError):
-        return float("inf")
+    except (RuntimeError, AttributeError, TritonError) as error:
+        return math.nan if "out of memory" in str(error) else math.inf  # so say torch, the driver and libraries
 
 
 def _no_adapters(x_TK: Tensor) -> Adapters:
