@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from motet.cuda.attention import CudaPass
-from motet.model.attention import AttentionBackend
+from motet.model.attention import AttentionBackend, AttentionPass
 from motet.model.covered_decoder import rotary_of
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting
@@ -40,24 +40,24 @@ class Recomputed:
             with torch.enable_grad():
                 x = inputs.pop().detach().requires_grad_()
                 grad = _gradient(decoder.norm(x), x, grad_TD)  # type: ignore[operator]
+                attention = self.backend.packed(*self.attention.sequences)
                 while inputs:
                     x = inputs.pop().detach().requires_grad_(len(inputs) > 0)
-                    grad = _gradient(self._layer(len(inputs), x), x, grad)
+                    grad = _gradient(self._layer(len(inputs), x, attention), x, grad)
         finally:
             context.routing, context.joint = before, None
 
-    def _layer(self, index: int, x_TD: Tensor) -> Tensor:
+    def _layer(self, index: int, x_TD: Tensor, attention: AttentionPass) -> Tensor:
         """A layer's output [T, D], with a graph to its input and its adapters."""
         decoder: Any = self.base.decoder
         config = self.base.model.config.get_text_config()
         positions = self.attention.positions_T.long()[None]
-        lengths, prefixes = self.attention.sequences
         output = decoder.layers[index].forward(  # not called, because it might keep its input once more
             x_TD[None],
             position_embeddings=rotary_of(decoder, config, index)(x_TD[None], positions),
             position_ids=positions,
             attention_mask=None,
-            attention_pass=self.backend.packed(lengths, prefixes),
+            attention_pass=attention,
         )
         hidden: Tensor = (output[0] if isinstance(output, tuple) else output)[0]
         return hidden
