@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import tests.support.triton_on_cpu  # noqa: F401
+from motet.cuda.base import CudaBase
 from motet.model.attention import AttentionBackend, AttentionPass, Prefix, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
@@ -175,3 +177,16 @@ def test_all_layers_of_a_backward_pass_share_what_describes_its_sequences() -> N
     assert gradients(base, 4).any()
     assert len(own.plan.layers) > 1
     assert counted.passes == 1
+
+
+def test_gradients_depend_on_the_blocks_that_are_read_and_not_on_those_of_the_load() -> None:
+    changed, made = (cuda.load("llama_long") for _ in range(2))
+    before = gradients(changed, 40)
+    changed.read_keys_in_blocks(48)
+    made.kernels = None
+    made.read_keys_in_blocks(48)
+    made.kernels = CudaBase(made, lambda _: cuda.own(changed).products)
+    made.attention = made.kernels.attention
+    found = gradients(changed, 40)
+    assert torch.equal(found, gradients(made, 40))
+    assert not torch.equal(found, before)

@@ -20,7 +20,7 @@ from motet.cuda.math import CudaMath
 from motet.cuda.products import Products, ProductWeight
 from motet.cuda.recompute import Recomputed
 from motet.cuda.step import CudaSteps
-from motet.model.attention import AttentionBackend, AttentionPass
+from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
 from motet.model.kv_cache import KVCache
 from motet.model.lora import Routing
 from motet.model.lora_model import LoraModel
@@ -40,13 +40,18 @@ class CudaBase:
         self.base, self.plan, self.places = base, DecoderPlan.of(base), Places.of(base)
         self.products = products_of(self.plan.weights)
         self.math = CudaMath()
-        self.recomputing: AttentionBackend = base.attention
+        self.recomputing: AttentionBackend
         """Torch's attention, by which backward passes recompute layers."""
-        self.attention: AttentionBackend = CudaAttention(base.block_size, base.device)
+        self.attention: AttentionBackend
+        self.read_keys_in_blocks(base.block_size)
 
     def read_keys_in_blocks(self, block_size: int) -> None:
-        """Set the KV block size of passes without a cache."""
-        self.attention = CudaAttention(block_size, self.base.device)
+        """Set the KV block size of passes without a cache, and of gradients."""
+        base = self.base
+        self.recomputing = attention_backend(
+            base.arithmetic, base.device, base.dtype, width=self.plan.head_width, block_size=block_size
+        )
+        self.attention = CudaAttention(block_size, base.device)
 
     def prepare(self, threads: int) -> None:
         """Does nothing: the first backward pass needs no memory of its own."""
