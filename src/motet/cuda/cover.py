@@ -15,6 +15,8 @@ from motet.model.accelerator import Recorder, device_of, processor_of
 from motet.model.lora_model import Kernels, LoraModel
 from motet.model.own_kernels import INSTEAD, compute_by
 from motet.model.own_kernels import refusal as refusal_of_all
+from motet.model.proof import check_training
+from motet.model.stock import proof_sequences
 
 
 def refusal(base: LoraModel) -> str:
@@ -36,6 +38,8 @@ def refusal(base: LoraModel) -> str:
 def compute_with(base: LoraModel) -> None:
     """Let the kernels compute a base's passes, if their logits are near torch's and no row's bits depend on other rows.
 
+    A training step must run, too.
+
     Raises:
         BaseModelError: the kernels cannot compute the base, or they failed a check; the message says which.
     """
@@ -44,13 +48,14 @@ def compute_with(base: LoraModel) -> None:
     base.compute_with(replace(base.arithmetic, graphs=False))  # they are of torch's passes
     try:
         compute_by(base, lambda: _kernels(base), f"{TRITON}, {processor_of(base.device)}")
+        if base.info.inexact:
+            raise BaseModelError(f"{base.info.name}: own kernels are {base.info.inexact}; {INSTEAD}")
+        check_training(base, proof_sequences(base.model)[0].to(base.device))
     except BaseModelError:
         raise
     except Exception as error:  # Triton is missing, or its compiler, the C compiler or the driver fails: of any kind
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise BaseModelError(f"{base.info.name}: own kernels fail: {reason}; {INSTEAD}") from error
-    if base.info.inexact:
-        raise BaseModelError(f"{base.info.name}: own kernels are {base.info.inexact}; {INSTEAD}")
 
 
 def _kernels(base: LoraModel) -> Kernels:

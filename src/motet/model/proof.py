@@ -105,7 +105,7 @@ def stay_with_torch(base: LoraModel, *, pack: bool) -> None:
     with base.routed(NoAdapters()):
         check_exactness(base, sequences)
     with _refused(f"{base.info.name} can be sampled from, but an adapter on it cannot be trained"):
-        _check_training(base, sequences[0].to(base.device))
+        check_training(base, sequences[0].to(base.device))
 
 
 @contextlib.contextmanager
@@ -172,7 +172,7 @@ def _second_pass(base: LoraModel, stock: list[Tensor]) -> None:
         _check_logits(base, packed, stock)
 
 
-def _check_training(base: LoraModel, sequence: Tensor) -> None:
+def check_training(base: LoraModel, sequence: Tensor) -> None:
     """Run a training step like a job's, with a sum as the loss: a failure here would occur in every job."""
     layout = base.adapter_layout("all-linear", RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
