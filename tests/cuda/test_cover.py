@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,6 +39,14 @@ def test_a_covered_base_is_handed_over_and_exact(name: str) -> None:
 def test_what_is_not_covered_is_refused_with_the_reason() -> None:
     for name, why in (("qwen3_moe", "mixtures of experts"), ("cohere", "LayerNorm")):
         assert why in refusal(cuda.by_torch(name))
+
+
+def test_a_base_whose_tables_of_angles_end_within_padding_is_refused() -> None:
+    """Padding is a sequence of its own, with positions from 0."""
+    base = cuda.by_torch("llama")
+    for rows, refused in ((base.info.max_positions, False), (base.info.max_positions + 1, True)):
+        base.compute_with(replace(base.arithmetic, rows=rows))
+        assert ("pad passes" in refusal(base)) is refused
 
 
 def broken(name: str = "llama") -> LoraModel:

@@ -32,6 +32,8 @@ def refusal(base: LoraModel) -> str:
         return "own kernels on GPUs do not compute mixtures of experts"
     if base.quantised:
         return f"its files are quantised ({base.quantised}), and own kernels on GPUs read whole numbers"
+    if base.info.max_positions < (rows := base.arithmetic.rows):
+        return f"own kernels on GPUs pad passes to {rows} tokens, and this base takes {base.info.max_positions}"
     return refusal_of_all(base)
 
 
