@@ -51,14 +51,22 @@ def test_two_threads_on_one_base_keep_their_adapters():
     mine, theirs = tiny.adapter(base, seed=1), tiny.adapter(base, seed=2)
     expected = [tiny.packed_logits(base, [(weights, ids)])[0] for weights in (mine, theirs)]
     found = []
-    thread = Thread(target=lambda: found.append(tiny.packed_logits(base, [(theirs, ids)])[0]))
-    with base.routed(AdapterStacks(base.products).routing([(mine, 0, len(ids))], base.device)):
+
+    def other() -> Thread:
+        thread = Thread(target=lambda: found.append(tiny.packed_logits(base, [(theirs, ids)])[0]))
         thread.start()
-        thread.join(0.5)  # long enough for its pass, if nothing holds it
+        return thread
+
+    routing = AdapterStacks(base.products).routing([(mine, 0, len(ids))], base.device)
+    with base.routed(routing):
+        with base.aside(routing):
+            other().join()
+        waiting = other()
+        waiting.join(0.5)  # long enough for its pass, if nothing holds it
         logits = base.logits(base.hidden(ids, torch.arange(len(ids)), base.attention.packed([len(ids)])))
-    thread.join()
+    waiting.join()
     assert torch.equal(logits, expected[0])
-    assert torch.equal(found[0], expected[1])
+    assert all(torch.equal(logits, expected[1]) for logits in found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

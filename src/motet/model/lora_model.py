@@ -193,9 +193,11 @@ class LoraModel:
     def aside(self, routing: Routing) -> Iterator[None]:
         """Disable adapters between two pieces of a pass inside `routed`, so that other passes can run."""
         self.context.routing = NoAdapters()
+        self.context.one_pass.release()  # the pass may never go on
         try:
             yield
         finally:
+            self.context.one_pass.acquire()
             self.context.routing, self.context.joint = routing, None
 
     def pad(self, x_ND: Tensor) -> Tensor:
