@@ -33,7 +33,7 @@ from torch import Tensor
 from motet.cuda.kernels import attention as kernels
 from motet.cuda.launches import launch
 from motet.cuda.packed_blocks import packed_blocks
-from motet.model.accelerator import capability
+from motet.model.accelerator import capability, multiprocessors
 from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
 
@@ -277,7 +277,7 @@ class CudaAttention:
         """Most programs of a launch."""
         if self._device.type == "cpu":
             return PROGRAMS
-        return PROGRAMS * torch.cuda.get_device_properties(self._device).multi_processor_count
+        return PROGRAMS * multiprocessors(self._device)
 
     def workspace(self, n_heads: int, width: int) -> Workspace:
         """The workspace of layers with this many query heads; its addresses never change."""

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
@@ -30,6 +29,7 @@ from motet.cuda.ways import (
     Way,
     WayTable,
 )
+from motet.model.accelerator import cuda_versions, microseconds, multiprocessors, processor_of
 
 _log = logging.getLogger(__name__)
 _REPEATS = 5
@@ -47,12 +47,10 @@ Raises:
 
 def software_and_card(device: torch.device) -> dict[str, str]:
     """What speeds hold for."""
-    properties: Any = torch.cuda.get_device_properties(device)
     return {
-        "card": properties.name,
-        "processors": str(properties.multi_processor_count),
-        "driver": str(getattr(torch._C, "_cuda_getDriverVersion", int)()),
-        "cuda": str(torch.version.cuda),
+        "card": processor_of(device),
+        "processors": str(multiprocessors(device)),
+        **cuda_versions(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "kernels": digest_of(Path(str(kernels.__file__)).parents[1]),
@@ -171,19 +169,13 @@ def _no_adapters(x_TK: Tensor) -> Adapters:
 def stopwatch_of(capture: Callable[..., Callable[[], Tensor]], device: torch.device) -> Stopwatch:
     """Times replays of a recorded graph by the card's own clock."""
 
-    def microseconds(run: Callable[[], None]) -> float:
+    def of_run(run: Callable[[], None]) -> float:
         def recorded() -> Tensor:
             run()
             return torch.empty(0, device=device)
 
         replay = capture(recorded, first=True)  # no other graph lives
         replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(_REPEATS):
-            replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / _REPEATS * 1000
+        return microseconds(replay, _REPEATS)
 
-    return microseconds
+    return of_run

@@ -68,6 +68,27 @@ def capability(place: torch.device) -> int:
     return torch.cuda.get_device_capability(place)[0]
 
 
+def multiprocessors(place: torch.device) -> int:
+    """Number of a GPU's multiprocessors."""
+    return torch.cuda.get_device_properties(place).multi_processor_count
+
+
+def cuda_versions() -> dict[str, str]:
+    """Versions of the driver, and of the CUDA that torch was built with."""
+    return {"driver": str(getattr(torch._C, "_cuda_getDriverVersion", int)()), "cuda": str(torch.version.cuda)}
+
+
+def microseconds(run: Callable[[], object], repeats: int) -> float:
+    """What a run on the current GPU takes by the GPU's own clock, of so many in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / repeats * 1000
+
+
 def free_memory(place: torch.device) -> int:
     """Free bytes of the device's memory, or of main memory for a CPU."""
     return budgets.available_memory() if place.type == "cpu" else int(torch.cuda.mem_get_info(place)[0])
