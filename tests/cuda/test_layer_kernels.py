@@ -10,6 +10,8 @@ from motet.cuda.kernels.adapters import add_adapters
 from motet.cuda.kernels.norms import norm_after_add, norm_before_add
 
 DEVICE = tests.support.triton_on_cpu.DEVICE
+OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
+"""As launches have them."""
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -17,13 +19,18 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(DEVICE)
 
 
+def coarse(*shape: int, limit: float, step: float, seed: int) -> torch.Tensor:
+    """Multiples of a step: sums of their products have the same bits in every order, also in a tensor core's."""
+    return (numbers(*shape, seed=seed).clamp(-limit, limit) / step).round() * step
+
+
 @pytest.mark.parametrize("rank", [1, 17])
 def test_a_product_and_its_adapter_are_added_in_fp32_and_rounded_once(rank: int) -> None:
     """Rows 3, 0 and 4 have the adapter; rows 1 and 2 none."""
     n_rows, width, pieces, inner_width = 5, 40, 3, 32
     y = numbers(n_rows, width).half()
-    b = numbers(rank, width, seed=1).half()
-    inner = numbers(pieces, n_rows, inner_width, seed=2)
+    b = coarse(rank, width, limit=4, step=2**-4, seed=1).half()
+    inner = coarse(pieces, n_rows, inner_width, limit=1, step=2**-12, seed=2)
     inner[:, :, rank:] = float("nan")  # of no adapter
     tiles = torch.full((3, 17), -1, dtype=torch.int32, device=DEVICE)
     tiles[0, 1:3], tiles[1, 0], tiles[1, 1:4] = torch.tensor([1, 2]), 0, torch.tensor([3, 0, 4])
@@ -37,8 +44,9 @@ def test_a_product_and_its_adapter_are_added_in_fp32_and_rounded_once(rank: int)
         expected[row] = (y[row].float() + added).half()
     n_tiles = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     add_adapters[(3, 3)](
-        y, tiles, n_tiles, entries, inner, n_rows, inner_width, N=width, BLOCK=16, ENTRY=5, PIECES=pieces, ALIGNED=True
-    )
+        y, tiles, n_tiles, entries, inner, n_rows, inner_width, N=width, BLOCK=16, ENTRY=5, PIECES=pieces, ALIGNED=True,
+        **OPTIONS,
+    )  # fmt: skip
     assert torch.equal(y, expected)
 
 
@@ -46,7 +54,7 @@ def test_a_product_and_its_adapter_are_added_in_fp32_and_rounded_once(rank: int)
 def test_the_residual_stream_is_rounded_before_the_norm(width: int) -> None:
     x, delta, weight = numbers(3, width).half(), numbers(3, width, seed=1).half(), numbers(width, seed=2)
     y, x_out = torch.empty_like(x), torch.empty_like(x)
-    constants = {"D": width, "BLOCK": 64, "EPSILON": 1e-5, "FACTOR": 0.7}
+    constants = {"D": width, "BLOCK": 64, "EPSILON": 1e-5, "FACTOR": 0.7, **OPTIONS}
     norm_after_add[(3,)](x, delta, x_out, weight, y, ADD=True, **constants)
     total = (x.float() + 0.7 * delta.float()).half()
     normed = total.float() / (total.float().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.cuda.launches import count
-from motet.model.accelerator import Recorder, Replay, WorkQueue
+from motet.cuda.launches import called, count
+from motet.model.accelerator import Recorder, Replay, WorkQueue, wait_for
 
 
 @dataclass
@@ -29,6 +29,7 @@ class LateQueue(WorkQueue):
 
     def __init__(self, place: torch.device) -> None:
         super().__init__(place)
+        self.recorder = LateRecorder(place, self)
         self.late: list[Work] = []
         self.done: list[Work] = []
         self.most = 0
@@ -50,23 +51,57 @@ class LateQueue(WorkQueue):
         self.done.append(self.late.pop(0))
         with torch.inference_mode(), count() as self.done[-1].launches:
             self.done[-1].do()
+            wait_for(self._place)
 
     def send(self, host: Tensor) -> Tensor:
         self.done[-1].sent += host.numel()
         return super().send(host)
 
 
-class RefusingRecorder(Recorder):
-    """Runs what it is to record, as recorders do before, and then fails: for lack of memory at first."""
+class LateRecorder(Recorder):
+    """Records on a GPU once the work before has run, because it runs a step at once; a replay counts what was recorded."""
 
     def __init__(self, place: torch.device, queue: LateQueue) -> None:
         super().__init__(place)
         self._queue = queue
+
+    def catch_up(self) -> None:
+        """Run what waits."""
+        while self._queue.late:
+            self._queue.run()
+
+    def capture(self, run: Replay, *, first: bool) -> Replay:
+        if self._place.type == "cpu":
+            return run
+        self.catch_up()
+        launches = Counter[str]()
+
+        def counted() -> Tensor:
+            with count() as latest:
+                made = run()
+            launches.clear()
+            launches.update(latest)
+            return made
+
+        replay = super().capture(counted, first=first)
+
+        def counted_again() -> Tensor:
+            for name in launches.elements():
+                called(name)
+            return replay()
+
+        return counted_again
+
+
+class RefusingRecorder(LateRecorder):
+    """Runs what it is to record, as recorders do before, and then fails: for lack of memory at first."""
+
+    def __init__(self, place: torch.device, queue: LateQueue) -> None:
+        super().__init__(place, queue)
         self._tried = False
 
     def capture(self, run: Replay, *, first: bool) -> Replay:
-        while self._queue.late:
-            self._queue.run()
+        self.catch_up()
         with np.errstate(all="ignore"):  # of rows that are in no tile
             run()
         if not self._tried:
