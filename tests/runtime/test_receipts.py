@@ -383,6 +383,29 @@ def test_where_a_replay_parts_is_told(edit: Callable[[Path], None], parted: str,
     assert fact in output
 
 
+def test_a_run_moved_from_a_card_says_what_is_no_longer_promised(project: Path, capsys: Capsys) -> None:
+    """Where it is verified, derived again, and forked and trained further."""
+    card, job = {"kernels": "motet triton, NVIDIA H200"}, project / "run/words"
+    (job / "job.yaml").write_text(yaml.safe_dump({**yaml.safe_load((job / "job.yaml").read_text()), **card}))
+    for path in (job / f"receipts/v{STEPS}.json", version := job / f"versions/v{STEPS}/receipt.json"):
+        statement = json.loads(path.read_bytes())
+        statement["predicate"]["buildDefinition"]["internalParameters"] |= card
+        path.write_text(json.dumps(statement))
+    code, output = motet("fork", project / "jobs.yaml", "words@2", project / "new")
+    assert code == 0, output
+    for path in (project / "new", version.parent):
+        capsys.readouterr()
+        assert verify(path) == 0
+        assert "only on the card that computed them, NVIDIA H200" in " ".join(capsys.readouterr().out.split())
+    told = (
+        r"kernels: was 'motet triton, NVIDIA H200', is '[^']+'; equal bytes are not promised across them, but on each"
+    )
+    code, output = motet("replay", project / "jobs.yaml", f"words@{STEPS}")
+    assert (code, bool(re.search(told, " ".join(output.split())))) == (0, True), output
+    result = run_config(load_jobs(project / "new/jobs.yaml"))
+    assert any(re.match(rf"{told}.*\(from step 2 on\)$", why) for why in result.jobs["words"].inexact), result
+
+
 def test_a_replay_takes_the_automatic_rate_of_the_run_after_the_formula_has_changed(project: Path) -> None:
     record = project / "run/words/job.yaml"  # a run whose `lr: auto` was 0.01, which is not what it is today
     record.write_text(record.read_text().replace("    lr: 0.01\n", "    lr: auto\n"))

@@ -12,16 +12,18 @@ from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
 from motet.core.errors import ConfigError, MotetError, RunError
+from motet.core.model_info import card_of
 from motet.core.rules import Rules
 from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
 from motet.hosting.preparing import Sources
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
-from motet.runtime.opening import damages
+from motet.runtime.opening import damages, identity_in
 from motet.runtime.ownership import removed_jobs
 from motet.runtime.race_record import known_jobs
 from motet.runtime.receipts import (
+    KERNELS,
     RECEIPT,
     RECEIPTS,
     Materials,
@@ -33,6 +35,7 @@ from motet.runtime.receipts import (
 )
 
 _OF_A_JOB = ("state", "job.yaml", MANIFEST)
+_ON_CARDS = "whether training again gives the same bytes: that is promised only on the card that computed them,"
 _NO_MANIFEST = "; an earlier version of Motet wrote them, so removed files cannot be noticed"
 
 
@@ -72,6 +75,8 @@ def verify(directory: Path, jobs_file: Path | None = None, overrides: Sequence[s
         numbers = {"commit": len(steps), "version": len(job.versions()), "receipt": n_receipts}
         counted = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in numbers.items() if n or what != "receipt")
         say(f"{path.name}: {counted}, all as they were saved{early}")
+        if card := card_of(str((identity_in(job) or {}).get(KERNELS, ""))):
+            say(f"{path.name}: not checked: {_ON_CARDS} {card}")
         for number in job.versions():
             if not (job.version(number) / SUMS).is_file():
                 say(f"{path.name}: version {number} was not compared, because its {SUMS} was removed")
@@ -97,6 +102,8 @@ def _verify_version(directory: Path, config: RunConfig | None) -> int:
     unknown = ["who made it (receipts are not signed)", "rollouts, optimizer and commits (only the run has them)"]
     if others := _not_named(directory, receipt):
         unknown.append(f"{', '.join(others)} (the receipt does not name them)")
+    if card := card_of(str(receipt["predicate"]["buildDefinition"].get("internalParameters", {}).get(KERNELS, ""))):
+        unknown.append(f"{_ON_CARDS} {card}")
     n_receipts = 1
     if chain.is_dir():
         numbers = receipt_numbers(chain)

@@ -19,6 +19,21 @@ TRITON = "motet triton"
 """First words of `ModelInfo.processor` where Motet's kernels for GPUs compute the base."""
 
 
+def card_of(processor: str) -> str:
+    """The card of a `ModelInfo.processor`; empty where no kernels of Motet's own compute the base on one."""
+    return processor.removeprefix(f"{TRITON}, ") if processor.startswith(TRITON) else ""
+
+
+def kept_on_another(was: str, is_: str) -> str:
+    """What a job keeps and what it loses that moves to another `processor`; empty where none of both is a card's."""
+    if not (card_of(was) or card_of(is_)):
+        return ""
+    return (
+        "; equal bytes are not promised across them, but on each no job changes another's bytes, and the logprobs of sampling "
+        "are those of training"
+    )
+
+
 class Tokenizer(Protocol):
     """The methods of a `transformers` tokenizer that code outside `tasks.chat` uses."""
 

@@ -25,6 +25,7 @@ import yaml
 
 from motet.core.checksums import Damage, hash_of
 from motet.core.errors import BaseModelError, RunError
+from motet.core.model_info import kept_on_another
 from motet.core.types import adapter_files
 from motet.model.find import find_base
 from motet.runtime.source_sums import SHOWN
@@ -40,6 +41,8 @@ SOURCE = "motet-source"
 """Digest type of own code: over its statements, without comments."""
 _OF_ADDRESS = ("url", "body")
 """Arguments of a judge that may hold a secret; `key` is the name of a variable."""
+KERNELS = "kernels"
+"""The `ModelInfo.processor` in a job's identity and its receipts."""
 _REMEDY = "put the saved one back"
 _BASE_FILES = frozenset({".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py"})
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -237,7 +240,8 @@ def _motet_sum() -> str:
 def differences(before: Any, after: Any) -> Iterator[str]:
     """Where two trees of plain values differ, one line each."""
     for path, was, is_ in fields_apart(before, after):
-        yield f"{path}: was {was!r}, is {is_!r}"
+        kept = kept_on_another(str(was), str(is_)) if path == KERNELS else ""
+        yield f"{path}: was {was!r}, is {is_!r}{kept}"
 
 
 def fields_apart(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
