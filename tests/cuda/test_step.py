@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from motet.core.types import AdapterRef, FinishReason, GenerateRequest, SamplingParams
-from motet.model.device_steps import BLOCKS, DRAWN, KEY, PLAIN, TEMPERATURE, TOKEN, TOP_P, DeviceStep, Flight
+from motet.model.device_steps import BLOCKS, DRAWN, KEY, PLAIN, POSITION, TEMPERATURE, TOKEN, TOP_P, DeviceStep, Flight
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
@@ -28,10 +28,12 @@ from tests.support.decoding import EveryThird, outcomes
 from tests.support.late_queue import LateQueue, RefusingRecorder, Work
 
 from motet.cuda.base import CudaBase  # isort: skip  # kernels are made for the interpreter
-from motet.cuda.products import Products  # isort: skip
+from motet.cuda.products import Products, ProductWeight  # isort: skip
 from motet.cuda.step import CudaSteps  # isort: skip
 from motet.cuda.step_memory import AdapterSlots  # isort: skip
-from motet.cuda.ways import WayTable  # isort: skip
+from motet.cuda.trial import Sizes, Trial  # isort: skip
+from motet.cuda.ways import BUCKETS, REFERENCE, ProductShape, WayTable  # isort: skip
+from tests.support.bad_ways import BadLibrary, WatchedRecorder  # isort: skip
 
 BASE = "llama_long"
 
@@ -190,7 +192,7 @@ def test_what_is_copied_is_what_changed_and_launches_do_not_depend_on_adapters(a
 def changes_of(table: StepTable, row: int, token: int, block: int) -> list[tuple[int, int]]:
     """A row at position 0 that is drawn at temperature 1, the only one of its step."""
     one = int(np.float64(1).view(np.int64))
-    record = {TOKEN: token, DRAWN: 1, KEY: row, TEMPERATURE: one, TOP_P: one, BLOCKS: block}
+    record = {TOKEN: token, POSITION: 0, DRAWN: 1, KEY: row, TEMPERATURE: one, TOP_P: one, BLOCKS: block}
     start = row * table.width
     return [*((start + column, value) for column, value in record.items()), (table.order_at(PLAIN), row)]
 
@@ -230,6 +232,35 @@ def test_steps_in_flight_have_their_own_changes_and_adapters() -> None:
         assert [own() for own in kept] == [None, None], "adapters of no step are free"
     assert found[0] == found[1]
     assert len({str(each) for each in found[0]}) == 3
+
+
+def drawn_by_a_library(*, splits: bool) -> tuple[Any, Any]:
+    """A token and its logprob, by a library that splits K on streams other than that of its trial, or nowhere."""
+    base, recorder, used_on = small(), WatchedRecorder(), list[object]()
+
+    def is_faulty(_n_rows: int, _biased: bool) -> bool:
+        used_on.append(WatchedRecorder.running)
+        return splits and used_on[-1] not in (None, recorder.stream)
+
+    def tried(weights: Sequence[ProductWeight]) -> Products:
+        table, shape, library = WayTable(0, 0, base.dtype.itemsize), ProductShape.of(weights[0]), BadLibrary(is_faulty)
+        Trial(base.device, base.dtype, recorder, Sizes((1,), ())).run(table, [shape], library)
+        table.speeds[shape, BUCKETS[0]] = {REFERENCE.name: 9.0, library.name: 1.0}
+        used_on.clear()
+        return Products(table)
+
+    cache, table = KVCache(1, base.block_size, base.device, clean=False), StepTable(1, 2)
+    steps = CudaBase(base, tried, recorder).steps(cache)
+    steps.hold(table)
+    (flight,) = launched((None,), steps, table, cache, corrected=False)
+    drawn = flight.tokens()
+    assert set(used_on) == {recorder.stream}
+    return drawn.tokens_N.tolist(), drawn.logprobs_N.tolist()
+
+
+def test_steps_use_a_library_on_the_stream_on_which_it_was_tried() -> None:
+    """On another it has another workspace."""
+    assert drawn_by_a_library(splits=True) == drawn_by_a_library(splits=False)
 
 
 def test_a_step_that_cannot_be_recorded_runs_and_is_told() -> None:

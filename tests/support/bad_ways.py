@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from motet.cuda.ways import REFERENCE, Adapters, ProductWeight
+from motet.model.accelerator import Recorder
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,21 @@ class BadLibrary:
         y_TN.copy_(sums_TN)
 
 
-class WatchedRecorder:
-    """Replays runs, and says whether one is replayed. A graph may share memory only with one that lives."""
+class WatchedRecorder(Recorder):
+    """Replays runs on its stream, and says whether one is replayed. A graph may share memory only with one that lives."""
 
     replaying = False
+    running: ClassVar[object] = None
+    """The stream of the run that is replayed."""
+
+    def __init__(self, stream: object = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self.stream = stream or object()
+
+    def beside(self) -> WatchedRecorder:
+        """See `motet.model.accelerator.Recorder`."""
+        return WatchedRecorder(self.stream)
+
     _latest: Callable[[], object] = staticmethod(lambda: None)
 
     def capture(self, run: Callable[[], Tensor], *, first: bool) -> Callable[[], Tensor]:
@@ -57,9 +70,9 @@ class WatchedRecorder:
         assert first or self._latest() is not None, "torch frees a pool with its last graph"
 
         def replay() -> Tensor:
-            self.replaying = True
+            self.replaying, WatchedRecorder.running = True, self.stream
             found = run()
-            self.replaying = False
+            self.replaying, WatchedRecorder.running = False, None
             return found
 
         self._latest = weakref.ref(replay)

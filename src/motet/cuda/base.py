@@ -20,6 +20,7 @@ from motet.cuda.math import CudaMath
 from motet.cuda.products import Products, ProductWeight
 from motet.cuda.recompute import Recomputed
 from motet.cuda.step import CudaSteps
+from motet.model.accelerator import Recorder
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
 from motet.model.kv_cache import KVCache
 from motet.model.lora import Routing
@@ -35,11 +36,20 @@ _NORMS = 4
 class CudaBase:
     """Implements `Kernels` for one base."""
 
-    def __init__(self, base: LoraModel, products_of: Callable[[Sequence[ProductWeight]], Products]) -> None:
-        """`base` must be covered (see `motet.cuda.cover`); `products_of` makes the products with its weights."""
+    def __init__(
+        self,
+        base: LoraModel,
+        products_of: Callable[[Sequence[ProductWeight]], Products],
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`base` must be covered (see `motet.cuda.cover`); `products_of` makes the products with its weights.
+
+        `recorder` is the one with which ways to multiply were tried: steps are recorded on its stream.
+        """
         self.base, self.plan, self.places = base, DecoderPlan.of(base), Places.of(base)
         self.products = products_of(self.plan.weights)
         self.math = CudaMath()
+        self._recorder = recorder or Recorder(base.device)
         self.recomputing: AttentionBackend
         """Torch's attention, by which backward passes recompute layers."""
         self.attention: AttentionBackend
@@ -105,7 +115,7 @@ class CudaBase:
 
     def steps(self, cache: KVCache) -> CudaSteps:
         """Decode steps that go from tokens to tokens."""
-        return CudaSteps(self, cache)
+        return CudaSteps(self, cache, recorder=self._recorder.beside())
 
 
 class _Hidden(torch.autograd.Function):

@@ -66,11 +66,13 @@ def _kernels(base: LoraModel) -> Kernels:
     from motet.cuda.products import Products, ProductWeight
     from motet.cuda.trial import tried_products
 
+    recorder = Recorder(base.device)
+
     def products_of(weights: Sequence[ProductWeight]) -> Products:
         with device_of(weights[0].weight_NK):  # what is timed is on its stream
-            products, notes = tried_products(weights, base.device, base.dtype, Recorder(base.device))
+            products, notes = tried_products(weights, base.device, base.dtype, recorder)
         for note in notes:
             base.revise(note)
         return products
 
-    return CudaBase(base, products_of)
+    return CudaBase(base, products_of, recorder)

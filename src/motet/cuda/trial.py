@@ -77,7 +77,8 @@ def tried_products(
 ) -> tuple[Products, list[str]]:
     """The products of a base with these weights, each by its fastest way, and notes about ways that are left out.
 
-    `recorder` must be that of decoding. On a CPU nothing is measured or tried: its interpreter shows nothing about a card.
+    Decoding must record on the stream of `recorder`. On a CPU nothing is measured or tried: its interpreter shows nothing
+    about a card.
 
     Raises:
         BaseModelError: this card does not give the bits that exact sampling needs, so torch must compute the base.

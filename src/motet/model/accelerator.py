@@ -177,25 +177,34 @@ class Recorder:
         self._pool: Any = None
         self._side: Any = None
 
+    def beside(self) -> Recorder:
+        """One whose graphs have memory of their own; both record on one stream, for which libraries keep a workspace."""
+        other = Recorder(self._place)
+        other._side = self._stream()
+        return other
+
+    def _stream(self) -> Any:
+        if self._side is None and self._place.type != "cpu":
+            self._side = torch.cuda.Stream(self._place)  # one for all: libraries keep a workspace per stream
+        return self._side
+
     def capture(self, run: Replay, *, first: bool) -> Replay:
         """Record `run` as a graph; `first` if no earlier graph exists. On a CPU, returns `run` itself."""
         if self._place.type == "cpu":
             return run
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._place):
-            before = torch.cuda.current_stream()
-            if self._side is None:
-                self._side = torch.cuda.Stream()  # one for all: libraries keep a workspace per stream
+            before, side = torch.cuda.current_stream(), self._stream()
             if self._pool is None or first:
                 self._pool = torch.cuda.graph_pool_handle()  # a pool is freed with its last graph
-            self._side.wait_stream(before)
-            with torch.cuda.stream(self._side):
+            side.wait_stream(before)
+            with torch.cuda.stream(side):
                 for _ in range(_WARM_UP):
                     run()
-            before.wait_stream(self._side)
+            before.wait_stream(side)
             try:
                 # another thread may copy an adapter from the device for a commit meanwhile
-                with torch.cuda.graph(captured, self._pool, self._side, capture_error_mode="thread_local"):
+                with torch.cuda.graph(captured, self._pool, side, capture_error_mode="thread_local"):
                     made = run()
             except BaseException:
                 torch.cuda.set_stream(before)  # a failed capture does not restore it
