@@ -6,14 +6,17 @@ import itertools
 import random
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from motet.core.tenant_turns import TenantTurns
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
+from motet.model.device_steps import MASKED, TOKEN, DeviceStep
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
@@ -41,10 +44,17 @@ class CountingTurns(TenantTurns):
 class Stage:
     """A decoder, and all that it is asked for."""
 
-    def __init__(self, chance: random.Random | None, n_blocks: int, rows: int, host: int = 0) -> None:
+    def __init__(
+        self,
+        chance: random.Random | None,
+        n_blocks: int,
+        rows: int,
+        host: int = 0,
+        executor: type[LateExecutor] = LateExecutor,
+    ) -> None:
         """Without `chance`, steps run in turn."""
         self.cache, self.turns = PoisonedCache(n_blocks, BLOCK, rows + 1), CountingTurns()
-        ahead = None if chance is None else LateExecutor(self.cache, N_VOCAB, chance)
+        ahead = None if chance is None else executor(self.cache, N_VOCAB, chance)
         self.executor = ahead or AnsweringExecutor(self.cache, N_VOCAB)
         self.decoder = Decoder(
             tiny.base("llama"), self.cache, max_rows=rows, prefill_tokens=40, kept_blocks=n_blocks // 3,
@@ -165,6 +175,88 @@ def test_rows_that_end_while_others_are_admitted_are_not_preempted(seed: int) ->
         assert list(stage.outcome(request)) == list(in_turn(request))
 
 
+class Never(random.Random):
+    """Lets no step run before it is waited for."""
+
+    def random(self) -> float:
+        return 1.0
+
+
+Kind = Callable[[DeviceStep, LateExecutor], bool]
+
+
+def joins(step: DeviceStep, executor: LateExecutor) -> bool:
+    indices = step.changes_C2[:, 0]
+    return bool((indices[indices < executor.table.order_at(0)] % executor.table.width == TOKEN).any())
+
+
+class FailingOnce(LateExecutor):
+    """Raises an error once, at the launch of a step of this kind or when it runs; nothing of it and of later ones arrives."""
+
+    kind: Kind | None = None
+    late = False
+
+    def launch(self, step: DeviceStep) -> Any:
+        if not self.late:
+            self.fail(step)
+        return super().launch(step)
+
+    def compute(self, step: DeviceStep) -> Any:
+        if self.late:
+            self.fail(step)
+        return super().compute(step)
+
+    def fail(self, step: DeviceStep) -> None:
+        if self.kind is not None and self.kind(step, self):
+            self.kind = None
+            if self.late:
+                self.cache.late.clear()
+            raise torch.OutOfMemoryError("planted")
+
+
+STEPS: dict[str, Kind] = {
+    "first": lambda step, executor: True,
+    "joins": lambda step, executor: executor.launches > 3 and joins(step, executor),
+    "growth": lambda step, executor: len(step.changes_C2) > 0 and not joins(step, executor),
+    "masked": lambda step, executor: executor.launches > 3 and step.group == MASKED,
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", STEPS)
+def test_after_a_step_that_raises_new_rows_get_what_they_get_in_turn(kind: str, late: bool) -> None:
+    """Other numbers of rows take the same places in the table, of which the device has not what it was sent last."""
+    for n_rows in range(1, 6):
+        stage = Stage(Never(), 64, 8, executor=FailingOnce)
+        assert isinstance(stage.executor, FailingOnce)
+        stage.executor.kind, stage.executor.late = STEPS[kind], late
+        with pytest.raises(torch.OutOfMemoryError):
+            serve(stage)
+        stage.decoder.fail_all()
+        request, masked = rows_of("after", n_rows), rows_of("masked", 2, grammar="third")
+        stage.ask(request)
+        stage.ask(masked)
+        stage.finish()
+        assert stage.outcome(request) == in_turn(request)
+        assert stage.outcome(masked) == in_turn(masked)
+
+
+def serve(stage: Stage) -> None:
+    """Rows with and without grammars come and grow beside others."""
+    for tick in range(60):
+        if tick in (0, 6):
+            stage.ask(rows_of(f"before {tick}", 2 + tick // 3, grammar="third" if tick else ""))
+            stage.ask(rows_of(f"beside {tick}", 1))
+        stage.decoder.tick()
+
+
+def rows_of(name: str, n: int, *, grammar: str = "") -> GenerateRequest:
+    """So many completions of one prompt."""
+    sampling = SamplingParams(max_tokens=12, grammar=grammar)
+    seeds = tuple(100 * len(name) + index for index in range(n))
+    return GenerateRequest(name, "job 0", np.arange(3, 8, dtype=np.int32), None, sampling, seeds)
+
+
 def next_turn(stage: Stage, request: GenerateRequest, name: str) -> GenerateRequest | None:
     """The episode of a completion that has ended, with its tokens and one more."""
     ended = [chunk for chunk in stage.chunks[request.id] if chunk.finish_reason is FinishReason.STOP]
@@ -196,13 +288,6 @@ def test_the_same_tokens_are_charged_in_turn_and_ahead(seed: int) -> None:
             dropped = sum(reason is not FinishReason.LENGTH for reason in ended)
     assert dropped, "some rows ended where the host did not expect it"
     assert charged[0] == charged[1]
-
-
-class Never(random.Random):
-    """Lets no step run before it is waited for."""
-
-    def random(self) -> float:
-        return 1.0
 
 
 def test_weights_stay_until_the_last_step_that_reads_them_has_landed() -> None:

@@ -140,12 +140,16 @@ class _LateFlight:
     step: DeviceStep
     blocks: list[int] = field(default_factory=list)
     result: DrawnTokens | None = None
+    asked: bool = False
 
     def run(self) -> None:
         self.executor.cache.late.remove(self)
         self.result = self.executor.compute(self.step)
 
     def tokens(self) -> DrawnTokens:
+        if self.asked:
+            self.executor.faults.append("a step was waited for twice")
+        self.asked = True
         while self.result is None:
             self.executor.cache.late[0].run()
         return self.result

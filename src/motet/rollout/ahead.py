@@ -20,7 +20,7 @@ from motet.core.model_info import ModelInfo
 from motet.core.stops import Decode
 from motet.core.tenant_turns import Payer
 from motet.core.types import BoolArray
-from motet.model.device_steps import GROUPS, MASKED, PLAIN, DeviceStep, Flight
+from motet.model.device_steps import GROUPS, MASKED, PLAIN, DeviceStep, DrawnTokens, Flight
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.block_allocator import BlockAllocator
@@ -125,14 +125,19 @@ class StepsAhead:
     def drop(self) -> None:
         """After a device error: wait for what is in flight, whatever becomes of it, and forget all rows."""
         while self._flights:
-            flight, rows = self._flights.pop()
-            for item in rows.sequences:
-                item.in_flight = 0
             with contextlib.suppress(Exception):  # the error that was reported already
-                flight.tokens()
+                self._wait()
         for sequence in list(self._row):
             self._leave(sequence)
         self._groups = [_NOBODY] * GROUPS
+        self._table.forget()  # changes of a launch that failed may not have arrived
+
+    def _wait(self) -> tuple[DrawnTokens, _Rows]:
+        """Wait for the first flight, which is gone whatever becomes of it."""
+        flight, rows = self._flights.pop(0)
+        for item in rows.sequences:
+            item.in_flight -= 1
+        return flight.tokens(), rows
 
     def _take_rows(self, group: int, chosen: list[SampledSequence]) -> None:
         """Make these sequences the rows of the group's next steps."""
@@ -211,11 +216,7 @@ class StepsAhead:
         touched: list[SampledSequence] = []
         parts: list[tuple[Payer, int]] = []
         for _ in range(n_flights):
-            flight, rows = self._flights[0]
-            drawn = flight.tokens()
-            del self._flights[0]
-            for item in rows.sequences:
-                item.in_flight -= 1
+            drawn, rows = self._wait()
             counts_N = ~self._gone_R[rows.rows_N]
             counted = rows.rows_N[counts_N]
             self._known_R[counted] += 1

@@ -54,6 +54,12 @@ class StepTable:
         known_N[changed] = rows_N[changed]
         self._write(self.order_at(group) + changed, rows_N[changed])
 
+    def forget(self) -> None:
+        """Take what the device has as unknown; every row must join again."""
+        self._n_changes = 0
+        for order in self._orders:
+            order.fill(-1)
+
     def take_changes(self) -> NDArray[np.int64]:
         """Entries that changed since the last call, [C, 2]; later ones count. Valid until the next change."""
         n_changes, self._n_changes = self._n_changes, 0
