@@ -6,8 +6,8 @@ import itertools
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import torch
 
 from motet.core.tenant_turns import TenantTurns
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
-from motet.model.device_steps import MASKED, TOKEN, DeviceStep
+from motet.model.device_steps import MASKED, TOKEN, DeviceStep, DrawnTokens, Flight
 from motet.rollout.decoder import Decoder
+from motet.rollout.executor import NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
 from tests.support.decoding import EveryThird, outcomes
@@ -250,9 +251,9 @@ def serve(stage: Stage) -> None:
         stage.decoder.tick()
 
 
-def rows_of(name: str, n: int, *, grammar: str = "") -> GenerateRequest:
+def rows_of(name: str, n: int, *, max_tokens: int = 12, grammar: str = "") -> GenerateRequest:
     """So many completions of one prompt."""
-    sampling = SamplingParams(max_tokens=12, grammar=grammar)
+    sampling = SamplingParams(max_tokens=max_tokens, grammar=grammar)
     seeds = tuple(100 * len(name) + index for index in range(n))
     return GenerateRequest(name, "job 0", np.arange(3, 8, dtype=np.int32), None, sampling, seeds)
 
@@ -290,19 +291,115 @@ def test_the_same_tokens_are_charged_in_turn_and_ahead(seed: int) -> None:
     assert charged[0] == charged[1]
 
 
+class TimedExecutor(LateExecutor):
+    """On a device that does one piece of work after the other, in simulated time; the host waits for tokens only."""
+
+    now = free = 0.0
+    """Of the host; when the device has done what was begun."""
+
+    def begin(self, seconds: float) -> float:
+        self.free = max(self.free, self.now) + seconds
+        return self.free
+
+    def wait(self, end: float) -> None:
+        self.now = max(self.now, end)
+
+    def logits(self, inputs: Sequence[NewTokens]) -> torch.Tensor:
+        self.begin(0.001 * sum(len(new.token_ids) for new in inputs))
+        return super().logits(inputs)
+
+    def draw(self, rows: Any, raw_NV: torch.Tensor) -> DrawnTokens:
+        self.wait(self.free)
+        return super().draw(rows, raw_NV)
+
+    def launch(self, step: DeviceStep) -> Any:
+        return TimedFlight(self, self.begin(0.01), super().launch(step))
+
+
+@dataclass(frozen=True)
+class TimedFlight:
+    executor: TimedExecutor
+    end: float
+    flight: Flight
+
+    def tokens(self) -> DrawnTokens:
+        self.executor.wait(self.end)
+        return self.flight.tokens()
+
+
+@pytest.mark.parametrize("n_blocks", [38, 400])
+@pytest.mark.parametrize("tenants", [1, 2])
+def test_each_job_pays_for_its_own_time(tenants: int, n_blocks: int) -> None:
+    """Prompts of one job are read behind the steps of another, alone and in company, with few blocks and with many."""
+    stage, n_prompts, n_tokens = Stage(Never(), n_blocks, 64, executor=TimedExecutor), 30, 60
+    assert isinstance(stage.executor, TimedExecutor)
+    stage.turns.clock = lambda: stage.executor.now  # type: ignore[attr-defined]
+    stage.ask(rows_of("a", 2, max_tokens=n_tokens))
+    for tick in range(200):
+        if tick % 2 == 0 and tick < 2 * n_prompts:
+            request = rows_of(f"b{tick}", 3, max_tokens=1)
+            stage.ask(replace(request, job="job 1", tenant=f"tenant {tenants - 1}"))
+        before = stage.decoder.prefilled_tokens
+        stage.decoder.tick()
+        if stage.turns.company and stage.decoder.prefilled_tokens > before:
+            assert not stage.cache.late, "a tick that steps nothing leaves nothing in flight"
+    stage.finish()
+    read = 1000 * 5
+    assert stage.executor.launches == n_tokens - 1
+    assert stage.decoder.spent["job 0"] == pytest.approx(read + 10000 * (n_tokens - 1), abs=100)
+    assert stage.decoder.spent["job 1"] == pytest.approx(read * n_prompts, abs=100)
+
+
+def ending(request: GenerateRequest) -> tuple[GenerateRequest, list[int]]:
+    """The request with a stop token that the host cannot expect, and its completion."""
+    [(tokens, *_)] = in_turn(request)
+    last = next(place for place, token in enumerate(tokens) if place > 3 and token not in tokens[:place])
+    return replace(request, sampling=replace(request.sampling, stop_token_ids=(tokens[last],))), tokens[: last + 1]
+
+
+def test_a_turn_that_comes_at_once_finds_the_turn_before() -> None:
+    """Its chunk is sent while a step that reads its blocks is in flight."""
+    request, tokens = ending(replace(rows_of("r", 1), episodes=("e",), prompt_ids=np.arange(3, 35, dtype=np.int32)))
+    stage = Stage(Never(), 64, 4)
+    stage.ask(request)
+    while not stage.chunks["r"]:
+        stage.decoder.tick()
+    assert stage.cache.late, "a step is in flight"
+    read, before = np.array([*request.prompt_ids, *tokens, 7], np.int32), stage.decoder.prefilled_tokens
+    stage.ask(replace(request, id="next", prompt_ids=read))
+    stage.finish()
+    assert stage.decoder.prefilled_tokens - before == 2
+
+
+def test_what_is_kept_stays_if_a_row_in_flight_leaves_blocks() -> None:
+    """The prompt finds the blocks of a row that has ended, which the host does not know yet."""
+    request, tokens = ending(replace(rows_of("r", 1), prompt_ids=np.arange(3, 19, dtype=np.int32)))
+    stage = Stage(Never(), 16, 4)
+    stage.ask(replace(rows_of("kept", 1), episodes=("e",)))
+    while not stage.decoder.idle:
+        stage.decoder.tick()
+    stage.ask(request)
+    stage.decoder.tick()
+    [row] = stage.decoder.rows.running
+    while len(row.tokens) < len(tokens) - 1:
+        stage.decoder.tick()
+    assert row.in_flight
+    assert len(stage.decoder.kept) == 1
+    stage.ask(replace(rows_of("large", 1), prompt_ids=np.arange(3, 35, dtype=np.int32)))
+    stage.decoder.tick()
+    assert len(stage.decoder.rows.running) == 1, "it has begun"
+    assert len(stage.decoder.kept) == 1
+
+
 def test_weights_stay_until_the_last_step_that_reads_them_has_landed() -> None:
     """The completion is delivered, its version is gone, and a step that computes a token too many still reads it."""
-    request = GenerateRequest(
-        "r", "job 0", np.arange(3, 8, dtype=np.int32), AdapterRef("a", 1), SamplingParams(max_tokens=20), (5,)
-    )
-    [(tokens, *_)] = in_turn(request)
-    ending = next(place for place, token in enumerate(tokens) if place > 3 and token not in tokens[:place])
+    request, tokens = ending(replace(rows_of("r", 1), adapter=AdapterRef("a", 1)))
     stage = Stage(Never(), 20, 2)
-    stage.ask(replace(request, sampling=SamplingParams(max_tokens=20, stop_token_ids=(tokens[ending],))))
+    stage.ask(request)
     weights = weakref.ref(stage.versions.pop(AdapterRef("a", 1)))
     while not stage.chunks["r"]:
         stage.decoder.tick()
-    assert stage.outcome(request)[0][0] == tokens[: ending + 1]
+    assert stage.outcome(request)[0][0] == tokens
     assert stage.cache.late, "a step is in flight"
     assert weights() is not None
     stage.finish()

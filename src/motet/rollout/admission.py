@@ -44,10 +44,15 @@ class Admission:
     def admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
         """Resume preempted sequences, then admit prompts while there is room; sample their first tokens.
 
+        Steps in flight land before: prefills would wait for them and be charged with their time, and rows that end
+        leave blocks.
+
         Returns:
             The sequences, and the number of tokens read for each prompt.
         """
         self._rows.share_out()
+        if self._may_start() and self._rows.land():
+            self._rows.share_out()
         inputs: list[NewTokens] = []
         read: list[tuple[Prompt, int]] = []
         resumed, budget = self._resume(inputs, self._turns.tokens)
@@ -64,6 +69,18 @@ class Admission:
         born = self._fork()
         read.extend((item.prompt, 1) for item in born)
         return [*resumed, *born], read
+
+    def _may_start(self) -> bool:
+        """Whether this tick may resume a sequence or start a prompt, once masks are ready."""
+        return any(map(self._rows.may_resume, self._rows.preempted)) or (self._rows.free > 0 and bool(self._due()))
+
+    def _due(self) -> list[Prompt]:
+        """The prompts that may start, of tenants whose turn it is; sorts those that wait by what their tenants had."""
+        self._rows.waiting = deque(sorted(self._rows.waiting, key=self._turns.had))
+        may_begin = self._rows.may_begin()
+        waiting = [prompt for prompt in self._rows.waiting if tenant_of(prompt) in may_begin]
+        due = self._turns.due((*self._rows.running, *waiting[:1]))
+        return [prompt for prompt in waiting if prompt.blocks or tenant_of(prompt) in due]
 
     def _resume(self, inputs: list[NewTokens], budget: int) -> tuple[list[SampledSequence], int]:
         """Resume preempted sequences of tenants with free rows; returns those to compute, and the remaining budget."""
@@ -89,15 +106,11 @@ class Admission:
         """Allocate blocks for prompts to prefill now; leaves room for at least one completion of each."""
         opened, self._no_blocks = [], False
         rows, reserved, taken = self._rows.free, 0, Counter[str]()
-        self._rows.waiting = deque(sorted(self._rows.waiting, key=self._turns.had))
-        may_begin = self._rows.may_begin()
-        waiting = [prompt for prompt in self._rows.waiting if tenant_of(prompt) in may_begin]
-        due = self._turns.due((*self._rows.running, *waiting[:1]))
-        for prompt in waiting:
+        for prompt in self._due():
             if rows <= 0:
                 break
             left = min(rows, self._rows.left(prompt) - taken[tenant_of(prompt)])
-            if left <= 0 or not (prompt.blocks or tenant_of(prompt) in due):
+            if left <= 0:
                 continue
             if not prompt.blocks:
                 more = reserved + bool(inputs or self._rows.running)

@@ -19,12 +19,10 @@ class BatchRows:
     def __init__(
         self, cache: KVCache, blocks: BlockAllocator, most: int, land: Callable[[], bool] = lambda: False
     ) -> None:
-        """`most` is the largest number of running sequences.
-
-        `land` is called before sequences are preempted: it waits for the steps in flight, which may end some; returns
-        whether there were any.
-        """
-        self._land = land
+        """`most` is the largest number of running sequences; see `self.land`."""
+        self.land = land
+        """Waits for the steps in flight, which may end sequences; returns whether there were any. None is in flight when
+        sequences are preempted or start."""
         self.most = most
         self.waiting: deque[Prompt] = deque()
         self.preempted: deque[SampledSequence] = deque()
@@ -58,7 +56,7 @@ class BatchRows:
         self._had, self._shares = had, {tenant: share / whole for tenant, share in shares.items()}
         self._limits = row_limits(wanted, had, self._shares, self.most)
         if any(n > self._limits[tenant] for tenant, n in had.items()):
-            if self._land():
+            if self.land():
                 self.share_out()
                 return
             youngest = self.running[::-1]
@@ -108,13 +106,12 @@ class BatchRows:
     def with_room(self, item: Prompt | SampledSequence, take: Callable[[], Taken], more: int = 0) -> Taken:
         """Call `take`, which allocates the item's blocks and leaves `more` further blocks free; returns its result.
 
-        Preempts other items until `take` succeeds, or none if preempting all candidates would not be enough.
+        Preempts other items until `take` succeeds, or none if preempting all candidates would not be enough. Nothing may
+        be in flight.
         """
         taken = take()
         if taken is not None and taken is not False:
             return taken
-        if self._land():
-            return self.with_room(item, take, more)
         candidates = self._candidates(item, more)
         if not self._blocks.suffices(item, more, candidates):
             return taken
@@ -160,7 +157,7 @@ class BatchRows:
         If blocks are short, the large item comes first, and tenants below their cache share come before others.
         """
         n_free = self._cache.n_free
-        if n_free < len(chosen) and n_free < sum(map(self._blocks.lacks, chosen)) and self._land():
+        if n_free < len(chosen) and n_free < sum(map(self._blocks.lacks, chosen)) and self.land():
             chosen = {item for item in chosen if item.finish is None}
         if self._cache.n_free >= len(chosen):  # each finds a block
             running = [item for item in self.running if item in chosen]
