@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from motet.core.types import AdapterRef, FinishReason, GenerateRequest, SamplingParams
 from motet.model.device_steps import BLOCKS, DRAWN, KEY, PLAIN, POSITION, TEMPERATURE, TOKEN, TOP_P, DeviceStep, Flight
@@ -280,6 +282,48 @@ def test_a_step_that_cannot_be_recorded_runs_and_is_told() -> None:
         found.append([flight.tokens().logprobs_N.tolist() for flight in flights])
     assert found[0] == found[1]
     assert [note.rpartition(": ")[2] for note in base.info.notes[notes:]] == ["this device has no graphs"]
+
+
+class FailingQueue(LateQueue):
+    """Raises at some calls, of which the device has begun some works nevertheless."""
+
+    def __init__(self, place: torch.device, fails: Mapping[int, bool]) -> None:
+        """`fails` says of numbers of calls whether the work runs."""
+        super().__init__(place)
+        self._fails, self._calls = fails, 0
+
+    def begin(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._calls += 1
+        if self._fails.get(self._calls, True):
+            wait = super().begin(work)
+        if self._calls in self._fails:
+            raise torch.OutOfMemoryError("planted")
+        return wait
+
+
+def test_what_a_failed_launch_did_not_send_comes_with_the_next() -> None:
+    """The memory of its changes may still be read, when two further steps have begun."""
+    base, weights, found = small(), (version(1),), []
+    for fails in ({}, {1: False, 3: True, 5: True, 7: False}):
+        cache, queue = KVCache(3, base.block_size, base.device, clean=False), FailingQueue(base.device, fails)
+        steps, table = CudaSteps(cuda.own(base), cache, queue), StepTable(2, 10)
+        steps.hold(table)
+        moved = [(TOKEN, 40), (POSITION, 1), (DRAWN, 2), *((BLOCKS + number, 0) for number in range(2, 10))]
+        flights: list[Flight] = []
+        for own, changes in (
+            (weights, [*changes_of(table, 0, 30, cache.take(1)[0]), (POSITION, 0)]),
+            (weights, moved),
+            ((None,), changes_of(table, 1, 31, cache.take(1)[0])),
+        ):
+            unsent, n_before = np.array(changes, np.int64), len(flights)
+            while len(flights) == n_before:
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    flights.append(steps.launch(DeviceStep(PLAIN, 1, unsent, own, 1, truncates=False)))
+                unsent = unsent[:0]
+        drawn = [flight.tokens() for flight in flights]
+        found.append([(each.tokens_N.tolist(), each.logprobs_N.tolist()) for each in drawn])
+        assert len(queue.done) == 5 + sum(fails.values())
+    assert found[0] == found[1]
 
 
 def test_the_address_of_an_adapter_that_is_gone_is_never_used() -> None:

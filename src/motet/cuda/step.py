@@ -45,6 +45,8 @@ _FEW = 8
 """Adapters up to which a graph has room for no more tiles, so that fewer programs are launched in vain."""
 _CHANGE = 16
 """Bytes of a change."""
+_LEAST = 1 << 14
+"""Bytes of a buffer for changes and masks."""
 _BYTES = 13
 """Of a row's result: token, logprob, usable."""
 
@@ -160,7 +162,7 @@ class _Route:
 class _Buffer:
     """Memory that is being copied to the device."""
 
-    host: Tensor
+    host: Tensor = field(default_factory=functools.partial(torch.empty, 0, dtype=torch.uint8))
     wait: Callable[[], None] | None = None
     """Waits for the step that reads it."""
 
@@ -199,7 +201,7 @@ class CudaSteps:
         self._widths: tuple[int, ...] = ()
         """Bounds for the adapters so far."""
         self._unsent: list[Changes] = []
-        self._buffers = [_Buffer(self._queue.host_memory(1 << 14)) for _ in range(2)]
+        self._buffers = _Buffer(), _Buffer()
         self._results: list[Tensor] = []
         """Host memory of results that were read."""
         self._n_flying = 0
@@ -233,6 +235,7 @@ class CudaSteps:
         except BaseException:
             self._slots.forget()
             self._routes = [_Route() for _ in range(GROUPS)]
+            self._buffers = _Buffer(), _Buffer()  # a copy may have begun, and nobody can wait for it
             raise
         if buffer is not None:
             buffer.wait = wait
@@ -295,13 +298,13 @@ class CudaSteps:
         n_bytes = sum(map(len, parts))
         if not n_bytes:
             return None, None
-        self._buffers.reverse()
+        self._buffers = self._buffers[::-1]
         buffer = self._buffers[0]
         if buffer.wait is not None:
             buffer.wait()
             buffer.wait = None
         if n_bytes > len(buffer.host):
-            buffer.host = self._queue.host_memory(2 * n_bytes)
+            buffer.host = self._queue.host_memory(max(_LEAST, 2 * n_bytes))
         sent = buffer.host[:n_bytes]
         np.concatenate(parts, out=sent.numpy())
         return sent, buffer
