@@ -406,6 +406,35 @@ def test_weights_stay_until_the_last_step_that_reads_them_has_landed() -> None:
     assert weights() is None, "nobody holds them any more"
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_abort_of_everything_lets_go_of_versions(ahead: bool) -> None:
+    stage = Stage(Never() if ahead else None, 20, 2)
+    stage.ask(replace(rows_of("r", 2), adapter=AdapterRef("a", 1)))
+    for _ in range(5):
+        stage.decoder.tick()
+    weights = weakref.ref(stage.versions[AdapterRef("a", 1)])
+    stage.decoder.abort({"r"})
+    stage.unload(AdapterRef("a", 1))
+    assert weights() is None
+
+
+def test_stop_tokens_of_rows_that_have_left_are_forgotten() -> None:
+    request, stage = rows_of("short", 1), Stage(Never(), 100, 4)
+    first = in_turn(request)[0][0][0]
+    others = tuple(token for token in range(N_VOCAB) if token != first)
+    stage.ask(replace(request, sampling=replace(request.sampling, stop_token_ids=others)))
+    stage.ask(rows_of("long", 1, max_tokens=60))
+    while not stage.chunks["short"]:
+        stage.decoder.tick()
+    for name in "ab":  # rows change
+        stage.ask(rows_of(name, 1, max_tokens=4))
+        while not stage.chunks[name]:
+            stage.decoder.tick()
+    landed = stage.decoder._steps.again()
+    assert landed is not None
+    assert not landed.touched, "a token that ends nothing is not looked at"
+
+
 def test_a_step_that_changes_nothing_copies_nothing() -> None:
     """Rows join with their records, grow by an entry for each block, and else nothing is copied to the device."""
     stage, n_tokens = Stage(random.Random(1), 100, 8), 40

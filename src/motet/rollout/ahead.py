@@ -85,8 +85,8 @@ class StepsAhead:
         self._payer_R = np.zeros(n_rows, np.int64)
         """Index in `_payers`."""
         self._payers: dict[Payer, int] = {}
-        self._stops_V = np.zeros(info.vocab_size, np.bool_)
-        """Tokens that end some row's completion."""
+        self._stops_V = np.zeros(info.vocab_size, np.int32)
+        """How many rows' completions each token ends."""
         self._groups = [_NOBODY] * GROUPS
         self._flights: list[tuple[Flight, _Rows]] = []
 
@@ -119,7 +119,7 @@ class StepsAhead:
         return self._land(1)
 
     def land(self) -> Landed:
-        """Wait for all steps; returns what they have given."""
+        """Wait for all steps, and forget rows that have ended; returns what the steps have given."""
         return self._land(len(self._flights))
 
     def drop(self) -> None:
@@ -176,7 +176,7 @@ class StepsAhead:
         self._room_R[row] = len(sequence.blocks) * self._block_size
         self._gone_R[row], self._looked_at_R[row] = False, _is_looked_at(sequence)
         self._payer_R[row] = self._payers.setdefault(sequence.prompt.payer, len(self._payers))
-        self._stops_V[[token for token in sampling.stop_token_ids if 0 <= token < len(self._stops_V)]] = True
+        self._stops_V[self._stop_ids(sequence)] += 1
         self._table.join(row, sequence)
 
     def _grow(self, row: int, sequence: SampledSequence, n_known: int) -> None:
@@ -185,6 +185,10 @@ class StepsAhead:
 
     def _leave(self, sequence: SampledSequence) -> None:
         self._free.append(self._row.pop(sequence))
+        self._stops_V[self._stop_ids(sequence)] -= 1
+
+    def _stop_ids(self, sequence: SampledSequence) -> list[int]:
+        return [id_ for id_ in set(sequence.prompt.request.sampling.stop_token_ids) if 0 <= id_ < len(self._stops_V)]
 
     def _have_room(self, rows: _Rows) -> bool:
         """Give rows blocks for the next step; False if some find none, or have all their tokens."""
@@ -221,7 +225,7 @@ class StepsAhead:
             counted = rows.rows_N[counts_N]
             self._known_R[counted] += 1
             looked_at_N = rows.looked_at_N | ~drawn.usable_N | (self._known_R[rows.rows_N] >= self._last_R[rows.rows_N])
-            looked_at_N |= self._stops_V[np.where(drawn.usable_N, drawn.tokens_N, 0)]
+            looked_at_N |= self._stops_V[np.where(drawn.usable_N, drawn.tokens_N, 0)] > 0
             tokens, logprobs = drawn.tokens_N.tolist(), drawn.logprobs_N.tolist()
             for place in np.nonzero(counts_N & ~looked_at_N)[0].tolist():
                 rows.append_tokens[place](tokens[place])

@@ -91,6 +91,15 @@ class BatchRows:
         self._preemptible = [item for item in self._preemptible if item.finish is None]
         self._had = Counter(map(tenant_of, self.running))
 
+    def clear(self) -> None:
+        """Forget all prompts and sequences."""
+        self.waiting.clear()
+        self.preempted.clear()
+        self.running.clear()
+        self._preemptible.clear()
+        self._large = None
+        self._had.clear()
+
     def may_begin(self) -> set[str]:
         """Tenants whose prompts may start; preempted sequences precede all but tenants below their cache share."""
         names = {tenant_of(item) for item in self.waiting if self.left(item) > 0}

@@ -119,6 +119,7 @@ class Decoder:
         for sequence in [item for item in self.rows.running if _named(item.prompt, matches)]:
             self._end(sequence, FinishReason.ABORT)
         self.rows.drop_finished()
+        self._steps.land()
 
     def forget_version(self, adapter: AdapterRef) -> None:
         """Drop the kept sequences of a version that nobody asks for any more."""
@@ -147,9 +148,7 @@ class Decoder:
         for prompt in self.rows.waiting:
             self._admission.release(prompt)
         self.kept.clear()
-        self.rows.waiting.clear()
-        self.rows.preempted.clear()
-        self.rows.running.clear()
+        self.rows.clear()
         self._leaving.clear()
         self._constrained, self._settled = 0, False
         return list(prompts.values())

@@ -45,7 +45,7 @@ class Steps(Protocol):
         ...
 
     def land(self) -> Landed:
-        """Wait for all steps in flight."""
+        """Wait for all steps in flight, and forget rows that have ended."""
         ...
 
     def drop(self) -> None:
