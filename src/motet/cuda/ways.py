@@ -99,9 +99,13 @@ class OwnTile:
         """Such as `64x128x64-4-4`."""
         return f"{'d' * self.by_descriptors}{self.rows}x{self.columns}x{self.depth}-{self.warps}-{self.stages}"
 
-    def shared_bytes(self, itemsize: int) -> int:
-        """Most shared memory of a program, with room for barriers; a program multiplies a tile or A, in the same memory."""
-        own = self.stages * (self.rows + self.columns) * self.depth
+    def shared_bytes(self, itemsize: int, capability: int) -> int:
+        """Most shared memory of a program, with room for barriers; a program multiplies a tile or A, in the same memory.
+
+        Warp groups multiply what is in shared memory, from 64 rows on; warps copy the oldest step to registers before.
+        """
+        by_groups = capability in _DESCRIBED and self.rows >= _GROUP_ROWS
+        own = (self.stages - (not by_groups)) * (self.rows + self.columns) * self.depth
         return max(own, _A_BUFFERS * (TILE + A_COLUMNS) * _A_DEPTH) * itemsize + 1024
 
     def multiply(
@@ -190,7 +194,9 @@ BUCKETS = (16, 64, 256, 4096)
 """Numbers of rows at which speeds are measured: each for up to as many rows, the last for all beyond."""
 
 _DESCRIBED = (9, 10)
-"""Major compute capabilities with descriptors."""
+"""Major compute capabilities with descriptors, and with products by warp groups."""
+_GROUP_ROWS = 64
+"""Least rows of a tile that a warp group multiplies."""
 REFERENCE = OwnTile(64, 64, 64, 4, 3)
 """Fits every card; all ways must have its bits."""
 _SHRINK = 6.0
@@ -264,7 +270,7 @@ class WayTable:
 
     def runs(self, tile: OwnTile) -> bool:
         """Whether this card has the shared memory, and it was not left out."""
-        return tile not in self.left_out and tile.shared_bytes(self.itemsize) <= self.shared
+        return tile not in self.left_out and tile.shared_bytes(self.itemsize, self.capability) <= self.shared
 
     def own(self, shape: ProductShape, n_rows: int) -> OwnTile:
         """The tile for this many rows."""
