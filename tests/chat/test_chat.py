@@ -108,7 +108,14 @@ def test_stop_tokens_hold_the_end_of_turn_that_is_not_eos():
     assert stop_token_ids(byte_tokenizer(None)) == (tokenizer.eos_token_id,)
 
 
-@pytest.mark.parametrize(("name", "ends"), [("gpt_oss", ["<|call|>", "<|return|>"]), ("llama3", ["<|eom_id|>"])])
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("gpt_oss", ["<|call|>", "<|return|>"]),
+        ("llama3", ["<|eom_id|>"]),
+        ("glm", ["<|user|>", "<|observation|>"]),  # its turns end with the header of the next message
+    ],
+)
 def test_a_turn_ends_with_a_call_as_the_base_ends_it(name, ends):
     tokenizer = SPEAKERS[name].tokenizer()
     tokenizer.add_tokens([AddedToken(end, special=True) for end in ends])

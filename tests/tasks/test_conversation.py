@@ -12,7 +12,7 @@ import pytest
 from motet.config import DataConfig
 from motet.core.errors import DataError
 from motet.core.rules import TODAY
-from motet.core.types import Message
+from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.conversation import examples_of, is_plain
 from motet.tasks.dataset import load_dataset
@@ -34,7 +34,7 @@ LEARNED = {
     "llama3": ["Eins.<|eot_id|>", "Zwei.<|eot_id|>"],
     "mistral": ["Eins.</s>", "Zwei.</s>"],
     "gemma": ["Eins.<end_of_turn>", "Zwei.<end_of_turn>"],
-    "glm": ["\n<think></think>\nEins.", "\n<think></think>\nZwei."],
+    "glm": ["\n<think></think>\nEins.<|user|>", "\n<think></think>\nZwei.<|user|>"],
 }
 
 
@@ -53,8 +53,9 @@ def learned(
 
 
 def whole(tokenizer: Any, turns: list[dict[str, Any]]) -> list[int]:
-    """What the template writes of a conversation, without spaces behind its last token."""
+    """What the template writes of a conversation, without spaces behind its last token; GLM's writes no end of its own."""
     text = tokenizer.apply_chat_template(turns, tokenize=False)
+    text += "<|user|>" if text.startswith("[gMASK]") else ""
     return list(tokenizer.encode(text.rstrip(), add_special_tokens=False))
 
 
@@ -137,3 +138,63 @@ def test_texts_alone_are_learned_as_the_message_says() -> None:
     _, texts, _ = learned(rows[1], "chatml", answer="text", template=told[2], holdout=int(told[3]))
     assert texts == ["Once upon 1.<|im_end|>"]
     assert len(load_dataset(DataConfig(source=rows, answer="text", template=told[2], holdout=int(told[3]))).train) == 3
+
+
+OPENED_BY_A_PROMPT = {
+    "glm": (
+        BASES["glm"][0]
+        .replace("'<think>' + (m.reasoning", "('<think>' if m.reasoning_content else '') + (m.reasoning")
+        .replace("'<|assistant|>' + (", "'<|assistant|>\\n<think>' + ("),
+        "</think>",
+        "\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call><|observation|>",
+    ),  # GLM-4.7: without a thought, a turn begins with the end of one
+    "qwen3.5": (
+        BASES["qwen3.5"][0]
+        .replace("'<|im_start|>assistant\\n' + content }}", "'<|im_start|>assistant\\n<think></think>' + content }}")
+        .replace("(loop.last or thought)", "thought"),
+        "</think>",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call><|im_end|>",
+    ),  # Nemotron 3: an empty thought without lines
+    "qwen3": (
+        BASES["qwen3"][0]
+        .replace("(loop.last or thought)", "false")
+        .replace("{%- if false %}", "{%- if true %}"),
+        "\n</think>\n\n",
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+    ),  # DeepSeek's distilled models: no turn has a thought
+    "mistral": (
+        BASES["mistral"][0]
+        .replace("'[INST]' +", "'[INST]' + (messages[0].content if loop.last and loop.index0 else '') +")
+        .replace("{{- raise_exception('Only user and assistant roles are supported!') }}", ""),
+        "",
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "call00000"}]</s>',
+    ),  # Mistral Nemo: its system prompt is before the last question alone
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", OPENED_BY_A_PROMPT)
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_turn_that_its_prompt_never_begins_is_in_the_bases_own_form(base: str, calls: bool) -> None:
+    tokenizer = tokenizer_of(base)
+    tokenizer.chat_template, closes, call = OPENED_BY_A_PROMPT[base]
+    ends = {"glm": "<|user|>", "mistral": "</s>"}.get(base, "<|im_end|>")
+    said = Message("assistant", "", (ToolCall("add", {"a": 1}),)) if calls else Message("assistant", "4")
+    (one,) = examples_of(Chat(tokenizer), (Message("system", "Be short."), Message("user", "q"), said), 2, ())
+    text = tokenizer.decode(one.token_ids[one.loss_mask])
+    newline = "\n" if base == "glm" and not calls else ""
+    assert text == closes + (call if calls else f"{newline}4{ends}")
+    assert tokenizer.decode(one.token_ids).count("<think>") == (base != "mistral")
+
+
+@pytest.mark.parametrize("base", ["llama3", "gpt-oss"])
+def test_each_call_is_a_turn_before_its_result_where_the_template_takes_one(base: str) -> None:
+    calls = tuple(ToolCall("add", {"a": number}) for number in (1, 2))
+    results = [Message("tool", f"{number}", name="add") for number in (1, 2)]
+    chat, talk = Chat(tokenizer_of(base)), [Message("user", "q"), Message("assistant", "", calls), *results]
+    examples = list(examples_of(chat, (*talk, Message("assistant", "3")), 1, ()))
+    texts = [chat.tokenizer.decode(one.token_ids[one.loss_mask]) for one in examples]
+    told = "".join(texts)
+    assert told.index('{"a": 1}') < told.index('{"a": 2}') < told.index("3")
+    assert not any(mark in told for mark in ("<|start_header_id|>", "<|start|>"))
+    whole = chat.tokenizer.decode(examples[-1].token_ids)
+    assert whole.index('{"a": 1}') < whole.index('"1"') < whole.index('{"a": 2}') < whole.index('"2"')

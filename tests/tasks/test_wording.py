@@ -114,3 +114,18 @@ def test_arguments_as_json_text_and_thoughts_in_tags_where_the_template_wants_th
     opens = Chat(tokenizer_of("chatml"))
     opens.tokenizer.chat_template = chatml.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     assert "assistant\n<think>\nSo.\n</think>\n\nIt is 3.<|im_end|>" in read(opens, ASKED, SAID, AGAIN)
+
+
+@pytest.mark.parametrize("thought", ["block.thinking", "block.thinking[0].text"])
+def test_thoughts_in_blocks_are_text_or_blocks_of_text(thought: str) -> None:
+    """Ministral 3's template takes text, Magistral's blocks."""
+    chatml, _, _, _ = BASES["chatml"]
+    chat = Chat(tokenizer_of("chatml"))
+    chat.tokenizer.chat_template = chatml.replace(
+        "{{ m.content }}",
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for block in m.content %}"
+        "{{ '[THINK]' + THOUGHT + '[/THINK]' if block.type == 'thinking' else block.text }}"
+        "{% endfor %}{% endif %}".replace("THOUGHT", thought),
+    )
+    assert "assistant\n[THINK]So.[/THINK]It is 3.<|im_end|>" in read(chat, ASKED, SAID, AGAIN)
+    assert chat.form.thought == ("[THINK]", "[/THINK]")

@@ -93,7 +93,8 @@ def _parted(
         raise BaseModelError(f"{where}: the base's chat template refuses it: {error}") from error
     pairs = enumerate(zip_longest(ids, wanted))
     at = next((at for at, (here, there) in pairs if here != there), None)
-    if at is None or (at == len(ids) and not _text(chat, wanted[at:]).strip()):
+    ended = ids[len(wanted) :] in [chat.encoded(end).tolist() for end in chat.ends]
+    if at is None or (at == len(wanted) and ended) or (at == len(ids) and not _text(chat, wanted[at:]).strip()):
         return None
     here, there = (_text(chat, some[at : at + 4])[:_SHOWN] for some in (ids, wanted))
     return Parted(where, at, here, there, any(chat.spellings.all.found(one.content) for one in messages))

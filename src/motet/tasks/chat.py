@@ -17,7 +17,7 @@ import numpy as np
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.rules import TODAY, Rules
-from motet.core.types import BoolArray, IntArray, Message, Problem
+from motet.core.types import BoolArray, IntArray, Message, Problem, ToolCall
 from motet.tasks.clock import with_clock
 from motet.tasks.forms.table import ASKED
 from motet.tasks.forms.turns import ReadsTurns
@@ -33,8 +33,9 @@ _MOST_PAIRS = 2**15
 _MOST_KINDS_OF_ROWS = 64
 _MOST_LINES = 120
 """Of a prompt that a person reads token by token."""
-_ENDS_OF_CALLS = {"<|channel|>": ("<|call|>", "<|return|>"), "<|eot_id|>": ("<|eom_id|>",)}
-"""By a token that a template writes: tokens that end turns too (gpt-oss, Llama 3)."""
+_ENDS_OF_CALLS = {"<|eot_id|>": "<|eom_id|>"}
+"""By a token that a template writes: one that ends calls without being in the template (Llama 3)."""
+_ASKED = Message("user", "a")
 _AROUND = 8
 
 
@@ -109,14 +110,15 @@ class Chat(ReadsTurns):
         return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), self._source)
 
     @cached_property
-    def _end(self) -> IntArray:
-        end = end_of_turn(self.tokenizer) if self.chat_template else None
-        return np.array([] if end is None else [end], np.int32)
-
-    @cached_property
     def end_of_turn(self) -> str:
         """The special token that ends an answer, as text; empty if the template writes none."""
-        return self._decode(self._end) if len(self._end) else ""
+        end = end_of_turn(self.tokenizer) if self.chat_template else None
+        return "" if end is None else self._decode([end])
+
+    @cached_property
+    def ends(self) -> tuple[str, str]:
+        """The special tokens, marked, that end a last answer and a last call; in GLM's, the next message begins with them."""
+        return _ends_of(self)
 
     def longer_than(self, problem: Problem, most: int) -> bool:
         """Whether a prompt has more tokens than this."""
@@ -198,9 +200,8 @@ class Chat(ReadsTurns):
         return self.wording.tool_role
 
     def _names(self, tools: Tools) -> bool:
-        asked = (Message("user", "hi"),)
         try:
-            return self.chat_template and self.rendered(asked) != self.rendered(asked, tools)
+            return self.chat_template and self.rendered((_ASKED,)) != self.rendered((_ASKED,), tools)
         except BaseModelError:
             return False
 
@@ -301,6 +302,24 @@ def _with_variables(chat: Chat, known: dict[str, Chat], own: Mapping[str, Any]) 
     return found
 
 
+def _ends_of(chat: Chat) -> tuple[str, str]:
+    calls = (ToolCall("f", {}),) * chat.wording.calls
+    result = chat.with_roles((Message("tool", "b", name="f"),))
+    said, called = Message("assistant", _PLACEHOLDER), Message("assistant", "" if calls else _PLACEHOLDER, calls)
+    return _end_before(chat, said, (_ASKED,)), _end_before(chat, called, result)
+
+
+def _end_before(chat: Chat, turn: Message, replies: tuple[Message, ...]) -> str:
+    try:
+        alone = chat.rendered((_ASKED, turn), generation_prompt=False)
+        whole = chat.rendered((_ASKED, turn, *replies), generation_prompt=False)
+    except BaseModelError:  # some templates have no place for such a turn
+        return ""
+    _, end = chat.spellings.ended(alone)
+    following = whole[len(alone) :] if whole.startswith(alone) else ""
+    return end or chat.spellings.first(following.lstrip())
+
+
 def _most_tokens(text: str) -> int:
     """An upper limit on the tokens of a text, which avoids tokenising most texts: a token has at least one byte."""
     return len(text.encode("utf-8", "surrogatepass")) + _AROUND
@@ -314,15 +333,16 @@ def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool,
 def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = (), rules: Rules = TODAY) -> tuple[int, ...]:
     """Ids that end a turn: EOS of the tokenizer and of the generation configuration, and those of the chat template.
 
-    The template's end of turn is found by rendering an answer and looking at the special token behind it: several models
-    call a token EOS that their template never writes. Other tokens end a call.
+    The template's ends of answers and calls are found by rendering them and looking at the special token behind: several
+    models call a token EOS that their template never writes.
     """
     stops = {tokenizer.eos_token_id, *eos_token_ids}
     if tokenizer.chat_template:
         stops.add(end_of_turn(tokenizer))
-        source, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder
-        own = {end for tag, ends in _ENDS_OF_CALLS.items() if rules.reads_parts and tag in source for end in ends}
-        stops |= {token for token, name in added.items() if str(name) in own}
+    if tokenizer.chat_template and rules.reads_parts:
+        chat, source = Chat(tokenizer, rules=rules), str(tokenizer.chat_template)
+        own = {end for tag, end in _ENDS_OF_CALLS.items() if tag in source} | {*map(plain, chat.ends)}
+        stops |= {token for token, name in tokenizer.added_tokens_decoder.items() if str(name) in own}
     return tuple(sorted(int(token) for token in stops if token is not None))
 
 

@@ -17,6 +17,7 @@ from motet.tasks.chat import Chat, Tools
 from motet.tasks.wording import THOUGHT_TAGS
 
 _OTHER = Message("assistant", "7other7text7", (ToolCall("7other7name7", {}),), thought="7other7thought7")
+_ASKED = Message("user", "a")
 _FIRST = 64
 """Prompts that are looked at for special tokens."""
 
@@ -29,17 +30,20 @@ class WrittenTurn:
     own: str
     """Without the token that ends it."""
     end: str
-    """The token that ends it where it is the last turn; empty if the template writes none."""
+    """The token that ends it where it is the last turn, see `Chat.ends`."""
 
     @classmethod
     def of(cls, chat: Chat, before: Sequence[Message], turn: Message, tools: Tools) -> WrittenTurn:
         """How the template writes a turn. Raises BaseModelError if it refuses the conversation."""
-        prompt, whole = chat.rendered(before, tools), chat.rendered((*before, turn), tools, generation_prompt=False)
-        start = len(prompt) if whole.startswith(prompt) else _behind_header(chat, before, turn, tools, whole)
-        if start is None:
+        prompt = chat.rendered(before, tools)
+        # Some templates write a history otherwise where another turn follows, and a single question in one way.
+        text = _behind_prompt(chat, before, turn, tools, prompt)
+        if text is None:
+            text = _behind_prompt(chat, (_ASKED,), turn, tools, chat.rendered((_ASKED,), tools))
+        if text is None:
             return cls(prompt, _put_together(chat, prompt, turn), chat.spellings.marked(chat.end_of_turn))
-        own, end = chat.spellings.ended(whole[start:])
-        return cls(prompt, _opened_once(chat, prompt, own), end)
+        own, end = chat.spellings.ended(text)
+        return cls(prompt, _thought_ended(chat, prompt, turn, own), end or chat.ends[bool(turn.tool_calls)])
 
 
 def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tools) -> Iterator[Example]:
@@ -53,6 +57,8 @@ def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tool
     if not chat.chat_template:
         yield _plain(chat, messages, first)
         return
+    before, learned = (chat.wording.turns(part) for part in (messages[:first], messages[first:]))
+    messages, first = (*before, *learned), len(before)
     one: _Growing | None = None
     for index in range(first, len(messages)):
         if messages[index].role == "assistant":
@@ -68,8 +74,8 @@ def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tool
 
 def is_plain(chat: Chat, content: str) -> bool:
     """Whether a turn is trained as its text and one token that ends it, as releases before wrote every turn."""
-    asked, said = Message("user", "a"), Message("assistant", content)
-    one, *others = examples_of(chat, (asked, said, asked, said), 1, ())
+    said = Message("assistant", content)
+    one, *others = examples_of(chat, (_ASKED, said, _ASKED, said), 1, ())
     own = [*chat.encoded(chat.marked_text(said)), *chat.encoded(chat.spellings.marked(chat.end_of_turn))]
     return not others and one.token_ids[one.loss_mask].tolist() == own * 2
 
@@ -127,13 +133,18 @@ def _ended(ids: IntArray, eos: int | None) -> IntArray:
     return ids if eos is None or ids[-1:].tolist() == [eos] else np.append(ids, np.int32(eos))
 
 
-def _behind_header(chat: Chat, before: Sequence[Message], turn: Message, tools: Tools, whole: str) -> int | None:
-    """Where a turn begins if its template writes the history otherwise than in its prompt.
+def _behind_prompt(chat: Chat, before: Sequence[Message], turn: Message, tools: Tools, prompt: str) -> str | None:
+    """What the template writes of a turn behind its prompt; None if it cannot be found.
 
-    It is behind the header that a generation prompt adds, the last one before the first word of the turn.
+    If its template writes the history otherwise than in the prompt, the turn is behind the header that a generation prompt
+    adds, the last one before the first word of the turn. A thought that the prompt opens is a part of the turn.
     """
-    prompt, history = (chat.rendered(before, tools, generation_prompt=asks) for asks in (True, False))
-    header = prompt.removeprefix(history)
+    whole = chat.rendered((*before, turn), tools, generation_prompt=False)
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
+    header = prompt.removeprefix(chat.rendered(before, tools, generation_prompt=False))
+    if header == prompt or not (header := _unopened(chat, header)):
+        return None
     said = Message(
         "assistant",
         _OTHER.content if turn.content else "",
@@ -142,25 +153,53 @@ def _behind_header(chat: Chat, before: Sequence[Message], turn: Message, tools: 
     )
     other = chat.rendered((*before, said), tools, generation_prompt=False)
     same = next((at for at, (one, two) in enumerate(zip(whole, other, strict=False)) if one != two), len(whole))
-    start = whole.rfind(header, 0, same) if header and header != prompt else -1
-    return None if start < 0 else start + len(header)
+    start = whole.rfind(header, 0, same)
+    return None if start < 0 else whole[start + len(header) :]
 
 
 def _put_together(chat: Chat, prompt: str, turn: Message) -> str:
-    """A turn behind a prompt that its template never writes before it; a thought that the prompt opens has an end."""
-    opens, closes = map(chat.spellings.marked, THOUGHT_TAGS)
+    """A turn behind a prompt that its template never writes before it."""
     text = _opened_once(chat, prompt, chat.marked_text(turn))
-    if not prompt.rstrip().endswith(opens):
+    if turn.thought and _opens(chat, prompt):
+        return _with_thought(chat, prompt, turn, text)
+    return _thought_ended(chat, prompt, turn, text)
+
+
+def _thought_ended(chat: Chat, prompt: str, turn: Message, text: str) -> str:
+    """A turn in which a thought that the prompt opens has one mark and an end."""
+    if not _opens(chat, prompt):
         return text
-    if turn.thought or closes not in text:
-        text = f"{chat.marked_text(Message('user', turn.thought))}\n{closes}\n\n{text}"
+    text = _opened_once(chat, prompt, text)
+    if _tags(chat)[1] not in text:
+        return _with_thought(chat, prompt, turn, text)
+    return text
+
+
+def _with_thought(chat: Chat, prompt: str, turn: Message, text: str) -> str:
+    text = f"{chat.marked_text(Message('user', turn.thought))}\n{_tags(chat)[1]}\n\n{text}"
     return text if prompt.endswith("\n") or text.startswith("\n") else f"\n{text}"
+
+
+def _tags(chat: Chat) -> tuple[str, str]:
+    """The marks around a thought."""
+    opens, closes = map(chat.spellings.marked, chat.form.thought or THOUGHT_TAGS)
+    return opens, closes
+
+
+def _opens(chat: Chat, prompt: str) -> bool:
+    """Whether a prompt opens a thought."""
+    return prompt.rstrip().endswith(_tags(chat)[0])
+
+
+def _unopened(chat: Chat, header: str) -> str:
+    """A header without the mark of an open thought."""
+    return header.rstrip().removesuffix(_tags(chat)[0]) if _opens(chat, header) else header
 
 
 def _opened_once(chat: Chat, prompt: str, text: str) -> str:
     """A turn without the mark of a thought that its prompt has opened."""
-    opens = chat.spellings.marked(THOUGHT_TAGS[0])
-    if prompt.rstrip().endswith(opens) and text.lstrip().startswith(opens):
+    opens, _ = _tags(chat)
+    if _opens(chat, prompt) and text.lstrip().startswith(opens):
         return text.lstrip().removeprefix(opens).removeprefix("\n")
     return text
 

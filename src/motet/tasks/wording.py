@@ -11,14 +11,11 @@ from typing import Any
 from motet.core.errors import BaseModelError
 from motet.core.types import Message, ToolCall
 from motet.tasks.forms.json_in_tags import written
-from motet.tasks.forms.table import CALL_STYLES, THOUGHTS
+from motet.tasks.forms.table import CALL_STYLES
+from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS, Given, GiveThought
 
-Given = dict[str, Any]
-"""A message as a template takes it."""
 Write = Callable[[Sequence[Given]], str]
 """Renders messages; raises BaseModelError where the template refuses them."""
-GiveThought = Callable[[Given, str], Given]
-"""(message, its thought) → the message with its thought."""
 NameCall = Callable[[int, str], str]
 """(number in the conversation, tool) → the id of a call."""
 THOUGHT_TAGS = THOUGHTS[0]
@@ -36,24 +33,7 @@ def _in_tags(given: Given, thought: str) -> Given:
     return {**given, "content": f"{opens}\n{thought}\n{closes}\n\n{given['content']}"}
 
 
-def _in_blocks(given: Given, thought: str) -> Given:
-    text = [{"type": "text", "text": given["content"]}] if given["content"] else []
-    return {**given, "content": [{"type": "thinking", "thinking": [{"type": "text", "text": thought}]}, *text]}
-
-
-def _thinking(given: Given, thought: str) -> Given:
-    if "tool_calls" in given and given["content"]:  # gpt-oss, which takes one of both
-        return {**given, "thinking": f"{thought}\n\n{given['content']}", "content": ""}
-    return {**given, "thinking": thought}
-
-
-_THOUGHTS: tuple[GiveThought, ...] = (
-    lambda given, thought: {**given, "reasoning_content": thought},
-    _thinking,
-    lambda given, thought: {**given, "reasoning": thought},
-    _in_blocks,
-    _in_tags,
-)
+_THOUGHTS: tuple[GiveThought, ...] = (*GIVE_THOUGHT, _in_tags)
 """Ways to give a thought to a template; the first that it writes is taken."""
 _IDS: tuple[NameCall | None, ...] = (
     None,
@@ -99,10 +79,14 @@ class Wording:
             found = replace(found, tool_role="user")
         return found
 
+    def turns(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """A conversation in which no turn has more calls than the template writes."""
+        return messages if self.several or not self.calls else tuple(_one_by_one(messages))
+
     def given(self, messages: Sequence[Message]) -> list[Given]:
         """A conversation as the template takes it."""
         turns, begun, ended = list[Given](), 0, 0
-        for message in messages if self.several or not self.calls else _one_by_one(messages):
+        for message in self.turns(messages):
             role = self.tool_role if message.role == "tool" else message.role
             turn: Given = {"role": role, "content": message.content}
             if message.name:

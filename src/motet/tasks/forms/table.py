@@ -21,6 +21,7 @@ from motet.tasks.forms.letters import Vocabulary
 from motet.tasks.forms.llama import Llama
 from motet.tasks.forms.mistral import Mistral
 from motet.tasks.forms.reading import CallStyle, TurnForm
+from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS
 from motet.tasks.forms.xml_in_tags import XmlInTags
 
 CALL_STYLES: Mapping[str, CallStyle] = {
@@ -45,8 +46,6 @@ ASKED: Mapping[str, str] = {
 EARLIER = TurnForm("hermes", None, CALL_STYLES["hermes"])
 """How jobs that began under earlier rules read turns: all is speech, and calls are JSON in tags."""
 
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""Tags around thoughts, which tokenizers and prompts name."""
 _ASKED, _THOUGHT, _SAID = "7asked7text7", "7thought7text7", "7said7text7"
 """Letters and digits only, so that no template trims or escapes them."""
 _CALL = ToolCall("probed_tool", {"probed_key": "7value7text7"})
@@ -102,8 +101,8 @@ class _Template:
 
     def thought(self) -> tuple[str, str] | None:
         """The tags around a thought: those that it writes, those that end a prompt, or those that are tokens."""
-        for name in ("reasoning_content", "thinking", "reasoning"):
-            answer = self._rendered([_user(), {"role": "assistant", "content": _SAID, name: _THOUGHT}])
+        for way in GIVE_THOUGHT:
+            answer = self._rendered([_user(), way({"role": "assistant", "content": _SAID}, _THOUGHT)])
             if found := _AROUND.search(answer):
                 return found[1], found[2]
         prompt = self._rendered([_user()], add_generation_prompt=True)
