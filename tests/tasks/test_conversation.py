@@ -179,7 +179,9 @@ def test_a_turn_that_its_prompt_never_begins_is_in_the_bases_own_form(base: str,
     tokenizer.chat_template, closes, call = OPENED_BY_A_PROMPT[base]
     ends = {"glm": "<|user|>", "mistral": "</s>"}.get(base, "<|im_end|>")
     said = Message("assistant", "", (ToolCall("add", {"a": 1}),)) if calls else Message("assistant", "4")
-    (one,) = examples_of(Chat(tokenizer), (Message("system", "Be short."), Message("user", "q"), said), 2, ())
+    chat = Chat(tokenizer)
+    assert chat.form.known
+    (one,) = examples_of(chat, (Message("system", "Be short."), Message("user", "q"), said), 2, ())
     text = tokenizer.decode(one.token_ids[one.loss_mask])
     newline = "\n" if base == "glm" and not calls else ""
     assert text == closes + (call if calls else f"{newline}4{ends}")

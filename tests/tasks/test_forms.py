@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from motet.core.types import Chunk, FinishReason, IntArray, Message, ToolCall, TurnParts
 from motet.model.load import load_tokenizer
@@ -253,6 +254,26 @@ def test_without_the_template_calls_are_read_as_the_introduction_asks(name: str)
         said = "<|channel|>commentary to=functions.sell<|message|>{}<|call|>"
     assert ASKED["harmony" if name == "gpt_oss" else "hermes"] in chat.tokenizer.decode(before)
     assert chat.parts(before, ids(chat, said), TOOLS, cut_off=False).calls == (ToolCall("sell", {}),)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tokens", "known"),
+    [
+        ("<tool_call>", "<seed:tool_call>", True, True),
+        ("<tool_call>", "<seed:tool_call>", False, False),  # its letters would be speech
+        ("value if value is string else (value | tojson)", "call.arguments | tojson", False, False),
+        ("<parameter=' + key + '>", "<argument name=' + key + '>", False, False),
+    ],
+)
+def test_a_form_is_known_if_it_reads_all_of_a_call(old: str, new: str, tokens: bool, known: bool) -> None:
+    """Not if the template only names the form's tags where it lists tools."""
+    tokenizer = SPEAKERS["qwen3_coder"].tokenizer()
+    assert old in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(old, new).replace(
+        old.replace("<", "</"), new.replace("<", "</")
+    )
+    tokenizer.add_tokens([AddedToken(new, special=True), AddedToken(new.replace("<", "</"), special=True)] * tokens)
+    assert find_form(tokenizer, {}).known == known
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ def find_form(
         return replace(EARLIER, thought=thought)
     if tool_format:
         return TurnForm(tool_format, thought, CALL_STYLES.get(tool_format))
-    if name := next((name for name in CALL_STYLES if template.writes(CALL_STYLES[name])), template.introduces()):
+    reads = next((name for name in CALL_STYLES if template.writes(CALL_STYLES[name], thought)), "")
+    if name := reads if template.calls else template.introduces():
         return TurnForm(name, thought, CALL_STYLES[name])
     return replace(EARLIER, thought=thought, known=not (template.calls or template.lists_tools))
 
@@ -132,15 +133,20 @@ class _Template:
                     written.append(text)
         return written
 
-    def writes(self, style: CallStyle) -> bool:
-        """Whether a style reads the call that it writes."""
-        form = TurnForm("", None, style)
-        vocabulary = Vocabulary(self._tokenizer, form.tags)
+    def writes(self, style: CallStyle, thought: tuple[str, str] | None) -> bool:
+        """Whether a style reads the call that it writes, and leaves no letters."""
+        form = TurnForm("", thought, style)
+        added = self._tokenizer.added_tokens_decoder.items()
+        vocabulary = Vocabulary(
+            self._tokenizer, form.tags, [token for token, name in added if str(name) not in form.tags]
+        )
+        prompt = self._rendered([_user()], tools=_TOOLS, add_generation_prompt=True)
         for text in self.calls:
-            for turn in self._turns(text):
-                reader = form.reader(vocabulary, "", schemas_of(_TOOLS), ())
+            for turn, before in itertools.product(self._turns(text), ("", prompt)):
+                reader = form.reader(vocabulary, before, schemas_of(_TOOLS), ())
                 reader.take(self._tokenizer.encode(turn, add_special_tokens=False))
-                if reader.end(cut_off=False)[1].calls == (_CALL,):
+                _, parts = reader.end(cut_off=False)
+                if parts.calls == (_CALL,) and not parts.speech.strip():
                     return True
         return False
 
