@@ -22,7 +22,7 @@ from motet.hosting.running import run_config
 from motet.native import library
 from motet.native.building import file_name
 from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine, of_tenants
-from motet.native.cover import hand_over
+from motet.native.cover import chosen, hand_over
 from motet.process.channel import decode, encode
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
@@ -104,6 +104,12 @@ def test_settings_that_own_kernels_do_not_know_leave_the_base_to_torch(engine: d
     assert base.kernels is None
     assert kernels_of(base.info.processor) == "torch"
     assert any(said in note for note in base.info.notes)
+
+
+def test_the_setting_is_named_whatever_the_machine_has() -> None:
+    """To compile own kernels would not help."""
+    for own in (Choice("torch", "not compiled"), Choice("torch", "began so", kept=True)):
+        assert "engine.numerics is fast" in chosen(EngineConfig(numerics="fast"), own).why
 
 
 def test_a_base_that_is_not_covered_stays_with_torch() -> None:

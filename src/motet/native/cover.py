@@ -53,9 +53,10 @@ def chosen(config: EngineConfig, own: Choice | None) -> Choice:
     if config.kernels != "auto":
         choice = Choice(config.kernels)
     else:
-        choice = for_device(place_of(config.device).type, own)
-        if setting := config.excludes(choice.kernels):
+        kind = place_of(config.device).type
+        if setting := config.excludes("native" if kind == "cpu" else "triton"):  # whatever this machine has
             return Choice("torch", f"{_TORCH}: own ones do not know engine.{setting}")
+        choice = for_device(kind, own)
     if choice.kernels not in ("torch", "triton"):
         library.load()
     return choice
