@@ -19,6 +19,7 @@ EARLY = (
     "httpx2.get(f'{server.url}/health', timeout=5.0, trust_env=False)",
 )
 """Waits whose end is no failure."""
+CLOCKS = ("time.monotonic()", "time.perf_counter()")
 
 
 def deadline(call: ast.Call) -> ast.expr | None:
@@ -30,6 +31,15 @@ def deadline(call: ast.Call) -> ast.expr | None:
         return None
     given = call.args[place] if place is not None and place < len(call.args) else None
     return named.get("timeout") or (None if place is None else named.get("seconds") or given)
+
+
+def bound(test: ast.expr) -> float:
+    """The seconds that must not have passed."""
+    given = (
+        test.comparators[-1] if isinstance(test, ast.Compare) and isinstance(test.ops[-1], ast.Lt | ast.LtE) else None
+    )
+    told = given is not None and any(clock in ast.unparse(test) for clock in CLOCKS)
+    return float(given.value) if told and isinstance(given, ast.Constant) else LEAST
 
 
 def hasty(source: str) -> Iterator[str]:
@@ -45,6 +55,8 @@ def hasty(source: str) -> Iterator[str]:
             text = ast.unparse(node)
             if isinstance(seconds, int | float) and POLL <= seconds < LEAST and text not in EARLY:
                 yield f"line {node.lineno}: {text}"
+        if isinstance(node, ast.Assert) and bound(node.test) < LEAST and (text := ast.unparse(node.test)) not in EARLY:
+            yield f"line {node.lineno}: {text}"
         for below in ast.iter_child_nodes(node):
             yield from look(below, passes)
 
@@ -60,5 +72,7 @@ def test_no_deadline_is_one_that_a_busy_machine_can_miss() -> None:
 def test_what_is_hasty() -> None:
     found = hasty("async with asyncio.timeout(5): pass\ndone.wait(20)\nuntil(ready, 10)\nrun(['x'], timeout=30)\n")
     assert [line.partition(":")[0] for line in found] == ["line 1", "line 2", "line 3", "line 4"]
+    assert len(list(hasty("assert time.monotonic() - begun < 10\nassert 0.2 <= time.monotonic() - begun < 8"))) == 2
     fine = "with pytest.raises(TimeoutError): task.result(timeout=5)\nassert not ended.wait(2)\nover.wait(0.1)\njoin(',')\n"
+    fine += "assert time.monotonic() - begun < PATIENCE\nassert time.monotonic() - begun >= 0.2\n"
     assert list(hasty(fine)) == []

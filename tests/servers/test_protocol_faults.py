@@ -271,7 +271,7 @@ def test_a_body_that_is_cut() -> None:
 def test_a_crash_and_a_new_server_at_the_same_port(tmp_path: Path, stream: bool) -> None:
     async def test(client: Client) -> None:
         await load(client, "v1", directory)
-        server.faults.token_seconds = 0.005
+        server.faults.token_seconds = 1.0
         asked = [
             asyncio.create_task(client.post(GENERATE, json=body("v1", stream=stream, max_tokens=4000, ignore_eos=True)))
             for _ in range(3)
@@ -282,7 +282,7 @@ def test_a_crash_and_a_new_server_at_the_same_port(tmp_path: Path, stream: bool)
         for one in asked:
             with pytest.raises((httpx2.RemoteProtocolError, httpx2.ReadError)):
                 await one
-        assert time.monotonic() - begun < 10  # their tokens would take 20
+        assert time.monotonic() - begun < PATIENCE  # their tokens would take an hour
         with pytest.raises(httpx2.ConnectError):
             await client.get("/health")
         server.faults.token_seconds = 0

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -211,13 +210,11 @@ def test_a_server_without_room_is_refused_at_once(
     dialect: Any, setup: Setup, wanted: Demand, told: str, tmp_path: Path
 ) -> None:
     async def test(engine: ServerEngine) -> None:
-        begun = time.monotonic()
         with pytest.raises(EngineError, match=rf"no server can be used: .*{server.url} has .*{told}"):
             await engine.ready()
-        assert time.monotonic() - begun < 10
 
     with ProtocolServer(dialect, setup) as server:
-        drive(engine_on([server], tmp_path, wanted=wanted, wait_seconds=15.0), test)
+        drive(engine_on([server], tmp_path, wanted=wanted, wait_seconds=2 * PATIENCE), test)
 
 
 @both
@@ -289,14 +286,12 @@ def test_keys(dialect: Any, key: str, tmp_path: Path) -> None:
         if key == "secret":
             assert await collect(engine, request()) == await in_process(request())
             return
-        begun = time.monotonic()
         with pytest.raises(EngineError, match=r"answers 401: Unauthorized; is rollout.api_key_env set to the variable"):
             await engine.ready()
-        assert time.monotonic() - begun < 10
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with ProtocolServer(dialect, Setup(api_key="secret")) as server:
-        drive(engine_on([server], tmp_path, headers=headers, wait_seconds=15.0), test)
+        drive(engine_on([server], tmp_path, headers=headers, wait_seconds=2 * PATIENCE), test)
 
 
 # --- aborts -----------------------------------------------------------------------------------------------------------------

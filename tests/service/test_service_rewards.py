@@ -281,25 +281,28 @@ def test_another_tenant_neither_takes_nor_scores(house: House, waiting: tuple[st
 def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
     house: House, waiting: tuple[str, list[str]]
 ) -> None:
-    job, _ = waiting
-    lease(house, job)
-    got: list[Json] = []
-    asking = threading.Thread(target=lambda: got.append(lease(house, job, "patient", wait_seconds=20)))
-    asking.start()
-    time.sleep(0.3)
-    started = time.monotonic()
-    house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
-    asking.join()
-    assert len(got[0]["units"]) == 2
-    assert time.monotonic() - started < 15
-    asking = threading.Thread(target=lambda: got.append(lease(house, job, "patient", wait_seconds=20)))
-    asking.start()
-    time.sleep(0.3)
-    started = time.monotonic()
+    """In one of four tries before it would look of itself, which it does every five seconds."""
+    job, workers, took = waiting[0], house.part(RewardWorkers), list[float]()
+
+    def asked(answers: list[Json]) -> threading.Thread:
+        asking = threading.Thread(target=lambda: answers.append(lease(house, job, "patient", wait_seconds=30)))
+        asking.start()
+        wait_until(lambda: workers._polling[job] == 1)
+        return asking
+
+    while min(took, default=math.inf) > 2.5 and len(took) < 4:
+        house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/patient")
+        lease(house, job)
+        asking, started = asked(got := []), time.monotonic()
+        house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
+        asking.join()
+        took.append(time.monotonic() - started)
+        assert len(got[0]["units"]) == 2
+    assert min(took) < 2.5
+    asking = asked(got := [])
     house.recorder.record_state(job, JobState.CANCELLED, "")
     asking.join()
-    assert (got[1]["units"], got[1]["state"]) == ([], "cancelled")
-    assert time.monotonic() - started < 15
+    assert (got[0]["units"], got[0]["state"]) == ([], "cancelled")
     assert lease(house, job)["state"] == "cancelled"
 
 

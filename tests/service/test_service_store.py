@@ -250,7 +250,6 @@ def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url:
     reason = "has held a lock on it for 0.1 s: wait if another service is migrating it"
     store = Store(url, lock_seconds=0.1)
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
-    began = time.monotonic()
     with engine.begin() as hanging:
         for number in (EVENTS, MIGRATING):
             hanging.execute(select(func.pg_advisory_xact_lock(number)))
@@ -258,7 +257,6 @@ def test_a_service_that_hangs_holds_others_on_its_database_for_a_while_only(url:
             queued(store, person(store, "us"), "sort", {}, 3, None)
         with pytest.raises(StoreError, match=reason):
             Store(url, lock_seconds=0.1)
-    assert time.monotonic() - began < 10
     job = queued(store, person(store, "us"), "sort", {}, 3, None)
     assert store.add_event(job.id, "step", "0", {}) is not None
     with store.transaction() as session:

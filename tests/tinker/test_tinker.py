@@ -134,5 +134,5 @@ def test_what_cannot_be_done_is_told_at_once_and_the_next_goes_on(scripts: Scrip
         told, words, seconds = found[name]
         assert told == kind, (name, found[name])
         assert message in words, (name, words)
-        assert seconds < 20, (name, "nothing is asked again and again")
+        assert seconds < PATIENCE, (name, "nothing is asked again and again")
     assert found["after"]["grad_norm:mean"] > 0
