@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from motet.model.find import SMALL_BASE
 from tests.support.hub_server import TOKEN, HubServer
 
+SEVERAL = """
+import json, os, sys
 
-def push(url: str, adapter: Path, target: Path, *words: str, token: str = TOKEN) -> tuple[int, str, str]:
-    """Export and push in a process of its own: the library reads these variables as it is imported."""
-    home = {
-        "HF_ENDPOINT": url,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HOME": str(target.parent / "home"),
-    }
-    environment = {**os.environ, **home, "NO_PROXY": "127.0.0.1", "HF_TOKEN": token}
-    command = [sys.executable, "-m", "motet", "export", str(adapter), "--to", str(target), "--unchecked", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+from typer.testing import CliRunner
+
+from motet.commands.cli import app
+
+for token, words in json.loads(sys.argv[1]):
+    os.environ["HF_TOKEN"] = token
+    done = CliRunner().invoke(app, words)
+    print(json.dumps([done.exit_code, done.stderr]))
+"""
+
+
+def environment(url: str, directory: Path) -> dict[str, str]:
+    """For a process of its own: the library reads these variables as it is imported."""
+    home = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(directory / "home")}
+    return {**os.environ, **home, "NO_PROXY": "127.0.0.1", "HF_TOKEN": TOKEN}
+
+
+def export(adapter: Path, target: Path, *words: str) -> list[str]:
+    """The command's arguments."""
+    return ["export", str(adapter), "--to", str(target), "--unchecked", *words]
+
+
+def push(url: str, adapter: Path, target: Path, *words: str) -> tuple[int, str, str]:
+    """Export and push."""
+    command = [sys.executable, "-m", "motet", *export(adapter, target, *words)]
+    done = subprocess.run(command, env=environment(url, target.parent), capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, " ".join(done.stderr.split())
 
 
@@ -54,22 +70,29 @@ def test_a_repository_that_is_there_keeps_what_people_may_see(adapter: Path, tmp
         assert not hub.files
 
 
-@pytest.mark.parametrize(
-    ("words", "token", "told"),
-    [
-        (("--push", "me/sort"), "", "there is no token of a hub: set HF_TOKEN, or run `hf auth login`"),
-        (("--push", "me/sort"), "hf_another", "answered 401: Invalid user token."),
-        (("--push", "sort"), TOKEN, "--push sort: give NAMESPACE/NAME"),
-        (("--push", "me/so rt"), TOKEN, "--push me/so rt: "),
-        (("--push", "me/sort", "--format", "merged"), TOKEN, "use --format card"),
-    ],
-)  # fmt: skip
-def test_what_the_hub_would_refuse_is_refused_before_anything_slow(
-    words: tuple[str, ...], token: str, told: str, adapter: Path, tmp_path: Path
-) -> None:
+REFUSED = {
+    "there is no token of a hub: set HF_TOKEN, or run `hf auth login`": ("", ("--push", "me/sort")),
+    "answered 401: Invalid user token.": ("hf_another", ("--push", "me/sort")),
+    "--push sort: give NAMESPACE/NAME": (TOKEN, ("--push", "sort")),
+    "--push me/so rt: ": (TOKEN, ("--push", "me/so rt")),
+    "use --format card": (TOKEN, ("--push", "me/sort", "--format", "merged")),
+}
+"""What is said, of a token and words."""
+
+
+def test_what_the_hub_would_refuse_is_refused_before_anything_slow(adapter: Path, tmp_path: Path) -> None:
+    commands = [(token, export(adapter, tmp_path / "card", *words)) for token, words in REFUSED.values()]
     with HubServer() as hub:
-        code, _, aside = push(hub.url, adapter, tmp_path / "card", *words, token=token)
-        assert (code, told in aside) == (2, True), aside
+        said = subprocess.run(
+            [sys.executable, "-c", SEVERAL, json.dumps(commands)],
+            env=environment(hub.url, tmp_path),
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for told, line in zip(REFUSED, said.splitlines(), strict=True):
+            code, aside = json.loads(line)
+            assert (code, told in " ".join(aside.split())) == (2, True), aside
         assert not (tmp_path / "card").exists()
         assert not any("create" in one for one in hub.asked)
 

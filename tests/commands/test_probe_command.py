@@ -26,6 +26,7 @@ from motet.core.types import AdapterRef
 from motet.hosting.launch import load
 from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine
+from tests.support.cases import few
 from tests.support.small_runs import REWARDS, job, run
 
 Scores = Callable[[str, list[int]], list[float]]
@@ -166,7 +167,7 @@ def motet_probe(url: str, versions: Path, *more: str) -> tuple[int, str]:
         ("truncated", 1, "it has another adapter, a lower rank"),
     ],
 )
-@pytest.mark.parametrize("noise", [0.0, 0.001])
+@pytest.mark.parametrize("noise", few([0.0, 0.001], 0.001))
 def test_what_a_server_samples_is_told(
     samples: str, code: int, told: str, noise: float, scores: Scores, versions: Path
 ) -> None:

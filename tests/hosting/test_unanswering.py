@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.service_run import Service, tiny
 
-STEPS = 40
+STEPS = 16
 
 
 def test_a_stopped_engine_and_a_stopped_service_are_ended_and_started_again(tmp_path: Path) -> None:

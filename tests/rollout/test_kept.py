@@ -29,6 +29,7 @@ from motet.runtime.generation import Generation
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
 from tests.support import tiny_models as tiny
+from tests.support.cases import few
 from tests.support.ray_nodes import cluster_of
 from tests.support.run_decoder import assert_all_is_back, collected_late, decoders
 from tests.support.small_runs import config, fingerprint, run
@@ -161,19 +162,23 @@ TURNS = st.builds(
 )
 
 
-@settings(max_examples=12)
-@given(
-    st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=5),
-    st.integers(18, 26),
-    st.sampled_from(BASES),
-    st.sampled_from([0, 50_000, ROOMY]),
-)
-def test_in_a_small_cache_what_is_kept_gives_way_and_no_bit_changes(rounds, n_blocks, base, host):
-    whole, small = Stage(base, kept=0), Stage(base, n_blocks, kept=n_blocks, rows=3, host=host)
-    while rounds and sum(turn.says + turn.answers for turns in rounds for turn in turns) > n_blocks * BLOCK:
-        rounds = rounds[:-1]  # no sequence is longer than the cache
-    assert small.play(*rounds) == whole.play(*rounds)
-    small.end()
+@pytest.mark.parametrize("games", few((6, 30), 6))
+def test_in_a_small_cache_what_is_kept_gives_way_and_no_bit_changes(games):
+    @settings(max_examples=games)
+    @given(
+        st.lists(st.lists(TURNS, min_size=1, max_size=3), max_size=5),
+        st.integers(18, 26),
+        st.sampled_from(BASES),
+        st.sampled_from([0, 50_000, ROOMY]),
+    )
+    def play(rounds, n_blocks, base, host):
+        whole, small = Stage(base, kept=0), Stage(base, n_blocks, kept=n_blocks, rows=3, host=host)
+        while rounds and sum(turn.says + turn.answers for turns in rounds for turn in turns) > n_blocks * BLOCK:
+            rounds = rounds[:-1]  # no sequence is longer than the cache
+        assert small.play(*rounds) == whole.play(*rounds)
+        small.end()
+
+    play()
 
 
 @pytest.mark.parametrize("base", [BASES[0], BASES[3]])
@@ -226,11 +231,11 @@ def test_what_is_kept_moves_to_host_memory_and_is_gone_on_from_there(base):
         assert stage.decoder.prefilled_tokens == whole.decoder.prefilled_tokens
     assert stage.decoder.host.prefills_saved > 0
     cache = stage.decoder.cache
-    few = Stage(base, kept=1, host=7 * cache.bytes_per_block + cache.states.bytes_per_slot)
-    few.play(*GAME)
-    assert whole.decoder.prefilled_tokens < few.decoder.prefilled_tokens
-    assert few.decoder.host.prefills_saved > 0
-    for one in (whole, stage, few):
+    small = Stage(base, kept=1, host=7 * cache.bytes_per_block + cache.states.bytes_per_slot)
+    small.play(*GAME)
+    assert whole.decoder.prefilled_tokens < small.decoder.prefilled_tokens
+    assert small.decoder.host.prefills_saved > 0
+    for one in (whole, stage, small):
         one.end()
 
 

@@ -29,6 +29,7 @@ from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_forms import Asked
 from motet.tasks.reward_loading import resolve
 from motet.tasks.reward_pool import RewardPool
+from tests.support.cases import few
 
 ROW = {
     "data_source": "sums",
@@ -276,7 +277,20 @@ CASES: dict[str, tuple[str, dict[str, Any], TurnParts, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    few(
+        CASES,
+        "exact",
+        "contains",
+        "numeric, unclosed",
+        "math",
+        "code",
+        "grader",
+        "regex of thought",
+        "length of speech",
+    ),
+)
 def test_a_built_in_reward_reads_its_part(name: str) -> None:
     reward, args, parts, wanted = CASES[name]
     problem = Problem(1, PROBLEM.messages, "4", {"io": [{"input": "", "output": "1"}]})
