@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import json
 import sys
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Response
+from starlette.routing import BaseRoute
 
 from motet.cluster.hosts import longest_sequence
 from motet.service.composition import Service
@@ -165,12 +167,20 @@ def create_app(settings: Settings) -> FastAPI:
         app.add_middleware(Origins, names=settings.config.http.hosts, refusal=error_body)
     app.add_middleware(Faults, log=FaultLog())
     app.add_middleware(RequestLog, files=service.request_files, metrics=service.request_metrics)
-    for module in ROUTES:
-        app.include_router(module.router)
-    for route in app.routes:  # else FastAPI makes them at the first request, in the event loop
-        getattr(route, "effective_candidates", list)()
+    app.router.routes.extend(_routes())
     _describe(app)
     return app
+
+
+@functools.cache
+def _routes() -> tuple[BaseRoute, ...]:
+    """Of every application of this process: FastAPI computes half a second for them."""
+    whole = FastAPI(openapi_url=None, responses=ERRORS)
+    for module in ROUTES:
+        whole.include_router(module.router)
+    for route in whole.routes:  # else FastAPI makes them at the first request, in the event loop
+        getattr(route, "effective_candidates", list)()
+    return tuple(whole.routes)
 
 
 def _describe(app: FastAPI) -> None:
