@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from motet.config import RewardConfig
-from motet.core.errors import GraderError, RewardError
+from motet.core.errors import EngineError, GraderError, RewardError
 from motet.core.types import Message, Problem
 from motet.tasks import graders
 from motet.tasks.graders import template
@@ -222,6 +222,32 @@ def test_the_open_questions_about_long_rows_are_few() -> None:
         assert [one.reward for one in asyncio.run(graded(letters))] == [1.0] * 64
         assert most < together
     assert most > 64 * 100  # short ones are all asked at once
+
+
+@pytest.mark.parametrize("last", ["a", "b"])
+def test_what_parts_find_is_in_their_order_whichever_is_judged_last(last: str) -> None:
+    """Also what is told where several fail."""
+    both = parse(multi("a + b", a=judge(name="a", model="a"), b=judge(name="b", model="b")))
+
+    def graded(fail: bool) -> Graded:
+        other_answered = asyncio.Event()
+
+        async def answer(part: Judge, _: Any) -> tuple[str, int]:
+            if part.model == last:
+                await other_answered.wait()
+            other_answered.set()
+            if fail:
+                raise EngineError(f"{part.model} is away")
+            return '{"result": 1}', 1
+
+        async def one() -> Graded:
+            return (await Graders(Walls()).graded("me", both, {}, ["x"], answer))[0]
+
+        return asyncio.run(one())
+
+    found = graded(fail=False)
+    assert (list(found.parts), list(found.tokens), found.reward) == (["a", "b"], ["a", "b"], 2)
+    assert graded(fail=True).faults == {"server": "a is away"}
 
 
 def test_a_row_without_what_is_named_is_an_error() -> None:

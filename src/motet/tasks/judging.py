@@ -73,6 +73,14 @@ class Graded:
     tokens: dict[str, int] = field(default_factory=dict)
     """Tokens used by judges, by model."""
 
+    def take(self, of_parts: Sequence[Graded]) -> None:
+        """Take over the results of graders that ran at once, in their order; the first with a kind of failure tells it."""
+        for one in of_parts:
+            self.parts |= one.parts
+            self.faults |= {kind: told for kind, told in one.faults.items() if kind not in self.faults}
+            for model, tokens in one.tokens.items():
+                self.tokens[model] = self.tokens.get(model, 0) + tokens
+
 
 @dataclass(frozen=True)
 class _Row:
@@ -114,8 +122,11 @@ class Graders:
             await self._ranked(row, grader, graded)
             return graded
         parts: Mapping[str, Single] = grader.graders if isinstance(grader, Multi) else {grader.name: grader}
-        await asyncio.gather(*(self._part(row, name, part, graded) for name, part in parts.items()))
-        for one in graded:
+        of_parts = [[Graded(output) for output in outputs] for _ in parts]
+        judged = zip(parts.items(), of_parts, strict=True)
+        await asyncio.gather(*(self._part(row, name, part, found) for (name, part), found in judged))
+        for one, *found in zip(graded, *of_parts, strict=True):
+            one.take(found)
             if any(fault != "sample" for fault in one.faults):
                 continue
             try:
