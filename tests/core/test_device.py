@@ -163,7 +163,7 @@ def test_a_tick_that_breaks_ends_nobody_elses_calls(device: Device) -> None:
     device.add_tick(tick)
     gate.set()
     with pytest.raises(DeviceLost, match=r"the device broke down: RuntimeError.*the decoder broke"):
-        waiting.result(timeout=5)
+        waiting.result(timeout=PATIENCE)
     with pytest.raises(DeviceLost, match="the device broke down"):
         device.submit(lambda: 1)
 
@@ -193,7 +193,7 @@ def test_a_device_that_can_do_no_more_work_ends_whoever_watches_it() -> None:
     device = Device(check=check)
     with contextlib.closing(device):
         with pytest.raises(DeviceLost, match="resumes from its last commit"):
-            asyncio.run(asyncio.wait_for(main(), 20))
+            asyncio.run(asyncio.wait_for(main(), PATIENCE))
         with pytest.raises(DeviceLost):
             device.submit(lambda: 1)
         with pytest.raises(DeviceLost):
@@ -214,7 +214,7 @@ def test_closing_cancels_what_waits_and_refuses_what_comes() -> None:
     device.close()
     assert running.result(timeout=PATIENCE) is True
     with pytest.raises(CancelledError):
-        waiting.result(timeout=5)
+        waiting.result(timeout=PATIENCE)
     with pytest.raises(RuntimeError, match="the device is closed"):
         device.submit(lambda: None)
     device.close()
@@ -309,5 +309,5 @@ def test_a_turn_that_fails_is_told_to_who_waits() -> None:
     device.add_tick(lambda: False)
     waiting = device.submit(lambda: None)
     with pytest.raises(DeviceLost, match="the device broke down"):
-        waiting.result(timeout=5)
+        waiting.result(timeout=PATIENCE)
     device.close()

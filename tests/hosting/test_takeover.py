@@ -273,7 +273,7 @@ def test_a_host_whose_device_breaks_down_ends(short_path: Path) -> None:
                 host.workshop.device.add_tick(tick)
                 host.workshop.device.wake()
                 with pytest.raises(DeviceLost, match="illegal memory access"):
-                    await asyncio.wait_for(serving, 20)
+                    await asyncio.wait_for(serving, PATIENCE)
             first.dies()
 
     asyncio.run(work())

@@ -32,6 +32,7 @@ from tests.support.server_run import (
     request,
     trainer_of,
 )
+from tests.support.waiting import PATIENCE
 
 both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 either_way = pytest.mark.parametrize("stream", [False, True])
@@ -379,7 +380,7 @@ def test_a_mistake_of_our_own_is_no_wait(tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         engine._decode = Broken()
         with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(collect(engine, request(stream=True)), 2)
+            await asyncio.wait_for(collect(engine, request(stream=True)), PATIENCE)
 
     with ProtocolServer() as server:
         drive(engine_on([server], tmp_path), test)

@@ -402,7 +402,7 @@ def test_a_key_that_is_being_revoked_makes_no_other(store: Store, url: str, way:
             made = thread.submit(make)
             assert waits.wait(PATIENCE)
         with pytest.raises(StoreError, match=r"revoked meanwhile|no such key"):
-            made.result(60)
+            made.result(PATIENCE)
     others.dispose()
     assert [key.id for key, _ in store.tenants.all_keys() if key.revoked is None] == [other.id]
 
