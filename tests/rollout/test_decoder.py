@@ -441,12 +441,12 @@ def test_at_a_lost_device_nobody_waits() -> None:
             results = await asyncio.gather(*jobs, return_exceptions=True)
             assert {type(result) for result in results} == {DeviceLost}, results
             with pytest.raises(DeviceLost, match="an illegal memory access"):
-                await asyncio.wait_for(collect(engine, requests[0]), 20)
+                await asyncio.wait_for(collect(engine, requests[0]), PATIENCE)
 
         asyncio.run(run())
 
 
-@pytest.mark.parametrize("host", [0, ROOMY])
+@pytest.mark.parametrize("host", few([0, ROOMY], ROOMY))
 @pytest.mark.parametrize(
     ("max_rows", "n_blocks", "greedy"),
     [(4, 64, Ask(5, 60, seeds=(1, 2, 3, 4, 5, 6))), (8, 16, Ask(5, 90, seeds=(1, 2, 3)))],
