@@ -12,16 +12,19 @@ from motet.model.find import SMALL_BASE
 from tests.support.hub_server import TOKEN, HubServer
 
 SEVERAL = """
-import json, os, sys
+import contextlib, io, json, os, sys
 
-from typer.testing import CliRunner
-
-from motet.commands.cli import app
+from motet.commands.cli import main
 
 for token, words in json.loads(sys.argv[1]):
-    os.environ["HF_TOKEN"] = token
-    done = CliRunner().invoke(app, words)
-    print(json.dumps([done.exit_code, done.stderr]))
+    os.environ["HF_TOKEN"], sys.argv[1:] = token, words
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, told.getvalue()]))
 """
 
 

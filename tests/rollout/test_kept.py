@@ -132,8 +132,9 @@ GAME = [
 """Two episodes; one has two completions at once and then two branches, the other rewrites its history."""
 
 
-@pytest.mark.parametrize("base", few(BASES, BASES[1], BASES[2]))
-def test_turns_have_the_bits_of_a_prefill_of_everything(base):
+@pytest.mark.parametrize(("name", "dtype"), few(BASES, BASES[1], BASES[2]))
+def test_turns_have_the_bits_of_a_prefill_of_everything(name, dtype):
+    base = name, dtype
     without, kept = Stage(base, kept=0), Stage(base)
     assert kept.play(*GAME) == without.play(*GAME)
     assert len(without.decoder.kept) == 0
@@ -221,9 +222,10 @@ def test_what_host_memory_lets_go_of_is_kept_no_more():
     stage.end()
 
 
-@pytest.mark.parametrize("base", few(BASES, BASES[0], BASES[3]))
-def test_what_is_kept_moves_to_host_memory_and_is_gone_on_from_there(base):
+@pytest.mark.parametrize(("name", "dtype"), few(BASES, BASES[0], BASES[3]))
+def test_what_is_kept_moves_to_host_memory_and_is_gone_on_from_there(name, dtype):
     """One block may stay, and yet no token is computed twice; with room for one sequence, some are."""
+    base = name, dtype
     whole, stage = Stage(base), Stage(base, kept=1, host=ROOMY)
     for turns in GAME:
         assert stage.play(turns) == whole.play(turns)
