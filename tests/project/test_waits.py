@@ -39,7 +39,8 @@ def bound(test: ast.expr) -> float:
         test.comparators[-1] if isinstance(test, ast.Compare) and isinstance(test.ops[-1], ast.Lt | ast.LtE) else None
     )
     told = given is not None and any(clock in ast.unparse(test) for clock in CLOCKS)
-    return float(given.value) if told and isinstance(given, ast.Constant) else LEAST
+    seconds = given.value if told and isinstance(given, ast.Constant) else LEAST
+    return seconds if isinstance(seconds, int | float) else LEAST
 
 
 def hasty(source: str) -> Iterator[str]:

@@ -293,13 +293,15 @@ def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
     while min(took, default=math.inf) > 2.5 and len(took) < 4:
         house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/patient")
         lease(house, job)
-        asking, started = asked(got := []), time.monotonic()
+        got = list[Json]()
+        asking, started = asked(got), time.monotonic()
         house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
         asking.join()
         took.append(time.monotonic() - started)
         assert len(got[0]["units"]) == 2
     assert min(took) < 2.5
-    asking = asked(got := [])
+    got = list[Json]()
+    asking = asked(got)
     house.recorder.record_state(job, JobState.CANCELLED, "")
     asking.join()
     assert (got[0]["units"], got[0]["state"]) == ([], "cancelled")
