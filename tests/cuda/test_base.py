@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import tests.support.triton_on_cpu  # noqa: F401
-from motet.cuda.base import CudaBase
-from motet.model.attention import AttentionBackend, AttentionPass, Prefix, Span
+from motet.model.attention import Prefix, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
@@ -145,48 +141,3 @@ def test_training_has_the_bits_of_sampling_and_the_gradients_of_torch(name: str)
     for their, our in zip(theirs, ours, strict=True):
         assert float(their.abs().max()) > 0
         assert float((their - our).abs().max()) <= 5 * BOUND * float(their.abs().max())
-
-
-def gradients(base: LoraModel, length: int) -> Tensor:
-    """Of an adapter, by one sequence."""
-    weights, ids = tiny.adapter(base, rank=3, seed=1), tiny.tokens(length).to(base.device)
-    flat = torch.zeros(weights.layout.size, device=base.device)
-    segment = TrainSegment(0, length, weights, weights.layout.matrices(flat))
-    with base.routed(TrainerRouting([segment], base.device, base.products, backward=True)):
-        hidden = base.hidden(ids, torch.arange(length, device=base.device), base.attention.packed([length]))
-        (hidden[-1] * torch.arange(hidden.shape[1], device=base.device)).sum().backward()
-    return flat
-
-
-@dataclass
-class Counted:
-    """A backend that counts its passes over packed sequences."""
-
-    backend: AttentionBackend
-    passes: int = 0
-
-    def packed(self, *of: Any) -> AttentionPass:
-        self.passes += 1
-        return self.backend.packed(*of)
-
-
-def test_all_layers_of_a_backward_pass_share_what_describes_its_sequences() -> None:
-    base = cuda.load("llama")
-    own: Any = cuda.own(base)
-    counted = own.recomputing = Counted(own.recomputing)
-    assert gradients(base, 4).any()
-    assert len(own.plan.layers) > 1
-    assert counted.passes == 1
-
-
-def test_gradients_depend_on_the_blocks_that_are_read_and_not_on_those_of_the_load() -> None:
-    changed, made = (cuda.load("llama_long") for _ in range(2))
-    before = gradients(changed, 40)
-    changed.read_keys_in_blocks(48)
-    made.kernels = None
-    made.read_keys_in_blocks(48)
-    made.kernels = CudaBase(made, lambda _: cuda.own(changed).products)
-    made.attention = made.kernels.attention
-    found = gradients(changed, 40)
-    assert torch.equal(found, gradients(made, 40))
-    assert not torch.equal(found, before)

@@ -29,6 +29,15 @@ def test_a_layer_takes_nine_launches_and_eleven_with_any_number_of_adapters(made
         assert per_layer == 9 + 2 * (line["adapters"] > 0) + 2 * four_norms
 
 
+def test_a_layer_is_trained_by_at_most_48_launches_with_any_number_of_adapters(made: list[Any]) -> None:
+    """Forward and backward; three outside layers, and three fewer of the first, whose input has no gradient."""
+    passes = [line for line in made if "trained" in line]
+    assert {line["adapters"] for line in passes} == {1, 8, 64}
+    for line in passes:
+        per_layer = {"llama": 42, "gemma2": 48, "olmo2": 44}[line["trained"]]
+        assert sum(line["launches"].values()) == per_layer * line["layers"]
+
+
 def test_every_pass_asks_the_compiler_for_the_same_kernels(made: list[Any]) -> None:
     """Whatever its rows, adapters and ranks, and in training; only the launches that add adapters are more or fewer."""
     plans = [line for line in made if "plan" in line]

@@ -63,6 +63,8 @@ class Made:
     """Kinds of tensor-core instructions."""
     atomics: int
     """Atomic instructions on global memory."""
+    atomic_floats: int
+    """Those of them that add or compare floating-point numbers."""
     fused: bool
     """Whether a product and a sum are rounded once."""
     wide: int
@@ -140,6 +142,7 @@ def made_of(request: Request, target: str) -> Made:
         shared=made.metadata.shared,
         products=sorted(set(re.findall(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)", text))),
         atomics=len(re.findall(r"\b(?:RED|REDG|ATOM|ATOMG)\b|\b(?:global|flat|buffer)_atomic_", text)),
+        atomic_floats=len(re.findall(r"\b(?:atom|red)\.[\w.:]*\.(?:f16|f16x2|bf16|bf16x2|f32|f64)\b", ptx)),
         fused="fma.rn.f32" in ptx if cuda else bool(request.options["enable_fp_fusion"]),
         wide=len(
             re.findall(

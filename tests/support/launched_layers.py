@@ -23,6 +23,8 @@ from motet.cuda.products import Products, ProductWeight
 from motet.cuda.ways import table_for
 from motet.model.attention import LayerCall, Span
 from motet.model.kv_cache import KVCache
+from motet.model.routing import TrainerRouting, TrainSegment
+from motet.model.unit_sums import UnitSums
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import CPU, TARGETS, Launch, requests
 
@@ -146,6 +148,19 @@ def decoded(own: CudaBase, n_adapters: int) -> None:
     own.decode(torch.zeros(n_rows, dtype=torch.int64), attention, AdapterTables.of(own.places, runs, n_rows, CPU))
 
 
+def trained(own: CudaBase, n_adapters: int) -> None:
+    """A training pass of one sequence for each adapter, forward and backward."""
+    base, n_rows = own.base, 4 * n_adapters
+    segments = []
+    for row in range(0, n_rows, 4):
+        weights = tiny.adapter(base, rank=2, seed=row)
+        segments.append(TrainSegment(row, row + 4, weights, None, sums=UnitSums.empty(weights.layout.size, CPU)))
+    routing = TrainerRouting(segments, CPU, base.products, backward=True)
+    attention = own.attention.packed([4] * n_adapters)
+    token_ids = torch.zeros(n_rows, dtype=torch.int64)
+    own.hidden(token_ids, token_ids, attention, routing).sum().backward()
+
+
 def main(_words: Sequence[str] | None = None) -> None:
     """Prints the launches of steps, and what each pass of each plan asks the compiler for."""
     target = TARGETS["sm_90"]
@@ -156,6 +171,10 @@ def main(_words: Sequence[str] | None = None) -> None:
                 requests(target, [partial(decoded, own, n_adapters)])
             layers = len(base.decoder.layers)  # type: ignore[arg-type]
             print(json.dumps({"base": name, "adapters": n_adapters, "layers": layers, "launches": dict(launches)}))
+        for n_adapters in (1, 8, 64):
+            with count() as launches:
+                requests(target, [partial(trained, own, n_adapters)])
+            print(json.dumps({"trained": name, "adapters": n_adapters, "layers": layers, "launches": dict(launches)}))
     for name, of in PLANS.items():
         each = [sorted(request.key for request in requests(target, [one])) for one in passes(of)]
         print(json.dumps({"plan": name, "requests": each}))

@@ -17,11 +17,13 @@ import torch
 
 from motet.cuda.adapters import AdapterGroup, AdapterTables, Places
 from motet.cuda.attention import CudaAttention
+from motet.cuda.backward import DecoderBackward
 from motet.cuda.forward import DecoderForward
 from motet.cuda.kernels import rotary, steps
 from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan, LayerPlan
 from motet.cuda.products import Products
+from motet.cuda.unit_tables import UnitTables
 from motet.cuda.ways import (
     BUCKETS,
     REFERENCE,
@@ -33,8 +35,9 @@ from motet.cuda.ways import (
     shrink,
     tiles_to_measure,
 )
-from motet.model.attention import LayerCall, Span
+from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
+from motet.model.routing import TrainerRouting
 from tests.support import cuda_attention_cases, draw_cases, launched_kernels
 from tests.support.adapted_rows import adapted
 from tests.support.compiling import SHARED, SMALL
@@ -112,9 +115,9 @@ def draw_launches(target: str, *, everything: bool) -> Iterator[Launch]:
     yield from draw_cases.launches(everything=everything)
 
 
-def layer_launches(target: str, *, everything: bool, packed: bool, with_adapters: bool) -> Iterator[Launch]:
-    """Decoding or a pass over whole sequences, through a decoder of two layers of 4,096 with norms of queries and keys."""
-    width, heads, kv_heads, head_width, inner = 4096, 32, 8, 128, 14336
+def decoder(heads: int = 32, kv_heads: int = 8, head_width: int = 128) -> tuple[DecoderPlan, Places]:
+    """Two layers of 4,096 with norms of queries and keys."""
+    width, inner = 4096, 14336
     shapes = (
         ((heads + 2 * kv_heads) * head_width, width),
         (width, heads * head_width),
@@ -148,15 +151,38 @@ def layer_launches(target: str, *, everything: bool, packed: bool, with_adapters
         for layer in range(2)
         for which, (shape, columns) in enumerate(zip(shapes, parts, strict=True))
     ]
+    return plan, Places(fused, 2)
+
+
+def layer_launches(target: str, *, everything: bool, packed: bool, with_adapters: bool) -> Iterator[Launch]:
+    """Decoding or a pass over whole sequences."""
+    plan, places = decoder()
     backend, cache = CudaAttention(64, CPU), KVCache(64, 64, CPU)
     for sizes in ([70, 300], [5] * 20) if packed else ([5, 60], [5, 700, 10]):
         spans = [Span(start, 1, cache.take(start // 64 + 1)) for start in ([] if packed else sizes)]
         attention = backend.packed(sizes) if packed else backend.cached(spans, cache)
         n_rows = len(attention.positions_T)
-        tables = AdapterTables.empty(Places(fused, 2), n_rows, 2 * with_adapters, CPU, (48, 16, 32, 16))
+        tables = AdapterTables.empty(places, n_rows, 2 * with_adapters, CPU, (48, 16, 32, 16))
         products = Products(WayTable(9 if target == "sm_90" else 8, 1 << 18, 2))
         step = DecoderForward(plan, products, attention, tables)
         yield partial(step.hidden, torch.zeros(n_rows, dtype=torch.int64))
+
+
+def gradient_launches(target: str, *, everything: bool) -> Iterator[Launch]:
+    """A backward pass over sequences with a prefix; with everything also of other heads and wide adapters."""
+    shapes = [(32, 8, 128), (14, 2, 64), (8, 4, 256)] if everything else [(32, 8, 128)]
+    for shape, widths in itertools.product(shapes, ((48, 16, 32, 16), (768, 256, 512, 256))):
+        plan, places = decoder(*shape)
+        attention = CudaAttention(64, CPU).packed([70, 300, 9], [None, Prefix(0, 70), None])
+        n_rows, n_adapters = len(attention.positions_T), 2
+        tables = AdapterTables.empty(places, n_rows, n_adapters, CPU, widths)
+        integers, addresses = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(n_adapters, 3, dtype=torch.int64)
+        products = Products(WayTable(9 if target == "sm_90" else 8, 1 << 18, 2))
+        routing = TrainerRouting([], CPU, None, backward=True)  # type: ignore[arg-type]
+        backward = DecoderBackward.of(plan, products, attention, tables, routing)
+        backward.units = UnitTables(integers[:, :2], integers, addresses, torch.ones(n_adapters), (), ())
+        inputs = [torch.zeros(n_rows, plan.width, dtype=BF16) for _ in range(3)]
+        yield partial(backward.run, inputs, inputs[0])
 
 
 def step_launches(target: str, *, everything: bool) -> Iterator[Launch]:
@@ -177,6 +203,7 @@ LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {
     "attention": attention_launches,
     "draws": draw_launches,
     "steps": step_launches,
+    "gradients": gradient_launches,
     "decoding": partial(layer_launches, packed=False, with_adapters=False),
     "decoding with adapters": partial(layer_launches, packed=False, with_adapters=True),
     "a pass": partial(layer_launches, packed=True, with_adapters=False),

@@ -227,26 +227,30 @@ class AdapterTables:
     """All entries, to write them at once."""
     keep: tuple[AdapterWeights, ...] = ()
     """Adapters whose memory must live as long as this."""
-    _inner: Tensor | None = None
+    apart: bool = False
+    """Whether each of a layer's four products has memory of its own for products with A, for a backward pass."""
+    inner: dict[int, Tensor] = field(default_factory=dict)
+    """Memory for products with A."""
 
     def group(self, layer: int, which: int) -> AdapterGroup:
         """The adapters of a product: 0 queries, keys and values; 1 attention output; 2 gate and up; 3 down."""
         place, width = self.places.place(layer, which), self.widths[which]
         shape = (pieces_of(place.n_inputs), self.n_rows, width)
         return AdapterGroup(
-            self.entries[which][layer], width, self._room(shape), tuple(part.stride for part in place.parts)
+            self.entries[which][layer], width, self._room(shape, which), tuple(part.stride for part in place.parts)
         )
 
-    def _room(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory that all products of a pass share: each is read before the next is written."""
-        if self._inner is None:
-            sizes = [
-                pieces_of(self.places.place(0, which).n_inputs) * self.n_rows * self.widths[which]
-                for which in range(len(PARTS))
-            ]
-            self._inner = torch.empty(max(sizes), dtype=torch.float32, device=self.tiles_N17.device)
+    def _room(self, shape: tuple[int, ...], which: int) -> Tensor:
+        """Memory that all products of a pass share, unless `apart`: each is read before the next is written."""
+        sizes = [
+            pieces_of(self.places.place(0, which).n_inputs) * self.n_rows * self.widths[which]
+            for which in range(len(PARTS))
+        ]
+        key, most = (which, sizes[which]) if self.apart else (0, max(sizes))
+        if key not in self.inner:
+            self.inner[key] = torch.empty(most, dtype=torch.float32, device=self.tiles_N17.device)
         size = shape[0] * shape[1] * shape[2]
-        return self._inner[:size].view(shape)
+        return self.inner[key][:size].view(shape)
 
     @classmethod
     def empty(
@@ -264,7 +268,7 @@ class AdapterTables:
             tables.entries = tuple(part.view(places.n_layers, n_slots, -1) for part in tables.memory.split(sizes))
             assert widths is not None
             tables.widths = tuple(widths)
-            tables._room((1, n_rows, max(tables.widths)))
+            tables._room((1, n_rows, max(tables.widths)), 0)
         return tables
 
     @classmethod

@@ -14,27 +14,27 @@ from torch.nn.functional import pad
 
 from motet.cuda.adapters import AdapterTables, Places, pieces_of, runs_of, widths_of
 from motet.cuda.attention import CudaAttention, CudaPass
+from motet.cuda.backward import DecoderBackward
 from motet.cuda.forward import DecoderForward
 from motet.cuda.layers import DecoderPlan
 from motet.cuda.math import CudaMath
 from motet.cuda.products import Products, ProductWeight
-from motet.cuda.recompute import Recomputed
 from motet.cuda.step import CudaSteps
 from motet.model.accelerator import Recorder
-from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
+from motet.model.attention import AttentionBackend, AttentionPass
 from motet.model.kv_cache import KVCache
 from motet.model.lora import Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting
 
-_WIDE = 6
-"""Tensors of the model's width that torch keeps of a layer, besides products."""
-_NORMS = 4
-"""The same in fp32, for norms."""
+_WIDE = 4
+"""Tensors of the model's width in a layer, besides products, and as many for their gradients."""
 
 
 class CudaBase:
     """Implements `Kernels` for one base."""
+
+    whole_sums = True
 
     def __init__(
         self,
@@ -50,18 +50,12 @@ class CudaBase:
         self.products = products_of(self.plan.weights)
         self.math = CudaMath()
         self._recorder = recorder or Recorder(base.device)
-        self.recomputing: AttentionBackend
-        """Torch's attention, by which backward passes recompute layers."""
         self.attention: AttentionBackend
         self.read_keys_in_blocks(base.block_size)
 
     def read_keys_in_blocks(self, block_size: int) -> None:
-        """Set the KV block size of passes without a cache, and of gradients."""
-        base = self.base
-        self.recomputing = attention_backend(
-            base.arithmetic, base.device, base.dtype, width=self.plan.head_width, block_size=block_size
-        )
-        self.attention = CudaAttention(block_size, base.device)
+        """Set the KV block size of passes without a cache."""
+        self.attention = CudaAttention(block_size, self.base.device)
 
     def prepare(self, threads: int) -> None:
         """Does nothing: the first backward pass needs no memory of its own."""
@@ -71,30 +65,26 @@ class CudaBase:
         plan, size = self.plan, self.base.dtype.itemsize
         inputs = (len(plan.layers) + 1) * plan.width * size
         outputs = sum(len(weight.weight_NK) for weight in plan.layers[0].products)
-        layer = size * (2 * outputs + plan.inner + _WIDE * plan.width) + 4 * _NORMS * plan.width
+        heads, kv_heads = plan.heads * plan.head_width, 2 * plan.kv_heads * plan.head_width
+        layer = size * (outputs + 2 * heads + kv_heads + plan.inner + _WIDE * plan.width)
+        slopes = size * (outputs + 2 * heads + plan.inner + _WIDE * plan.width) + 4 * kv_heads
         widths = widths_of(self.places, (weights for weights, *_ in runs_of(routing)))
-        inner = max(4 * pieces_of(self.places.place(0, which).n_inputs) * width for which, width in enumerate(widths))
-        return n_rows * (inputs + 2 * layer + inner)  # what torch keeps of the layer, and its gradients
+        pieces = [pieces_of(self.places.place(0, which).n_inputs) for which in range(len(widths))]
+        inner = sum((4 * n + 3 * size) * width for n, width in zip(pieces, widths, strict=True))
+        return n_rows * (inputs + layer + slopes + inner)
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
-        """Final hidden states [T, D] of packed tokens, in the base's dtype; zeros for padding rows.
-
-        Its backward pass recomputes each layer with torch, from the layer's input in this pass. So gradients are those of
-        torch's layers at these inputs, which differ from the kernels' by rounding.
-        """
+        """Final hidden states [T, D] of packed tokens, in the base's dtype; zeros for padding rows."""
         assert isinstance(attention, CudaPass)
         n_rows = len(attention.positions_T)
         if isinstance(routing, TrainerRouting) and routing.anchor.requires_grad and torch.is_grad_enabled():
             hidden: Tensor = _Hidden.apply(routing.anchor, self, token_ids_T[:n_rows], attention, routing)  # type: ignore[no-untyped-call]
         else:
-            hidden = self._pass(token_ids_T[:n_rows], attention, routing)
+            hidden = self.decode(token_ids_T[:n_rows], attention, self._tables(n_rows, routing))
         return pad(hidden, (0, 0, 0, len(token_ids_T) - n_rows))
 
-    def _pass(
-        self, token_ids_T: Tensor, attention: CudaPass, routing: Routing, kept: list[Tensor] | None = None
-    ) -> Tensor:
-        tables = AdapterTables.of(self.places, runs_of(routing), len(token_ids_T), self.base.device)
-        return self.decode(token_ids_T, attention, tables, kept)
+    def _tables(self, n_rows: int, routing: Routing) -> AdapterTables:
+        return AdapterTables.of(self.places, runs_of(routing), n_rows, self.base.device)
 
     def decode(
         self, token_ids_T: Tensor, attention: CudaPass, tables: AdapterTables, kept: list[Tensor] | None = None
@@ -126,12 +116,15 @@ class _Hidden(torch.autograd.Function):
         ctx: Any, anchor: Tensor, own: CudaBase, token_ids_T: Tensor, attention: CudaPass, routing: TrainerRouting
     ) -> Tensor:
         kept: list[Tensor] = []
-        hidden_TD = own._pass(token_ids_T, attention, routing, kept)
-        ctx.layers = Recomputed(own.base, own.recomputing, attention, routing)
+        tables = own._tables(len(token_ids_T), routing)
+        hidden_TD = own.decode(token_ids_T, attention, tables, kept)
+        ctx.of = own, attention, tables, routing
         ctx.save_for_backward(*kept)
         return hidden_TD
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, ...]:
-        ctx.layers.backward(list(ctx.saved_tensors), grad_TD)
+        own, attention, tables, routing = ctx.of
+        backward = DecoderBackward.of(own.plan, own.products, attention, tables, routing)
+        backward.run(list(ctx.saved_tensors), grad_TD)
         return (None,) * 5

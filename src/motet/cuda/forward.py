@@ -26,10 +26,32 @@ from motet.cuda.kernels.rotary import rotate_and_write
 from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan, LayerPlan
 from motet.cuda.products import Products
+from motet.cuda.ways import shrink
 
 QKV, OUTPUT, GATE_UP, DOWN = range(len(PARTS))
 _COLUMNS = 256
 """Columns of a program that adds adapters, or computes gates."""
+
+
+@dataclass(frozen=True)
+class LayerValues:
+    """What the backward pass of a layer reads. Products are without their adapters where a kernel adds these later."""
+
+    x_TD: Tensor
+    """The layer's input."""
+    normed_TD: Tensor
+    qkv_TN: Tensor
+    query_THE: Tensor
+    keys: Tensor
+    values: Tensor
+    attended_THE: Tensor
+    output_TD: Tensor
+    """What attention adds to the residual stream, before a norm."""
+    middle_TD: Tensor
+    """The residual stream between attention and MLP."""
+    middle_normed_TD: Tensor
+    both_TI: Tensor
+    gated_TI: Tensor
 
 
 @dataclass
@@ -43,6 +65,7 @@ class DecoderForward:
     kept: list[Tensor] | None = None
     """With a list, the input [T, D] of every layer and of the last norm is appended to it."""
     _nothing: tuple[Tensor, Tensor] | None = None
+    _zeros: Tensor | None = None
     x: Tensor = field(init=False)
     """The residual stream [T, D]."""
     _delta: Tensor | None = None
@@ -53,21 +76,46 @@ class DecoderForward:
         plan = self.plan
         width, n_rows = plan.width, len(tokens_T)
         self.x = plan.embedding.new_empty(n_rows, width)
-        block = min(1024, _lanes(width))
+        block = min(1024, lanes(width))
         launch(
             embed, (n_rows, triton.cdiv(width, block)), tokens_T, plan.embedding, self.x,
-            SCALE=plan.embedding_scale, D=width, BLOCK=block, **_options(4),
+            SCALE=plan.embedding_scale, D=width, BLOCK=block, **options(4),
         )  # fmt: skip
         for index, layer in enumerate(plan.layers):
             self._layer(index, layer)
         hidden = self._normed(plan.norm_out)
-        self._keep()
+        self._keep(self.x)
         return hidden
 
     def _layer(self, index: int, layer: LayerPlan) -> None:
+        values = self._to_gate(index, layer)
+        self._keep(values.x_TD)
+        self._add(index, DOWN, self._product(index, layer, DOWN, values.gated_TI), layer.norm_done)
+
+    def again(self, index: int, x_TD: Tensor) -> tuple[LayerValues, Tensor | None]:
+        """What a layer computed from its input, with the same bits, and what its MLP adds if that has a norm.
+
+        `kept` must be a list.
+        """
+        layer = self.plan.layers[index]
+        self.x, self._delta = x_TD, None
+        if index and layer.norm_in is not None:  # as in the pass: the norm's kernel adds
+            if self._zeros is None:
+                self._zeros = torch.full_like(x_TD, -0.0)  # which changes no bit
+            self._delta = self._zeros
+        values = self._to_gate(index, layer)
+        if layer.norm_done is not None:
+            added = self._product(index, layer, DOWN, values.gated_TI)
+            self._add_adapters(index, DOWN, added)
+            return values, added
+        if self.tables.adapted:
+            shrink(values.gated_TI, (self.tables, self.tables.group(index, DOWN)))
+        return values, None
+
+    def _to_gate(self, index: int, layer: LayerPlan) -> LayerValues:
         plan, n_rows = self.plan, len(self.x)
         y = self._normed(layer.norm_in)
-        self._keep()
+        x = self.x
         qkv = self._product(index, layer, QKV, y)
         query = qkv.new_empty(n_rows, plan.heads, plan.head_width)
         key_like = qkv.new_empty(0, plan.kv_heads, plan.head_width)
@@ -75,15 +123,18 @@ class DecoderForward:
         self._rotate(index, layer, qkv, query, keys, values)
         attended = torch.empty_like(query)
         self.attention.attend_into(layer.call, query, keys, values, attended)
-        self._add(index, OUTPUT, self._product(index, layer, OUTPUT, attended.flatten(1)), layer.norm_attended)
-        both = self._product(index, layer, GATE_UP, self._normed(layer.norm_mlp))
+        output = self._product(index, layer, OUTPUT, attended.flatten(1))
+        self._add(index, OUTPUT, output, layer.norm_attended)
+        normed = self._normed(layer.norm_mlp)
+        middle = self.x
+        both = self._product(index, layer, GATE_UP, normed)
         gated = both.new_empty(n_rows, plan.inner)
         self._gate(index, both, gated)
-        self._add(index, DOWN, self._product(index, layer, DOWN, gated), layer.norm_done)
+        return LayerValues(x, y, qkv, query, keys, values, attended, output, middle, normed, both, gated)
 
-    def _keep(self) -> None:
+    def _keep(self, x: Tensor) -> None:
         if self.kept is not None:
-            self.kept.append(self.x)
+            self.kept.append(x)
 
     def _sum(self) -> Tensor:
         """Where the next residual stream is written: over this one, unless that is kept."""
@@ -105,18 +156,21 @@ class DecoderForward:
 
     def _add(self, index: int, which: int, delta: Tensor, norm: Tensor | None) -> None:
         """Add a product's output to the residual stream, with its adapters; what has no norm is added by the next norm."""
-        if self.tables.adapted:
-            width = delta.shape[1]
-            launch(
-                add_adapters, (self._n_tiles, triton.cdiv(width, _COLUMNS)), delta, *self._adapters(index, which),
-                N=width, BLOCK=_COLUMNS, **self._adapter_options(which, width), **_options(4),
-            )  # fmt: skip
+        self._add_adapters(index, which, delta)
         if norm is None:
             self._delta = delta
             return
         x_out = self._sum()
         launch(norm_before_add, (len(delta),), self.x, delta, x_out, norm, **self._norm_options(self.plan.residual))
         self.x = x_out
+
+    def _add_adapters(self, index: int, which: int, y: Tensor) -> None:
+        if self.tables.adapted:
+            width = y.shape[1]
+            launch(
+                add_adapters, (self._n_tiles, triton.cdiv(width, _COLUMNS)), y, *self.adapters(index, which),
+                N=width, BLOCK=_COLUMNS, **self.adapter_options(which, width), **options(4),
+            )  # fmt: skip
 
     def _product(self, index: int, layer: LayerPlan, which: int, x_TK: Tensor) -> Tensor:
         weight = layer.products[which]
@@ -126,6 +180,12 @@ class DecoderForward:
         return y
 
     def _rotate(self, index: int, layer: LayerPlan, qkv: Tensor, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        arguments, constants = self.rotary_options(index, layer, keys)
+        grid = self._n_tiles, self.plan.heads + 2 * self.plan.kv_heads
+        launch(rotate_and_write, grid, qkv, query, keys, values, *arguments, **constants)
+
+    def rotary_options(self, index: int, layer: LayerPlan, keys: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the rotation of queries and keys takes, forward and backward."""
         plan, attention = self.plan, self.attention
         half = plan.rotated // 2
         rest = plan.head_width - plan.rotated
@@ -135,25 +195,26 @@ class DecoderForward:
         def given(tensor: Tensor | None) -> Tensor:
             return numbers if tensor is None else tensor
 
-        launch(
-            rotate_and_write, (self._n_tiles, plan.heads + 2 * plan.kv_heads), qkv, query, keys, values,
+        arguments = (
             attention.positions_T, attention.places_T, given(layer.cosines), given(layer.sines),
-            given(plan.query_scales), given(layer.norm_q), given(layer.norm_k), *self._adapters(index, QKV),
-            H=plan.heads, K=plan.kv_heads, E=plan.head_width, HALF=half, BLOCK=_lanes(half),
-            REST=rest, BLOCK_REST=_lanes(rest), ROTATES=layer.cosines is not None,
-            SCALED=plan.query_scales is not None, NORM=plan.norms_span, EPSILON=plan.epsilon,
-            KV_BLOCK=keys.shape[2], STRIDE_Q=q_part.stride, STRIDE_K=k_part.stride,
-            **self._adapter_options(QKV, q_part.stride, k_part.stride, half, plan.head_width), **_options(2),
+            given(plan.query_scales), given(layer.norm_q), given(layer.norm_k), *self.adapters(index, QKV),
         )  # fmt: skip
+        return arguments, {
+            "H": plan.heads, "K": plan.kv_heads, "E": plan.head_width, "HALF": half, "BLOCK": lanes(half),
+            "REST": rest, "BLOCK_REST": lanes(rest), "ROTATES": layer.cosines is not None,
+            "SCALED": plan.query_scales is not None, "NORM": plan.norms_span, "EPSILON": plan.epsilon,
+            "KV_BLOCK": keys.shape[2], "STRIDE_Q": q_part.stride, "STRIDE_K": k_part.stride,
+            **self.adapter_options(QKV, q_part.stride, k_part.stride, half, plan.head_width), **options(2),
+        }  # fmt: skip
 
     def _gate(self, index: int, both: Tensor, gated: Tensor) -> None:
         stride = self.tables.places.place(index, GATE_UP).parts[0].stride
         width = self.plan.inner
-        block = min(_COLUMNS, _lanes(width))
+        block = min(_COLUMNS, lanes(width))
         launch(
-            gate_and_up, (self._n_tiles, triton.cdiv(width, block)), both, gated, *self._adapters(index, GATE_UP),
+            gate_and_up, (self._n_tiles, triton.cdiv(width, block)), both, gated, *self.adapters(index, GATE_UP),
             WIDTH=width, TANH=self.plan.tanh, BLOCK=block, STRIDE=stride,
-            **self._adapter_options(GATE_UP, stride, width), **_options(4),
+            **self.adapter_options(GATE_UP, stride, width), **options(4),
         )  # fmt: skip
 
     @property
@@ -171,7 +232,7 @@ class DecoderForward:
             )
         return self._nothing
 
-    def _adapters(self, index: int, which: int) -> tuple[Any, ...]:
+    def adapters(self, index: int, which: int) -> tuple[Any, ...]:
         """Arguments of kernels that add adapters: tiles, entries and products with A."""
         tables = self.tables
         entries, inner, width = *self._unused, 0
@@ -180,7 +241,7 @@ class DecoderForward:
             entries, inner, width = group.entries_SC, group.inner, group.width
         return tables.tiles_N17, tables.n_tiles, entries, inner, tables.n_rows, width
 
-    def _adapter_options(self, which: int, *elements: int) -> dict[str, Any]:
+    def adapter_options(self, which: int, *elements: int) -> dict[str, Any]:
         """Constants of these kernels; loads of B are aligned if 16 bytes divide all these offsets in elements."""
         itemsize = self.x.element_size()
         return {
@@ -192,14 +253,15 @@ class DecoderForward:
     def _norm_options(self, factor: float) -> dict[str, Any]:
         width, epsilon = self.plan.width, self.plan.epsilon
         return {
-            "D": width, "BLOCK": _lanes(width), "EPSILON": epsilon, "FACTOR": factor, **_options(8 if width > 1024 else 4)
+            "D": width, "BLOCK": lanes(width), "EPSILON": epsilon, "FACTOR": factor, **options(8 if width > 1024 else 4)
         }  # fmt: skip
 
 
-def _lanes(n: int) -> int:
+def lanes(n: int) -> int:
     """A power of two that is at least n, and at least 16."""
     return max(16, int(triton.next_power_of_2(n)))
 
 
-def _options(warps: int) -> dict[str, Any]:
+def options(warps: int) -> dict[str, Any]:
+    """How a kernel is compiled whose program keeps nothing in flight; no product is fused with a sum."""
     return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}

@@ -22,6 +22,7 @@ from torch import Tensor
 from motet.model.arithmetic import ROWS
 from motet.model.lora import AdapterLayout, AdapterWeights, ExpertRun, FusedLinears, LoraMatrices
 from motet.model.lora_products import LoraProducts, RowProducts
+from motet.model.unit_sums import UnitSums
 
 AdapterRows = tuple[AdapterWeights | None, int, int]
 """Consecutive rows of one adapter: weights (None for the base), first row, number of rows."""
@@ -194,6 +195,8 @@ class TrainSegment:
     """Views that gradients are added to; None without a backward pass."""
     unscaled: bool = False
     """Whether to add the gradient of A without alpha / rank; `row_tiles` scales the sum of all tiles after rounding."""
+    sums: UnitSums | None = None
+    """Kernels on GPUs add to these instead, if they are given."""
 
     @property
     def scaling(self) -> float:

@@ -1,0 +1,73 @@
+"""Gradients of an adapter as sums of whole numbers, which have the same bits in every order.
+
+A unit is the part of a gradient that one sample gives, an fp32 sum in an order of its own. Units are added as multiples of
+2⁻⁴⁴ in 64 bits, so that neither the order of samples nor the cuts between passes change a bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALE = 2.0**44
+"""Whole numbers in 1. Of gradients of means the entries are far below 1; 2⁻⁴⁴ is 4e-7 of the last bit that fp32 has of 1."""
+_RANGE = 2.0**63
+_SUMS, _BOUNDS = "sums", "bounds"
+"""Names in files."""
+
+
+@dataclass
+class UnitSums:
+    """The sum of the units since the last step."""
+
+    flat: Tensor
+    """int64, in the adapter's layout."""
+    largest: Tensor
+    """int64 [1]: the largest number of any unit, rounded up; 2⁶² if one is as large or is NaN."""
+    n_units: int = 0
+
+    @classmethod
+    def empty(cls, size: int, device: torch.device) -> UnitSums:
+        """No units yet, of an adapter with `size` elements."""
+        zeros = torch.zeros(size, dtype=torch.int64, device=device)
+        return cls(zeros, torch.zeros(1, dtype=torch.int64, device=device))
+
+    def total(self) -> Tensor:
+        """The sum in fp32, rounded once. NaN if a unit was not finite, or if so many as large as the largest would not fit."""
+        fits = self.largest.double() * max(self.n_units, 2) < _RANGE
+        return torch.where(fits, self.flat.float().mul_(1 / SCALE), torch.nan)
+
+    def take_out(self) -> Tensor:
+        """The memory of `flat` as fp32 [2, size], to copy its bits elsewhere; `flat` is empty then."""
+        flat, self.flat = self.flat, self.flat.new_empty(0)
+        return flat.view(torch.float32).view(2, -1)
+
+    def put_back(self, moved: Tensor, device: torch.device) -> Tensor:
+        """Take `flat` from the last two rows of moved vectors; returns the other rows."""
+        self.flat = torch.empty(moved.shape[1], dtype=torch.int64, device=device)
+        self.flat.view(torch.float32).view(2, -1).copy_(moved[-2:])
+        return moved[:-2]
+
+    def saved(self) -> dict[str, Tensor]:
+        """Tensors for a file, from which `of_saved` has the same sum."""
+        return {_SUMS: self.flat.cpu(), _BOUNDS: torch.tensor([int(self.largest), self.n_units])}
+
+    @classmethod
+    def of_saved(cls, tensors: dict[str, Tensor], device: torch.device) -> UnitSums | None:
+        """Those of a file; None if it has none."""
+        if _SUMS not in tensors:
+            return None
+        largest, n_units = tensors[_BOUNDS].tolist()
+        return cls(tensors[_SUMS].to(device), torch.tensor([largest], device=device), n_units)
+
+
+def split_saved(tensors: dict[str, Tensor], size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors of a file: those of `saved` for an adapter with `size` elements, and the others."""
+    wanted = {_SUMS: size, _BOUNDS: 2}
+    own = {name: tensors[name] for name in wanted if name in tensors}
+    fits = own.keys() == wanted.keys() and all(
+        own[name].dtype == torch.int64 and own[name].shape == (n,) for name, n in wanted.items()
+    )
+    return (own, {name: tensors[name] for name in tensors if name not in wanted}) if fits else ({}, tensors)
