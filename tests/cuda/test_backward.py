@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.unit_sums import UnitSums
 from tests.support import cuda_bases as cuda
 from tests.support import tiny_models as tiny
-from tests.support.segments import gradient, make_segment, make_trainer
+from tests.support.segments import ADAMW, gradient, make_segment, make_trainer, masters
 from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
@@ -238,3 +239,23 @@ def test_a_trainer_has_the_gradients_of_torch() -> None:
     for name in "ac":
         theirs, ours = gradient(stock, name), gradient(own, name).cpu()
         assert float((theirs - ours).abs().max()) <= 1e-4 * float(theirs.abs().max())
+
+
+def test_cuts_parking_and_a_saved_gradient_change_no_bit_of_a_step(tmp_path: Path) -> None:
+    """One batch of all samples, or batches of single ones in another order; between these the adapter is parked and saved."""
+    base, segment = cuda.base("llama_long"), make_segment("c")
+    samples = [segment.samples[index] for index in (0, 1, 3)]
+    whole, cut, other = (make_trainer(base, "c") for _ in range(3))
+    whole.forward_backward(Batch((replace(segment, samples=tuple(samples)),)))
+    for trainer, index in ((cut, 2), (cut, 0), (other, 1)):
+        if trainer is other:
+            cut._arena("c").park(tmp_path)
+            cut._arena("c").bring_in()
+            cut.save_adapter("c", tmp_path, optimizer=True)
+            other.load_adapter("c", tmp_path, optimizer=True)
+        trainer.forward_backward(Batch((replace(segment, samples=(samples[index],)),)))
+    assert gradient(whole, "c").any()
+    assert torch.equal(gradient(whole, "c"), gradient(other, "c"))
+    norms = [trainer.optim_step("c", ADAMW).grad_norm for trainer in (whole, other)]
+    assert norms[0] == norms[1] > 0
+    assert torch.equal(masters(whole, "c"), masters(other, "c"))

@@ -61,6 +61,8 @@ _ATTENTION_ROWS = 5
 class NativeBase:
     """Implements `Kernels` for one base: packs its weights and calls the library."""
 
+    whole_sums = False
+
     def __init__(self, base: LoraModel, library: ctypes.CDLL, arithmetic: int) -> None:
         """`base` must be covered (see `motet.native.cover`)."""
         self.base, self._library, self._arithmetic = base, library, arithmetic

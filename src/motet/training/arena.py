@@ -19,6 +19,7 @@ from motet.core.errors import AdapterError
 from motet.model.distribution import MathKernels
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, new_vector
 from motet.model.peft_io import save_tensors
+from motet.model.unit_sums import UnitSums, split_saved
 
 OPTIMIZER = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,10 +49,12 @@ class AdapterArena:
         *,
         head: int = 0,
         own: MathKernels | None = None,
+        whole: bool = False,
     ) -> None:
         """Start from masters; the optimizer step uses `own`, or torch if None.
 
         `head` further elements, initially zero, follow the matrices: the value head's weights [D] and its bias.
+        Passes add gradients of the matrices to `sums` if `whole`.
         """
         flat = new_vector(len(masters) + head, masters.dtype, masters.device)
         flat[: len(masters)] = masters
@@ -63,6 +66,8 @@ class AdapterArena:
         self.dtype = dtype
         self.masters = torch.nn.Parameter(flat)
         self._gradient: Tensor | None = None
+        self._whole = whole
+        self._sums: UnitSums | None = None
         self.pending = False
         """Whether a gradient was added since the last step."""
         self._adamw = self._new_adamw()
@@ -79,24 +84,38 @@ class AdapterArena:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient since the last step, initially zero. Has memory only between its first use and the step."""
+        """The gradient since the last step, initially zero."""
+        if self._sums is None or self._gradient is not None:
+            return self._floats if self._sums is None else self._floats + self._sums.total()
+        return self._sums.total()
+
+    @property
+    def sums(self) -> UnitSums | None:
+        """Where passes add gradients of the matrices in whole numbers, if they do. Has memory as `_floats` has."""
+        if self._whole and self._sums is None:
+            self._sums = UnitSums.empty(len(self.masters), self.masters.device)
+        return self._sums
+
+    @property
+    def _floats(self) -> Tensor:
+        """What is added in fp32. Has memory only between its first use and the step."""
         if self._gradient is None:
-            size, dtype = len(self.masters), self.masters.dtype
-            self._gradient = new_vector(size, dtype, self.masters.device, zeros=False).zero_()
+            masters = self.masters
+            self._gradient = new_vector(len(masters), masters.dtype, masters.device, zeros=False).zero_()
         return self._gradient
 
     @property
-    def gradient_matrices(self) -> dict[str, LoraMatrices]:
-        """Views of the gradient."""
-        return self.layout.matrices(self.gradient)
+    def gradient_matrices(self) -> dict[str, LoraMatrices] | None:
+        """Views of the gradient; None if passes add to `sums`."""
+        return None if self._whole else self.layout.matrices(self._floats)
 
     def _clear(self) -> None:
-        self._gradient, self.masters.grad, self.pending = None, None, False
+        self._gradient, self._sums, self.masters.grad, self.pending = None, None, None, False
 
     @property
     def head(self) -> ValueHead | None:
         """The value head, to train it; None if the adapter has none."""
-        return None if self.values is None else ValueHead(self.values, self.gradient[self.layout.size :])
+        return None if self.values is None else ValueHead(self.values, self._floats[self.layout.size :])
 
     @property
     def values(self) -> Tensor | None:
@@ -116,7 +135,7 @@ class AdapterArena:
 
         That is the order of a backward pass. Motet's kernels round after scaling, before adding.
         """
-        for leader, own in self.gradient_matrices.items():
+        for leader, own in self.layout.matrices(self._floats).items():
             if self._own is None:
                 own.a.add_(parts[leader].a, alpha=self.scaling)
             else:
@@ -127,6 +146,7 @@ class AdapterArena:
 
     def step(self, adamw: AdamW) -> OptimStats:
         """Clip by norm and apply AdamW; a gradient that is not finite is only cleared."""
+        self._gradient, self._sums = self.gradient, None
         norm = float(torch.linalg.vector_norm(self.gradient)) if self._own is None else self._own.norm(self.gradient)
         skipped, factor = not (norm < float("inf")), 1.0
         if norm > adamw.clip_norm:
@@ -166,11 +186,13 @@ class AdapterArena:
         Raises:
             OSError: the disk has no room; nothing was moved.
         """
+        if self._outside is None:
+            self._outside = _outside(6 if self._whole else 4, len(self.masters), self.masters.device, directory)
         state = self._adamw.state.get(self.masters, {})
         moved = [self.masters.detach(), *(state[name] for name in MOMENTS if name in state)]
-        moved += [self.gradient] if self.pending else []
-        if self._outside is None:
-            self._outside = _outside(4, len(self.masters), self.masters.device, directory)
+        moved += [self._floats] if self.pending else []
+        if self._sums is not None:
+            moved += self._sums.take_out()
         self.parked = len(moved)
         for place, tensor in zip(self._outside, moved, strict=False):
             place.copy_(tensor)
@@ -184,6 +206,8 @@ class AdapterArena:
             return
         assert self._outside is not None
         device, moved = self.masters.device, self._outside[: self.parked]
+        if self._sums is not None:
+            moved = self._sums.put_back(moved, device)
         back = [new_vector(len(place), place.dtype, device).copy_(place) for place in moved]
         self.masters.data = back.pop(0)
         self._gradient = back.pop() if self.pending else None
@@ -197,7 +221,8 @@ class AdapterArena:
         moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in MOMENTS}
         tensors = {**moments, "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu()}
         if self.pending and gradient:
-            tensors["gradient"] = self.gradient.cpu()
+            tensors["gradient"] = self._floats.cpu()
+            tensors |= {} if self._sums is None else self._sums.saved()
         save_tensors(tensors, directory / OPTIMIZER, self._metadata())
 
     def save_head(self, directory: Path) -> None:
@@ -237,11 +262,12 @@ class AdapterArena:
                 layout = file.metadata()
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
+        sums, tensors = split_saved(tensors, len(self.masters)) if self._whole else ({}, tensors)
         wanted = {**dict.fromkeys({*MOMENTS, *tensors}, self.masters.shape), "step": torch.Size([1])}
         found = {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype == torch.float32}
         if set(tensors) - {"gradient"} != {*MOMENTS, "step"} or found != wanted or layout != self._metadata():
             raise AdapterError(f"{path} belongs to an adapter of another shape")
-        return tensors
+        return tensors | sums
 
     def set_optimizer(self, tensors: dict[str, Tensor]) -> None:
         """Replace the moments, and add a gradient that waited for its step."""
@@ -253,7 +279,8 @@ class AdapterArena:
                 **{name: tensors[name].to(device) for name in MOMENTS},
             }
         if "gradient" in tensors:
-            self.gradient.copy_(tensors["gradient"])
+            self._floats.copy_(tensors["gradient"])
+            self._sums = UnitSums.of_saved(tensors, device)
             self.pending = True
 
 

@@ -24,6 +24,7 @@ from motet.model.attention import Prefix
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.model.unit_sums import UnitSums
 from motet.protocols import Pieces, Result
 from motet.training.arena import ValueHead
 from motet.training.head import Targets, head_logprobs
@@ -35,12 +36,14 @@ class Learning:
     """The adapter of a segment, and the destination of its gradient."""
 
     weights: AdapterWeights
-    gradients: dict[str, LoraMatrices]
-    """Gradients are added to these."""
+    gradients: dict[str, LoraMatrices] | None
+    """Gradients are added to these; None with `sums`."""
     unscaled: bool = False
     """Whether the caller applies alpha / rank when it sums the parts (see `TrainSegment.unscaled`)."""
     head: ValueHead | None = None
     """Set if the segment trains values."""
+    sums: UnitSums | None = None
+    """Kernels that add whole numbers add to these."""
 
 
 class PackedPass:
@@ -69,7 +72,7 @@ class PackedPass:
         """Add the gradient of each segment to its adapter's; sums and logprobs of each."""
         base, spans = self._base, self._plan.spans
         segments = [
-            TrainSegment(start, stop, one.weights, one.gradients, one.unscaled)
+            TrainSegment(start, stop, one.weights, one.gradients, one.unscaled, one.sums)
             for (start, stop), one in zip(spans, adapters, strict=True)
         ]
         heads = [None if one.head is None else one.head.flat.clone().requires_grad_() for one in adapters]

@@ -86,7 +86,9 @@ class TorchTrainer:
         own = self.base.math
         masters = initial_weights(layout, seed, in_two_steps=own is not None).to(self.base.device)
         width = self.base.info.hidden_size + 1 if head else 0
-        self._residence.add(name, AdapterArena(layout, shape, masters, self.base.dtype, head=width, own=own))
+        whole = self.base.kernels is not None and self.base.kernels.whole_sums
+        arena = AdapterArena(layout, shape, masters, self.base.dtype, head=width, own=own, whole=whole)
+        self._residence.add(name, arena)
 
     def remove_adapter(self, name: str) -> None:
         """Release the slot."""
@@ -106,7 +108,7 @@ class TorchTrainer:
         packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self.inputs)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
             trained = yield from packed.train(
-                [Learning(arena.weights, arena.gradient_matrices, head=arena.head) for arena in arenas]
+                [Learning(arena.weights, arena.gradient_matrices, head=arena.head, sums=arena.sums) for arena in arenas]
             )
             for arena in arenas:
                 arena.pending = True
