@@ -51,6 +51,8 @@ class AttentionBack:
     """What all layers of a backward pass share."""
 
     attention: CudaPass
+    queries_I8: Tensor
+    """int32 items of `motet.cuda.attention`."""
     items_I5: Tensor
     """int32: block, first position, number of keys, first user, end of the users."""
     users_U3: Tensor
@@ -58,14 +60,15 @@ class AttentionBack:
     copies: Copies | None
 
     @classmethod
-    def of(cls, attention: CudaPass, width: int) -> AttentionBack:
-        """Those of a pass without a cache, whose heads have this width."""
+    def of(cls, attention: CudaPass, width: int, fold: int) -> AttentionBack:
+        """Those of a pass without a cache, whose heads have this width; `fold` query heads share a KV head."""
         lengths, prefixes = attention.sequences
         size, device = attention.backend.block_size, attention.positions_T.device
         blocks = packed_blocks(lengths, prefixes or [None] * len(lengths), size)
         items, users = _keys(blocks, attention.spans.tolist(), size, _keys_of(attention, width))
         items_I5, users_U3 = (torch.tensor(each, dtype=torch.int32).to(device) for each in (items, users))
-        return cls(attention, items_I5, users_U3, Copies.of(blocks, device))
+        queries_I8 = tiles(attention.spans, _rows(width, fold) // fold, device).items_I8
+        return cls(attention, queries_I8, items_I5, users_U3, Copies.of(blocks, device))
 
     def gradients(
         self, call: LayerCall, query_THE: Tensor, keys: Tensor, values: Tensor, out_THE: Tensor, slope_THE: Tensor
@@ -84,10 +87,9 @@ class AttentionBack:
         key_slope, value_slope = (torch.empty_like(pool, dtype=torch.float32) for pool in (keys, values))
         logs, dots = query_slope.new_empty(2, n_rows, n_heads, dtype=torch.float32)
         window = NO_WINDOW if call.window is None else min(call.window, NO_WINDOW)
-        items = tiles(attention.spans, shape["ROWS"] // fold, query_THE.device).items_I8
         launch(
-            kernels.attend_back_queries, (len(items), kv_heads),
-            query_THE, keys, values, out_THE, slope_THE, query_slope, logs, dots, items, attention.tables_SL,
+            kernels.attend_back_queries, (len(self.queries_I8), kv_heads),
+            query_THE, keys, values, out_THE, slope_THE, query_slope, logs, dots, self.queries_I8, attention.tables_SL,
             call.scaling, window, attention.tables_SL.shape[1], **shape,
         )  # fmt: skip
         launch(

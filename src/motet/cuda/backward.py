@@ -63,7 +63,11 @@ class DecoderBackward:
         """The backward pass of a pass with these tables."""
         again = DecoderForward(plan, products, attention, replace(tables, apart=True, inner={}), [])
         return cls(
-            plan, products, AttentionBack.of(attention, plan.head_width), UnitTables.of(routing, attention), again
+            plan,
+            products,
+            AttentionBack.of(attention, plan.head_width, plan.heads // plan.kv_heads),
+            UnitTables.of(routing, attention),
+            again,
         )
 
     @torch.no_grad()
