@@ -44,8 +44,7 @@ class Kernels(Protocol):
     """Motet's own kernels, which compute a base's passes instead of torch modules, for sampling and training."""
 
     attention: AttentionBackend
-    whole_sums: bool
-    """Whether gradients of adapters may be added as whole numbers (`UnitSums`)."""
+    whole_sums: bool  # whether gradients of adapters may be added as whole numbers (`UnitSums`)
 
     @property
     def math(self) -> MathKernels | None:
