@@ -92,9 +92,7 @@ def test_kernels_that_fail_in_any_way_leave_the_base_and_their_memory_to_torch()
 
     def look_for_kernels(*_given: object) -> None:
         if not isinstance(base.attention, CudaAttention):
-            alive.append(
-                any(isinstance(each, CudaBase) and vars(each).get("base") is base for each in gc.get_objects())
-            )
+            alive.append(any(type(each) is CudaBase and vars(each).get("base") is base for each in gc.get_objects()))
 
     base.decoder.register_forward_pre_hook(look_for_kernels)
     hand_over(base, EngineConfig(), OWN)
