@@ -11,6 +11,7 @@ from motet.core.types import Group, Message, Problem, Rollout
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.conversation import examples_of
 from motet.tasks.rows import continuations_of
+from motet.tasks.template_errors import let_go
 from motet.tasks.template_variables import tools_shown
 
 _ROWS = 20
@@ -90,6 +91,7 @@ def _parted(
     try:
         wanted = chat.tokenizer.apply_chat_template(turns, add_generation_prompt=asks, return_dict=False, **given)
     except Exception as error:  # templates are programs
+        let_go(error)
         raise BaseModelError(f"{where}: the base's chat template refuses it: {error}") from error
     pairs = enumerate(zip_longest(ids, wanted))
     at = next((at for at, (here, there) in pairs if here != there), None)

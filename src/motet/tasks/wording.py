@@ -13,6 +13,7 @@ from motet.core.types import Message, ToolCall
 from motet.tasks.forms.json_in_tags import written
 from motet.tasks.forms.table import CALL_STYLES
 from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS, Given, GiveThought
+from motet.tasks.template_errors import let_go
 
 Write = Callable[[Sequence[Given]], str]
 """Renders messages; raises BaseModelError where the template refuses them."""
@@ -127,6 +128,7 @@ def apply(tokenizer: Any, turns: Sequence[Given], generation_prompt: bool, kwarg
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt, **kwargs)
     except Exception as error:  # templates are programs: jinja2's errors and plain Python's alike
+        let_go(error)
         roles = ", ".join(turn["role"] for turn in turns)
         raise BaseModelError(
             f"the base's chat template refuses a conversation of {roles}: {error}. Check data.system and "

@@ -23,6 +23,7 @@ from motet.tasks.forms.mistral import Mistral
 from motet.tasks.forms.reading import CallStyle, TurnForm
 from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS
 from motet.tasks.forms.xml_in_tags import XmlInTags
+from motet.tasks.template_errors import let_go
 
 CALL_STYLES: Mapping[str, CallStyle] = {
     "hermes": JsonInTags(),
@@ -182,7 +183,8 @@ class _Template:
         given = {"tokenize": False, "add_generation_prompt": False, **self._kwargs, **kwargs}
         try:
             return str(self._tokenizer.apply_chat_template(list(messages), **given))
-        except Exception:  # templates are programs, and refuse in many ways
+        except Exception as error:  # templates are programs, and refuse in many ways
+            let_go(error)
             return ""
 
 
