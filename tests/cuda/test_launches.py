@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tests.support.triton_on_cpu  # noqa: F401
 from motet.cuda import launches
+from motet.cuda.kernels.compiling import kernel
 
 
 class Kernel:
@@ -46,3 +48,12 @@ def test_a_kernel_is_launched_on_the_card_of_its_first_argument_or_not_at_all() 
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
         launches.launch(kernel, (1,), far)
     assert not kernel.grids
+
+
+def test_an_aligned_name_that_is_no_argument_is_refused() -> None:
+    def copies(x: Any, y: Any, WIDTH: Any) -> None: ...
+
+    kernel("x", "y")(copies)
+    for unknown in ("z", "WIDTH"):
+        with pytest.raises(TypeError, match=f"copies has no argument {unknown}"):
+            kernel("x", unknown)(copies)

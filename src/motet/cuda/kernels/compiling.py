@@ -13,11 +13,16 @@ def kernel(*aligned: str) -> Callable[[Callable[..., Any]], Any]:
     """A kernel. `aligned` are the arguments whose addresses 16 divides; nothing is known of the others.
 
     Arguments with a capital are constants.
+
+    Raises:
+        TypeError: the kernel has no argument of a name in `aligned`.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
-        names = [name for name in inspect.signature(function).parameters if name[0].islower() and name not in aligned]
-        return triton.jit(function, do_not_specialize=names)
+        arguments = [name for name in inspect.signature(function).parameters if name[0].islower()]
+        if unknown := [name for name in aligned if name not in arguments]:
+            raise TypeError(f"{function.__name__} has no argument {' and '.join(unknown)}")
+        return triton.jit(function, do_not_specialize=[name for name in arguments if name not in aligned])
 
     return compiled
 

@@ -37,7 +37,7 @@ def norm_after_add(
     tl.store(y + row + columns, _normed(v, weight, columns, live, D, EPSILON).to(y.dtype.element_ty), mask=live)
 
 
-@kernel("x", "delta", "x_out", "weight", "y")
+@kernel("x", "delta", "x_out", "weight")
 def norm_before_add(
     x, delta, x_out, weight, D: tl.constexpr, BLOCK: tl.constexpr, EPSILON: tl.constexpr, FACTOR: tl.constexpr
 ):
