@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from motet.hosting.running import run_config
 from motet.native import library
 from motet.native.building import file_name
 from motet.native.choice import FASTER, Choice, kernels_of, of_jobs, of_machine, of_tenants
-from motet.native.cover import chosen, hand_over
+from motet.native.cover import chosen, hand_over, refusal_of_gate
+from motet.native.plan import GATE_NUMBERS
 from motet.process.channel import decode, encode
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
@@ -118,6 +120,16 @@ def test_a_base_that_is_not_covered_stays_with_torch() -> None:
         hand_over(base, EngineConfig(), of_machine())
         assert base.kernels is None
         assert [note for note in base.info.notes if why in note]
+
+
+def test_a_gate_has_the_number_that_cpp_gives_it_and_others_are_refused() -> None:
+    """C++ would compute GELU for every gate that is not SiLU."""
+    source = (Path(library.__file__).parent / "csrc" / "kernels.hpp").read_text()
+    (enumerated,) = re.findall(r"enum class Gate : int32_t \{(.*)\}", source)
+    numbers = {name: int(number) for name, number in re.findall(r"(\w+) = (\d+)", enumerated)}
+    assert {name.replace("_pytorch", ""): number for name, number in GATE_NUMBERS.items()} == numbers
+    assert not any(map(refusal_of_gate, GATE_NUMBERS))
+    assert "no gate relu" in refusal_of_gate("relu")
 
 
 def test_a_base_whose_logits_differ_stays_with_torch_and_is_exact() -> None:

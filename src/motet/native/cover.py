@@ -11,7 +11,7 @@ from motet.config.engine import EngineConfig, NamedKernels
 from motet.core.errors import BaseModelError
 from motet.cuda import cover
 from motet.model.accelerator import free_memory, give_back, place_of
-from motet.model.covered_decoder import angle_bytes, refusal_of
+from motet.model.covered_decoder import angle_bytes, gate_of, refusal_of
 from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
 from motet.model.own_kernels import INSTEAD, compute_by
@@ -22,6 +22,7 @@ from motet.native import library
 from motet.native.base import NativeBase
 from motet.native.choice import Choice, for_device
 from motet.native.library import ARITHMETICS
+from motet.native.plan import GATE_NUMBERS
 
 _TORCH = "torch's kernels compute this base"
 _ARITHMETICS = {"native": "exact", "native-dpbf16": "exact-dpbf16"}
@@ -31,7 +32,12 @@ def refusal(base: LoraModel) -> str:
     """Why Motet's kernels for CPUs cannot compute a base; empty if they can."""
     if base.device.type != "cpu":
         return f"own kernels run on CPUs, and engine.device is {base.device.type}"
-    return refusal_of_all(base)
+    return refusal_of_all(base) or refusal_of_gate(gate_of(base.model.config.get_text_config()))
+
+
+def refusal_of_gate(gate: str) -> str:
+    """Why the kernels for CPUs cannot compute a gate, by its name in transformers; empty if they can."""
+    return "" if gate in GATE_NUMBERS else f"own kernels for CPUs have no gate {gate}"
 
 
 def check_covered(name: str, config: EngineConfig, model: Any) -> None:

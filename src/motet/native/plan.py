@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.model.covered_decoder import GATES
 from motet.model.lora import AdapterLayout, AdapterWeights
 from motet.process.allocator import HUGE, huge_memory, memory_again
 
 ALIGNMENT = 64
 """Alignment of packed matrices, in bytes."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-GATE_NUMBERS = {name: number for number, name in enumerate(GATES)}
-"""Values of `Gate` in csrc/kernels.hpp."""
+GATE_NUMBERS = {"silu": 0, "gelu_pytorch_tanh": 1}
+"""Values of `Gate` in csrc/kernels.hpp, by the names of transformers."""
 LINEARS = 4
 """Fused products of a layer: queries, keys and values; attention output; gate and up; down."""
 
