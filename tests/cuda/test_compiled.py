@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from bench.speed import envs
 
+import motet.cuda.kernels
 import tests.support.triton_on_cpu  # noqa: F401
 from motet.cuda.ways import OwnTile
 from tests.support.compiling import SHARED, SMALL, compiled
@@ -42,6 +44,15 @@ NARROW = {
     "write_changes",
 }
 """Kernels that read single numbers, or a few rows, from memory."""
+
+
+KERNEL = re.compile(r"^@(?:kernel\(.*\)|_kernel|triton\.jit\(.+\))\ndef (\w+)", re.MULTILINE)
+
+
+def kernels() -> set[str]:
+    """The names of all kernels of the room."""
+    sources = Path(motet.cuda.kernels.__path__[0]).glob("*.py")
+    return {name for source in sources for name in KERNEL.findall(source.read_text())}
 
 
 def made_by(cache: Path, *words: str, packages: Path | None = None) -> list[dict[str, Any]]:
@@ -99,19 +110,25 @@ def different(made: list[dict[str, Any]]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """For Hopper products, and the norm in decoding and in passes; for a card with 99 KiB the tiles it begins with."""
-    words = ["--targets", "sm_90", "--rooms"]
-    parts = [*words, "products"], [*words, *PASSES, "--kernels", "norm_after_add"]
-    tiles = ["--targets", "sm_89", "--rooms", "tiles"]
-    return compiled(tmp_path_factory.mktemp("triton"), *(("launched_room", part) for part in (*parts, tiles)))
+    """For Hopper products, and each kernel once; for a card with 99 KiB the tiles it begins with."""
+    hopper = ["--targets", "sm_90"]
+    small = ["--targets", "sm_89"]
+    parts = [*hopper, "--rooms", "products"], [*hopper, "--once", "--ptx"], [*small, "--rooms", "tiles", "--ptx"]
+    return compiled(tmp_path_factory.mktemp("triton"), *(("launched_room", part) for part in parts))
 
 
-def test_kernels_compile_for_a_hopper_card_as_launches_make_them(three: list[list[dict[str, Any]]]) -> None:
-    """One product for any number of rows and any adapters."""
-    products, norms, _ = three
+def test_products_are_one_kernel_for_any_number_of_rows_and_any_adapters(three: list[list[dict[str, Any]]]) -> None:
+    products = three[0]
     assert len(products) == 1
-    assert len(norms) == 2 * len(PASSES)
-    assert not wrong(products + norms)
+    assert not wrong(products)
+
+
+def test_every_kernel_is_launched_and_compiles_for_a_hopper_card(three: list[list[dict[str, Any]]]) -> None:
+    """Once; the long test compiles it for each value of its constants, for all cards, and counts spills."""
+    made = three[1]
+    assert [one["kernel"] for one in made] == list(dict.fromkeys(one["kernel"] for one in made))
+    assert {one["kernel"] for one in made} == kernels()
+    assert not wrong(made)
 
 
 def test_the_tiles_that_a_card_with_99_kib_begins_with_run_beside_adapters(three: list[list[dict[str, Any]]]) -> None:

@@ -44,6 +44,8 @@ TARGETS = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MODELS = ("plain", "capped", "delta", "gated")
 """Attention; attention with a window, a soft cap and sinks; recurrences with the delta rule and without it."""
+ATOMIC = r"\b(?:RED|REDG|ATOM|ATOMG)\b|\b(?:global|flat|buffer)_atomic_|\b(?:atom|red)\.[\w.:]*global\b"
+"""Instructions on global memory of NVIDIA's and AMD's machine code, and of PTX."""
 CPU = torch.device("cpu")
 Launch = Callable[[], object]
 
@@ -124,8 +126,8 @@ def requests(target: GPUTarget, launches: Sequence[Callable[[], object]]) -> lis
     return list(found.values())
 
 
-def made_of(request: Request, target: str) -> Made:
-    """Compile it.
+def made_of(request: Request, target: str, *, disassembled: bool = True) -> Made:
+    """Compile it; without disassembling it (half the time) spills are not counted, and atomics are those of the PTX.
 
     Raises:
         Exception: what Triton or ptxas says.
@@ -133,15 +135,15 @@ def made_of(request: Request, target: str) -> Made:
     source = ASTSource(request.kernel, request.signature, request.constants, request.attributes)
     made = compile(source, target=TARGETS[target], options=request.options)
     cuda = "cubin" in made.asm
-    text = made.asm["sass" if cuda else "amdgcn"]
     ptx = made.asm["ptx"] if cuda else ""
+    text = made.asm["sass" if cuda else "amdgcn"] if disassembled else ptx
     return Made(
         kernel=request.kernel.__name__,
         code=hashlib.sha256(made.asm["cubin" if cuda else "hsaco"]).hexdigest(),
         spills=len(re.findall(r"\b(?:STL|LDL)\b|\bscratch_(?:load|store)_", text)),
         shared=made.metadata.shared,
         products=sorted(set(re.findall(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)", text))),
-        atomics=len(re.findall(r"\b(?:RED|REDG|ATOM|ATOMG)\b|\b(?:global|flat|buffer)_atomic_", text)),
+        atomics=len(re.findall(ATOMIC, text)),
         atomic_floats=len(re.findall(r"\b(?:atom|red)\.[\w.:]*\.(?:f16|f16x2|bf16|bf16x2|f32|f64)\b", ptx)),
         fused="fma.rn.f32" in ptx if cuda else bool(request.options["enable_fp_fusion"]),
         wide=len(
@@ -208,12 +210,26 @@ def _recurred(lengths: list[int], width: int, *, delta: bool, gradients: bool) -
 
 
 def print_made(
-    target: str, dtype: str, width: int, model: str, launches: Sequence[Launch], kernels: Sequence[str] = ()
+    target: str,
+    dtype: str,
+    width: int,
+    model: str,
+    launches: Sequence[Launch],
+    kernels: Sequence[str] = (),
+    made_before: set[str] | None = None,
+    *,
+    disassembled: bool = True,
 ) -> None:
-    """One line for each thing that these launches compile; with `kernels` of these alone."""
+    """One line for each thing that these launches compile.
+
+    With `kernels` of these alone; with `made_before` of kernels that it lacks, whose names are added to it.
+    """
     for request in requests(TARGETS[target], launches):
-        if not kernels or request.kernel.__name__ in kernels:
-            made = made_of(request, target)
+        name = request.kernel.__name__
+        if (not kernels or name in kernels) and (made_before is None or name not in made_before):
+            if made_before is not None:
+                made_before.add(name)
+            made = made_of(request, target, disassembled=disassembled)
             print(
                 json.dumps(asdict(made) | {"target": target, "dtype": dtype, "width": width, "model": model}),
                 flush=True,

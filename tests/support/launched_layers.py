@@ -82,8 +82,9 @@ def plan(
     )  # fmt: skip
     embedding = torch.zeros(64, width, dtype=BF16)
     return DecoderPlan(
-        (layer, layer), embedding, ProductWeight(embedding), factors, width, heads, kv_heads, head_width, inner,
-        rotated, norms, tanh, 1e-6, 1.0, 1.0, None,
+        layers=(layer, layer), embedding=embedding, head=ProductWeight(embedding), norm_out=factors, width=width,
+        heads=heads, kv_heads=kv_heads, head_width=head_width, inner=inner, rotated=rotated, norms_span=norms, tanh=tanh,
+        epsilon=1e-6, embedding_scale=1.0, residual=1.0, query_scales=None,
     )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def draw_launches(target: str, *, everything: bool) -> Iterator[Launch]:
 
 
 def decoder(heads: int = 32, kv_heads: int = 8, head_width: int = 128) -> tuple[DecoderPlan, Places]:
-    """Two layers of 4,096 with norms of queries and keys."""
+    """Two layers of 4,096 with norms of queries and keys; the second has four norms."""
     width, inner = 4096, 14336
     shapes = (
         ((heads + 2 * kv_heads) * head_width, width),
@@ -131,20 +131,22 @@ def decoder(heads: int = 32, kv_heads: int = 8, head_width: int = 128) -> tuple[
         LayerPlan(
             tuple(weights),
             LayerCall(index, head_width**-0.5, None, None),
-            norm,
-            None,
-            norm,
-            None,
-            norm_of_head,
-            norm_of_head,
-            angles,
-            angles,
+            norm_in=norm,
+            norm_attended=norm if index else None,
+            norm_mlp=norm,
+            norm_done=norm if index else None,
+            norm_q=norm_of_head,
+            norm_k=norm_of_head,
+            cosines=angles,
+            sines=angles,
         )
         for index in range(2)
     ]
     plan = DecoderPlan(
-        tuple(layers), torch.empty(512, width, dtype=BF16), ProductWeight(torch.empty(512, width, dtype=BF16)), norm, width,
-        heads, kv_heads, head_width, inner, head_width, rotary.EACH_HEAD.value, False, 1e-6, 1.0, 1.0, None,
+        layers=tuple(layers), embedding=torch.empty(512, width, dtype=BF16),
+        head=ProductWeight(torch.empty(512, width, dtype=BF16)), norm_out=norm, width=width, heads=heads,
+        kv_heads=kv_heads, head_width=head_width, inner=inner, rotated=head_width, norms_span=rotary.EACH_HEAD.value,
+        tanh=False, epsilon=1e-6, embedding_scale=1.0, residual=1.0, query_scales=None,
     )  # fmt: skip
     fused: Any = [
         (SimpleNamespace(leader=f"{layer} {which}", frozen=SimpleNamespace(shape=shape), sizes=columns), columns)
@@ -219,12 +221,17 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", default=["sm_80", "sm_90", "sm_100"], choices=list(TARGETS))
     parser.add_argument("--rooms", nargs="+", default=list(LAUNCHES), choices=[*LAUNCHES, *TILES_OF_A_CARD])
     parser.add_argument("--kernels", nargs="+", default=[], help="of all rooms, only these")
+    parser.add_argument("--once", action="store_true", help="of each kernel only the first launch")
+    parser.add_argument("--ptx", action="store_true", help="disassemble nothing, which takes half the time")
     parser.add_argument("--all", action="store_true")
     chosen = parser.parse_args(words)
     for target in chosen.targets:
+        made: set[str] | None = set() if chosen.once else None
         for room in chosen.rooms:
             launches = list({**LAUNCHES, **TILES_OF_A_CARD}[room](target, everything=chosen.all))
-            launched_kernels.print_made(target, "bf16", 0, room, launches, chosen.kernels)
+            launched_kernels.print_made(
+                target, "bf16", 0, room, launches, chosen.kernels, made, disassembled=not chosen.ptx
+            )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class LayerPlan:
     sines: Tensor | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DecoderPlan:
     """A base: its shapes, constants and layers."""
 
