@@ -49,6 +49,7 @@ $(VENV)/.installed-reasoning: $(INSTALLED_FROM) | $(BIN)/python
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
+	@echo "installing Motet, PyTorch and the tools to develop it into $(VENV): some minutes without a line"
 	$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
 	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet $(TRITON)
