@@ -41,17 +41,17 @@ class Admission:
         self._blocks.give_back(prompt)
         prompt.logits = None
 
-    def admit(self) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
+    def admit(self, *, in_flight: bool) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
         """Resume preempted sequences, then admit prompts while there is room; sample their first tokens.
 
-        Steps in flight land before: prefills would wait for them and be charged with their time, and rows that end
-        leave blocks.
+        With steps `in_flight`, these land before: prefills would wait for them and be charged with their time, and rows
+        that end leave blocks.
 
         Returns:
             The sequences, and the number of tokens read for each prompt.
         """
         self._rows.share_out()
-        if self._may_start() and self._rows.land():
+        if in_flight and self._may_start() and self._rows.land():
             self._rows.share_out()
         inputs: list[NewTokens] = []
         read: list[tuple[Prompt, int]] = []

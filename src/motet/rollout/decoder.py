@@ -165,7 +165,7 @@ class Decoder:
         self._begin_masks()
         before = self.prefilled_tokens
         self._turns.begin()
-        fresh, read = self._admission.admit()
+        fresh, read = self._admission.admit(in_flight=self._steps.in_flight)
         self._settle(fresh)
         self.spent += self._turns.read(read, self.prefilled_tokens - before)
         running: list[SampledSequence] = []
