@@ -242,12 +242,11 @@ class AdapterTables:
 
     def _room(self, shape: tuple[int, ...], which: int) -> Tensor:
         """Memory that all products of a pass share, unless `apart`: each is read before the next is written."""
-        sizes = [
-            pieces_of(self.places.place(0, which).n_inputs) * self.n_rows * self.widths[which]
-            for which in range(len(PARTS))
-        ]
-        key, most = (which, sizes[which]) if self.apart else (0, max(sizes))
+        key, sharing = (which, [which]) if self.apart else (0, range(len(PARTS)))
         if key not in self.inner:
+            most = max(
+                pieces_of(self.places.place(0, each).n_inputs) * self.n_rows * self.widths[each] for each in sharing
+            )
             self.inner[key] = torch.empty(most, dtype=torch.float32, device=self.tiles_N17.device)
         size = shape[0] * shape[1] * shape[2]
         return self.inner[key][:size].view(shape)
