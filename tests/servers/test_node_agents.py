@@ -231,7 +231,7 @@ def test_an_agent_writes_what_was_sent_and_nothing_else(dialect: Any, tmp_path: 
             assert client.delete("/versions/a-v0").status_code == 200
             assert not server.entries
             assert client.get("/versions").json() == {"versions": []}
-    assert not node.exists(), "an agent that stops leaves no retired version"
+    assert list(node.iterdir()) == [], "an agent that stops leaves its directory, and no retired version"
 
 
 def test_an_agent_that_starts_again_keeps_what_its_server_may_read(tmp_path: Path) -> None:

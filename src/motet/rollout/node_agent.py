@@ -135,7 +135,7 @@ class NodeAgent:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._files = VersionFiles(self._directory, clear=False)
+        self._files = VersionFiles(self._directory, shared=True)
         self._earlier = {path.name for path in self._directory.iterdir()}
         """What an earlier start has left, until the server has said what it serves."""
         await self._tidy()

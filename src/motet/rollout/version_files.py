@@ -22,14 +22,15 @@ _GRACE = 2
 class VersionFiles:
     """The versions of one run, in a directory that servers see under the same path."""
 
-    def __init__(self, directory: Path, *, clear: bool = True) -> None:
-        """`clear`: delete what a killed attempt has left in the directory."""
+    def __init__(self, directory: Path, *, shared: bool = False) -> None:
+        """What a killed attempt has left in the directory is deleted, unless others have files there too (`shared`)."""
         self.directory = directory
+        self._shared = shared
         self._retired: deque[Path] = deque()
         self._owned: list[Path] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in directory.iterdir() if clear else ():
+            for path in () if shared else directory.iterdir():
                 shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             raise EngineError(f"{directory} (rollout.directory) cannot be created: {error.strerror}") from error
@@ -74,10 +75,11 @@ class VersionFiles:
         self._owned.append(path)
 
     def close(self) -> None:
-        """Delete retired directories, and the main directory if it is then empty."""
+        """Delete retired directories, and then the main directory if it is empty and not shared."""
         for path in (*self._retired, *self._owned):
             shutil.rmtree(path, ignore_errors=True)
         self._retired.clear()
         self._owned.clear()
-        with contextlib.suppress(OSError):
-            self.directory.rmdir()
+        if not self._shared:
+            with contextlib.suppress(OSError):
+                self.directory.rmdir()
