@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from motet.core.types import IntArray, TurnParts
 from motet.model.load import load_tokenizer
 from motet.tasks.chat import Chat
+from motet.tasks.forms.sections import DEEPSEEK, KIMI
 
 _CHAT_ML = """
 {%- set ns = namespace(last=messages|length - 1) %}
@@ -33,7 +35,6 @@ _CHAT_ML = """
     {{- content }}
     {%- for call in m.tool_calls or [] %}
       {%- set call = call.function or call %}
-      {%- if content or not loop.first %}{{- '\\n' }}{% endif %}
       CALL
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
@@ -45,13 +46,19 @@ _CHAT_ML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}BEGINS{% endif %}"""
 
-_JSON_CALL = """{{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
+_NEW_LINE = "{% if content or not loop.first %}{{- '\\n' }}{% endif %}"
+_JSON_CALL = """NEW_LINE{{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
       {{- call.arguments if call.arguments is string else (call.arguments | tojson) }}{{- '}\\n</tool_call>' }}"""
-_XML_CALL = """{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
+_XML_CALL = """NEW_LINE{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
       {%- for key, value in call.arguments.items() %}
         {{- '<parameter=' + key + '>\\n' }}
         {{- value if value is string else (value | tojson) }}{{- '\\n</parameter>\\n' }}
       {%- endfor %}{{- '</function>\\n</tool_call>' }}"""
+_PYTHON_CALL = """{{- ('<|tool_call_start|>[' if loop.first else ', ') + call.name + '(' }}
+      {%- for key, value in call.arguments.items() %}
+        {{- (', ' if not loop.first else '') + key + '=' }}
+        {{- "'" + value + "'" if value is string else (value | tojson) if value is mapping else (value | string) }}
+      {%- endfor %}{{- ')' + (']<|tool_call_end|>' if loop.last else '') }}"""
 _DROPPED_THOUGHT = """{%- set thought = m.reasoning_content or '' %}
     {%- if not thought and '</think>' in content %}
       {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
@@ -69,7 +76,7 @@ _OPENED = (
 def _chat_ml(call: str, thinks: str = "", begins: str = "") -> str:
     introduction = "Call tools so: " + ("<function=f>" if "<function=" in call else "<tool_call>{}</tool_call>")
     told = _CHAT_ML.replace("INTRODUCTION", introduction)
-    return told.replace("THINKS", thinks).replace("CALL", call).replace("BEGINS", begins)
+    return told.replace("THINKS", thinks).replace("CALL", call.replace("NEW_LINE", _NEW_LINE)).replace("BEGINS", begins)
 
 
 _GLM = """{{- '[gMASK]<sop>' }}
@@ -173,6 +180,50 @@ _HARMONY = """{{- '<|start|>system<|message|>You are a model.\\n\\nReasoning: me
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
 
 
+_DEEPSEEK = """{{- '<｜begin▁of▁sentence｜>' }}
+{%- set ns = namespace(asked=false) %}
+{%- for m in messages %}{% if m.role == 'system' %}{{- m.content }}{% endif %}{% endfor %}
+{%- if tools %}{{- '\\n\\n## Tools' }}{% for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}{% endif %}
+{%- for m in messages %}
+  {%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}{% set ns.asked = true %}
+  {%- elif m.role == 'tool' %}{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
+  {%- elif m.role == 'assistant' %}
+    {%- if ns.asked %}{{- '<｜Assistant｜></think>' }}{% endif %}
+    {%- set ns.asked = false %}
+    {{- m.content or '' }}
+    {%- if m.tool_calls %}
+      {{- '<｜tool▁calls▁begin｜>' }}
+      {%- for call in m.tool_calls %}
+        {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}
+        {{- '<｜tool▁call▁end｜>' }}
+      {%- endfor %}{{- '<｜tool▁calls▁end｜>' }}
+    {%- endif %}
+    {{- '<｜end▁of▁sentence｜>' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and ns.asked %}
+  {{- '<｜Assistant｜>' + ('<think>' if enable_thinking else '</think>') }}
+{%- endif %}"""
+_KIMI = """{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}{% endif %}
+{%- for m in messages %}
+  {%- if m.role == 'assistant' %}
+    {{- '<|im_assistant|>assistant<|im_middle|><think>' + (m.reasoning_content or '') + '</think>' + (m.content or '') }}
+    {%- if m.tool_calls %}
+      {{- '<|tool_calls_section_begin|>' }}
+      {%- for call in m.tool_calls %}
+        {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+        {{- call.function.arguments if call.function.arguments is string else (call.function.arguments | tojson) }}
+        {{- '<|tool_call_end|>' }}
+      {%- endfor %}{{- '<|tool_calls_section_end|>' }}
+    {%- endif %}
+  {%- elif m.role == 'tool' %}
+    {{- '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id + '\\n' + m.content }}
+  {%- else %}{{- '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' + m.content }}{% endif %}
+  {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"""
+
+
 @dataclass(frozen=True)
 class Speaker:
     """A kind of base."""
@@ -188,6 +239,13 @@ class Speaker:
     thought: tuple[str, str] | None = None
     opened: str = ""
     """What its prompt writes of a turn."""
+    drops_thoughts: bool = False
+    """Whether its template writes no thought."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether its template writes thoughts."""
+        return not self.drops_thoughts and (self.thought is not None or self.form == "harmony")
 
     def tokenizer(self, *, spelled: bool = False) -> Any:
         """Its tokenizer; `spelled`: without the tokens that texts show, which several tokens then spell."""
@@ -213,6 +271,11 @@ _MISTRAL_SPECIAL = (
 _HARMONY_SPECIAL = (
     "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
 )  # fmt: skip
+_DEEPSEEK_SPECIAL = (
+    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
+)  # fmt: skip
+_KIMI_SPECIAL = ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 
 SPEAKERS = {
     "qwen25": Speaker(_chat_ml(_JSON_CALL), "hermes", _TOOL_CALL),
@@ -234,14 +297,28 @@ SPEAKERS = {
         (*_MISTRAL_SPECIAL, "[ARGS]", "[THINK]", "[/THINK]"), end="</s>", thought=("[THINK]", "[/THINK]"),
     ),
     "gpt_oss": Speaker(_HARMONY, "harmony", (), _HARMONY_SPECIAL, end="<|return|>"),
+    "deepseek": Speaker(
+        _DEEPSEEK, "deepseek_v3", (*_THINK, *DEEPSEEK.tags), _DEEPSEEK_SPECIAL, end="<｜end▁of▁sentence｜>", thought=_THINK,
+        drops_thoughts=True,
+    ),
+    "lfm2": Speaker(
+        _chat_ml(_PYTHON_CALL, _DROPPED_THOUGHT),
+        "lfm2", (*_THINK, "<|tool_call_start|>", "<|tool_call_end|>"), thought=_THINK,
+    ),
+    "kimi": Speaker(_KIMI, "kimi_k2", (*_THINK, *KIMI.tags), _KIMI_SPECIAL, thought=_THINK),
 }  # fmt: skip
 
 
 def own_turn(chat: Chat, parts: TurnParts) -> IntArray:
     """The tokens of a turn as a base's template writes its parts, with the token that ends it."""
     tokenizer, asked = chat.tokenizer, {"role": "user", "content": "What is 2 and 2?"}
+    written = json.dumps if chat.form.name == "deepseek_v3" else dict
     calls = [
-        {"id": f"call1234{at}", "type": "function", "function": {"name": one.name, "arguments": dict(one.arguments)}}
+        {
+            "id": f"functions.{one.name}:{at}" if chat.form.name == "kimi_k2" else f"call1234{at}",
+            "type": "function",
+            "function": {"name": one.name, "arguments": written(one.arguments)},
+        }
         for at, one in enumerate(parts.calls)
     ]
     answer: dict[str, Any] = {"role": "assistant", "content": parts.speech}

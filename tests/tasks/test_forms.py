@@ -72,7 +72,7 @@ def prompt(chat: Chat, **kwargs: Any) -> IntArray:
 
 def turns_of(speaker: Speaker) -> list[TurnParts]:
     """Turns that a kind of base can say."""
-    thought = "Two\n\nand <two>" if speaker.thought or speaker.form == "harmony" else ""
+    thought = "Two\n\nand <two>" if speaker.thinks else ""
     said = "" if speaker.form in ("harmony", "llama3_json") else "I call.\n\nNow:"
     calls = (ONE,) if speaker.form in ("harmony", "llama3_json") else (ONE, TWO)
     return [
@@ -116,13 +116,13 @@ def test_a_thought_that_names_tags_hides_no_call(name: str) -> None:
     speaker, chat = SPEAKERS[name], chat_of(name)
     if not (speaker.thought or speaker.form == "harmony"):
         return
-    turn = TurnParts("THOUGHT", "", (ONE,))
-    tokens = own_turn(chat, turn).tolist()
-    at = next(at for at in range(len(tokens)) if chat.tokenizer.decode(tokens[: at + 1]).endswith("THOUGHT"))
-    start = next(n for n in range(at, -1, -1) if "THOUGHT" in chat.tokenizer.decode(tokens[n : at + 1]))
-    named = [*tokens[:start], *letters(chat, NAMING), *tokens[at + 1 :]]
-    parts = chat.parts(prompt(chat), named, TOOLS, cut_off=False)
-    assert (parts.thought, parts.calls) == (NAMING, (ONE,))
+    tokens = own_turn(chat, TurnParts("THOUGHT", "", (ONE,))).tolist()
+    if speaker.thinks:
+        at = next(at for at in range(len(tokens)) if chat.tokenizer.decode(tokens[: at + 1]).endswith("THOUGHT"))
+        start = next(n for n in range(at, -1, -1) if "THOUGHT" in chat.tokenizer.decode(tokens[n : at + 1]))
+        named = [*tokens[:start], *letters(chat, NAMING), *tokens[at + 1 :]]
+        parts = chat.parts(prompt(chat), named, TOOLS, cut_off=False)
+        assert (parts.thought, parts.calls) == (NAMING, (ONE,))
     if speaker.thought:  # also where the tags are those of the form
         begins, ends = speaker.thought
         call = ids(chat, chat.tokenizer.decode(tokens).rpartition(ends)[2])
@@ -178,6 +178,16 @@ def test_a_prompt_may_open_a_thought() -> None:
         ("mistral_old", '[TOOL_CALLS][{"name": "add", '),
         ("magistral", '[TOOL_CALLS]add[ARGS]{"n": '),
         ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>{n<|call|>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{n<｜tool▁call▁end｜>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+        ("deepseek", "<｜tool▁calls▁begin｜>add<｜tool▁calls▁end｜>"),
+        ("kimi", '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"n": '),
+        ("lfm2", "<|tool_call_start|>[add(n=3"),
+        ("lfm2", "<|tool_call_start|>[add(n=3) sell()]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(3)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(deep={1: 2})]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[add(many=" + "[" * 5000 + ")]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|><|tool_call_end|>"),
     ],
 )
 def test_a_broken_call_is_a_call_that_no_tool_takes(name: str, text: str) -> None:
@@ -228,6 +238,37 @@ def test_a_broken_call_is_a_call_that_no_tool_takes(name: str, text: str) -> Non
             "I add.",
             (ToolCall("add", {"n": 1}),),
         ),
+        (
+            "deepseek",
+            'Hi<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"text": "```"}\n```'
+            "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>sell\n```json\n{}\n```<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            "Hi",
+            (ToolCall("add", {"text": "```"}), ToolCall("sell", {})),
+        ),
+        ("kimi", "<|tool_call_begin|>sell<|tool_call_argument_begin|>{}<|tool_call_end|> done", "done",
+         (ToolCall("sell", {}),)),
+        (
+            "kimi",
+            '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>'
+            '{"text": "<|tool_call_end|><|tool_calls_section_end|>"}<|tool_call_end|><|tool_calls_section_end|>',
+            "",
+            (ToolCall("add", {"text": "<|tool_call_end|><|tool_calls_section_end|>"}),),
+        ),
+        (
+            "lfm2",
+            """Hi<|tool_call_start|>[add(text="it's (1, 2)", n=-3, deep={"a": [None, true]}), """
+            r"""sell( text = '\ud83d\ude00\n' )]<|tool_call_end|>done""",
+            "Hidone",
+            (
+                ToolCall("add", {"text": "it's (1, 2)", "n": -3, "deep": {"a": [None, True]}}),
+                ToolCall("sell", {"text": "\U0001f600\n"}),
+            ),
+        ),
+        ("lfm2", "<|tool_call_start|>add(text='it's <|tool_call_end|>')<|tool_call_end|>", "",
+         (ToolCall("add", {"text": "it's <|tool_call_end|>"}),)),
+        ("lfm2", '<|tool_call_start|>[{"name": "add", "arguments": {"n": 1}}]<|tool_call_end|>', "",
+         (ToolCall("add", {"n": 1}),)),
     ],
 )  # fmt: skip
 def test_other_ways_to_write_calls(name: str, text: str, speech: str, calls: tuple[ToolCall, ...] | None) -> None:
@@ -285,6 +326,9 @@ def test_a_form_is_known_if_it_reads_all_of_a_call(old: str, new: str, tokens: b
         ("mistral", '[TOOL_CALLS][{"name": "sell", "arguments": {"x": "1"}}]'),
         ("llama3_json", '{"name": "sell", "parameters": {"x": "1"}}'),
         ("harmony", '<|channel|>commentary to=functions.sell<|message|>{"x": "1"}<|call|>'),
+        ("deepseek_v3", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>sell<｜tool▁sep｜>{"x": "1"}<｜tool▁call▁end｜>'),
+        ("lfm2", "<|tool_call_start|>[sell(x='1')]<|tool_call_end|>"),
+        ("kimi_k2", '<|tool_call_begin|>functions.sell:0<|tool_call_argument_begin|>{"x": "1"}<|tool_call_end|>'),
     ],
 )
 def test_a_named_form_is_asked_for_where_the_template_lists_no_tools(form: str, said: str) -> None:
@@ -409,7 +453,7 @@ def test_a_wide_schema_is_read_once() -> None:
     assert _counted(lambda: texts.value("f", "x", "1")) < 50
 
 
-@pytest.mark.parametrize("name", ["qwen35", "glm", "llama3", "magistral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen35", "glm", "llama3", "magistral", "gpt_oss", "kimi", "lfm2"])
 def test_the_work_grows_with_the_tokens(name: str) -> None:
     """Counted in the steps of the interpreter: six times the tokens take six times the work."""
     speaker, chat = SPEAKERS[name], chat_of(name, spelled=True)

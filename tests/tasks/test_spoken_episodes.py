@@ -130,7 +130,7 @@ def test_calls_are_run_in_every_form(file: Path) -> None:
     said: list[tuple[TurnParts, TurnParts]] = []
     for speaker in SPEAKERS.values():
         chat = Chat(speaker.tokenizer())
-        thought = "I sell" if speaker.thought or speaker.form == "harmony" else ""
+        thought = "I sell" if speaker.thinks else ""
         turns = TurnParts(thought, "", (SELL,)), TurnParts(thought, "That was it.")
         said.append(turns)
         speakers.append((chat, in_turn(chat, turns)))

@@ -131,7 +131,12 @@ class DataConfig(Config):
     """Set it to false to use the prompt without a chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables for the chat template, such as `enable_thinking: false`."""
-    tool_format: Literal["hermes", "qwen3_coder", "glm", "llama3_json", "mistral", "harmony", "none"] | None = None
+    tool_format: (
+        Literal[
+            "hermes", "qwen3_coder", "glm", "llama3_json", "mistral", "deepseek_v3", "kimi_k2", "lfm2", "harmony", "none",
+        ]
+        | None
+    ) = None  # fmt: skip
     """How the base writes tool calls ([Thoughts and calls](thoughts.md)). By default Motet finds it out from the chat
     template."""
     special_tokens: bool = False

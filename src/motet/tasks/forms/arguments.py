@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.:/-]*")
 """What a tool can be called."""
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 """What reading a call raises if it is broken."""
-_PYTHON = {"True": True, "False": False, "None": None}
+PYTHON_VALUES = {"True": True, "False": False, "None": None}
 """How some templates write these values."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's parameters, by the tool's name."""
@@ -74,7 +74,7 @@ def _typed(text: str, types: set[str]) -> Any:
     try:
         value = check_plain(json.loads(text), DEEPEST_CALL)
     except (ValueError, RecursionError):
-        value = _PYTHON.get(text.strip(), text)
+        value = PYTHON_VALUES.get(text.strip(), text)
         return value if types & _names(value) else text
     if "string" in types and (isinstance(value, str) or not types & _names(value)):
         return text

@@ -24,11 +24,11 @@ class JsonInTags:
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""
-        bodies, around = between(pieces, OPENS, CLOSES, _outside_strings)
+        bodies, around = between(pieces, OPENS, CLOSES, outside_strings)
         return CallsRead.of([json_call(joined(body)) for body in bodies], around)
 
 
-def _outside_strings() -> Callable[[str], bool]:
+def outside_strings() -> Callable[[str], bool]:
     """Follows JSON in pieces: whether each ends outside a string, so that a tag behind it is a tag."""
     inside = broken = False
 

@@ -18,9 +18,11 @@ from motet.tasks.forms.glm import Glm
 from motet.tasks.forms.harmony import Harmony
 from motet.tasks.forms.json_in_tags import JsonInTags
 from motet.tasks.forms.letters import Vocabulary
+from motet.tasks.forms.lfm import Lfm
 from motet.tasks.forms.llama import Llama
 from motet.tasks.forms.mistral import Mistral
 from motet.tasks.forms.reading import CallStyle, TurnForm
+from motet.tasks.forms.sections import DEEPSEEK, KIMI
 from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS
 from motet.tasks.forms.xml_in_tags import XmlInTags
 from motet.tasks.template_errors import let_go
@@ -31,6 +33,9 @@ CALL_STYLES: Mapping[str, CallStyle] = {
     "glm": Glm(),
     "mistral": Mistral(),
     "llama3_json": Llama(),
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k2": KIMI,
+    "lfm2": Lfm(),
 }
 """How calls are written, by the name that `tool_format` has."""
 HARMONY = Harmony()
@@ -40,6 +45,11 @@ ASKED: Mapping[str, str] = {
     "glm": ", by <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
     "mistral": ', by [TOOL_CALLS][{"name": …, "arguments": {…}}]',
     "llama3_json": ', by {"name": …, "parameters": {…}} as your whole answer',
+    "deepseek_v3": ", by <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": ", by <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>{…}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "lfm2": ", by <|tool_call_start|>[NAME(KEY=VALUE)]<|tool_call_end|>",
     HARMONY.name: ", by a message to=functions.NAME in the channel commentary, with the arguments as JSON",
     "none": "",
 }
@@ -122,12 +132,12 @@ class _Template:
         """Turns with one call as it writes them, in the ways in which templates take calls; none if it writes no calls."""
         written = []
         for arguments, own in itertools.product(
-            (dict(_CALL.arguments), '{"probed_key": "7value7text7"}'), (True, False)
+            (dict(_CALL.arguments), '{"probed_key": "7value7text7"}'), ("call12345", f"functions.{_CALL.name}:0", "")
         ):
             function = {"name": _CALL.name, "arguments": arguments}
-            call = {"id": "call12345", "type": "function", "function": function} if own else function
+            call = {"id": own, "type": "function", "function": function} if own else function
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-            result = {"role": "tool", "name": _CALL.name, "tool_call_id": "call12345", "content": _SAID}
+            result = {"role": "tool", "name": _CALL.name, "tool_call_id": own, "content": _SAID}
             for after in ([], [result]):
                 text = self._rendered([_user(), answer, *after], tools=_TOOLS).rpartition(_ASKED)[2]
                 if _CALL.name in text and "7value7text7" in text:
