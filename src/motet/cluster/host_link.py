@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from motet.agents import episode_messages as e
 from motet.cluster import messages as m
 from motet.core.errors import ConfigError, EngineError, HostGone, MotetError
-from motet.process.alive import LifeSigns
+from motet.process.alive import LONG_SILENT, SILENT, LifeSigns
 from motet.process.channel import Alive, Child
 
 _log = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class HostLink:
         self.heard_at = -math.inf
         self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
         self._child.send(self._start)
-        self._signs = signs = LifeSigns()
+        self._signs = signs = LifeSigns(LONG_SILENT if self._child.over_network else SILENT)
         watching = asyncio.create_task(self._end_silent(self._child, signs))
         try:
             async for message in self._child.messages():

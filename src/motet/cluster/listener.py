@@ -48,7 +48,9 @@ async def host_that_connects(host: str, begin: Begin, end: Callable[[], Awaitabl
         server.close()
     reader, writer = connected.result()
     ended.add_done_callback(lambda _: _hang_up(writer, ended))
-    return Child[m.FromHost](m.FromHost, reader, writer, end)
+    child = Child[m.FromHost](m.FromHost, reader, writer, end)
+    child.over_network = True
+    return child
 
 
 def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.Future[object]) -> None:

@@ -18,8 +18,11 @@ from motet.process.channel import Alive
 SILENT = 9
 """Seconds without a sign of life, or in which the process's event loop does not turn, after which it is ended."""
 BEAT_SECONDS = 1.0
-_FIRST_SECONDS = 120
-"""As `SILENT`, until the process is ready: what it loads may hold the interpreter, and so its signs, for long."""
+LONG_SILENT = 120
+"""As `SILENT`, until the process is ready: what it loads may hold the interpreter, and so its signs, for long.
+
+As well for signs that come over a network, which may be away for a while.
+"""
 _IDLE_SHARE = 0.01
 """Of a second: a thread that computes gets more, also beside many others."""
 
@@ -54,8 +57,9 @@ class Pulse:
 class LifeSigns:
     """What a process's owner knows of its life."""
 
-    def __init__(self) -> None:
-        self._silent, self._handling = 0, False
+    def __init__(self, silent: int = SILENT) -> None:
+        """`silent`: seconds without a sign after which a process that is ready counts as lost."""
+        self._most, self._silent, self._handling = silent, 0, False
         self.alive = Alive(0, 0)
         """The last sign of life."""
         self.ready = False
@@ -75,13 +79,17 @@ class LifeSigns:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             self._silent += not self._handling
-            alive, most = self.alive, SILENT if self.ready else _FIRST_SECONDS
-            signs = {
-                "gives no sign of life": self._silent,
-                "does not turn its event loop": alive.loop,
-                "makes no progress on its device": alive.device,
-            }
-            if found := [f"{what} for {seconds} s" for what, seconds in signs.items() if seconds >= most]:
+            alive = self.alive
+            signs = (
+                ("gives no sign of life", self._silent, self._most),
+                ("does not turn its event loop", alive.loop, SILENT),
+                ("makes no progress on its device", alive.device, SILENT),
+            )
+            if found := [
+                f"{what} for {seconds} s"
+                for what, seconds, most in signs
+                if seconds >= (most if self.ready else LONG_SILENT)
+            ]:
                 return found[0]
 
 

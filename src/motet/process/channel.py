@@ -103,6 +103,8 @@ class Child(Generic[Received]):
         """
         self._kinds, self._reader, self._writer, self._end, self._how = kinds, reader, writer, end, how
         self._said_all = False
+        self.over_network = False
+        """Whether its messages may stay away for a while although it works."""
         self.translate: Callable[[ChannelMessage], ChannelMessage] = lambda message: message
         """Replaces each message before it is sent."""
 
