@@ -1,7 +1,7 @@
 """`make soak`: the long tests by three workers, then with nothing beside them those that measure time or load.
 
 What passed, with its seconds, is kept in `.soak/`. After Ctrl-C, a crash or a failure the same command runs what is left,
-as long as neither the package nor the file of the test has changed.
+as long as neither the package nor the file of the test has changed. How a test failed is in `.soak/failed` at once.
 This module is the command and, in the processes of pytest that it starts, their plugin.
 """
 
@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = Path(os.environ.get("MOTET_SOAK", ROOT / ".soak" / "passed"))
+FAILED = KEPT.with_name("failed")
 FILES = ("src", "tests", "scripts", "bench", "examples", "pyproject.toml", "constraints.txt")
 WORKERS = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 PARTS = {"soak and not alone": WORKERS, "soak and alone": ("-s",)}
@@ -75,7 +76,13 @@ class Passed:
         self._seconds[report.nodeid] += report.duration
         if report.when == "call" and report.passed:
             self._called.add(report.nodeid)
-        if not self._reports or report.when != "teardown":
+        if not self._reports:
+            return
+        if report.failed:
+            KEPT.parent.mkdir(exist_ok=True)
+            with FAILED.open("a") as failed:
+                failed.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
+        if report.when != "teardown":
             return
         file = report.nodeid.partition("::")[0]
         if report.passed and report.nodeid in self._called:
@@ -95,6 +102,7 @@ def main(words: list[str]) -> int:
     """Both parts, also when tests of the first fail; Ctrl-C ends the second, too."""
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets it too, and ends what its tests started
     shown, worst = ("-v", "--durations", "20", "-rfEsP", "-p", "tests.soak"), 0
+    FAILED.unlink(missing_ok=True)
     for marks, how in PARTS.items():
         print(f"--- {marks}", flush=True)
         environment = os.environ | (WAITING if how is WORKERS else {})
@@ -105,6 +113,8 @@ def main(words: list[str]) -> int:
         if code == pytest.ExitCode.INTERRUPTED:
             break
     print(f"{len(passed())} have passed on these files ({KEPT}).")
+    if FAILED.exists():
+        print(f"How the others failed: {FAILED}")
     print("Run `make soak` again for the rest: it leaves these out." if worst else "All that can run here has passed.")
     return worst
 

@@ -47,6 +47,12 @@ def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False).stdout
 
     assert "1 failed, 3 passed, 1 error" in run()
+    failures = kept.with_name("failed").read_text()
+    assert [name in failures for name in ("test_good", "test_later (call)", "test_not_torn_down (teardown)")] == [
+        0,
+        1,
+        1,
+    ]
     assert not kept.read_text(), "a test of the file may have left what could not be torn down"
     assert "4 passed" in run(GOOD="1")
     lines = kept.read_text().splitlines()
