@@ -11,18 +11,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import socket
 import statistics
+import struct
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 from bench.neighbours import CHAT, SETTLED, client, sent_again
 
 from motet.service.tinker.wire import CONTENT_TYPE, INT64, KINDS
@@ -32,6 +37,10 @@ PATIENCE = 10.0
 """Seconds that the neighbour waits for one answer, and for a job to begin; as many are shown where none came."""
 ROWS = 1000
 """Steps of the job whose steps are read."""
+TENSORS = 800_000
+"""Empty ones, in the header of an uploaded adapter."""
+LONG_ROWS, ROW_CHARACTERS = 180_000, 5_000
+"""Of a file of half a megabyte that jobs prepare."""
 
 
 @dataclass
@@ -130,6 +139,77 @@ def slots(service: Service, key: str) -> Iterator[None]:
             http.post(f"/v1/jobs/{name}/cancel")
 
 
+def _adapter_of_empty_tensors() -> bytes:
+    entry = '"t%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = ("{" + ",".join(entry % number for number in range(TENSORS)) + "}").encode()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr("adapter_config.json", json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}))
+        archive.writestr("adapter_model.safetensors", struct.pack("<Q", len(header)) + header)
+    return packed.getvalue()
+
+
+@contextlib.contextmanager
+def tensors(service: Service, key: str) -> Iterator[None]:
+    """Adapters whose header names as many empty tensors as fit."""
+    packed = _adapter_of_empty_tensors()
+    with sent_again(lambda http: http.post("/v1/adapters", files={"file": ("a.zip", packed)}), service.url, key, 2):
+        yield
+
+
+@contextlib.contextmanager
+def rows(service: Service, key: str) -> Iterator[None]:
+    """Jobs on a small file whose rows are gigabytes, each of which shuffles them in another order."""
+    packed = io.BytesIO()
+    texts = pyarrow.array(["x" * ROW_CHARACTERS] * LONG_ROWS)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"prompt": texts, "answer": pyarrow.array(["x"] * LONG_ROWS)}), packed, compression="zstd"
+    )
+    with client(service.url, key) as http:
+        answer = http.post("/v1/files", files={"file": ("rows.parquet", packed.getvalue())})
+        source = answer.raise_for_status().json()["id"]
+
+        def submit(one: httpx2.Client) -> None:
+            name = f"rows-{time.monotonic_ns()}"
+            one.post("/v1/jobs", json={**tiny(name, 1), "data": {"source": source, "seed": time.monotonic_ns() % 1000}})
+            time.sleep(1)
+            one.post(f"/v1/jobs/{name}/cancel")
+
+        with sent_again(submit, service.url, key, 3):
+            yield
+
+
+@contextlib.contextmanager
+def bodies(service: Service, key: str) -> Iterator[None]:
+    """Hundreds of bodies that never end, under several keys of one tenant."""
+    with client(service.url, key) as http:
+        made = [http.post("/v1/keys", json={"name": f"k{number}"}).json().get("key", key) for number in range(5)]
+    lines = list[socket.socket]()
+    stop = threading.Event()
+
+    def open_lines() -> None:
+        for number in range(1250):
+            if stop.is_set():
+                return
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {made[number % 5]}\r\n"
+                "Content-Type: application/json\r\nContent-Length: 131072\r\n\r\n"
+            )
+            with contextlib.suppress(OSError):
+                lines.append(line := socket.create_connection(("127.0.0.1", service.port), 10))
+                line.sendall(head.encode() + b" " * 130_000)
+
+    opening = threading.Thread(target=open_lines, daemon=True)
+    opening.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        opening.join()
+        for line in lines:
+            line.close()
+
+
 def _masks() -> dict[str, object]:
     words = [f"{number:x}" * 4 for number in range(400)]
     schema = {
@@ -151,6 +231,9 @@ ATTACKS: dict[str, Callable[[Service, str], contextlib.AbstractContextManager[No
     "steps": steps,
     "masks": sending("/v1/chat/completions", 16, json=_masks()),
     "slots": slots,
+    "tensors": tensors,
+    "rows": rows,
+    "bodies": bodies,
 }
 
 
