@@ -100,14 +100,10 @@ def computed_otherwise(
 
 
 def launches(
-    heads: int, kv_heads: int, width: int, *, warps: int, softcap: float | None = None
+    heads: int, kv_heads: int, width: int, *, backend: CudaAttention, softcap: float | None = None
 ) -> Iterator[Callable[[], object]]:
-    """Decoding, prompts in chunks, and packed sequences with a prefix, of a bfloat16 base with such heads.
-
-    `warps` is `CudaAttention.warps` of the card.
-    """
-    backend, cache = CudaAttention(64, CPU), KVCache(256, 64, CPU)
-    backend.warps = warps
+    """Decoding, prompts in chunks, and packed sequences with a prefix, of a bfloat16 base with such heads."""
+    cache = KVCache(256, 64, CPU)
     decode = [Span(position, 1, range(1, 33)) for position in range(100, 164)]
     chunks = [Span(0, 500, range(1, 9)), Span(2000, 524, range(1, 41))]
     attentions = [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from motet.cuda.adapters import AdapterGroup, AdapterTables, Places
-from motet.cuda.attention import CudaAttention
+from motet.cuda.attention import CudaAttention, warps_on
 from motet.cuda.backward import DecoderBackward
 from motet.cuda.forward import DecoderForward
 from motet.cuda.kernels import rotary, steps
@@ -105,9 +105,16 @@ def tile_launches(target: str, *, everything: bool) -> Iterator[Launch]:
 
 def attention_launches(target: str, *, everything: bool) -> Iterator[Launch]:
     """Decoding, prompts in chunks and packed sequences, for 32 and 8 heads of 128; and for other shapes."""
-    warps = 4 if target == "sm_90" else 8
     for shape in ((32, 8, 128), (14, 2, 64), (32, 32, 80), (8, 4, 256))[: None if everything else 1]:
-        yield from cuda_attention_cases.launches(*shape, warps=warps, softcap=50.0 if shape == (8, 4, 256) else None)
+        softcap = 50.0 if shape == (8, 4, 256) else None
+        yield from cuda_attention_cases.launches(*shape, backend=attention_on(target), softcap=softcap)
+
+
+def attention_on(target: str) -> CudaAttention:
+    """As a card of this kind has it."""
+    backend = CudaAttention(64, CPU)
+    backend.warps = warps_on(TARGETS[target].arch // 10)
+    return backend
 
 
 def draw_launches(target: str, *, everything: bool) -> Iterator[Launch]:
@@ -159,7 +166,7 @@ def decoder(heads: int = 32, kv_heads: int = 8, head_width: int = 128) -> tuple[
 def layer_launches(target: str, *, everything: bool, packed: bool, with_adapters: bool) -> Iterator[Launch]:
     """Decoding or a pass over whole sequences."""
     plan, places = decoder()
-    backend, cache = CudaAttention(64, CPU), KVCache(64, 64, CPU)
+    backend, cache = attention_on(target), KVCache(64, 64, CPU)
     for sizes in ([70, 300], [5] * 20) if packed else ([5, 60], [5, 700, 10]):
         spans = [Span(start, 1, cache.take(start // 64 + 1)) for start in ([] if packed else sizes)]
         attention = backend.packed(sizes) if packed else backend.cached(spans, cache)
@@ -175,7 +182,7 @@ def gradient_launches(target: str, *, everything: bool) -> Iterator[Launch]:
     shapes = [(32, 8, 128), (14, 2, 64), (8, 4, 256)] if everything else [(32, 8, 128)]
     for shape, widths in itertools.product(shapes, ((48, 16, 32, 16), (768, 256, 512, 256))):
         plan, places = decoder(*shape)
-        attention = CudaAttention(64, CPU).packed([70, 300, 9], [None, Prefix(0, 70), None])
+        attention = attention_on(target).packed([70, 300, 9], [None, Prefix(0, 70), None])
         n_rows, n_adapters = len(attention.positions_T), 2
         tables = AdapterTables.empty(places, n_rows, n_adapters, CPU, widths)
         integers, addresses = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(n_adapters, 3, dtype=torch.int64)

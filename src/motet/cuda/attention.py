@@ -51,6 +51,11 @@ NO_WINDOW = 1 << 30
 """More keys than any sequence has."""
 
 
+def warps_on(capability: int) -> int:
+    """Of a tile of heads of 65 to 128 lanes: 4 fit into registers on Hopper, and were faster there; elsewhere they spill."""
+    return 4 if capability == 9 else 8
+
+
 @dataclass(frozen=True)
 class WorkList:
     """A list of items, on the device."""
@@ -267,8 +272,8 @@ class CudaAttention:
         """Keys that a program reads at a time."""
         self.slots = SLOTS
         """Pieces whose results the workspace holds; a row that finds no room there is not split."""
-        self.warps = 4 if device.type == "cpu" or capability(device) == 9 else 8
-        """Of a tile of heads of more than 64 lanes: 4 fit into registers on Hopper, and were faster there."""
+        self.warps = warps_on(9 if device.type == "cpu" else capability(device))
+        """Of a tile of heads of 65 to 128 lanes."""
         self._device = device
         self._workspaces: dict[tuple[int, int], Workspace] = {}
 
