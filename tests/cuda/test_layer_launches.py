@@ -32,9 +32,9 @@ def test_a_layer_takes_nine_launches_and_eleven_with_any_number_of_adapters(made
 def test_a_layer_is_trained_by_at_most_48_launches_with_any_number_of_adapters(made: list[Any]) -> None:
     """Forward and backward; three outside layers, and three fewer of the first, whose input has no gradient."""
     passes = [line for line in made if "trained" in line]
-    assert {line["adapters"] for line in passes} == {1, 8, 64}
+    assert {line["adapters"] for line in passes if not line["recompute"]} == {1, 8, 64}
     for line in passes:
-        per_layer = {"llama": 42, "gemma2": 48, "olmo2": 44}[line["trained"]]
+        per_layer = {"llama": (35, 42), "gemma2": (39, 48), "olmo2": (35, 44)}[line["trained"]][line["recompute"]]
         assert sum(line["launches"].values()) == per_layer * line["layers"]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from motet.cuda.adapters import AdapterTables, Places
 from motet.cuda.attention import CudaPass
 from motet.cuda.base import CudaBase
-from motet.cuda.forward import DecoderForward
+from motet.cuda.forward import DecoderForward, KeptLayer
 from motet.cuda.kernels import rotary
 from motet.cuda.launches import count
 from motet.cuda.layers import DecoderPlan, LayerPlan
@@ -117,7 +117,7 @@ def tables(of: DecoderPlan, n_rows: int, n_slots: int, widths: Sequence[int] = (
     return AdapterTables.empty(places(of), n_rows, n_slots, CPU, widths if n_slots else None)
 
 
-def run(of: DecoderPlan, n_rows: int, n_slots: int, kept: list[Tensor] | None = None, **widths: Any) -> None:
+def run(of: DecoderPlan, n_rows: int, n_slots: int, kept: list[KeptLayer] | None = None, **widths: Any) -> None:
     """One pass."""
     attention: Any = NoAttention(n_rows)
     products: Any = NoProducts()
@@ -172,10 +172,12 @@ def main(_words: Sequence[str] | None = None) -> None:
                 requests(target, [partial(decoded, own, n_adapters)])
             layers = len(base.decoder.layers)  # type: ignore[arg-type]
             print(json.dumps({"base": name, "adapters": n_adapters, "layers": layers, "launches": dict(launches)}))
-        for n_adapters in (1, 8, 64):
+        for n_adapters, recompute in ((1, False), (8, False), (64, False), (8, True)):
+            base.decoder.layers[0].training = recompute  # type: ignore[index,union-attr]
             with count() as launches:
                 requests(target, [partial(trained, own, n_adapters)])
-            print(json.dumps({"trained": name, "adapters": n_adapters, "layers": layers, "launches": dict(launches)}))
+            line = {"trained": name, "adapters": n_adapters, "recompute": recompute, "layers": layers}
+            print(json.dumps(line | {"launches": dict(launches)}))
     for name, of in PLANS.items():
         each = [sorted(request.key for request in requests(target, [one])) for one in passes(of)]
         print(json.dumps({"plan": name, "requests": each}))

@@ -18,7 +18,7 @@ import torch
 from motet.cuda.adapters import AdapterGroup, AdapterTables, Places
 from motet.cuda.attention import CudaAttention, warps_on
 from motet.cuda.backward import DecoderBackward
-from motet.cuda.forward import DecoderForward
+from motet.cuda.forward import DecoderForward, KeptLayer
 from motet.cuda.kernels import rotary, steps
 from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan, LayerPlan
@@ -191,7 +191,7 @@ def gradient_launches(target: str, *, everything: bool) -> Iterator[Launch]:
         backward = DecoderBackward.of(plan, products, attention, tables, routing)
         backward.units = UnitTables(integers[:, :2], integers, addresses, torch.ones(n_adapters), (), ())
         inputs = [torch.zeros(n_rows, plan.width, dtype=BF16) for _ in range(3)]
-        yield partial(backward.run, inputs, inputs[0])
+        yield partial(backward.run, [KeptLayer(x) for x in inputs], inputs[0])
 
 
 def step_launches(target: str, *, everything: bool) -> Iterator[Launch]:

@@ -1,4 +1,4 @@
-"""The backward pass of a training pass: each layer again by the kernels of the forward pass, then its gradients.
+"""The backward pass of a training pass: of each layer what was not kept, by the kernels of the forward pass, then its gradients.
 
 No number of adapters changes the launches of a layer, and no sum depends on other sequences: a row's gradient is computed
 from its own sequence (and those that share a prefix with it), and adapters' gradients are sums of whole numbers.
@@ -18,7 +18,7 @@ from torch import Tensor
 from motet.cuda.adapters import PARTS, TILE, AdapterTables, pieces_of
 from motet.cuda.attention import CudaPass
 from motet.cuda.attention_back import AttentionBack
-from motet.cuda.forward import DOWN, GATE_UP, OUTPUT, QKV, DecoderForward, LayerValues, lanes, options
+from motet.cuda.forward import DOWN, GATE_UP, OUTPUT, QKV, DecoderForward, KeptLayer, LayerValues, lanes, options
 from motet.cuda.kernels.adapter_gradients import add_adapters_back, add_units, shrink_back
 from motet.cuda.kernels.gates import gate_and_up_back
 from motet.cuda.kernels.norms import norm_after_add_back, norm_before_add_back
@@ -71,25 +71,25 @@ class DecoderBackward:
         )
 
     @torch.no_grad()
-    def run(self, inputs: list[Tensor], slope_TD: Tensor) -> None:
+    def run(self, kept: list[KeptLayer], slope_TD: Tensor) -> None:
         """Add the gradients of all adapters.
 
         Args:
-            inputs: [T, D] of every layer and of the last norm; emptied.
+            kept: as the forward pass filled it; emptied.
             slope_TD: of the final hidden states.
         """
         if self.units is None:
-            inputs.clear()
+            kept.clear()
             return
-        stream, added = self._norm(slope_TD.contiguous(), inputs.pop(), self.plan.norm_out, None)
-        while inputs:
-            stream, added = self._layer(len(inputs) - 1, inputs.pop(), stream, added)
+        stream, added = self._norm(slope_TD.contiguous(), kept.pop().x_TD, self.plan.norm_out, None)
+        while kept:
+            stream, added = self._layer(len(kept) - 1, kept.pop(), stream, added)
         self.units.finish()
 
-    def _layer(self, index: int, x_TD: Tensor, stream_TD: Tensor, added_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def _layer(self, index: int, kept: KeptLayer, stream_TD: Tensor, added_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of a layer's input, from those of its output: of the residual stream, and of what is added to it."""
         layer = self.plan.layers[index]
-        values, down = self.forward.again(index, x_TD)
+        values, down = self.forward.again(index, kept)
         if down is not None:
             added_TD = self._norm_of_added(added_TD, down, layer.norm_done)
         slope, inner = self._back(index, DOWN, added_TD)
@@ -97,7 +97,7 @@ class DecoderBackward:
         self._add_units(index, DOWN, values.gated_TI, added_TD, inner)
         slope = self._through(index, GATE_UP, values.middle_normed_TD, both)
         stream_TD, added_TD = self._norm(slope, values.middle_TD, layer.norm_mlp, stream_TD)
-        if layer.norm_attended is not None:
+        if values.output_TD is not None:
             added_TD = self._norm_of_added(added_TD, values.output_TD, layer.norm_attended)
         slope = self._through(index, OUTPUT, values.attended_THE.flatten(1), added_TD)
         heads = self.attention.gradients(

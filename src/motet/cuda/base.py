@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from motet.cuda.adapters import AdapterTables, Places, pieces_of, runs_of, widths_of
 from motet.cuda.attention import CudaAttention, CudaPass
 from motet.cuda.backward import DecoderBackward
-from motet.cuda.forward import DecoderForward
+from motet.cuda.forward import DecoderForward, KeptLayer
 from motet.cuda.layers import DecoderPlan
 from motet.cuda.math import CudaMath
 from motet.cuda.products import Products, ProductWeight
@@ -87,10 +87,11 @@ class CudaBase:
         return AdapterTables.of(self.places, runs_of(routing), n_rows, self.base.device)
 
     def decode(
-        self, token_ids_T: Tensor, attention: CudaPass, tables: AdapterTables, kept: list[Tensor] | None = None
+        self, token_ids_T: Tensor, attention: CudaPass, tables: AdapterTables, kept: list[KeptLayer] | None = None
     ) -> Tensor:
         """Final hidden states [T, D] by launches only, so that a graph can record them."""
-        return DecoderForward(self.plan, self.products, attention, tables, kept).hidden(token_ids_T)
+        recompute = bool(self.base.decoder.layers[0].training)  # type: ignore[index,union-attr]
+        return DecoderForward(self.plan, self.products, attention, tables, kept, recompute).hidden(token_ids_T)
 
     def raw_logits(self, hidden_ND: Tensor) -> Tensor:
         """Output of the head's product, [N, V], in the base's dtype."""
@@ -115,16 +116,15 @@ class _Hidden(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, own: CudaBase, token_ids_T: Tensor, attention: CudaPass, routing: TrainerRouting
     ) -> Tensor:
-        kept: list[Tensor] = []
+        kept: list[KeptLayer] = []
         tables = own._tables(len(token_ids_T), routing)
         hidden_TD = own.decode(token_ids_T, attention, tables, kept)
-        ctx.of = own, attention, tables, routing
-        ctx.save_for_backward(*kept)
+        ctx.of = own, attention, tables, routing, kept
         return hidden_TD
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, ...]:
-        own, attention, tables, routing = ctx.of
+        own, attention, tables, routing, kept = ctx.of
         backward = DecoderBackward.of(own.plan, own.products, attention, tables, routing)
-        backward.run(list(ctx.saved_tensors), grad_TD)
+        backward.run(kept, grad_TD)
         return (None,) * 5

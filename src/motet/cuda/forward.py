@@ -9,7 +9,7 @@ Legend: T packed rows, D model width, H query heads, K KV heads, E head width, I
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,13 +45,48 @@ class LayerValues:
     keys: Tensor
     values: Tensor
     attended_THE: Tensor
-    output_TD: Tensor
-    """What attention adds to the residual stream, before a norm."""
+    output_TD: Tensor | None
+    """What attention adds to the residual stream, before a norm; None if it has none."""
     middle_TD: Tensor
     """The residual stream between attention and MLP."""
     middle_normed_TD: Tensor
     both_TI: Tensor
     gated_TI: Tensor
+
+
+@dataclass(frozen=True)
+class KeptLayer:
+    """What a pass keeps of a layer for its gradient."""
+
+    x_TD: Tensor
+    """The layer's input."""
+    products: KeptProducts | None = None
+    """None if they are computed again."""
+
+
+@dataclass(frozen=True)
+class KeptProducts:
+    """What norms and gates do not give: the fields of `LayerValues` of these names, and those of the adapters."""
+
+    qkv_TN: Tensor
+    query_THE: Tensor
+    keys: Tensor
+    values: Tensor
+    attended_THE: Tensor
+    output_TD: Tensor | None
+    """None if it is added without a norm, and `done_TD` likewise."""
+    middle_TD: Tensor
+    both_TI: Tensor
+    done_TD: Tensor | None
+    """What the MLP adds to the residual stream, before a norm."""
+    tables: AdapterTables
+    """Those whose memory has the layer's products with A."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        own = [each for each in vars(self).values() if isinstance(each, Tensor)]
+        return own + list(self.tables.inner.values())
 
 
 @dataclass
@@ -62,8 +97,10 @@ class DecoderForward:
     products: Products
     attention: CudaPass
     tables: AdapterTables
-    kept: list[Tensor] | None = None
-    """With a list, the input [T, D] of every layer and of the last norm is appended to it."""
+    kept: list[KeptLayer] | None = None
+    """With a list, what the gradient of every layer needs is appended to it, and at last the last norm's input."""
+    recompute: bool = True
+    """Whether `kept` gets the inputs of layers alone."""
     _nothing: tuple[Tensor, Tensor] | None = None
     _zeros: Tensor | None = None
     x: Tensor = field(init=False)
@@ -84,25 +121,43 @@ class DecoderForward:
         for index, layer in enumerate(plan.layers):
             self._layer(index, layer)
         hidden = self._normed(plan.norm_out)
-        self._keep(self.x)
+        if self.kept is not None:
+            self.kept.append(KeptLayer(self.x))
         return hidden
 
     def _layer(self, index: int, layer: LayerPlan) -> None:
+        if self.kept is not None and not self.recompute:
+            self.tables = replace(self.tables, apart=True, inner={})
         values = self._to_gate(index, layer)
-        self._keep(values.x_TD)
-        self._add(index, DOWN, self._product(index, layer, DOWN, values.gated_TI), layer.norm_done)
+        done = self._product(index, layer, DOWN, values.gated_TI)
+        self._add(index, DOWN, done, layer.norm_done)
+        if self.kept is not None:
+            self.kept.append(KeptLayer(values.x_TD, None if self.recompute else self._products(layer, values, done)))
 
-    def again(self, index: int, x_TD: Tensor) -> tuple[LayerValues, Tensor | None]:
-        """What a layer computed from its input, with the same bits, and what its MLP adds if that has a norm.
+    def _products(self, layer: LayerPlan, values: LayerValues, done: Tensor) -> KeptProducts:
+        return KeptProducts(
+            values.qkv_TN, values.query_THE, values.keys, values.values, values.attended_THE,
+            values.output_TD, values.middle_TD, values.both_TI, None if layer.norm_done is None else done, self.tables,
+        )  # fmt: skip
 
-        `kept` must be a list.
+    def again(self, index: int, kept: KeptLayer) -> tuple[LayerValues, Tensor | None]:
+        """What a layer computed, with the same bits, and what its MLP adds if that has a norm.
+
+        The list `kept` of this pass must not be None.
         """
         layer = self.plan.layers[index]
-        self.x, self._delta = x_TD, None
-        if index and layer.norm_in is not None:  # as in the pass: the norm's kernel adds
-            if self._zeros is None:
-                self._zeros = torch.full_like(x_TD, -0.0)  # which changes no bit
-            self._delta = self._zeros
+        self._begin_at(kept.x_TD, added=index > 0 and self.plan.layers[index - 1].norm_done is None)
+        if (products := kept.products) is not None:
+            self.tables = products.tables
+            normed, x = self._normed(layer.norm_in), self.x
+            self._begin_at(products.middle_TD, added=layer.norm_attended is None)
+            middle_normed = self._normed(layer.norm_mlp)
+            gated = products.both_TI.new_empty(len(x), self.plan.inner)
+            self._gate(index, products.both_TI, gated)
+            return LayerValues(
+                x, normed, products.qkv_TN, products.query_THE, products.keys, products.values, products.attended_THE,
+                products.output_TD, self.x, middle_normed, products.both_TI, gated,
+            ), products.done_TD  # fmt: skip
         values = self._to_gate(index, layer)
         if layer.norm_done is not None:
             added = self._product(index, layer, DOWN, values.gated_TI)
@@ -130,11 +185,16 @@ class DecoderForward:
         both = self._product(index, layer, GATE_UP, normed)
         gated = both.new_empty(n_rows, plan.inner)
         self._gate(index, both, gated)
-        return LayerValues(x, y, qkv, query, keys, values, attended, output, middle, normed, both, gated)
+        before_norm = None if layer.norm_attended is None else output
+        return LayerValues(x, y, qkv, query, keys, values, attended, before_norm, middle, normed, both, gated)
 
-    def _keep(self, x: Tensor) -> None:
-        if self.kept is not None:
-            self.kept.append(x)
+    def _begin_at(self, x_TD: Tensor, *, added: bool) -> None:
+        """Continue with this residual stream; what was `added` by the next norm's kernel is added by it again, as −0."""
+        self.x, self._delta = x_TD, None
+        if added:
+            if self._zeros is None:
+                self._zeros = torch.full_like(x_TD, -0.0)  # which changes no bit
+            self._delta = self._zeros
 
     def _sum(self) -> Tensor:
         """Where the next residual stream is written: over this one, unless that is kept."""
