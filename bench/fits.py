@@ -44,7 +44,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     for name, shape in _SHAPES.items()
 }
 """The fields of each config.json that decide sizes."""
-_WHAT = ("decode, limit", "decode, today", "decode, modelled", "gradients, limit")
+_WHAT = ("decode, limit", "decode, today", "decode, modelled", "gradients, limit", "gradients, modelled")
 _SPEEDS = {"A100 80 GB": ("decode, limit", "gradients, limit"), "H100 80 GB": _WHAT, "H200 141 GB": _WHAT}
 
 
@@ -74,7 +74,7 @@ def _room(one: Fit) -> str:
 
 
 def _speed(one: Fit, card: Card) -> list[str]:
-    rates = dict(zip(_WHAT, (one.decode, one.reached, one.modelled, one.gradients), strict=True))
+    rates = dict(zip(_WHAT, (one.decode, one.reached, one.modelled, one.gradients, one.trained), strict=True))
     fits = one.way.startswith("bfloat16")
     return [rounded(rates[what]) if fits and rates[what] else "–" for what in _SPEEDS[card.name]]
 

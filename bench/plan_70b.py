@@ -109,7 +109,7 @@ def plan(given: Assumptions) -> Plan:
     ends = 2 * 2 * VOCABULARY * HIDDEN / GB  # embeddings and head
     weights = LAYERS * layer + ends
     adapter = LAYERS * given.rank * sum(wide + narrow for wide, narrow in linears)
-    slot = SlotMemory.of_size(adapter, version_bytes=2)
+    slot = SlotMemory.of_size(adapter, version_bytes=2, whole=False)
     owned = -(-given.slots // given.ranks)
     segments, pass_tokens = busiest(given)
     gradient = 2 * adapter / GB  # in the type of the base, by torch's kernels, which shards need

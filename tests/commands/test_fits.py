@@ -11,7 +11,7 @@ from bench.fits import BASES, BEGIN, END, PAGE, read, written
 from typer.testing import CliRunner
 
 from motet.commands.cli import app
-from motet.commands.fits import CARDS, Work, chosen, fit, pass_bytes
+from motet.commands.fits import CARDS, Work, chosen, fit, own_pass_bytes, pass_bytes
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.model_info import ALL_LINEAR
 from motet.model.load import load_base
@@ -50,6 +50,9 @@ def test_what_an_h200_showed_lies_within_the_estimate() -> None:
     assert base.n_parameters == 8_030_261_248
     whole = base.weight_bytes + pass_bytes(base, 8192, recompute=False)
     assert 0.8 < whole / 74e9 < 1.25
+    assert (
+        0.8 < (base.weight_bytes + own_pass_bytes(base, 8192, 16, recompute=False)) / 49.7e9 < 1.25
+    )  # of a trial program
     found, small = fit(base, H200, SHORT), fit(read(BASES["Qwen2.5 0.5B"]), H200, SHORT)
     assert found.decode == pytest.approx(16_900, rel=0.1)
     assert found.gradients == pytest.approx(24_700, rel=0.1)
@@ -57,6 +60,7 @@ def test_what_an_h200_showed_lies_within_the_estimate() -> None:
     assert small.reached == pytest.approx(5530, rel=0.1)
     assert all(one.reached < one.modelled < one.decode for one in (found, small))
     assert [found.modelled, small.modelled] == pytest.approx([10_210, 41_570], rel=0.2)  # of a trial program
+    assert all(0 < one.trained < one.gradients for one in (found, small))
     assert not fit(read(BASES["Qwen3 30B-A3B"]), H200, SHORT).modelled
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tests.support.triton_on_cpu
 from motet.cuda import launches
-from motet.cuda.adapters import piece_of
+from motet.cuda.decoder_shape import piece_of
 from motet.cuda.products import Products
 from motet.cuda.ways import OwnTile, ProductShape, ProductWeight, shrink, table_for
 from tests.support.adapted_rows import Adapted, adapted

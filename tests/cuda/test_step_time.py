@@ -1,15 +1,17 @@
-"""The model of a decoding step's time, against what a prototype of the kernels took."""
+"""The models of the time of steps and passes, against what a prototype of the kernels took."""
 
 from __future__ import annotations
 
 import pytest
 
-from motet.cuda.step_time import StepShape, step_time
+from motet.cuda.decoder_shape import DecoderShape
+from motet.cuda.pass_time import pass_time
+from motet.cuda.step_time import step_time
 
-SMALL = StepShape(
+SMALL = DecoderShape(
     24, ((1152, 896), (896, 896), (9728, 896), (896, 4864)), (151936, 896), 24 * 2 * 2 * 64 * 2, 2 * 8_798_208
 )
-LARGE = StepShape(
+LARGE = DecoderShape(
     32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), (128256, 4096), 32 * 2 * 8 * 128 * 2, 2 * 41_943_040
 )
 H200, H100 = (4256e9, 796e12), (2970e9, 796e12)
@@ -35,3 +37,39 @@ def test_time_grows_with_rows_keys_and_adapters() -> None:
 
     assert total(1, 10, 0) < total(64, 10, 0) < total(64, 1000, 0) < total(64, 1000, 1) < total(64, 1000, 9)
     assert total(1, 1, 0) > 2 * sum(n * k for n, k in LARGE.products) * LARGE.layers / H200[0]
+
+
+TRAINED = [  # milliseconds, eight adapters and one: all rows through the head in blocks of 2,048, no optimizer
+    (SMALL, H200, (64, 128), (48.42, 47.77)), (SMALL, H200, (8, 1024), (53.56, 52.79)), (SMALL, H200, (16, 1024), (101.8,)),
+    (LARGE, H200, (64, 128), (448.28, 445.91)), (LARGE, H200, (8, 1024), (473.87, 470.72)),
+    (SMALL, H100, (64, 128), (53.73, 53.49)), (SMALL, H100, (8, 1024), (58.83,)),
+    (LARGE, H100, (64, 128), (467.12, 464.56)),
+]  # fmt: skip
+AIMS = [  # tokens a second of an H200, one adapter and eight: the least that is wanted, trained rows through the head
+    (SMALL, (64, 128), 64, (130_000, 125_000)), (SMALL, (16, 1024), 768, (120_000, 120_000)),
+    (LARGE, (64, 128), 64, (16_500, 16_000)), (LARGE, (8, 1024), 768, (15_000, 15_000)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(TRAINED)))
+def test_passes_are_predicted_within_a_fifth(case: int) -> None:
+    shape, card, (sequences, length), milliseconds = TRAINED[case]
+    rows = sequences * length
+    found = 1e3 * pass_time(shape, rows, length / 2, rows, 0, *card, block=2048).total
+    assert [found] * len(milliseconds) == pytest.approx(milliseconds, rel=0.2)
+
+
+@pytest.mark.parametrize("case", range(len(AIMS)))
+def test_the_least_that_is_wanted_of_gradients_needs_products_that_are_kept(case: int) -> None:
+    shape, (sequences, length), answer, least = AIMS[case]
+    rows = sequences * length
+
+    def rate(adapters: int, *, recompute: bool) -> float:
+        spent = pass_time(shape, rows, length / 2, sequences * answer, adapters, *H200, recompute=recompute)
+        return rows / spent.total
+
+    kept = [rate(adapters, recompute=False) for adapters in (1, 8)]
+    assert all(found > wanted for found, wanted in zip(kept, least, strict=True))
+    assert kept[1] > 0.97 * kept[0]
+    assert rate(1, recompute=True) < 0.85 * kept[0]
+    assert shape is SMALL or rate(1, recompute=True) < least[0]

@@ -16,7 +16,8 @@ import torch
 import tests.support.triton_on_cpu
 from motet.core.errors import BaseModelError
 from motet.cuda import speeds
-from motet.cuda.adapters import TILE, piece_of
+from motet.cuda.adapters import TILE
+from motet.cuda.decoder_shape import piece_of
 from motet.cuda.products import Products
 from motet.cuda.trial import Sizes, Trial
 from motet.cuda.ways import (

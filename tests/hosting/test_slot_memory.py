@@ -22,6 +22,7 @@ from motet.core.types import AdapterRef
 from motet.hosting.launch import assemble, load
 from motet.hosting.slot_memory import SlotMemory, check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
+from motet.model.unit_sums import UnitSums
 from motet.runtime.rundir import RunDirectory
 from tests.support.cases import few
 from tests.support.segments import make_segment
@@ -89,6 +90,13 @@ def test_an_adapter_takes_what_is_said(base: Any, tmp_path: Path) -> None:
     said = expected.trained + expected.versions
     print(f"rank 64: {taken:,.0f} bytes an adapter, {said:,} said ({said / taken - 1:+.1%})")
     assert 0.85 < said / taken < 1.15
+
+
+def test_a_gradient_in_whole_numbers_takes_eight_bytes_a_weight_while_it_waits() -> None:
+    floats, whole = (SlotMemory.of_size(100, 2, whole=each) for each in (False, True))
+    sums = UnitSums.empty(100, torch.device("cpu")).flat
+    assert whole.trained - floats.trained == sums.nbytes - 4 * 100
+    assert whole.versions == floats.versions
 
 
 def test_those_fit_that_memory_has_room_for() -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.cuda.adapters import AdapterGroup, AdapterTables, Places, pieces_of, tiles_of
+from motet.cuda.adapters import AdapterGroup, AdapterTables, Places, tiles_of
+from motet.cuda.decoder_shape import pieces_of
 from motet.model.arithmetic import round_up
 
 

@@ -12,7 +12,10 @@ from motet.commands.answers import print_table
 from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError
 from motet.core.model_info import ALL_LINEAR
-from motet.cuda.step_time import StepShape, step_time
+from motet.cuda.decoder_shape import DecoderShape, widths_of_rank
+from motet.cuda.pass_memory import kept_bytes, passing_bytes
+from motet.cuda.pass_time import pass_time
+from motet.cuda.step_time import step_time
 from motet.hosting.slot_memory import SlotMemory
 from motet.view.text import plain_console
 
@@ -25,7 +28,7 @@ _READ, _COMPUTED = 4256 / 4800, 796 / 989
 _USABLE, _RESERVED = 0.98, GIB
 """Part of a card's memory that programs get, and bytes of CUDA, kernels and fragments."""
 _KEPT_WIDTHS, _KEPT_INNER = 10, 4
-"""Vectors of a token that a layer keeps for its gradient: hidden states, and hidden states inside the MLP."""
+"""Vectors of a token that a layer of torch's keeps for its gradient: hidden states, and hidden states inside the MLP."""
 _PASSING = 4
 """Vectors of both sizes that the layer under way needs beside them."""
 _LOGIT_ROWS = 256
@@ -109,33 +112,51 @@ class Fit:
     """The same, as a model of the time of Motet's kernels gives it (`motet.cuda.step_time`); 0 where it gives none."""
     gradients: float
     """Tokens a second that the products of gradients would allow, in bfloat16."""
+    trained: float
+    """The same, as a model of the time of Motet's kernels gives it (`motet.cuda.pass_time`); 0 where it gives none."""
 
 
 def pass_bytes(base: BaseOutline, tokens: int, *, recompute: bool) -> int:
-    """Bytes of a training pass beside weights and adapters; `motet check` measures between half and twice as many."""
+    """Bytes of a training pass by torch, beside weights and adapters; measured are between half and twice as many."""
     each = 2 * (_KEPT_WIDTHS * base.hidden_size + _KEPT_INNER * base.inner)
     kept = each + 2 * base.layers * base.hidden_size if recompute else base.layers * each
     kept += 2 * _PASSING * (base.hidden_size + base.inner)
-    vocabulary = base.head // base.hidden_size
-    return tokens * kept + 2 * (4 + 2) * _LOGIT_ROWS * vocabulary
+    return tokens * kept + _logit_bytes(base)
+
+
+def own_pass_bytes(base: BaseOutline, tokens: int, rank: int, *, recompute: bool) -> int:
+    """The same by Motet's kernels for GPUs, with adapters of this rank."""
+    shape, widths = _shape(base, rank), widths_of_rank(rank)
+    kept = kept_bytes(shape, widths, recompute=recompute) + passing_bytes(shape, widths, recompute=recompute)
+    return tokens * kept + _logit_bytes(base)
+
+
+def _logit_bytes(base: BaseOutline) -> int:
+    return 2 * (4 + 2) * _LOGIT_ROWS * (base.head // base.hidden_size)
 
 
 def fit(base: BaseOutline, card: Card, work: Work) -> Fit:
     """How a base fits on a card: in bfloat16, else with `recompute`, else packed in 8 or 4 bits."""
-    adapter = SlotMemory.of_size(base.adapter_size(ALL_LINEAR, work.rank), 2)
-    (decode, reached), modelled = _decode(base, card, work), _modelled(base, card, work)
-    gradients = card.computed / (4 * base.active + 6 * base.adapter_size(ALL_LINEAR, work.rank))
+    size = base.adapter_size(ALL_LINEAR, work.rank)
+    tokens = max(EngineConfig().train_tokens, work.tokens)
+    decode, reached = _decode(base, card, work)
+    gradients = card.computed / (4 * base.active + 6 * size)
     for way, weights, recompute in _ways(base):
-        left = (
-            card.memory - weights - pass_bytes(base, max(EngineConfig().train_tokens, work.tokens), recompute=recompute)
-        )
+        packed = way.endswith("bits")
+        own = _by_own_kernels(base) and not packed
+        left = card.memory - weights - (
+            own_pass_bytes(base, tokens, work.rank, recompute=recompute) if own
+            else pass_bytes(base, tokens, recompute=recompute)
+        )  # fmt: skip
         rows = _sequences(base, left, work)
         cache = rows * (work.tokens * base.kv_bytes_per_token + base.state_bytes)
-        slots = adapter.fitting(1000, 0, max(0, left - cache), None) if rows else 0
+        slots = SlotMemory.of_size(size, 2, whole=own).fitting(1000, 0, max(0, left - cache), None) if rows else 0
         if slots >= work.adapters:
-            packed = way.endswith("bits")
-            return Fit(way, weights, slots, rows, decode, *((0.0, 0.0) if packed else (reached, modelled)), gradients)
-    return Fit("", base.weight_bytes, 0, 0, 0.0, 0.0, 0.0, 0.0)
+            if packed:
+                return Fit(way, weights, slots, rows, decode, 0.0, 0.0, gradients, 0.0)
+            modelled, trained = _modelled(base, card, work, tokens, recompute=recompute)
+            return Fit(way, weights, slots, rows, decode, reached, modelled, gradients, trained)
+    return Fit("", base.weight_bytes, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _ways(base: BaseOutline) -> Iterator[tuple[str, int, bool]]:
@@ -171,19 +192,34 @@ def _decode(base: BaseOutline, card: Card, work: Work) -> tuple[float, float]:
     return work.rows / least, work.rows / max(today, least)
 
 
-def _modelled(base: BaseOutline, card: Card, work: Work) -> float:
-    """Tokens a second of Motet's kernels for GPUs over all rows, half of their tokens read."""
-    if base.experts or base.state_bytes or not card.hopper or not base.covered:
-        return 0.0
-    shape = StepShape(
+def _modelled(base: BaseOutline, card: Card, work: Work, tokens: int, *, recompute: bool) -> tuple[float, float]:
+    """Tokens a second of Motet's kernels for GPUs: of decoding all rows, half of their tokens read; and of gradients.
+
+    Gradients are those of `tokens` tokens, of which all pass the head, with a step of one adapter.
+    """
+    if not card.hopper or not _by_own_kernels(base):
+        return 0.0, 0.0
+    shape, adapters, half = _shape(base, work.rank), min(work.adapters, work.rows), work.tokens // 2
+    step = step_time(shape, work.rows, half, adapters, card.read, card.computed)
+    trained = pass_time(shape, tokens, half, tokens, 1, card.read, card.computed, recompute=recompute)
+    return work.rows / step.total, tokens / trained.total
+
+
+def _by_own_kernels(base: BaseOutline) -> bool:
+    """Whether Motet's kernels for GPUs can compute the base, if it is held in bfloat16."""
+    return base.covered and not base.experts and not base.state_bytes
+
+
+def _shape(base: BaseOutline, rank: int) -> DecoderShape:
+    """The sizes of a covered base, with adapters of this rank on all linear layers."""
+    return DecoderShape(
         base.layers,
         base.fused_shapes,
         base.head_shape,
         base.kv_bytes_per_token,
-        2 * base.adapter_size(ALL_LINEAR, work.rank),
+        2 * base.adapter_size(ALL_LINEAR, rank),
+        norms_of_added=base.norms_of_added,
     )
-    adapters = min(work.adapters, work.rows)
-    return work.rows / step_time(shape, work.rows, work.tokens // 2, adapters, card.read, card.computed).total
 
 
 def chosen(names: Sequence[str]) -> list[Card]:
@@ -212,16 +248,18 @@ def show(name: str, work: Work, cards: Sequence[str]) -> int:
         raise ConfigError(f"--tokens {work.tokens}: {name} has positions for {base.max_positions} tokens; lower it")
     found = [fit(base, card, work) for card in wanted]
     size = base.adapter_size(ALL_LINEAR, work.rank)
+    trained = SlotMemory.of_size(size, 2, whole=_by_own_kernels(base)).trained
     console.print(
         f"{name}: {base.model_type}, {_count(base.n_parameters)} parameters, {base.weight_bytes / GIB:.1f} GiB in "
         f"bfloat16, {base.kv_bytes_per_token / 1024:.0f} KiB of keys and values a token; an adapter of rank {work.rank} has "
-        f"{_count(size)} parameters and takes {SlotMemory.of_size(size, 2).trained / GIB:.2f} GiB while it trains",
+        f"{_count(size)} parameters and takes {trained / GIB:.2f} GiB while it trains",
         soft_wrap=True,
     )
     table = Table(
         "card", "base held as", "weights", "adapters", f"rows of {work.tokens}", "decode, limit", "today", "modelled"
     )
     table.add_column("gradients, limit")
+    table.add_column("modelled")
     for card, one in zip(wanted, found, strict=True):
         table.add_row(card.name, *cells(one))
     print_table(console, table)
@@ -237,10 +275,10 @@ def show(name: str, work: Work, cards: Sequence[str]) -> int:
 def cells(one: Fit) -> tuple[str, ...]:
     """The columns of a card, without its name."""
     if not one.way:
-        return ("does not fit", f"{one.weights / GIB:.1f} GiB", *[""] * 6)
+        return ("does not fit", f"{one.weights / GIB:.1f} GiB", *[""] * 7)
     slots = "1,000 or more" if one.slots >= 1000 else str(one.slots)
-    today, modelled = (rounded(rate) if rate else "–" for rate in (one.reached, one.modelled))
-    speeds = (rounded(one.decode), today, modelled, rounded(one.gradients))
+    rates = (one.decode, one.reached, one.modelled, one.gradients, one.trained)
+    speeds = (rounded(rate) if rate else "–" for rate in rates)
     return (one.way, f"{one.weights / GIB:.1f} GiB", slots, str(one.rows), *speeds)
 
 

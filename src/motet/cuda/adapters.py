@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.core.types import IntArray
+from motet.cuda.decoder_shape import pieces_of
 from motet.model.arithmetic import round_up
 from motet.model.covered_decoder import linears_of
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, NoAdapters, Routing
@@ -32,18 +33,6 @@ PARTS = (3, 1, 2, 1)
 
 Run = tuple[AdapterWeights, int, int]
 """Consecutive rows with one adapter: weights, first row, end row."""
-
-
-def piece_of(n_inputs: int) -> int:
-    """Inputs in each piece of a product with A; a function of K alone."""
-    if n_inputs > 8192:
-        return 1024
-    return 512 if n_inputs >= 2048 else 256 if n_inputs >= 256 else 32
-
-
-def pieces_of(n_inputs: int) -> int:
-    """Number of pieces of K."""
-    return -(-n_inputs // piece_of(n_inputs))
 
 
 # --- places in a base -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The backward pass of a training pass: of each layer what was not kept, by the kernels of the forward pass, then its gradients.
+"""The backward pass of a training pass: what was not kept of a layer by the kernels of the forward pass, then its gradients.
 
 No number of adapters changes the launches of a layer, and no sum depends on other sequences: a row's gradient is computed
 from its own sequence (and those that share a prefix with it), and adapters' gradients are sums of whole numbers.
@@ -15,9 +15,10 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from motet.cuda.adapters import PARTS, TILE, AdapterTables, pieces_of
+from motet.cuda.adapters import PARTS, TILE, AdapterTables
 from motet.cuda.attention import CudaPass
 from motet.cuda.attention_back import AttentionBack
+from motet.cuda.decoder_shape import pieces_of
 from motet.cuda.forward import DOWN, GATE_UP, OUTPUT, QKV, DecoderForward, KeptLayer, LayerValues, lanes, options
 from motet.cuda.kernels.adapter_gradients import add_adapters_back, add_units, shrink_back
 from motet.cuda.kernels.gates import gate_and_up_back

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from motet.cuda.adapters import AdapterTables, Places, pieces_of, runs_of, widths_of
+from motet.cuda.adapters import AdapterTables, Places, runs_of, widths_of
 from motet.cuda.attention import CudaAttention, CudaPass
 from motet.cuda.backward import DecoderBackward
 from motet.cuda.forward import DecoderForward, KeptLayer
 from motet.cuda.layers import DecoderPlan
 from motet.cuda.math import CudaMath
+from motet.cuda.pass_memory import kept_bytes, passing_bytes
 from motet.cuda.products import Products, ProductWeight
 from motet.cuda.step import CudaSteps
 from motet.model.accelerator import Recorder
@@ -26,9 +27,6 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import Routing
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting
-
-_WIDE = 4
-"""Tensors of the model's width in a layer, besides products, and as many for their gradients."""
 
 
 class CudaBase:
@@ -61,17 +59,10 @@ class CudaBase:
         """Does nothing: the first backward pass needs no memory of its own."""
 
     def pass_bytes(self, routing: Routing, n_rows: int, *, recompute: bool) -> int:
-        """See `Kernels`. Inputs of layers are kept, with and without `recompute`; one layer at a time is in memory beside."""
-        plan, size = self.plan, self.base.dtype.itemsize
-        inputs = (len(plan.layers) + 1) * plan.width * size
-        outputs = sum(len(weight.weight_NK) for weight in plan.layers[0].products)
-        heads, kv_heads = plan.heads * plan.head_width, 2 * plan.kv_heads * plan.head_width
-        layer = size * (outputs + 2 * heads + kv_heads + plan.inner + _WIDE * plan.width)
-        slopes = size * (outputs + 2 * heads + plan.inner + _WIDE * plan.width) + 4 * kv_heads
-        widths = widths_of(self.places, (weights for weights, *_ in runs_of(routing)))
-        pieces = [pieces_of(self.places.place(0, which).n_inputs) for which in range(len(widths))]
-        inner = sum((4 * n + 3 * size) * width for n, width in zip(pieces, widths, strict=True))
-        return n_rows * (inputs + layer + slopes + inner)
+        """See `Kernels`."""
+        shape, widths = self.plan.shape, widths_of(self.places, (weights for weights, *_ in runs_of(routing)))
+        row = kept_bytes(shape, widths, recompute=recompute) + passing_bytes(shape, widths, recompute=recompute)
+        return n_rows * row
 
     def hidden(self, token_ids_T: Tensor, positions_T: Tensor, attention: AttentionPass, routing: Routing) -> Tensor:
         """Final hidden states [T, D] of packed tokens, in the base's dtype; zeros for padding rows."""

@@ -16,8 +16,9 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from motet.cuda.adapters import PARTS, AdapterTables, pieces_of
+from motet.cuda.adapters import PARTS, AdapterTables
 from motet.cuda.attention import CudaPass
+from motet.cuda.decoder_shape import pieces_of
 from motet.cuda.kernels.adapters import add_adapters
 from motet.cuda.kernels.embedding import embed
 from motet.cuda.kernels.gates import gate_and_up

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from motet.cuda.decoder_shape import DecoderShape
 from motet.cuda.kernels import rotary
 from motet.cuda.products import ProductWeight
 from motet.model.attention import LayerCall
@@ -80,6 +81,16 @@ class DecoderPlan:
     def weights(self) -> list[ProductWeight]:
         """Those of all products."""
         return [*(weight for layer in self.layers for weight in layer.products), self.head]
+
+    @property
+    def shape(self) -> DecoderShape:
+        """Its sizes."""
+        layer, size = self.layers[0], self.embedding.element_size()
+        shapes = [(len(weight.weight_NK), weight.weight_NK.shape[1]) for weight in (*layer.products, self.head)]
+        return DecoderShape(
+            len(self.layers), tuple(shapes[:-1]), shapes[-1], len(self.layers) * 2 * self.kv_heads * self.head_width * size,
+            itemsize=size, norms_of_added=sum(norm is not None for norm in (layer.norm_attended, layer.norm_done)),
+        )  # fmt: skip
 
     @classmethod
     def of(cls, base: LoraModel) -> DecoderPlan:

@@ -18,7 +18,8 @@ from torch import Tensor
 from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
 
 from motet.cuda import kernels
-from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places, pieces_of
+from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
+from motet.cuda.decoder_shape import pieces_of
 from motet.cuda.ways import (
     A_COLUMNS,
     BUCKETS,

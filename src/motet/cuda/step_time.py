@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_LAUNCH, _SMALL_LAUNCH = 3.3e-6, 1.5e-6
+from motet.cuda.decoder_shape import DecoderShape
+
+LAUNCH, SMALL_LAUNCH = 3.3e-6, 1.5e-6
 """Seconds of a product or attention beside its work, and of other launches."""
 _PER_INPUT = 1.2e-9
 """Seconds that a program takes for one of K inputs, in order."""
@@ -24,21 +26,6 @@ _ADAPTED, _ADAPTERS = 18e-6, 2.3
 """Seconds that adapters add to a layer, and how many times as long as copying them it takes to read them."""
 _DRAW = 5e-6
 """Seconds of embedding and draw, beside reading the logits twice."""
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """A decoder, in bfloat16."""
-
-    layers: int
-    products: tuple[tuple[int, int], ...]
-    """Outputs and inputs of the fused products of a layer: queries, keys and values; output; gate and up; down."""
-    head: tuple[int, int]
-    """Outputs and inputs of the head."""
-    key_bytes: int
-    """Bytes of a token's keys and values in all layers."""
-    adapter_bytes: int = 0
-    """Bytes of one adapter."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ class StepTime:
         return self.products + self.attention + self.others + self.adapters
 
 
-def step_time(shape: StepShape, rows: int, keys: float, adapters: int, read: float, computed: float) -> StepTime:
+def step_time(shape: DecoderShape, rows: int, keys: float, adapters: int, read: float, computed: float) -> StepTime:
     """Seconds of a step.
 
     Args:
@@ -70,11 +57,9 @@ def step_time(shape: StepShape, rows: int, keys: float, adapters: int, read: flo
     """
 
     def product(n: int, k: int) -> float:
-        reading, computing = 2 * (n * k + rows * (n + k)) / read, 2 * rows * n * k / computed
-        working = max(reading, computing) + _NOT_OVERLAPPED * min(reading, computing)
-        return _LAUNCH + max(working, k * _PER_INPUT)
+        return product_time(n, k, rows, read, computed)
 
-    attention = shape.layers * _LAUNCH + _KEYS * rows * keys * shape.key_bytes / read
+    attention = shape.layers * LAUNCH + _KEYS * rows * keys * shape.key_bytes / read
     return StepTime(
         shape.layers * sum(product(*each) for each in shape.products) + product(*shape.head),
         attention,
@@ -83,7 +68,14 @@ def step_time(shape: StepShape, rows: int, keys: float, adapters: int, read: flo
     )
 
 
+def product_time(n: int, k: int, rows: int, read: float, computed: float) -> float:
+    """Seconds of a product with a frozen weight of n outputs and k inputs, or of the gradient of its input."""
+    reading, computing = 2 * (n * k + rows * (n + k)) / read, 2 * rows * n * k / computed
+    working = max(reading, computing) + _NOT_OVERLAPPED * min(reading, computing)
+    return LAUNCH + max(working, k * _PER_INPUT)
+
+
 def _others(products: Sequence[tuple[int, int]], rows: int, read: float) -> float:
     """Seconds of the launches of a layer that multiply nothing: two norms, rotation and gate."""
     (qkv, width), _, (both, _), _ = products
-    return 4 * _SMALL_LAUNCH + 2 * rows * (2 * 4 * width + 2 * qkv + 1.5 * both) / read
+    return 4 * SMALL_LAUNCH + 2 * rows * (2 * 4 * width + 2 * qkv + 1.5 * both) / read

@@ -20,7 +20,8 @@ from triton.errors import TritonError  # type: ignore[import-untyped, unused-ign
 
 from motet.core.errors import BaseModelError
 from motet.cuda import speeds
-from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places, pieces_of
+from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
+from motet.cuda.decoder_shape import pieces_of
 from motet.cuda.products import Products
 from motet.cuda.ways import (
     A_COLUMNS,

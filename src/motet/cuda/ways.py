@@ -15,7 +15,8 @@ import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
 
-from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, piece_of, pieces_of
+from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables
+from motet.cuda.decoder_shape import piece_of, pieces_of
 from motet.cuda.kernels import products as kernels
 from motet.cuda.launches import called, launch
 from motet.model.accelerator import capability, products_without_split

@@ -17,8 +17,9 @@ from motet.hosting.workshop import FreeMemory
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
 
-_TRAINED = 4 * 4
-"""Bytes per parameter of master, gradient and AdamW's two moments, in fp32."""
+_TRAINED, _WHOLE = 4 * 4, 4
+"""Bytes per parameter of master, gradient and AdamW's two moments, in fp32; and how many more a gradient takes that waits for
+its step as whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,16 @@ class SlotMemory:
         """Memory of an adapter on these layers, with this number of versions."""
         packed = base.kernels is not None and base.device.type == "cpu"
         copies = 2 * versions if packed else versions
-        return cls.of_size(base.adapter_layout(targets, rank).size, copies * base.dtype.itemsize)
+        whole = base.kernels is not None and base.kernels.whole_sums
+        return cls.of_size(base.adapter_layout(targets, rank).size, copies * base.dtype.itemsize, whole=whole)
 
     @classmethod
-    def of_size(cls, size: int, version_bytes: int) -> SlotMemory:
-        """Memory of an adapter with `size` parameters; its versions together take `version_bytes` per parameter."""
-        return cls(_TRAINED * size, version_bytes * size)
+    def of_size(cls, size: int, version_bytes: int, *, whole: bool) -> SlotMemory:
+        """Memory of an adapter with `size` parameters.
+
+        Its versions together take `version_bytes` per parameter; `whole` says whether its gradient is added as whole numbers.
+        """
+        return cls((_TRAINED + _WHOLE * whole) * size, version_bytes * size)
 
     def fitting(self, slots: int, resident: int, device: int, host: int | None) -> int:
         """How many slots fit, if `resident` (0: all) are on the device, the others in `host` bytes (None: no limit)."""

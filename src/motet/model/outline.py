@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from motet.core.errors import BaseModelError
 from motet.model.checkpoint import empty_model
-from motet.model.covered_decoder import linears_of, refusal_of
+from motet.model.covered_decoder import linears_of, norms_of, refusal_of
 from motet.model.find import find_base
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.packed_forms import Float8Blocks, Form, Nf4Blocks
@@ -80,6 +80,13 @@ class BaseOutline:
         """Outputs and inputs of the product that gives logits."""
         n_out, n_in = self.base.head.shape
         return n_out, n_in
+
+    @property
+    def norms_of_added(self) -> int:
+        """Norms, in a layer of a covered base, of what it adds to the residual stream."""
+        decoder: Any = self.base.decoder
+        norms = norms_of(decoder.layers[0])
+        return sum(norms[name] is not None for name in ("norm_attended", "norm_done"))
 
     @property
     def active(self) -> float:
