@@ -2,8 +2,8 @@
 
     python -m bench.gpu.bits OPTIONS KEYS
 
-Logprobs that the engine wrote are compared with those of the trainer; then come the questions of `company.py`. Sequences are
-KEYS tokens long. The exit code is 1 where a base that calls itself exact has a row with other bits.
+Logprobs that the engine wrote are compared with those of the trainer; then come the questions of `company.py`, about sequences
+of KEYS tokens, and those of `gradients.py`. The exit code is 1 where a base that calls itself exact has a row with other bits.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from bench.gpu.company import SEQUENCES, WITHOUT_ADAPTER, Company, executor_of, questions
 from bench.gpu.figures import say, unequal
+from bench.gpu.gradients import gradient_questions
 from bench.speed.workers import motet_parts as parts
 
 from motet.core.batch import AdamW, Batch, Sample, Segment
@@ -97,6 +98,9 @@ def main(words: list[str]) -> int:
     torch.cuda.empty_cache()
     with torch.no_grad():
         bad += questions(Company(base, keys), shape)
+    gc.collect()
+    torch.cuda.empty_cache()
+    bad += gradient_questions(base, shape)
     return int(bad > 0 and base.info.exact)
 
 

@@ -79,9 +79,13 @@ def gradients(model: Any, rows: int, prompt: int, response: int, micro: int) -> 
         optimizer.step()
         optimizer.zero_grad()
 
+    if not TINY:
+        torch.cuda.reset_peak_memory_stats()
     seconds = seconds_of(step, 1 if TINY else 3)
     row = f"{SHAPE}: PEFT, gradients, {rows} × ({prompt} + {response}), {micro} at a time"
     say(Figure("peers", row, rows * (prompt + response) / seconds, "tokens/s"))
+    if not TINY:
+        say(Figure("peers", f"{row}: memory", torch.cuda.max_memory_allocated() / 1e9, "GB"))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench.gpu.company import executor_of
 from bench.gpu.figures import Figure, say
 from bench.speed.profiling import profiler
@@ -63,7 +64,12 @@ class Timings:
         long = {**work, "samples": 16, "prompt": 256, "response": 768}
         if self.tiny:
             work, long = {**work, "samples": 16, "prompt": 8, "response": 8}, {**work, "samples": 2}
-        for args, adapters, after in ((work, 1, [self._profile, self._spy]), (work, 8, [self._profile]), (long, 1, [])):
+        for args, adapters, after in (
+            (work, 1, [self._memory, self._profile, self._spy]),
+            (work, 8, [self._profile]),
+            (long, 1, []),
+            (long, 8, [self._memory]),
+        ):
             row = f"gradients, {args['samples']} × ({args['prompt']} + {args['response']}), {_said(adapters)}"
             self._timed(row, "train", {**args, "adapters": adapters}, after)
 
@@ -106,7 +112,9 @@ class Timings:
                 else:
                     say(Figure("speed", name, found["units"] / found["seconds"], "tokens/s", executor))
                 for look in after:
-                    look(f"{work}-{self.shape}-{args['adapters']}-adapters", repeat)
+                    length = args.get("prompt", 0) + args.get("response", 0)
+                    of = f"-{args['samples']}x{length}" if length else ""
+                    look(f"{work}-{self.shape}-{args['adapters']}-adapters{of}", repeat)
         except Exception as error:
             traceback.print_exc()
             say(Figure("speed", name, f"failed: {type(error).__name__}: {str(error)[:100]}"))
@@ -131,6 +139,15 @@ class Timings:
             return
         text = f"{busy:.2f} of {wall:.2f} ms, {launches:.1f} launches a layer"
         say(Figure("speed", f"{self.shape}: card busy in a pass, {name}", text, "", executor_of(parts.base())))
+
+    def _memory(self, name: str, repeat: Repeat) -> None:
+        """Say the most memory of the card that tensors had in a repeat, the base's weights among them."""
+        if self.tiny:
+            return
+        torch.cuda.reset_peak_memory_stats()
+        repeat()
+        gigabytes = torch.cuda.max_memory_allocated() / 1e9
+        say(Figure("speed", f"{self.shape}: memory, {name}", gigabytes, "GB", executor_of(parts.base())))
 
     def _spy(self, name: str, repeat: Repeat) -> None:
         """Let py-spy write the stacks of this process, where it is installed."""

@@ -15,6 +15,7 @@ from bench.gpu.__main__ import PAGE, go, main, to_run
 from bench.gpu.archive import MOST_BYTES, pack
 from bench.gpu.company import Company, questions
 from bench.gpu.figures import Figure, figures_in
+from bench.gpu.gradients import gradient_questions
 from bench.gpu.parts import INSTALL_SECONDS, card_tests, parts
 from bench.gpu.products import compared, rows_unequal
 from bench.gpu.schedule import Part, Result, Schedule, kept, result_of
@@ -206,6 +207,15 @@ def test_each_question_about_rows_in_company_has_an_answer(capsys: pytest.Captur
     assert found.pop("tiny: logits of a row without adapter, alone") == "0"
     assert found.pop("tiny: logits in a pass twice as large") == "0"  # both have more than eight rows
     assert "0" not in found.values()
+
+
+def test_each_question_about_gradients_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """Torch adds samples in floats and in order: twice and in company are equal there, cut and in another order are not."""
+    base = tiny.load("llama")
+    assert gradient_questions(base, "tiny", (9, 5, 7)) == 0
+    answers = [figure.text for figure in figures_in(capsys.readouterr().out)]
+    assert answers[:2] == ["0 of 8 unequal"] * 2
+    assert "0 of 8 unequal" not in answers[2:]
 
 
 def test_nan_equals_itself_and_zeros_have_signs() -> None:
