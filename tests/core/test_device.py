@@ -106,6 +106,35 @@ def worked(calls: list[tuple[str, int]], tick: int = 0) -> str:
     return "".join(order)
 
 
+def test_a_call_does_not_pay_for_what_a_tick_has_begun() -> None:
+    now, begun, ticked = [0], [0], threading.Event()
+
+    def tick() -> bool:
+        begun[0] = 7
+        ticked.set()
+        return True
+
+    def wait() -> None:
+        now[0] += begun[0]
+        begun[0] = 0
+
+    def call() -> None:
+        wait()
+        now[0] += 2
+
+    device = Device(clock=lambda: now[0])
+    try:
+        device.add_tick(tick, wait)
+        device.wake()
+        assert ticked.wait(PATIENCE)
+        with used_by("job"):
+            device.submit(call).result(timeout=PATIENCE)
+    finally:
+        device.close()
+    assert device.busy.take()[2] == {"job": 2}
+    assert device.busy.turns == 9
+
+
 def test_a_call_waits_for_no_more_than_one_of_a_tenant_with_many() -> None:
     assert worked([*[("greedy", 1)] * 10, *[("small", 1)] * 3]) == "gsgsgs" + 7 * "g"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import weakref
@@ -14,15 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from motet.core.device import Device
 from motet.core.tenant_turns import TenantTurns
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.device_steps import MASKED, TOKEN, DeviceStep, DrawnTokens, Flight
 from motet.rollout.decoder import Decoder
+from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.executor import NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
 from tests.support.decoding import EveryThird, outcomes
 from tests.support.late_executor import AnsweringExecutor, LateExecutor, PoisonedCache, version
+from tests.support.waiting import PATIENCE
 
 BLOCK = 4
 N_VOCAB = tiny.VOCABULARY
@@ -348,6 +352,36 @@ def test_each_job_pays_for_its_own_time(tenants: int, n_blocks: int) -> None:
     assert stage.executor.launches == n_tokens - 1
     assert stage.decoder.spent["job 0"] == pytest.approx(read + 10000 * (n_tokens - 1), abs=100)
     assert stage.decoder.spent["job 1"] == pytest.approx(read * n_prompts, abs=100)
+
+
+class CallingExecutor(LateExecutor):
+    """Its third launch queues a call, which says whether steps are in flight."""
+
+    device: Device
+
+    def launch(self, step: DeviceStep) -> Any:
+        if self.launches == 2:
+            self.found = self.device.submit(lambda: len(self.cache.late))
+        return super().launch(step)
+
+
+def test_a_call_of_the_device_finds_no_step_in_flight() -> None:
+    """It would wait for the step, and its job would be charged with it."""
+    base, cache, device = tiny.base("llama"), PoisonedCache(20, BLOCK, 3), Device()
+    engine = EmbeddedEngine(base, device, max_rows=2, kv_tokens=64, prefill_tokens=40)
+    executor = CallingExecutor(cache, N_VOCAB, Never())
+    executor.device = device
+    engine.decoder = Decoder(base, cache, max_rows=2, prefill_tokens=40, turns=device.turns, executor=executor)
+
+    async def generated() -> list[Chunk]:
+        return [chunk async for chunk in engine.generate(rows_of("r", 1))]
+
+    try:
+        assert asyncio.run(generated())
+        assert executor.found.result(timeout=PATIENCE) == 0
+    finally:
+        device.close()
+    assert executor.faults == []
 
 
 def ending(request: GenerateRequest) -> tuple[GenerateRequest, list[int]]:

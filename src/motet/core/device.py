@@ -145,7 +145,7 @@ class Device:
         self._owners: Mapping[Payer, float] = {}
         self._held = False
         self._calls: deque[_QueuedCall] = deque()
-        self._ticks: list[Callable[[], bool]] = []
+        self._ticks: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         self._wake = threading.Condition()
         self._closed = False
         self.beat = 0
@@ -156,13 +156,14 @@ class Device:
         self._thread = threading.Thread(target=self._loop, name="motet-device", daemon=True)
         self._thread.start()
 
-    def add_tick(self, tick: Callable[[], bool]) -> None:
+    def add_tick(self, tick: Callable[[], bool], land: Callable[[], None] = lambda: None) -> None:
         """Register incremental work; a tick returns whether there is more.
 
-        A tick must not raise, because no caller could receive the error. If it does, the device is lost.
+        `land` is called before calls, which would wait for what ticks have begun and be charged with it. Neither may
+        raise, because no caller could receive the error. If one does, the device is lost.
         """
         with self._wake:
-            self._ticks.append(tick)
+            self._ticks.append((tick, land))
 
     def wake(self) -> None:
         """Report that a tick has work again."""
@@ -290,6 +291,12 @@ class Device:
             self.beat += 1
             try:
                 if call is not None:
+                    begun = self._clock()
+                    for _, land in ticks:
+                        land()
+                    spent = self._clock() - begun
+                    self.busy.turns += spent
+                    owed -= spent
                     self._turn_to(calling=not call.light)
                     self._owners = {call.payer: 1.0} if call.payer.job else {}
                     begun = self._clock()
@@ -304,7 +311,7 @@ class Device:
                         continue
                 self._turn_to(calling=False)
                 begun = self._clock()
-                left = [tick() for tick in ticks]  # each runs, whether or not one before has more work
+                left = [tick() for tick, _ in ticks]  # each runs, whether or not one before has more work
                 working = any(left)
                 spent = self._clock() - begun
                 self.busy.turns += spent

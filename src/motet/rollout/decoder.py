@@ -104,8 +104,7 @@ class Decoder:
 
         Kept sequences of these episodes are dropped.
         """
-        self._turns.begin()
-        self.land()
+        self.pause()
         self.kept.forget(matches)
         for prompt in [prompt for prompt in self.rows.waiting if _named(prompt, matches)]:
             self.rows.waiting.remove(prompt)
@@ -123,9 +122,13 @@ class Decoder:
 
     def forget_version(self, adapter: AdapterRef) -> None:
         """Drop the kept sequences of a version that nobody asks for any more."""
+        self.pause()
+        self.kept.forget_version(adapter)
+
+    def pause(self) -> None:
+        """Wait for the steps in flight, between ticks."""
         self._turns.begin()
         self.land()
-        self.kept.forget_version(adapter)
 
     @torch.inference_mode()
     def land(self) -> bool:

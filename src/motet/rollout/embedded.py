@@ -83,7 +83,7 @@ class EmbeddedEngine:
         self._versions: dict[AdapterRef, AdapterWeights] = {}
         self._arrivals: list[Prompt] = []
         self._aborts: set[str] = set()
-        device.add_tick(self._tick)
+        device.add_tick(self._tick, self._land)
 
     @property
     def capacity(self) -> int:
@@ -254,15 +254,30 @@ class EmbeddedEngine:
                 return False
             full = self.decoder.rows.free <= 0
             self.decoder.tick()
-        except Exception as error:  # callers wait in other threads and must all be informed
-            error = self._device.examine(error)
-            for prompt in self.decoder.fail_all():
-                prompt.emit(error)
+        except Exception as error:
+            self._fail(error)
+        self._report(started, full=full)
+        self._device.busy.checked(drafts.drafted - drafted, drafts.accepted - accepted)
+        return not (self.decoder.idle or self.decoder.stuck)
+
+    def _land(self) -> None:
+        started, full = time.perf_counter(), self.decoder.rows.free <= 0
+        try:
+            self.decoder.pause()
+        except Exception as error:
+            self._fail(error)
+        self._report(started, full=full)
+
+    def _fail(self, error: Exception) -> None:
+        """Inform all callers, which wait in other threads."""
+        error = self._device.examine(error)
+        for prompt in self.decoder.fail_all():
+            prompt.emit(error)
+
+    def _report(self, started: float, *, full: bool) -> None:
         spent = (time.perf_counter() - started) * self._share
         by_job, self.decoder.spent = self.decoder.spent, Counter()
         self._device.busy.decoded(spent, spent * full, by_job)
-        self._device.busy.checked(drafts.drafted - drafted, drafts.accepted - accepted)
-        return not (self.decoder.idle or self.decoder.stuck)
 
 
 class SameTensors:
