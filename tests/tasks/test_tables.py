@@ -175,6 +175,10 @@ VALUES = [
     (pyarrow.array([[1.5, math.nan]], pyarrow.list_view(pyarrow.float32())), ["[1.5, null]"]),
     (pyarrow.array(np.array([1.5, 2.0], np.float16)), ["1.5", "2.0"]),
     (pyarrow.array([math.nan, 1.5]), ["", "1.5"]),
+    (pyarrow.array([math.inf, -math.inf, 2.0, None]), ["inf", "-inf", "2.0", ""]),
+    (pyarrow.array([{"a": [math.inf, None]}]), ['{"a": ["inf", null]}']),
+    (pyarrow.array([0.1, 1 / 3, 2.0], pyarrow.float32()), ["0.1", "0.33333334", "2.0"]),
+    (pyarrow.array([{"a": [0.1]}], pyarrow.struct({"a": pyarrow.list_(pyarrow.float32())})), ['{"a": [0.1]}']),
     (pyarrow.array([True, None, False]), ["true", "", "false"]),
     (pyarrow.array([2**63], pyarrow.uint64()), [str(2**63)]),
     (pyarrow.array([{}, {}], pyarrow.struct([])), ["{}", "{}"]),
@@ -258,6 +262,38 @@ def test_numbers_stay_as_a_file_says_where_no_value_is_missing(tmp_path: Path) -
     assert [problem.answer for problem in read(large).train] == ["1e+300", ""]
     (tmp_path / "d.csv").write_text("prompt,answer\na,2.0\nb,\nc,07.0\nd,1.50\n")
     assert [problem.answer for problem in read(tmp_path / "d.csv").train] == ["2.0", "", "07.0", "1.50"]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if not name.startswith("json")])  # pandas writes null there
+def test_infinite_and_short_numbers_are_what_the_file_says(tmp_path: Path, name: str) -> None:
+    columns = {"prompt": ["a", "b", "c"], "answer": [math.inf, -math.inf, 2.0]}
+    source = WRITERS[name](tmp_path / "d", pandas.DataFrame(columns))
+    for bounds in (None, UPLOADED):
+        assert [problem.answer for problem in read(source, bounds=bounds).train] == ["inf", "-inf", "2.0"]
+    narrow = pandas.DataFrame({"prompt": ["a", "b"], "answer": np.array([0.1, 3.3], np.float32)})
+    if name != "records":  # where pandas has made floats of Python of them
+        assert [problem.answer for problem in read(WRITERS[name](tmp_path / "n", narrow)).train] == ["0.1", "3.3"]
+
+
+def test_infinite_and_short_numbers_of_python_and_json(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": math.inf}, {"prompt": "b", "answer": {"x": [-math.inf, math.nan]}}]
+    for source in (rows, jsonl(tmp_path / "d.jsonl", rows)):
+        assert [problem.answer for problem in read(source).train] == ["inf", '{"x": ["-inf", null]}']
+        assert read(source, Rules(0)).train[0].answer == ""
+    odd = [{"prompt": "a", "answer": np.array([0.1, np.inf], np.float32)}, {"prompt": "b", "answer": np.float16(0.1)},
+           {"prompt": "c", "answer": decimal.Decimal("-Infinity")}]  # fmt: skip
+    assert [problem.answer for problem in read(odd).train] == ['[0.1, "inf"]', "0.1", "-inf"]
+
+
+def test_a_value_that_python_does_not_have_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.table(
+        {"prompt": ["a"], "answer": pyarrow.array([29328970], pyarrow.int32()).cast(pyarrow.date32())}
+    )
+    parquet.write_table(table, tmp_path / "d.parquet")
+    given = datasets.Dataset(table)
+    for source in (table, given, given.to_iterable_dataset(), tmp_path / "d.parquet"):
+        with pytest.raises(DataError, match="has a value that Python cannot represent"):
+            read(source)
 
 
 def test_missing_values_of_pandas_are_nothing() -> None:

@@ -98,7 +98,7 @@ def _write(path: Path, rules: Rules, target: IO[str]) -> None:
     """Runs in the process that reads."""
     try:
         for row in read(path, rules):
-            target.write(json.dumps(as_json(row), separators=(",", ":")) + "\n")
+            target.write(json.dumps(as_json(row, infinite_as_text=rules.reads_columns), separators=(",", ":")) + "\n")
     except DataError as error:
         target.write(json.dumps(str(error)) + "\n")
     target.flush()

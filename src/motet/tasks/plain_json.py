@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,20 +10,24 @@ from typing import Any
 from motet.core.plain_yaml import DEEPEST
 
 
-def as_json(value: Any) -> Any:
-    """Convert a value for JSON: sequences to lists, keys to text, NaN to null, other types by `str`."""
+def as_json(value: Any, *, infinite_as_text: bool = False) -> Any:
+    """Convert a value for JSON: sequences to lists, keys to text, NaN to null, other types by `str`.
+
+    Infinite numbers, which JSON does not have, become null, or the texts `inf` and `-inf`.
+    """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if math.isfinite(value) else str(value) if infinite_as_text and not math.isnan(value) else None
+    convert = functools.partial(as_json, infinite_as_text=infinite_as_text)
     if isinstance(value, Mapping):
-        return {str(name): as_json(item) for name, item in value.items()}
+        return {str(name): convert(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(item) for item in value]
+        return [convert(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((as_json(item) for item in value), key=str)
+        return sorted(map(convert, value), key=str)
     if hasattr(value, "tolist"):  # numpy arrays and scalars
-        return as_json(value.tolist())
+        return convert(value.tolist())
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 

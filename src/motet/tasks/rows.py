@@ -139,15 +139,16 @@ def _soft_of(problem: Problem, where: str) -> tuple[IntArray, IntArray, NDArray[
     ids, top, logprobs = (problem.metadata.get(name) for name in ("token_ids", "top_ids", "top_logprobs"))
     try:
         own = np.asarray(ids, np.int32)
+        targets, logs = np.asarray(top, np.int32), np.asarray(logprobs, np.float64)
         with np.errstate(over="ignore"):
-            targets, shares = np.asarray(top, np.int32), np.exp(np.asarray(logprobs, np.float64))
+            shares = np.exp(logs)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: token_ids, top_ids and top_logprobs must be lists of numbers: {error}") from error
     if own.ndim != 1 or not len(own) or targets.ndim != 2 or targets.shape != shares.shape or len(targets) != len(own):
         raise DataError(
             f"{where} needs token_ids, one for each token of the answer, and top_ids and top_logprobs, of each of these a list"
         )
-    if not (np.isfinite(shares).all() and shares.sum(axis=1).all()):
+    if not (np.isfinite(logs).all() and np.isfinite(shares).all() and shares.sum(axis=1).all()):
         raise DataError(
             f"{where}: top_logprobs must be finite, and not all of a token's probabilities 0; write -100 for such a one"
         )

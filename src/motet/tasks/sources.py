@@ -35,7 +35,7 @@ def read_rows(
         return iter(make_entries(spec, bounds)), spec
     if source.startswith("toy:"):
         return _toy(config, source.partition(":")[2]), None
-    return _plain(config, itertools.islice(_rows(config, bounds, rules), config.size), bounds), None
+    return _plain(config, itertools.islice(_rows(config, bounds, rules), config.size), bounds, rules), None
 
 
 def has_splits(source: str) -> bool:
@@ -60,7 +60,7 @@ def check_part(config: DataConfig) -> None:
             raise DataError(f"data.{field} {value!r}: {config.source} has no {field}s; leave it out")
 
 
-def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Row]:
+def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
     number = -1
     for number, row in enumerate(rows):
         if bounds is not None and number >= bounds.rows:
@@ -68,7 +68,7 @@ def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) ->
                 f"data.source {config.source!r} has more than {bounds.rows} rows; set data.size to use the first"
             )
         try:
-            yield {str(name): as_json(value) for name, value in row.items()}
+            yield as_json(row, infinite_as_text=rules.reads_columns)
         except RecursionError as error:
             raise DataError(f"data.source {config.source!r} has a row that is nested too deep") from error
     if number < 0:
@@ -96,10 +96,13 @@ def _rows(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Iterabl
 
 def _of_python(config: DataConfig, rules: Rules) -> Iterator[Row]:
     rows = tables.of_python(config.rows) if rules.reads_columns else tables.as_written(config.rows)
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, Mapping):
-            raise DataError(f"{config.source} row {number} must be a mapping of columns, got {type(row).__name__}")
-        yield dict(row)
+    try:
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, Mapping):
+                raise DataError(f"{config.source} row {number} must be a mapping of columns, got {type(row).__name__}")
+            yield dict(row)
+    except OverflowError as error:
+        raise DataError(f"{config.source} has a value that Python cannot represent ({error}); leave it out") from error
 
 
 def _near(name: str, known: list[str]) -> str:

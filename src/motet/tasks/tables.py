@@ -22,6 +22,9 @@ _BATCH = 256
 _MISSING = frozenset({"NAType", "NaTType"})
 """Types of pandas' values that stand for nothing; pandas itself is not loaded to know them."""
 
+_NARROW = frozenset({"float16", "float32"})
+"""Types whose numbers have fewer digits than a float of Python."""
+
 Reader = Callable[[Any], Any]
 
 
@@ -36,9 +39,19 @@ def of_arrow(batches: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator
         columns = []
         for field, column in zip(batch.schema, batch.columns, strict=True):
             reader = _reader(field.type)
-            columns.append(_read(field.name, reader, column.to_pylist()))
+            columns.append(_read(field.name, reader, _values(field.name, column)))
         for values in zip(*columns, strict=True):
             yield dict(zip(batch.schema.names, values, strict=True))
+
+
+def _values(name: str, column: pyarrow.Array) -> list[Any]:
+    try:
+        values: list[Any] = column.to_pylist()
+    except (OverflowError, ValueError) as error:
+        raise DataError(
+            f"the column {name!r} has a value that Python cannot represent ({error}); leave it out"
+        ) from error
+    return values
 
 
 def _read(column: str, reader: Reader | None, values: list[Any]) -> list[Any]:
@@ -74,7 +87,14 @@ def of_python(rows: Any) -> Iterator[Any]:
 def _of_frame(frame: Any) -> Iterator[dict[str, Any]]:
     """The rows of a pandas DataFrame."""
     numbers = _NestedNumbers()
-    rows = [{name: _cell(str(name), value) for name, value in row.items()} for row in as_written(frame)]
+    narrow = {name: str(kind).lower() for name, kind in frame.dtypes.items() if str(kind).lower() in _NARROW}
+    rows = [
+        {
+            name: _cell(str(name), _narrow(narrow[name])(value) if name in narrow else value)
+            for name, value in row.items()
+        }
+        for row in as_written(frame)
+    ]
     for row in rows:
         numbers.see(list(row.values()))
     for row in rows:
@@ -168,6 +188,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind == "f" and str(value.dtype) in _NARROW:
+        return _plain(list(value)) if value.ndim else _narrow(str(value.dtype))(value)
     if kind and getattr(value, "ndim", 0):  # pandas has lists of parquet as arrays
         return _plain(value.tolist())
     if kind == "M":  # a date of numpy
@@ -190,7 +212,7 @@ def _scalar(value: Any) -> Any:
             raise _BytesError from error
     if isinstance(value, Decimal):
         whole = value.is_finite() and value.as_tuple().exponent == 0
-        return int(value) if whole else f"{value:f}" if value.is_finite() else None
+        return int(value) if whole else f"{value:f}" if value.is_finite() else float(value)
     if type(value).__name__ in _MISSING:
         return None
     if hasattr(value, "total_seconds"):
@@ -229,9 +251,19 @@ def _reader(kind: pyarrow.DataType, decoded: bool = False) -> Reader | None:
         if (one := _reader(kind.value_type, decoded)) is None:
             return None
         return lambda value: [None if item is None else one(item) for item in value]
+    if types.is_float32(kind) or types.is_float16(kind):
+        return _narrow("float32" if types.is_float32(kind) else "float16")
     plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)
     text = types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"
     return None if plain or text else _plain
+
+
+def _narrow(kind: str) -> Reader:
+    """What makes a number of such a type the float with the same digits: 0.1 and not 0.10000000149011612."""
+    import numpy as np
+
+    number = np.dtype(kind).type
+    return lambda value: None if value is None else float(str(number(value)))
 
 
 def _same(value: Any) -> Any:
