@@ -86,7 +86,7 @@ class Wording:
 
     def given(self, messages: Sequence[Message]) -> list[Given]:
         """A conversation as the template takes it."""
-        turns, begun, ended = list[Given](), 0, 0
+        turns, called, ended = list[Given](), list[Given](), 0
         for message in self.turns(messages):
             role = self.tool_role if message.role == "tool" else message.role
             turn: Given = {"role": role, "content": message.content}
@@ -95,12 +95,14 @@ class Wording:
             if message.tool_calls and not self.calls:
                 turn["content"] = with_calls(message).content
             elif message.tool_calls:
-                turn["tool_calls"] = [self._call(call, begun + at) for at, call in enumerate(message.tool_calls)]
+                turn["tool_calls"] = [self._call(call, len(called) + at) for at, call in enumerate(message.tool_calls)]
+                called += turn["tool_calls"]
             if message.thought and self.thought:
                 turn = self.thought(turn, message.thought)
             if role == "tool" and self.id_of:
-                turn["tool_call_id"] = self.id_of(ended, message.name)
-            begun, ended = begun + len(message.tool_calls), ended + (message.role == "tool")
+                answered = called[ended]["id"] if ended < len(called) else self.id_of(ended, message.name)
+                turn["tool_call_id"] = answered  # the results of many rows do not name their tool
+            ended += message.role == "tool"
             turns.append(turn)
         return turns
 
