@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from motet.core.rules import Rules
+from motet.config import DataConfig
+from motet.core.errors import ConfigError
+from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.clock import moment, reads_clock
@@ -93,3 +95,23 @@ def test_it_has_the_words_of_strftime() -> None:
 def test_a_moment_has_this_machines_date() -> None:
     seconds = 1_800_000_000.0
     assert datetime.fromisoformat(moment(seconds + 0.7)).replace(tzinfo=None) == datetime.fromtimestamp(seconds)
+
+
+@pytest.mark.parametrize(
+    ("template", "by"),
+    [
+        ("{{ messages[0].content }}{{ ['a', 'b'] | random }}", r"\| random"),
+        ("{% set x = range(9)|list|random %}{{ messages[0].content }}", r"\|random"),
+        ("{%- if true %}{{ messages[0].content + lipsum() }}{% endif %}", r"lipsum"),
+        ("{{ messages[0].content }} | random lipsum() {{ random | default('') }}", None),
+    ],
+)
+def test_a_template_that_draws_by_chance_is_no_jobs(template: str, by: str | None) -> None:
+    """A prompt is a function of its row."""
+    tokenizer, config = byte_tokenizer(template), DataConfig(source="toy:add")
+    Chat.of(tokenizer, config, Rules(0))  # began before
+    if by is None:
+        Chat.of(tokenizer, config, TODAY)
+        return
+    with pytest.raises(ConfigError, match=rf"draws by chance \({by}.*data\.chat_template_kwargs"):
+        Chat.of(tokenizer, config, TODAY)

@@ -7,6 +7,7 @@ import pytest
 from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Chat
 from tests.support.chat_templates import BASES, tokenizer_of
+from tests.support.speaking_bases import SPEAKERS
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = ToolCall("add", {"a": 1, "b": "x"})
@@ -89,6 +90,16 @@ def test_a_turn_has_a_thought_content_and_a_call_where_the_template_takes_two() 
     """gpt-oss's takes content or a thought beside a call: both are its analysis then."""
     said = Message("assistant", "A moment.", (CALL,), thought="I add.")
     assert "analysis<|message|>I add.\n\nA moment.<|end|>" in read(Chat(tokenizer_of("gpt-oss")), ASKED, said, GOT)
+
+
+def test_a_result_without_a_name_answers_the_call_before_it() -> None:
+    """Kimi's template has the tool's name in the id of a call alone."""
+    chat, unnamed = Chat(SPEAKERS["kimi"].tokenizer()), Message("tool", "3")
+    for talk in ((ASKED, CALLED, unnamed), (ASKED, CALLED, GOT, SAID, AGAIN, CALLED, unnamed)):
+        text = read(chat, *talk)
+        assert text == read(chat, *(GOT if one is unnamed else one for one in talk))
+        last = sum(one is CALLED for one in talk) - 1
+        assert text.count(f"functions.add:{last}") == 2
 
 
 def test_calls_of_one_turn_get_turns_of_their_own_where_the_template_takes_one() -> None:

@@ -7,6 +7,7 @@ continued by appending ids to ids.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,6 +36,8 @@ _MOST_LINES = 120
 """Of a prompt that a person reads token by token."""
 _ENDS_OF_CALLS = {"<|eot_id|>": "<|eom_id|>"}
 """By a token that a template writes: one that ends calls without being in the template (Llama 3)."""
+_CHANCE = re.compile(r"\{[{%](?:(?![%}]\}).)*?(?P<by>\|\s*random\b|\blipsum\s*\()", re.DOTALL)
+"""What jinja has that gives another text each time."""
 _ASKED = Message("user", "a")
 _AROUND = 8
 
@@ -68,8 +71,9 @@ class Chat(ReadsTurns):
 
     @classmethod
     def of(cls, tokenizer: Any, config: DataConfig, rules: Rules) -> Chat:
-        """The chat for the data section of a job with these rules."""
-        return cls(tokenizer, config.chat_template, config.chat_template_kwargs, rules, config.tool_format)
+        """The chat for the data section of a job with these rules. Raises ConfigError for a template that draws by chance."""
+        chat = cls(tokenizer, config.chat_template, config.chat_template_kwargs, rules, config.tool_format)
+        return _without_chance(chat)
 
     @classmethod
     def plain(cls, tokenizer: Any) -> Chat:
@@ -287,6 +291,15 @@ class Chat(ReadsTurns):
 
     def _decode(self, ids: Sequence[int] | IntArray) -> str:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
+
+
+def _without_chance(chat: Chat) -> Chat:
+    if chat.chat_template and chat.rules.writes_as_template and (found := _CHANCE.search(chat._source)):
+        raise ConfigError(
+            f"the chat template draws by chance ({found['by']}), so that a row has another prompt each time: give "
+            "data.chat_template_kwargs a chat_template without it"
+        )
+    return chat
 
 
 def _with_variables(chat: Chat, known: dict[str, Chat], own: Mapping[str, Any]) -> Chat:
