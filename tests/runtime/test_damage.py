@@ -146,7 +146,7 @@ def identity(directory: JobDirectory) -> dict[str, object]:
 def test_a_whole_directory_opens_and_verifies(directory: JobDirectory, capsys: Capsys) -> None:
     open_job(directory, identity(directory))
     assert verify(directory.path.parent) == verify(directory.path) == 0
-    assert "a: 2 commits, 3 versions, all as they were saved" in capsys.readouterr().out
+    assert "a: 2 kept commits, 3 versions, all as they were saved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", DAMAGE)

@@ -343,7 +343,7 @@ def _differences(models: Sequence[Model]) -> list[Difference]:
 
 def _print(models: Sequence[Model], differences: Sequence[Difference], asked: Asked, of: str) -> None:
     several = asked.samples > 1
-    how = "greedy" if asked.greedy else f"{asked.samples} answer{'s' * several} each, seed {asked.seed}"
+    how = "greedy" if asked.greedy else f"{asked.samples} answer{'s' * several} each, seed {asked.seed}, drawn anew"
     say(f"{of}, {how}")
     rows = []
     for model in models:

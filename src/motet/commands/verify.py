@@ -72,7 +72,7 @@ def verify(directory: Path, jobs_file: Path | None = None, overrides: Sequence[s
             continue
         early = "" if job.manifest.path.exists() or not steps else _NO_MANIFEST
         n_receipts = len(receipt_numbers(job.receipts))
-        numbers = {"commit": len(steps), "version": len(job.versions()), "receipt": n_receipts}
+        numbers = {"kept commit": len(steps), "version": len(job.versions()), "receipt": n_receipts}
         counted = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in numbers.items() if n or what != "receipt")
         say(f"{path.name}: {counted}, all as they were saved{early}")
         if card := card_of(str((identity_in(job) or {}).get(KERNELS, ""))):

@@ -158,6 +158,9 @@ def delete(who: Asker, service: ServiceDep, job: NamedJob) -> None:
     service.store.audit(who, "delete", job.id)
 
 
+_OF_A_ROW = "Only rollouts of the problem of this row of the data, counted from 0. Evaluations have held-out rows."
+
+
 @router.get("/jobs/{job}/rollouts", response_model=Rollouts)
 async def rollouts(
     request: Request,
@@ -171,7 +174,7 @@ async def rollouts(
     purpose: Annotated[
         Literal["train", "eval"], Query(description="With `eval`, `step` is the evaluated version.")
     ] = "train",
-    problem: Annotated[int | None, Query(ge=0, le=2**53, description="Only rollouts of this problem.")] = None,
+    problem: Annotated[int | None, Query(ge=0, le=2**53, description=_OF_A_ROW)] = None,
     tokens: Annotated[bool, Query(description="Include the text and logprob of each token.")] = False,
 ) -> Response:
     """List the rollouts of a step or an evaluation, with rewards."""
