@@ -85,7 +85,7 @@ class Timings:
         for args in (job, long):
             for manner, in_turn in (("at once", False), ("in turn", True)):
                 name = f"{row} {args['max_tokens']}: {args['jobs']} jobs {manner}, for each step"
-                self._timed(name, "jobs", {**args, "sequential": in_turn}, warm=False)
+                self._timed(name, "jobs", {**args, "sequential": in_turn, "without_gaps": in_turn}, warm=False)
 
     def start(self) -> None:
         """A process of its own; what is compiled and cached was used before."""

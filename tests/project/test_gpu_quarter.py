@@ -7,6 +7,7 @@ import json
 import os
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from bench.gpu.parts import INSTALL_SECONDS, card_tests, parts
 from bench.gpu.products import compared, rows_unequal
 from bench.gpu.schedule import Part, Result, Schedule, kept, result_of
 from bench.speed.shapes import SHAPES
+from bench.speed.workers.job_files import figures
 
 import gpu_kit
 from motet.model.frozen_weight import FrozenWeight
@@ -216,6 +218,19 @@ def test_each_question_about_gradients_has_an_answer(capsys: pytest.CaptureFixtu
     answers = [figure.text for figure in figures_in(capsys.readouterr().out)]
     assert answers[:2] == ["0 of 8 unequal"] * 2
     assert "0 of 8 unequal" not in answers[2:]
+
+
+def test_jobs_in_turn_are_timed_without_what_lies_between_them() -> None:
+    def step(end: float) -> dict[str, Any]:
+        return {
+            "time": end, "seconds": {"sample": 1.5, "train": 0.5}, "tokens_sampled": 8, "tokens_trained": 12, "trainable": 8,
+        }  # fmt: skip
+
+    jobs = [[step(12.0), step(14.0)], [step(22.0), step(24.0)]]
+    args = {"groups": 1, "each": 4, "jobs": 2, "max_tokens": 2}
+    assert figures(jobs, args, 64, 1024)["seconds"] == 14
+    found = figures(jobs, {**args, "without_gaps": True}, 64, 1024)
+    assert (found["seconds"], found["units"]) == (8, 4)
 
 
 def test_nan_equals_itself_and_zeros_have_signs() -> None:

@@ -45,13 +45,15 @@ def read_steps(job: Path) -> list[Step]:
 def figures(jobs: Sequence[Sequence[Step]], args: dict[str, Any], max_rows: int, batch_tokens: int) -> dict[str, Any]:
     """Seconds, steps, and what was computed in them.
 
-    With `after_first`, of one job, the first step is left out. Otherwise time runs from the first sampled token of the first
-    job to the end of the last step of the last.
+    With `after_first`, of one job, the first step is left out. With `without_gaps`, of jobs in turn, the time between one and
+    the next is. Otherwise time runs from the first sampled token of the first job to the end of the last step of the last.
     """
     after_first = bool(args.get("after_first"))
     counted = [step for job in jobs for step in (job[1:] if after_first else job)]
     begin = jobs[0][0]["time"] if after_first else min(_start(job[0]) for job in jobs)
     seconds = max(step["time"] for step in counted) - begin
+    if args.get("without_gaps"):
+        seconds = sum(max(step["time"] for step in job) - _start(job[0]) for job in jobs)
     sampled = sum(step["tokens_sampled"] for step in counted)
     trained = sum(step["tokens_trained"] for step in counted)
     prompt = (trained - sampled) / (len(counted) * args["groups"] * args["each"])
