@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from motet.config import AdapterConfig
+from motet.core.batch import AdamW
+from motet.cuda.adapter_steps import step_all
 from motet.cuda.adapters import AdapterGroup, AdapterTables, Places
 from motet.cuda.attention import CudaAttention, warps_on
 from motet.cuda.backward import DecoderBackward
@@ -22,6 +25,7 @@ from motet.cuda.forward import DecoderForward, KeptLayer
 from motet.cuda.kernels import rotary, steps
 from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan, LayerPlan
+from motet.cuda.math import CudaMath
 from motet.cuda.products import Products
 from motet.cuda.unit_tables import UnitTables
 from motet.cuda.ways import (
@@ -37,7 +41,9 @@ from motet.cuda.ways import (
 )
 from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
+from motet.model.lora import make_layout
 from motet.model.routing import TrainerRouting
+from motet.training.arena import AdapterArena
 from tests.support import cuda_attention_cases, draw_cases, launched_kernels
 from tests.support.adapted_rows import adapted
 from tests.support.compiling import SHARED, SMALL
@@ -207,12 +213,23 @@ def step_launches(target: str, *, everything: bool) -> Iterator[Launch]:
         )  # fmt: skip
 
 
+def optimizer_launches(target: str, *, everything: bool) -> Iterator[Launch]:
+    """Steps of two adapters, one with a part of a chunk."""
+    layout, shape = make_layout({"q": (4096, 4096)}, 16), AdapterConfig(rank=16, alpha=16)
+    arenas = [
+        AdapterArena(layout, shape, torch.zeros(layout.size), BF16, head=head, own=CudaMath(), whole=True)
+        for head in (0, 897)
+    ]
+    yield partial(step_all, [arena.due(AdamW(1e-3)) for arena in arenas])
+
+
 LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {
     "products": product_launches,
     "attention": attention_launches,
     "draws": draw_launches,
     "steps": step_launches,
     "gradients": gradient_launches,
+    "optimizer": optimizer_launches,
     "decoding": partial(layer_launches, packed=False, with_adapters=False),
     "decoding with adapters": partial(layer_launches, packed=False, with_adapters=True),
     "a pass": partial(layer_launches, packed=True, with_adapters=False),

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from motet.core.batch import AdamW
 from motet.core.types import SamplingParams
+from motet.cuda import adapter_steps
 from motet.cuda.draws import Drawn, Head, Rows, Truncation
+from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.logits import LogitChanges
-from motet.model.lora import AdapterWeights
 
 
 class CudaMath:
@@ -81,20 +81,6 @@ class CudaMath:
 
     # --- the optimizer ------------------------------------------------------------------------------------------------
 
-    def norm(self, x: Tensor) -> float:
-        """The Euclidean norm of an fp32 vector; waits for the device."""
-        return float(torch.linalg.vector_norm(x))
-
-    def adamw(self, adamw: AdamW, step: int, factor: float, learned: Sequence[Tensor], new: AdapterWeights) -> None:
-        """See `MathKernels`."""
-        master, gradient, mean, square = learned
-        if factor < 1:
-            gradient.mul_(factor)
-        parameter = torch.nn.Parameter(master)
-        optimizer = torch.optim.AdamW([parameter], adamw.lr, adamw.betas, adamw.eps, adamw.weight_decay, fused=True)
-        before = torch.tensor(float(step - 1), device=master.device)
-        optimizer.state[parameter] = {"step": before, "exp_avg": mean, "exp_avg_sq": square}
-        parameter.grad = gradient
-        optimizer.step()
-        gradient.zero_()
-        new.flat.copy_(AdapterWeights.from_masters(new.layout, new.scaling, master, new.flat.dtype).flat)
+    def step_all(self, due: Sequence[AdapterStep]) -> list[StepNorms]:
+        """See `MathKernels`; waits for the device."""
+        return adapter_steps.step_all(due)

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.core.batch import AdamW, LossFunctions
+from motet.core.batch import LossFunctions
 from motet.core.types import SamplingParams
+from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.logits import LogitChanges
-from motet.model.lora import AdapterWeights
 
 _BLOCK = 256
 """Tokens summed in one block before the cumulative sum; a scan of the whole vocabulary is slow."""
@@ -57,19 +57,10 @@ class MathKernels(LossFunctions, Protocol):
         """Values of hidden states, [N]."""
         ...
 
-    def norm(self, x: Tensor) -> float:
-        """The Euclidean norm of an fp32 vector."""
-        ...
+    def step_all(self, due: Sequence[AdapterStep]) -> list[StepNorms]:
+        """Clip gradients by their norms, update masters and moments in place, and write the new versions.
 
-    def adamw(self, adamw: AdamW, step: int, factor: float, learned: Sequence[Tensor], new: AdapterWeights) -> None:
-        """Update masters and moments in place, write the new version and clear the gradient.
-
-        Args:
-            adamw: its settings.
-            step: its number, from 1.
-            factor: multiplies the gradient.
-            learned: masters, gradient, mean and square, fp32.
-            new: the compute copy of the new masters, still empty.
+        An adapter whose gradient is not finite stays as it is. Nothing is changed if this raises an exception.
         """
         ...
 

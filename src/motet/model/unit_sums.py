@@ -34,9 +34,20 @@ class UnitSums:
         zeros = torch.zeros(size, dtype=torch.int64, device=device)
         return cls(zeros, torch.zeros(1, dtype=torch.int64, device=device))
 
+    @property
+    def n_counted(self) -> int:
+        """How many units as large as the largest must fit."""
+        return max(self.n_units, 2)
+
+    def add(self, other: UnitSums) -> None:
+        """Add the units of another sum, in place."""
+        self.flat += other.flat
+        torch.maximum(self.largest, other.largest, out=self.largest)
+        self.n_units += other.n_units
+
     def total(self) -> Tensor:
         """The sum in fp32, rounded once. NaN if a unit was not finite, or if so many as large as the largest would not fit."""
-        fits = self.largest.double() * max(self.n_units, 2) < _RANGE
+        fits = self.largest.double() * self.n_counted < _RANGE
         return torch.where(fits, self.flat.float().mul_(1 / SCALE), torch.nan)
 
     def take_out(self) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.core.batch import AdamW
 from motet.core.types import SamplingParams
+from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterWeights
 from motet.native.library import Product
@@ -166,12 +167,33 @@ class OwnMath:
 
     # --- the optimizer ------------------------------------------------------------------------------------------------
 
+    def step_all(self, due: Sequence[AdapterStep]) -> list[StepNorms]:
+        """See `MathKernels`; gradients are in fp32, and are cleared."""
+        return [self._step(one) for one in due]
+
+    def _step(self, one: AdapterStep) -> StepNorms:
+        assert one.gradient is not None
+        norm, clip = self.norm(one.gradient), one.adamw.clip_norm
+        if norm < math.inf:
+            factor = clip / (norm + 1e-6) if norm > clip else 1.0
+            self.adamw(one.adamw, one.number, factor, (one.masters, one.gradient, one.mean, one.square), one.new)
+        weights = torch.linalg.vector_norm(one.masters[: one.new.layout.size])
+        return StepNorms(norm, float(weights))
+
     def norm(self, x: Tensor) -> float:
         """The Euclidean norm of an fp32 vector."""
         return float(self._calls.motet_norm(x.data_ptr(), x.numel()))
 
     def adamw(self, adamw: AdamW, step: int, factor: float, learned: Sequence[Tensor], new: AdapterWeights) -> None:
-        """See `MathKernels`."""
+        """Update masters and moments in place, write the new version and clear the gradient.
+
+        Args:
+            adamw: its settings.
+            step: its number, from 1.
+            factor: multiplies the gradient.
+            learned: masters, gradient, mean and square, fp32.
+            new: the compute copy of the new masters, still empty.
+        """
         options = AdamWStep(adamw.lr, *adamw.betas, adamw.eps, adamw.weight_decay, factor, step)
         vectors = (each.data_ptr() for each in (*learned, new.flat))
         own = Learned(*vectors, TYPES[new.flat.dtype], new.scaling, new.layout.size_a, new.flat.numel())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW, OptimStats
 from motet.core.errors import AdapterError
+from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.distribution import MathKernels
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, new_vector
 from motet.model.peft_io import save_tensors
@@ -60,7 +63,7 @@ class AdapterArena:
         flat[: len(masters)] = masters
         self.layout, self.shape = layout, shape
         self.scaling = shape.alpha / shape.rank
-        self._own = own
+        self.own = own
         self.valuing = head > 0
         """Whether it has a value head."""
         self.dtype = dtype
@@ -136,7 +139,7 @@ class AdapterArena:
         That is the order of a backward pass. Motet's kernels round after scaling, before adding.
         """
         for leader, own in self.layout.matrices(self._floats).items():
-            if self._own is None:
+            if self.own is None:
                 own.a.add_(parts[leader].a, alpha=self.scaling)
             else:
                 own.a.add_(parts[leader].a * self.scaling)
@@ -146,39 +149,27 @@ class AdapterArena:
 
     def step(self, adamw: AdamW) -> OptimStats:
         """Clip by norm and apply AdamW; a gradient that is not finite is only cleared."""
-        self._gradient, self._sums = self.gradient, None
-        norm = float(torch.linalg.vector_norm(self.gradient)) if self._own is None else self._own.norm(self.gradient)
-        skipped, factor = not (norm < float("inf")), 1.0
-        if norm > adamw.clip_norm:
-            factor = adamw.clip_norm / (norm + 1e-6)
-        if not skipped:
-            if self._own is None:
-                self._torchs_step(adamw, factor)
-            else:
-                self._own_step(self._own, adamw, factor)
-        self._clear()
-        weights = float(torch.linalg.vector_norm(self.masters.detach()[: self.layout.size]))
-        return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped, adapter_norm=weights)
+        return step_all([(self, adamw)])[0]
 
-    def _torchs_step(self, adamw: AdamW, factor: float) -> None:
-        if factor < 1:
-            self.gradient.mul_(factor)
-        options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
-        self._adamw.param_groups[0].update(options)
-        self.masters.grad = self.gradient
-        self._adamw.step()
-        self.weights = self._compute_copy()
-
-    def _own_step(self, own: MathKernels, adamw: AdamW, factor: float) -> None:
-        masters, state = self.masters.detach(), self._adamw.state[self.masters]
-        if not state:
-            state.update({"step": torch.zeros(()), **{name: torch.zeros_like(masters) for name in MOMENTS}})
-        state["step"] += 1
+    def due(self, adamw: AdamW) -> AdapterStep:
+        """The next step as kernels take it; `take` ends it. Nothing changes here."""
+        masters, state = self.masters.detach(), self._adamw.state.get(self.masters, {})
+        mean, square = (state[name] if name in state else torch.zeros_like(masters) for name in MOMENTS)
+        gradient = self._gradient if self._whole else self._floats
         flat = new_vector(len(masters), self.dtype, masters.device, zeros=False)
         new = AdapterWeights(self.layout, self.scaling, flat)
-        learned = masters, self.gradient, *(state[name] for name in MOMENTS)
-        own.adamw(adamw, int(state["step"]), factor, learned, new)
-        self.weights = new
+        return AdapterStep(adamw, int(state.get("step", 0)) + 1, masters, mean, square, gradient, self._sums, new)
+
+    def take(self, step: AdapterStep, norms: StepNorms) -> OptimStats:
+        """End a step that kernels took, or left out because the gradient is not finite; clears the gradient."""
+        skipped = not norms.gradient < math.inf
+        if not skipped:
+            count = torch.tensor(float(step.number))
+            moments = dict(zip(MOMENTS, (step.mean, step.square), strict=True))
+            self._adamw.state[self.masters].update({"step": count, **moments})
+            self.weights = step.new
+        self._clear()
+        return OptimStats(norms.gradient, step.adamw.lr, skipped=skipped, adapter_norm=norms.weights)
 
     def park(self, directory: Path | None) -> None:
         """Move masters, moments and a pending gradient to host memory, or to disk in a directory.
@@ -275,13 +266,39 @@ class AdapterArena:
         self._adamw = self._new_adamw()
         if float(tensors["step"]) > 0:
             self._adamw.state[self.masters] = {
-                "step": tensors["step"].reshape(()).to(device),
+                "step": tensors["step"].reshape(()).to(device if self.own is None else "cpu"),
                 **{name: tensors[name].to(device) for name in MOMENTS},
             }
         if "gradient" in tensors:
             self._floats.copy_(tensors["gradient"])
             self._sums = UnitSums.of_saved(tensors, device)
             self.pending = True
+
+
+def step_all(due: Sequence[tuple[AdapterArena, AdamW]]) -> list[OptimStats]:
+    """Steps of adapters of one base, together if its kernels take them."""
+    own = due[0][0].own
+    if own is None:
+        return [_step_by_torch(arena, adamw) for arena, adamw in due]
+    steps = [arena.due(adamw) for arena, adamw in due]
+    taken = zip(due, steps, own.step_all(steps), strict=True)
+    return [arena.take(step, norms) for (arena, _), step, norms in taken]
+
+
+def _step_by_torch(arena: AdapterArena, adamw: AdamW) -> OptimStats:
+    norm = float(torch.linalg.vector_norm(arena.gradient))
+    skipped = not norm < math.inf
+    if not skipped:
+        if norm > adamw.clip_norm and (factor := adamw.clip_norm / (norm + 1e-6)) < 1:
+            arena.gradient.mul_(factor)
+        options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+        arena._adamw.param_groups[0].update(options)
+        arena.masters.grad = arena.gradient
+        arena._adamw.step()
+        arena.weights = arena._compute_copy()
+    arena._clear()
+    weights = float(torch.linalg.vector_norm(arena.masters.detach()[: arena.layout.size]))
+    return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped, adapter_norm=weights)
 
 
 def _outside(rows: int, size: int, device: torch.device, directory: Path | None) -> Tensor:

@@ -17,7 +17,7 @@ from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
 from motet.protocols import Pieces
-from motet.training.arena import AdapterArena
+from motet.training.arena import AdapterArena, step_all
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.residence import Residence
@@ -143,8 +143,17 @@ class TorchTrainer:
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""
-        with self._using(name) as (arena,):
-            return arena.step(adamw)
+        return self.optim_steps([(name, adamw)])[0]
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether kernels take the steps of several adapters at once, and all of these are on the device."""
+        return self.base.kernels is not None and self.base.kernels.whole_sums and not self.parks
+
+    def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
+        """`optim_step` of several adapters."""
+        with self._using(*(name for name, _ in due)) as arenas:
+            return step_all([(arena, adamw) for arena, (_, adamw) in zip(arenas, due, strict=True)])
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
         """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. May run during device calls."""

@@ -1,0 +1,40 @@
+"""A step of AdamW that an adapter is due, as kernels take it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from motet.core.batch import AdamW
+from motet.model.lora import AdapterWeights
+from motet.model.unit_sums import UnitSums
+
+
+@dataclass(frozen=True)
+class AdapterStep:
+    """Masters and moments are updated in place."""
+
+    adamw: AdamW
+    number: int
+    """From 1."""
+    masters: Tensor
+    mean: Tensor
+    square: Tensor
+    """fp32, as the masters."""
+    gradient: Tensor | None
+    """What was added in fp32; None if nothing was."""
+    sums: UnitSums | None
+    """What was added in whole numbers; None if nothing was."""
+    new: AdapterWeights
+    """The compute copy of the new masters, still empty."""
+
+
+@dataclass(frozen=True)
+class StepNorms:
+    """Euclidean norms of a step."""
+
+    gradient: float
+    """Before clipping; if it is not finite, masters and moments are as before."""
+    weights: float
+    """Of the adapter's matrices after the step."""
