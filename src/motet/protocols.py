@@ -107,6 +107,18 @@ class Pausing(Protocol):
 
 
 @runtime_checkable
+class SteppingTogether(Protocol):
+    """A trainer that may take the steps of several adapters at once."""
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether it does."""
+
+    def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
+        """As `optim_step` of each adapter. If this raises, no adapter has changed."""
+
+
+@runtime_checkable
 class Parking(Protocol):
     """A trainer that may keep adapters in host memory or on disk."""
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from motet.algorithms.packing import Waiting, merge
-from motet.core.batch import Batch, Segment, Trained
+from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.core.device import Device, used_by
 from motet.core.errors import DeviceError, DeviceLost, GaveWay
 from motet.core.tenant_turns import Cost, Payer
 from motet.core.types import FloatArray
 from motet.protocols import Parking, Pausing, Pieces, Trainer
+from motet.runtime.due_steps import DueSteps
 from motet.runtime.scheduler import FairScheduler
 
 Executed = Callable[[int], None]
@@ -84,6 +85,7 @@ class Learner:
         """Set when the turn of `_turn_of` is over."""
         self._apart = False
         self._cost = Cost()
+        self._steps = DueSteps(trainer, device, scheduler)
         self._parking = trainer if isinstance(trainer, Parking) and trainer.parks else None
 
     async def train(
@@ -114,6 +116,10 @@ class Learner:
         loop = asyncio.get_running_loop()
         entries = [_Entry(job, one, loop.create_future(), executed, learns=False, base=base) for one in segments]
         return [logprobs for scored in await self._all(entries, finished) for logprobs in scored]
+
+    async def step(self, job: str, name: str, adamw: AdamW) -> OptimStats:
+        """Clip, step and clear the gradient of a job's adapter; steps of several jobs may be taken at once."""
+        return await self._steps.take(job, name, adamw)
 
     def withdraw(self, job: str) -> None:
         """Drop a job's segments whose turn has not begun; whoever waits for them gets `GaveWay` after those before them."""

@@ -145,7 +145,6 @@ class Session:
         self.work = StepWork(
             job,
             services,
-            self.on_device,
             lambda path: self._save(path, gradient=True),
             lambda path: self._load(path, optimizer=True),
         )

@@ -9,25 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from motet.core.batch import AdamW, OptimStats, Segment, Trained
 from motet.core.errors import GaveWay, StorageFull
 from motet.core.types import FloatArray
-from motet.protocols import Trainer
 from motet.runtime.job import Job, Services
 from motet.runtime.learner import Executed, unheard
 from motet.runtime.unfinished import KeptArray, KeptGradient, KeptPass, KeptScores, KeptUpdate, Unfinished
 from motet.runtime.versions import adapter_name
 
 Result = TypeVar("Result")
-
-
-class OnDevice(Protocol):
-    """Runs a trainer call on the device; its time is charged to the job."""
-
-    async def __call__(self, call: Callable[[Trainer], Result], /) -> Result:
-        """Run it."""
 
 
 class StepWork:
@@ -37,12 +29,11 @@ class StepWork:
         self,
         job: Job,
         services: Services,
-        on_device: OnDevice,
         save: Callable[[Path], None],
         load: Callable[[Path], Awaitable[None]],
     ) -> None:
         """`save` and `load` write and read all adapters with moments and gradients."""
-        self._job, self._services, self._on_device, self._save, self._load = job, services, on_device, save, load
+        self._job, self._services, self._save, self._load = job, services, save, load
         self.kept = Unfinished(job.directory.path, job.directory.owner)
         self.moved = False
         """Whether the trainer has changes that are not in the last finished step."""
@@ -123,7 +114,7 @@ class StepWork:
             if isinstance(one, KeptUpdate):
                 return one.stats
         await self.take_up()  # it takes no time, and no commit is between two adapters' steps
-        stats = await self._on_device(lambda trainer: trainer.optim_step(name, adamw))
+        stats = await self._services.learner.step(self._job.name, name, adamw)
         self.moved = self.stepped = True
         self._add(KeptUpdate(call, stats))
         return stats
