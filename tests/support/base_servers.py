@@ -202,7 +202,7 @@ class BaseServer:
             scored = (await self._engine.score(prompt, adapter)).tolist()
             pairs = zip(body["prompt"][1:], scored[1:], strict=True)
             choice["prompt_logprobs"] = [None, *({str(token): {"logprob": one}} for token, one in pairs)]
-        return JSONResponse({"choices": [choice]})
+        return _answered({"choices": [choice]}, body)
 
     async def _info_of_server(self, body: Any) -> Response:
         return JSONResponse({"context_length": self._info.max_positions})
@@ -221,7 +221,14 @@ class BaseServer:
                 [None, *(await self._engine.score(prompt, adapter)).tolist()[1:]], prompt.tolist(), strict=True
             )
             meta["input_token_logprobs"] = [[logprob, token, None] for logprob, token in scored]
-        return JSONResponse({"output_ids": tokens, "meta_info": meta})
+        return _answered({"output_ids": tokens, "meta_info": meta}, body)
+
+
+def _answered(said: Any, body: Any) -> Response:
+    """As one event where a stream was asked for."""
+    if not body.get("stream"):
+        return JSONResponse(said)
+    return Response(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")
 
 
 def _refused(status: int, message: str) -> Response:
