@@ -459,10 +459,12 @@ def test_a_completion_takes_the_memory_of_its_answer_while_it_comes() -> None:
     assert len(sequence.logprobs) == 4 * 100_000
 
 
-def test_samples_of_a_client_that_begin_alike_run_their_beginning_once() -> None:
+def test_samples_of_a_client_that_begin_alike_run_their_beginning_once_without_a_gradient() -> None:
     prompt, numbers = np.arange(20), np.random.default_rng(3)
     answers = [numbers.integers(50, 90, 5) for _ in range(4)]
     data = [datum(np.append(prompt, one[:-1]), np.append(prompt[1:], one)) for one in answers]
-    (segment,) = batch_of(data).segments("a", ClientLoss.of("importance_sampling"), 1.0, 4096)
-    assert segment.n_tokens <= 20 + 4 * 5
-    assert segment.work == 4 * 25, "charged as sent"
+    loss = ClientLoss.of("importance_sampling")
+    for by_sample, n_tokens in ((False, 20 + 4 * 5), (True, 4 * 25)):
+        (segment,) = batch_of(data, by_sample=by_sample).segments("a", loss, 1.0, 4096)
+        assert segment.n_tokens == n_tokens
+        assert segment.work == 4 * 25, "charged as sent"

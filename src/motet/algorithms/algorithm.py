@@ -93,6 +93,8 @@ class StepBatch:
     """Number of groups that have advantages."""
     share_prefixes: bool = False
     """Whether neighbouring samples share their whole common prefix, not only a group's prompt."""
+    by_sample: bool = False
+    """As of `Segment`."""
 
     @property
     def tokens(self) -> int:
@@ -101,7 +103,7 @@ class StepBatch:
 
     def segments(self, adapter: str, loss: Loss | None, temperature: float, budget: int) -> tuple[Segment, ...]:
         """Cut into micro-batches of at most `budget` tokens; depends on these samples only."""
-        whole = Segment(adapter, self.samples, loss, self.denominator, temperature, self.share_prefixes)
+        whole = Segment(adapter, self.samples, loss, self.denominator, temperature, self.share_prefixes, self.by_sample)
         lengths = [sample.n_tokens for sample in self.samples]
         targets = [sample.n_trainable * sample.n_targets for sample in self.samples]
         parts = cut(lengths, budget, whole.shared, targets)

@@ -86,12 +86,12 @@ def datum(
     )
 
 
-def batch_of(samples: Sequence[Sample]) -> StepBatch:
-    """The samples of one gradient. Neighbours that begin alike, such as those of a group, run their beginning once.
+def batch_of(samples: Sequence[Sample], *, by_sample: bool) -> StepBatch:
+    """The samples of one pass, added sample by sample; else neighbours that begin alike run their beginning once.
 
     Every target of a client's datum is trained, so its prompt cannot be told from what was sampled.
     """
-    return StepBatch(tuple(samples), 1.0, share_prefixes=True)
+    return StepBatch(tuple(samples), 1.0, share_prefixes=not by_sample, by_sample=by_sample)
 
 
 @dataclass(frozen=True)

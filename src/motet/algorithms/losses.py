@@ -219,8 +219,13 @@ def value_of(
         ratio_mask_N=gathered(sample.ratio_mask for sample in samples),
         functions=functions,
     )
-    weighted_N = (loss.token_losses(inputs)[0] * inputs.weights_N).double()
-    return float(weighted_N.sum()) if functions is None else functions.total(weighted_N)
+    return float(_sum_of_samples(inputs, loss.token_losses(inputs)[0] * inputs.weights_N))
+
+
+def _sum_of_samples(inputs: LossInputs, losses_N: Tensor) -> Tensor:
+    """The sum of samples' losses in float64, each a multiple of 2⁻³²: below 2²¹ it is exact, so it has no order."""
+    losses_S = losses_N.new_zeros(inputs.n_samples, dtype=torch.float64)
+    return (losses_S.index_add(0, inputs.sample_N, losses_N.double()) * 2.0**32).round().sum() / 2.0**32
 
 
 def at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
@@ -289,6 +294,8 @@ def _stats(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N
         totals = [own.total(each) for each in summed]
         sums = [totals[0] / denominator, *totals[1:], *(float(each) for each in largest)]
     loss, entropy, ratio, clipped, kl_sampler, kl_base, ratio_max, gap = sums
+    if inputs.by_sample:
+        loss = float(_sum_of_samples(inputs, weighted_N)) / denominator
     return LossStats(
         tokens=tokens,
         loss=loss,

@@ -168,6 +168,8 @@ class LossInputs:
     """1 where a token counts in the ratio of its sequence, else 0; a client's `gspo` uses it."""
     functions: LossFunctions | None = None
     """Functions of Motet's kernels; None uses torch's."""
+    by_sample: bool = False
+    """As of the segment."""
 
 
 class Loss(Protocol):
@@ -192,10 +194,14 @@ class Segment:
     """Temperature of the logprobs."""
     share_prefixes: bool = False
     """Whether neighbouring samples share their whole common prefix, not only a group's prompt."""
+    by_sample: bool = False
+    """Whether samples share no rows, and their gradients are added as whole numbers: then no order or cut changes a bit."""
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
         """For each sample, the number of initial tokens that use the rows of the sample before it."""
+        if self.by_sample:
+            return (0,) * len(self.samples)
         return shared_prefixes(self.samples) if self.share_prefixes else shared_prompts(self.samples)
 
     @property

@@ -330,7 +330,12 @@ class Verbs:
         self, batches: Mapping[str, StepBatch | Sequence[Sample]], loss: Loss | None, temperature: float
     ) -> dict[str, tuple[Segment, ...]]:
         """The micro-batches of each adapter that has something to train."""
-        whole = {name: batch if isinstance(batch, StepBatch) else batch_of(batch) for name, batch in batches.items()}
+        whole = {
+            name: batch
+            if isinstance(batch, StepBatch)
+            else batch_of(batch, by_sample=loss is not None and self._adapter(name).session.job.rules.adds_by_sample)
+            for name, batch in batches.items()
+        }
         budget = self._host.services.micro_batch_tokens
         return {name: batch.segments(name, loss, temperature, budget) for name, batch in whole.items() if batch.samples}
 

@@ -29,6 +29,13 @@ class AdapterStep:
     new: AdapterWeights
     """The compute copy of the new masters, still empty."""
 
+    def total(self) -> Tensor:
+        """The whole gradient in fp32."""
+        if self.sums is None:
+            assert self.gradient is not None
+            return self.gradient
+        return self.sums.total() if self.gradient is None else self.gradient + self.sums.total()
+
 
 @dataclass(frozen=True)
 class StepNorms:

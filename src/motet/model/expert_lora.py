@@ -20,6 +20,7 @@ from motet.model.arithmetic import ROWS, Arithmetic, round_up
 from motet.model.frozen_weight import by_tiles
 from motet.model.lora import ExpertRun
 from motet.model.packed import PackedExperts
+from motet.model.unit_sums import add_part
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,6 @@ def _backward(
     grad_inner_MW = F.pad(projection.product(grad_MN, back_NR)[:, :rank], (0, inner_MW.shape[1] - rank))
     if run.gradients is not None:
         sums, place = run.gradients[projection.path], number - projection.first
-        sums.bs[0][1][place].add_(torch.mm(inner_MW[:, :rank].t(), grad_MN))
-        sums.a[place].add_(torch.mm(rows_MK.t(), grad_inner_MW), alpha=run.scaling)
+        add_part(sums.bs[0][1][place], torch.mm(inner_MW[:, :rank].t(), grad_MN), 1.0, run.sums)
+        add_part(sums.a[place], torch.mm(rows_MK.t(), grad_inner_MW), run.scaling, run.sums)
     return grad_inner_MW

@@ -30,6 +30,7 @@ from motet.core import seeds
 from motet.model.arithmetic import ROWS, Arithmetic, least_rows, round_up
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.packed import PackedLinear, frozen_weight, joint_weight
+from motet.model.unit_sums import UnitSums
 from motet.process.allocator import memory_again, memory_apart
 
 Views = dict[str, tuple[Tensor, Tensor]]
@@ -139,9 +140,8 @@ class AdapterLayout:
     @functools.cached_property
     def _expert_shapes(self) -> set[tuple[int, int]]:
         """Inputs and outputs of its products with experts."""
-        return {(place.n_in, place.width) for place in self.experts} | {
-            (self.rank, place.n_out) for place in self.experts
-        }
+        a = {(place.n_in, place.width) for place in self.experts}
+        return a | {(self.rank, place.n_out) for place in self.experts}
 
     def matrices(self, flat: Tensor) -> dict[str, LoraMatrices]:
         """Matrices by leader, or by path for experts, as views of flat [..., size]."""
@@ -149,9 +149,8 @@ class AdapterLayout:
         for group in self.fused:
             n_in = group.members[0][1].n_in
             a = flat[..., group.offset : group.offset + n_in * group.width].unflatten(-1, (n_in, group.width))
-            by_leader[group.leader] = LoraMatrices(
-                a, tuple((index, self._b(flat, place)) for index, place in group.members)
-            )
+            bs = tuple((index, self._b(flat, place)) for index, place in group.members)
+            by_leader[group.leader] = LoraMatrices(a, bs)
         for experts in self.experts:
             a = _of_experts(flat, experts.offset_a, experts.n_experts, (experts.n_in, experts.width))
             b = _of_experts(flat, experts.offset, experts.n_experts, (self.rank, experts.n_out))
@@ -283,6 +282,7 @@ class ExpertRun:
     """Factor on the gradient of A."""
     anchor: Tensor | None = None
     """With a backward pass, a scalar that requires a gradient."""
+    sums: UnitSums | None = None  # if the gradient is a unit of these, `gradients` are views of them
 
 
 class Routing(Protocol):

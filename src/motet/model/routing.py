@@ -22,7 +22,7 @@ from torch import Tensor
 from motet.model.arithmetic import ROWS
 from motet.model.lora import AdapterLayout, AdapterWeights, ExpertRun, FusedLinears, LoraMatrices
 from motet.model.lora_products import LoraProducts, RowProducts
-from motet.model.unit_sums import UnitSums
+from motet.model.unit_sums import UnitSums, add_part
 
 AdapterRows = tuple[AdapterWeights | None, int, int]
 """Consecutive rows of one adapter: weights (None for the base), first row, number of rows."""
@@ -192,11 +192,11 @@ class TrainSegment:
     stop: int
     weights: AdapterWeights
     gradients: dict[str, LoraMatrices] | None
-    """Views that gradients are added to; None without a backward pass."""
+    """Views that gradients are added to; None without a backward pass. With `sums`, views of those."""
     unscaled: bool = False
     """Whether to add the gradient of A without alpha / rank; `row_tiles` scales the sum of all tiles after rounding."""
     sums: UnitSums | None = None
-    """Kernels on GPUs add to these instead, if they are given."""
+    """If they are given, the gradient is a unit of these; kernels on GPUs add every sequence of the segment as a unit."""
 
     @property
     def scaling(self) -> float:
@@ -246,7 +246,7 @@ class TrainerRouting:
         self._device, self._products, self._backward = device, products, backward
         self.anchor = torch.zeros((), device=device, requires_grad=backward)
         self.expert_runs = [
-            ExpertRun(each.start, each.stop, each.weights, each.gradients, each.scaling, self.anchor)
+            ExpertRun(each.start, each.stop, each.weights, each.gradients, each.scaling, self.anchor, each.sums)
             for each in segments
             if each.weights.layout.experts
         ]
@@ -335,13 +335,14 @@ def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tenso
         if rank == 1:  # products with a vector choose a kernel by the number of rows; zero columns make it a matrix
             back = F.pad(back, (0, ROWS - 1))
         parts.append(trained.bucket.form.multiply(grad, back)[:, :rank])
-        for sums, own in zip(
+        for segment, sums, own in zip(
+            trained.segments,
             gradients,
             trained.products.sums(inner[:, column * rank : (column + 1) * rank], grad, trained.spans),
             strict=True,
         ):
             if sums is not None:
-                sums.bs[column][1].add_(own)
+                add_part(sums.bs[column][1], own, 1.0, segment.sums)
     pad = inner.shape[-1] - rank * len(parts)
     parts.extend([inner.new_zeros(len(inner), pad)] if pad else [])
     grad_inner = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
@@ -352,5 +353,5 @@ def _backward(trained: _Trained, fused: FusedLinears, x_TK: Tensor, inner: Tenso
         strict=True,
     ):
         if sums is not None:
-            sums.a.add_(own, alpha=segment.scaling)
+            add_part(sums.a, own, segment.scaling, segment.sums)
     return grad_inner

@@ -22,6 +22,7 @@ from motet.model.experts import has_experts
 from motet.model.lora import LoraLinear, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.model.unit_sums import add_part
 
 _NAMES = ("mlp", "feed_forward")
 """Names of MLP modules in transformers' layers."""
@@ -65,7 +66,7 @@ def _of(routing: TrainerRouting, segment: TrainSegment, arithmetic: Arithmetic) 
     sums: dict[str, LoraMatrices] | None = None if segment.gradients is None else {}
     for first in range(segment.start, segment.stop, arithmetic.mlp_rows):
         last = min(segment.stop, first + arithmetic.mlp_rows)
-        part = replace(segment, start=0, stop=last - first, gradients=sums, unscaled=True)
+        part = replace(segment, start=0, stop=last - first, gradients=sums, unscaled=True, sums=None)
         yield Tile(first, last, routing.alike([part]), segment, sums)
 
 
@@ -112,10 +113,10 @@ class _Mlp:
             return
         assert tile.segment.gradients is not None
         for leader, own in tile.sums.items():
-            gradient = tile.segment.gradients[leader]
-            gradient.a.add_(own.a.to(self._base.dtype), alpha=tile.segment.scaling)
+            gradient, units = tile.segment.gradients[leader], tile.segment.sums
+            add_part(gradient.a, own.a.to(self._base.dtype), tile.segment.scaling, units)
             for (_, b), (_, sums) in zip(gradient.bs, own.bs, strict=True):
-                b.add_(sums.to(self._base.dtype))
+                add_part(b, sums.to(self._base.dtype), 1.0, units)
         tile.sums.clear()
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 SCALE = 2.0**44
 """Whole numbers in 1. Of gradients of means the entries are far below 1; 2⁻⁴⁴ is 4e-7 of the last bit that fp32 has of 1."""
+UNFIT = 2.0**62
+"""A number that is NaN, or as large as this, adds nothing, and counts as this large."""
 _RANGE = 2.0**63
 _SUMS, _BOUNDS = "sums", "bounds"
 """Names in files."""
@@ -45,6 +47,14 @@ class UnitSums:
         torch.maximum(self.largest, other.largest, out=self.largest)
         self.n_units += other.n_units
 
+    def add_unit(self, to: Tensor, unit: Tensor, factor: float = 1.0) -> None:
+        """Add a part of a unit times a factor to its place `to`, a view of `flat`."""
+        numbers = unit.float().mul(factor).mul_(SCALE).round_()
+        size = numbers.abs()
+        fits = size < UNFIT
+        to.add_(torch.where(fits, numbers, 0).long())
+        self.largest.copy_(torch.maximum(self.largest, torch.where(fits, size, UNFIT).max().long()))
+
     def total(self) -> Tensor:
         """The sum in fp32, rounded once. NaN if a unit was not finite, or if so many as large as the largest would not fit."""
         fits = self.largest.double() * self.n_counted < _RANGE
@@ -72,6 +82,14 @@ class UnitSums:
             return None
         largest, n_units = tensors[_BOUNDS].tolist()
         return cls(tensors[_SUMS].to(device), torch.tensor([largest], device=device), n_units)
+
+
+def add_part(to: Tensor, part: Tensor, factor: float, sums: UnitSums | None) -> None:
+    """Add a part of a gradient times a factor to its place, which is one of `sums` if they are given."""
+    if sums is None:
+        to.add_(part, alpha=factor)
+    else:
+        sums.add_unit(to, part, factor)
 
 
 def split_saved(tensors: dict[str, Tensor], size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

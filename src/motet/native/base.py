@@ -291,22 +291,25 @@ class _OnePass:
         )
 
     def _runs(self, routing: Routing) -> Any:
-        members: list[tuple[AdapterWeights, int, int, float, int | None]] = []
+        members: list[tuple[AdapterWeights, int, int, float, int | None, int | None]] = []
         if isinstance(routing, TrainerRouting):
             for one in routing.segments:
                 gradient = None if one.gradients is None else _flat(one.weights, one.gradients)
-                members.append((one.weights, one.start, one.stop, one.scaling, gradient))
+                largest = None if one.sums is None else one.sums.largest.data_ptr()
+                members.append((one.weights, one.start, one.stop, one.scaling, gradient, largest))
         elif isinstance(routing, SamplerRouting):
             members += [
-                (weights, start, start + n, 1.0, None) for weights, start, n in routing.runs if weights is not None
+                (weights, start, start + n, 1.0, None, None)
+                for weights, start, n in routing.runs
+                if weights is not None
             ]
-        backward = any(gradient is not None for *_, gradient in members)
+        backward = any(gradient is not None for *_, gradient, _ in members)
         versions = {id(weights): weights for weights, *_ in members}
         packed = {key: self._own.packed(weights, backward=backward) for key, weights in versions.items()}
         self._adapters = packed  # keeps their matrices alive
         runs = (AdaptedRows * len(members))()
-        for run, (weights, first, last, scaling, gradient) in zip(runs, members, strict=True):
-            run.first, run.last, run.scaling, run.gradient = first, last, scaling, gradient
+        for run, (weights, first, last, scaling, gradient, largest) in zip(runs, members, strict=True):
+            run.first, run.last, run.scaling, run.gradient, run.largest = first, last, scaling, gradient, largest
             run.adapter = ctypes.pointer(packed[id(weights)].adapter)
         return runs
 
@@ -361,9 +364,10 @@ class _Hidden(torch.autograd.Function):
 
 
 def _flat(weights: AdapterWeights, gradients: dict[str, Any]) -> int:
-    """Address of the flat fp32 vector that contains an adapter's gradients."""
+    """Address of the flat vector that contains an adapter's gradients."""
     first = weights.layout.fused[0]
-    return int(gradients[first.leader].a.data_ptr()) - 4 * first.offset
+    a = gradients[first.leader].a
+    return int(a.data_ptr() - a.element_size() * first.offset)
 
 
 def _check(fault: bytes | None) -> None:

@@ -172,11 +172,11 @@ class OwnMath:
         return [self._step(one) for one in due]
 
     def _step(self, one: AdapterStep) -> StepNorms:
-        assert one.gradient is not None
-        norm, clip = self.norm(one.gradient), one.adamw.clip_norm
+        gradient, clip = one.total(), one.adamw.clip_norm
+        norm = self.norm(gradient)
         if norm < math.inf:
             factor = clip / (norm + 1e-6) if norm > clip else 1.0
-            self.adamw(one.adamw, one.number, factor, (one.masters, one.gradient, one.mean, one.square), one.new)
+            self.adamw(one.adamw, one.number, factor, (one.masters, gradient, one.mean, one.square), one.new)
         weights = torch.linalg.vector_norm(one.masters[: one.new.layout.size])
         return StepNorms(norm, float(weights))
 

@@ -98,6 +98,7 @@ class AdaptedRows(ctypes.Structure):
         ("adapter", ctypes.POINTER(Adapter)),
         ("scaling", c_float),
         ("gradient", c_void_p),
+        ("largest", c_void_p),
     ]
 
 

@@ -52,12 +52,10 @@ class AdapterArena:
         *,
         head: int = 0,
         own: MathKernels | None = None,
-        whole: bool = False,
     ) -> None:
         """Start from masters; the optimizer step uses `own`, or torch if None.
 
         `head` further elements, initially zero, follow the matrices: the value head's weights [D] and its bias.
-        Passes add gradients of the matrices to `sums` if `whole`.
         """
         flat = new_vector(len(masters) + head, masters.dtype, masters.device)
         flat[: len(masters)] = masters
@@ -69,7 +67,6 @@ class AdapterArena:
         self.dtype = dtype
         self.masters = torch.nn.Parameter(flat)
         self._gradient: Tensor | None = None
-        self._whole = whole
         self._sums: UnitSums | None = None
         self.pending = False
         """Whether a gradient was added since the last step."""
@@ -77,7 +74,7 @@ class AdapterArena:
         self.weights = self._compute_copy()
         self.parked = 0
         """Number of parked vectors."""
-        self._outside: Tensor | None = None  # [4, size]
+        self._outside: Tensor | None = None  # [4, size], or [6, size] once there were `sums`
 
     def _new_adamw(self) -> torch.optim.AdamW:
         return torch.optim.AdamW([self.masters], fused=True)
@@ -93,9 +90,9 @@ class AdapterArena:
         return self._sums.total()
 
     @property
-    def sums(self) -> UnitSums | None:
-        """Where passes add gradients of the matrices in whole numbers, if they do. Has memory as `_floats` has."""
-        if self._whole and self._sums is None:
+    def sums(self) -> UnitSums:
+        """What is added in whole numbers. Has memory as `_floats` has."""
+        if self._sums is None:
             self._sums = UnitSums.empty(len(self.masters), self.masters.device)
         return self._sums
 
@@ -108,9 +105,9 @@ class AdapterArena:
         return self._gradient
 
     @property
-    def gradient_matrices(self) -> dict[str, LoraMatrices] | None:
-        """Views of the gradient; None if passes add to `sums`."""
-        return None if self._whole else self.layout.matrices(self._floats)
+    def gradient_matrices(self) -> dict[str, LoraMatrices]:
+        """Views of what is added in fp32."""
+        return self.layout.matrices(self._floats)
 
     def _clear(self) -> None:
         self._gradient, self._sums, self.masters.grad, self.pending = None, None, None, False
@@ -155,7 +152,7 @@ class AdapterArena:
         """The next step as kernels take it; `take` ends it. Nothing changes here."""
         masters, state = self.masters.detach(), self._adamw.state.get(self.masters, {})
         mean, square = (state[name] if name in state else torch.zeros_like(masters) for name in MOMENTS)
-        gradient = self._gradient if self._whole else self._floats
+        gradient = self._floats if self._sums is None else self._gradient
         flat = new_vector(len(masters), self.dtype, masters.device, zeros=False)
         new = AdapterWeights(self.layout, self.scaling, flat)
         return AdapterStep(adamw, int(state.get("step", 0)) + 1, masters, mean, square, gradient, self._sums, new)
@@ -177,8 +174,9 @@ class AdapterArena:
         Raises:
             OSError: the disk has no room; nothing was moved.
         """
-        if self._outside is None:
-            self._outside = _outside(6 if self._whole else 4, len(self.masters), self.masters.device, directory)
+        rows = 4 if self._sums is None else 6
+        if self._outside is None or len(self._outside) < rows:
+            self._outside = _outside(rows, len(self.masters), self.masters.device, directory)
         state = self._adamw.state.get(self.masters, {})
         moved = [self.masters.detach(), *(state[name] for name in MOMENTS if name in state)]
         moved += [self._floats] if self.pending else []
@@ -253,7 +251,7 @@ class AdapterArena:
                 layout = file.metadata()
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
-        sums, tensors = split_saved(tensors, len(self.masters)) if self._whole else ({}, tensors)
+        sums, tensors = split_saved(tensors, len(self.masters))
         wanted = {**dict.fromkeys({*MOMENTS, *tensors}, self.masters.shape), "step": torch.Size([1])}
         found = {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype == torch.float32}
         if set(tensors) - {"gradient"} != {*MOMENTS, "step"} or found != wanted or layout != self._metadata():

@@ -7,6 +7,7 @@ depend on other segments. Legend: T packed rows, N trainable tokens of a segment
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,15 @@ class Learning:
     head: ValueHead | None = None
     """Set if the segment trains values."""
     sums: UnitSums | None = None
-    """Kernels that add whole numbers add to these."""
+    """Units are added to these."""
+
+    def parts(self, span: tuple[int, int], units: Sequence[tuple[int, int]] | None) -> list[TrainSegment]:
+        """The rows of a segment; with `sums`, each unit by itself, or all if the kernels tell units apart."""
+        if self.sums is None or units is None:
+            return [TrainSegment(*span, self.weights, self.gradients, self.unscaled, self.sums)]
+        self.sums.n_units += len(units)
+        views = self.weights.layout.matrices(self.sums.flat)
+        return [TrainSegment(*unit, self.weights, views, sums=self.sums) for unit in units]
 
 
 class PackedPass:
@@ -72,8 +81,9 @@ class PackedPass:
         """Add the gradient of each segment to its adapter's; sums and logprobs of each."""
         base, spans = self._base, self._plan.spans
         segments = [
-            TrainSegment(start, stop, one.weights, one.gradients, one.unscaled, one.sums)
-            for (start, stop), one in zip(spans, adapters, strict=True)
+            part
+            for span, units, one in zip(spans, self._plan.units, adapters, strict=True)
+            for part in one.parts(span, units if base.kernels is None or not base.kernels.whole_sums else None)
         ]
         heads = [None if one.head is None else one.head.flat.clone().requires_grad_() for one in adapters]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
@@ -178,6 +188,7 @@ class PackedPass:
             proximal_logprobs_N=rows.gather_optional(segment, "proximal_logprobs"),
             ratio_mask_N=rows.gather_optional(segment, "ratio_mask"),
             functions=self._base.math,
+            by_sample=segment.by_sample,
         )
         with _one_order(self._base.device):
             return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
@@ -218,13 +229,15 @@ def _rows(place: _Stretches) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A batch laid out in packed rows; each segment is padded to a multiple of `arithmetic.rows`."""
+    """A batch laid out in packed rows; each segment, or each of its units, is padded to a multiple of `arithmetic.rows`."""
 
     token_ids_T: Tensor
     positions_T: Tensor
     lengths: list[int]
     prefixes: list[Prefix | None]
     spans: list[tuple[int, int]]
+    units: list[list[tuple[int, int]]]
+    """Rows of each unit by segment: of its samples, or of all of them."""
     places: list[list[_Stretches]]
     """Positions by segment and sample."""
 
@@ -234,13 +247,15 @@ class _Plan:
         positions: list[IntArray] = []
         prefixes: list[Prefix | None] = []
         spans: list[tuple[int, int]] = []
+        units: list[list[tuple[int, int]]] = []
         places: list[list[_Stretches]] = []
         start = 0
         for segment in batch.segments:
             own: list[_Stretches] = []
+            ends = [0]
             row = 0
             shared = segment.shared if share else (0,) * len(segment.samples)
-            for sample, n_shared in zip(segment.samples, shared, strict=True):
+            for index, (sample, n_shared) in enumerate(zip(segment.samples, shared, strict=True)):
                 before = _beginning(own[-1], n_shared) if n_shared else ()
                 own.append((*before, (row, sample.n_tokens - n_shared)))
                 token_ids.append(sample.token_ids[n_shared:])
@@ -248,14 +263,19 @@ class _Plan:
                 among_all = tuple((start + first, length) for first, length in before)
                 prefixes.append(Prefix(*among_all[-1], among_all[:-1]) if among_all else None)
                 row += sample.n_tokens - n_shared
-            pad = -row % base.arithmetic.rows
-            if pad:
-                token_ids.append(np.zeros(pad, np.int32))
-                positions.append(np.arange(pad, dtype=np.int32))
-                prefixes.append(None)
+                if not segment.by_sample and index < len(segment.samples) - 1:
+                    continue
+                pad = -row % base.arithmetic.rows
+                if pad:
+                    token_ids.append(np.zeros(pad, np.int32))
+                    positions.append(np.arange(pad, dtype=np.int32))
+                    prefixes.append(None)
+                row += pad
+                ends.append(row)
             places.append(own)
-            spans.append((start, start + row + pad))
-            start += row + pad
+            spans.append((start, start + row))
+            units.append([(start + first, start + end) for first, end in itertools.pairwise(ends)])
+            start += row
         if not spans:
             token_ids.append(np.zeros(base.arithmetic.rows, np.int32))
             positions.append(np.arange(base.arithmetic.rows, dtype=np.int32))
@@ -266,6 +286,7 @@ class _Plan:
             [len(tokens) for tokens in token_ids],
             prefixes,
             spans,
+            units,
             places,
         )
 

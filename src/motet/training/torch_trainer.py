@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from motet.config import AdapterConfig, EngineConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Trained
+from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.core.errors import AdapterError, BaseModelError
 from motet.core.types import FloatArray
 from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
@@ -86,8 +86,7 @@ class TorchTrainer:
         own = self.base.math
         masters = initial_weights(layout, seed, in_two_steps=own is not None).to(self.base.device)
         width = self.base.info.hidden_size + 1 if head else 0
-        whole = self.base.kernels is not None and self.base.kernels.whole_sums
-        arena = AdapterArena(layout, shape, masters, self.base.dtype, head=width, own=own, whole=whole)
+        arena = AdapterArena(layout, shape, masters, self.base.dtype, head=width, own=own)
         self._residence.add(name, arena)
 
     def remove_adapter(self, name: str) -> None:
@@ -107,12 +106,16 @@ class TorchTrainer:
         """`forward_backward` as a generator of pieces."""
         packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self.inputs)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
-            trained = yield from packed.train(
-                [Learning(arena.weights, arena.gradient_matrices, head=arena.head, sums=arena.sums) for arena in arenas]
-            )
+            trained = yield from packed.train(list(map(self._learning, arenas, batch.segments)))
             for arena in arenas:
                 arena.pending = True
         return trained
+
+    def _learning(self, arena: AdapterArena, segment: Segment) -> Learning:
+        """Where a segment's gradient is added: in whole numbers if it is one of samples, or if the kernels add all so."""
+        whole = segment.by_sample or (self.base.kernels is not None and self.base.kernels.whole_sums)
+        gradients, sums = (None, arena.sums) if whole else (arena.gradient_matrices, None)
+        return Learning(arena.weights, gradients, head=arena.head, sums=sums)
 
     def values(self, name: str) -> Tensor | None:
         """Weights and bias of the value head [D + 1]; None if the adapter has none."""

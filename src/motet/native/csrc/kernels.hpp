@@ -107,6 +107,10 @@ void to_bf16(const float* x, bf16* out, int64_t n);  // to the nearest, ties to 
 void add_rows(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor = 1.0f);  // x += factor · y
 // x [m × n] += factor · yᵀ, in two roundings; y has whole squares of 16 × 16, some of whose numbers are not used.
 void add_turned(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor);
+// x [m × n] += factor · y, or its transpose as above, in whole multiples of 2⁻⁴⁴; returns the largest magnitude of those added.
+// One that is NaN, or 2⁶² or more, adds nothing and counts as 2⁶².
+int64_t add_rows_whole(int64_t* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n);
+int64_t add_turned_whole(int64_t* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor);
 void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n);
 
 // out = x / rms(x) · weight; weight may be null.

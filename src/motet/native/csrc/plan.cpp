@@ -156,7 +156,7 @@ class Call {
         for (int64_t r = 0; r < pass.n_runs; r++)
             for (int64_t i = 0; i < plan.n_layers * 4; i++)
                 columns[i % 4] = std::max(columns[i % 4], pass.runs[r].adapter->linears[i].columns);
-        std::map<float*, int64_t> last;
+        std::map<void*, int64_t> last;
         later.assign(size_t(pass.n_runs), pass.n_runs);
         for (int64_t r = 0; r < pass.n_runs; r++) {
             if (!pass.runs[r].gradient) continue;
@@ -515,6 +515,12 @@ void transpose(Type type, const void* from, int64_t ld, int64_t rows, int64_t co
         copy(static_cast<const float*>(from), static_cast<float*>(to));
 }
 
+void raise(int64_t* largest, int64_t number) {
+    int64_t before = __atomic_load_n(largest, __ATOMIC_RELAXED);
+    while (before < number && !__atomic_compare_exchange_n(largest, &before, number, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
 // Adds the gradients of A and B of all runs on a fused linear. Each is a sum over a run's rows from its first; both are products of
 // a narrow transpose with wide rows.
 void Call::gradients(int64_t layer, int which, const void* slope, const float* inner) {
@@ -556,10 +562,18 @@ void Call::gradients(int64_t layer, int which, const void* slope, const float* i
             const char* left = turned + (of_a ? narrow : number * lora.rank * rows * size) + run.first * wide * size;
             pack(type, at(type, of_a ? a : slope, run.first * ld + (of_a ? 0 : b.first) + own.first), ld, 1, rows, own.n, type, memory);
             product(times(left, rows, memory, rows, c, CHUNK, m, rows, own.n));
+            const int64_t place = of_a ? lora.flat + own.first * m : b.flat + own.first;
+            if (run.largest) {
+                int64_t* to = static_cast<int64_t*>(run.gradient) + place;
+                raise(run.largest, of_a ? add_turned_whole(to, m, c, CHUNK, own.n, m, run.scaling)
+                                        : add_rows_whole(to, b.n, c, CHUNK, m, own.n));
+                continue;
+            }
+            float* to = static_cast<float*>(run.gradient) + place;
             if (of_a)
-                add_turned(run.gradient + lora.flat + own.first * m, m, c, CHUNK, own.n, m, run.scaling);
+                add_turned(to, m, c, CHUNK, own.n, m, run.scaling);
             else
-                add_rows(run.gradient + b.flat + own.first, b.n, c, CHUNK, m, own.n);
+                add_rows(to, b.n, c, CHUNK, m, own.n);
         }
     });
 }

@@ -65,8 +65,9 @@ struct Adapter {
 struct Run {  // rows [first, last) have an adapter
     int64_t first, last;
     const Adapter* adapter;
-    float scaling;    // what the gradient of A is multiplied with
-    float* gradient;  // added to; null where nothing is trained
+    float scaling;     // what the gradient of A is multiplied with
+    void* gradient;    // added to; null where nothing is trained
+    int64_t* largest;  // null where `gradient` is in fp32; else it is in whole multiples of 2⁻⁴⁴, and this the largest added
 };
 
 struct Pass {

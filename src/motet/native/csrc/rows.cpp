@@ -97,6 +97,38 @@ void add_turned(float* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, i
         }
 }
 
+namespace {
+
+// Adds the first n lanes to x; returns the larger of `most` and their magnitudes.
+inline __attribute__((always_inline)) V add_whole(int64_t* x, int64_t n, V y, V most) {
+    const V unfit = set1(0x1p62f), numbers = round(mul(y, set1(0x1p44f)));
+    const V size = max(numbers, sub(zero(), numbers));
+    const Mask fits = less(size, unfit);
+    add_integers(x, n, select(fits, numbers, zero()));
+    return max(most, select(first(n), select(fits, size, unfit), zero()));
+}
+
+}  // namespace
+
+int64_t add_rows_whole(int64_t* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n) {
+    V most = zero();
+    for (int64_t r = 0; r < m; r++)
+        for (int64_t i = 0; i < n; i += LANES) most = add_whole(x + r * ldx + i, n - i, load_first(y + r * ldy + i, n - i), most);
+    return static_cast<int64_t>(max_lanes(most));
+}
+
+int64_t add_turned_whole(int64_t* x, int64_t ldx, const float* y, int64_t ldy, int64_t m, int64_t n, float factor) {
+    float square[LANES * LANES];
+    V most = zero();
+    for (int64_t i = 0; i < m; i += LANES)
+        for (int64_t j = 0; j < n; j += LANES) {
+            turn(y + j * ldy + i, ldy, square, LANES);
+            for (int64_t r = i; r < std::min(m, i + LANES); r++)
+                most = add_whole(x + r * ldx + j, n - j, mul(set1(factor), load(square + (r - i) * LANES)), most);
+        }
+    return static_cast<int64_t>(max_lanes(most));
+}
+
 void embed(Type type, const void* table, const int64_t* tokens, float scale, float* out, int64_t ldo, int64_t m, int64_t n) {
     for (int64_t r = 0; r < m; r++)
         for (int64_t i = 0; i < n; i += 16) {

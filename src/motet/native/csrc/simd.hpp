@@ -83,6 +83,14 @@ inline __m256i round_bf16(V a) {
     return _mm512_cvtepi32_epi16(r);
 }
 inline void store_bf16(bf16* p, V a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), round_bf16(a)); }
+// Adds the first n lanes, whole numbers below 2⁶³.
+inline void add_integers(int64_t* p, int64_t n, V a) {
+    const Mask m = first(n);
+    const __m512i low = _mm512_cvtps_epi64(_mm512_castps512_ps256(a.v)), high = _mm512_cvtps_epi64(_mm512_extractf32x8_ps(a.v, 1));
+    const __mmask8 m_low = static_cast<__mmask8>(m), m_high = static_cast<__mmask8>(m >> 8);
+    _mm512_mask_storeu_epi64(p, m_low, _mm512_add_epi64(_mm512_maskz_loadu_epi64(m_low, p), low));
+    _mm512_mask_storeu_epi64(p + 8, m_high, _mm512_add_epi64(_mm512_maskz_loadu_epi64(m_high, p + 8), high));
+}
 inline V even(const bf16* pairs) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16))};
 }
@@ -276,6 +284,11 @@ inline V odd(const bf16* pairs) { return each([&](int i) { return from_bf16(pair
 #endif
 
 #if !defined(MOTET_AVX512)
+inline void add_integers(int64_t* p, int64_t n, V a) {
+    float lanes[16];
+    store(lanes, a);
+    for (int64_t i = 0; i < (n < 16 ? n : 16); i++) p[i] += static_cast<int64_t>(lanes[i]);
+}
 inline void pair_up(const bf16* low, const bf16* high, uint32_t* out) {
     for (int i = 0; i < 16; i++) out[i] = low[i] | static_cast<uint32_t>(high[i]) << 16;
 }
