@@ -25,7 +25,7 @@ from tests.support.quantised_files import write_mxfp4, write_nf4
 from tests.support.rank_groups import ADAMW, SHAPES, joining, segment, with_wrong_token
 from tests.support.segments import make_samples
 
-NAMES = (*SHAPES, "values")
+NAMES = (*SHAPES, "d", "values")
 
 
 def values() -> Segment:
@@ -37,17 +37,28 @@ def values() -> Segment:
     return Segment("values", samples, ValueLoss(0.2), 7.0)
 
 
-def client() -> Segment:
+def client(name: str, *lengths: int) -> Segment:
     """What a client of the Tinker protocol sends."""
-    tokens = tiny.tokens(12, seed=3).numpy()
-    sample = datum(tokens[:-1], tokens[1:], weights=np.linspace(0, 1, 11))
-    return Segment("c", (sample,), ClientLoss.of("cross_entropy"), 1.0)
+    tokens = [tiny.tokens(length, seed=length).numpy() for length in lengths]
+    samples = tuple(datum(one[:-1], one[1:], weights=np.linspace(0, 1, len(one) - 1)) for one in tokens)
+    return Segment(name, samples, ClientLoss.of("cross_entropy"), 1.0, by_sample=True)
 
 
 BATCHES = (
-    Batch((segment("a", 0), segment("b", 1), values(), segment("a", 2), segment("c", 3), segment("a", 1), client())),
+    Batch(
+        (
+            segment("a", 0),
+            segment("b", 1),
+            values(),
+            segment("a", 2),
+            segment("c", 3),
+            segment("a", 1),
+            client("c", 12, 30, 5),
+        )
+    ),
     Batch((segment("c", 2),)),  # less than there are ranks
     Batch((values(), segment("a", 4), values())),
+    Batch((client("d", 40, 3), client("d", 9, 9, 17), client("d", 25))),
 )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from motet.model.lora import AdapterWeights, ExpertRun, LoraMatrices
+from motet.model.unit_sums import UnitSums, add_part
 
 
 @dataclass(frozen=True)
@@ -185,30 +186,38 @@ class _Gradients:
         none = self.visitors[0].weights.flat.new_empty(0)
         received_keys = self._trip.keys_Q2.split(self._trip.n_received)
         computed = [
-            torch.cat([none, *(part.flatten() for part in self._parts(own, _adapted(keys), self._first))])
+            torch.cat([none, *(part.flatten() for part, *_ in self._parts(own, _adapted(keys), self._first))])
             for own, keys in zip(self._by_rank, received_keys, strict=True)
         ]
         for run in self.visitors:
             assert run.gradients is not None
             run.gradients.clear()
         wanted = [self._parts(self._runs, _adapted(keys), 0) for keys in self._trip.keys_P2.split(self._trip.n_sent)]
-        n_in = [sum(part.numel() for part in parts) for parts in wanted]
+        n_in = [sum(part.numel() for part, *_ in parts) for parts in wanted]
         received = self._trip.exchange(torch.cat(computed), [len(one) for one in computed], n_in)
         places = [one for parts in wanted for one in parts]
-        for sums, part in zip(places, received.split([one.numel() for one in places]), strict=True):
-            sums.add_(part.view(sums.shape))
+        parts = received.split([sums.numel() for sums, *_ in places])
+        for (sums, factor, units), part in zip(places, parts, strict=True):
+            add_part(sums, part.view(sums.shape), factor, units)
 
-    def _parts(self, runs: Sequence[ExpertRun], keys: Sequence[tuple[int, int]], first: int) -> list[Tensor]:
-        """Gradients of A and B for each expert and run; those of a run begin with expert `first`."""
-        parts = []
+    def _parts(
+        self, runs: Sequence[ExpertRun], keys: Sequence[tuple[int, int]], first: int
+    ) -> list[tuple[Tensor, float, UnitSums | None]]:
+        """Gradients of A and B for each expert and run, with the factors and sums of what is added to them.
+
+        Those of a run begin with expert `first`.
+        """
+        parts = list[tuple[Tensor, float, UnitSums | None]]()
         for expert, index in keys:
             run = runs[index]
             assert run.gradients is not None
-            assert run.scaling == 1.0, "ranks scale the gradients of a segment when they are complete"
+            whole = run.sums is not None
+            assert run.scaling == 1.0 or whole, "ranks scale the gradients of a segment when they are complete"
             for path in self._paths:
                 if path in run.weights.matrices:
                     sums = run.gradients[path]
-                    parts += [sums.a[expert - first], sums.bs[0][1][expert - first]]
+                    parts.append((sums.a[expert - first], run.scaling, run.sums))
+                    parts.append((sums.bs[0][1][expert - first], 1.0, run.sums))
         return parts
 
 

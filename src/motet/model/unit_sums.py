@@ -41,6 +41,15 @@ class UnitSums:
         """How many units as large as the largest must fit."""
         return max(self.n_units, 2)
 
+    @property
+    def bounds(self) -> Tensor:
+        """The largest number, and how many units there are: int64 [2]."""
+        return torch.tensor([int(self.largest), self.n_units])
+
+    @bounds.setter
+    def bounds(self, given: Tensor) -> None:
+        self.largest, self.n_units = given[:1], int(given[1])
+
     def add(self, other: UnitSums) -> None:
         """Add the units of another sum, in place."""
         self.flat += other.flat
@@ -73,7 +82,7 @@ class UnitSums:
 
     def saved(self) -> dict[str, Tensor]:
         """Tensors for a file, from which `of_saved` has the same sum."""
-        return {_SUMS: self.flat.cpu(), _BOUNDS: torch.tensor([int(self.largest), self.n_units])}
+        return {_SUMS: self.flat.cpu(), _BOUNDS: self.bounds}
 
     @classmethod
     def of_saved(cls, tensors: dict[str, Tensor], device: torch.device) -> UnitSums | None:

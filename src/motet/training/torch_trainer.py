@@ -16,6 +16,7 @@ from motet.core.types import FloatArray
 from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
+from motet.model.unit_sums import UnitSums
 from motet.protocols import Pieces
 from motet.training.arena import AdapterArena, step_all
 from motet.training.head import whole
@@ -128,6 +129,12 @@ class TorchTrainer:
             arena.add(parts)
             if arena.head is not None and head is not None:
                 arena.head.gradient.add_(head)
+
+    def add_sums(self, name: str, sums: UnitSums) -> None:
+        """Add the gradient of samples from another rank."""
+        with self._using(name) as (arena,):
+            arena.sums.add(sums)
+            arena.pending = True
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""

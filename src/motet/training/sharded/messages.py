@@ -93,19 +93,23 @@ class RankSegment(msgspec.Struct, frozen=True):
     """None for a forward pass."""
 
 
+Place = tuple[str, int, int]
+"""Adapter and rank of a segment, and the number of its samples if their gradients are added by sample, else 0."""
+
+
 class Train(ChannelMessage, frozen=True):
     """Run a forward and backward pass; all ranks take part, also those without segments."""
 
     parts: tuple[RankSegment, ...]
-    route: tuple[tuple[str, int], ...]
-    """Adapter and rank of every segment of the batch, in order."""
+    route: tuple[Place, ...]
+    """Of every segment of the batch, in order."""
 
 
 class Forward(ChannelMessage, frozen=True):
     """Run a forward pass; all ranks take part."""
 
     parts: tuple[RankSegment, ...]
-    route: tuple[tuple[str, int], ...]
+    route: tuple[Place, ...]
     """As of `Train`."""
     base: bool
     """Whether to disable the adapters."""

@@ -2,7 +2,8 @@
 
 Each segment's gradient is computed whole on one rank, as if it were alone, and kept unscaled. The adapter's owner adds
 the gradients in batch order, as a trainer on one device does; an all-reduce would add in another order and give other
-bits. Every method except `save` is called on all ranks at once.
+bits. Segments of samples (`Segment.by_sample`) are sent as whole numbers, which have no order. Every method except
+`save` is called on all ranks at once.
 
 Legend: T packed rows.
 """
@@ -24,9 +25,11 @@ from motet.core.errors import MotetError
 from motet.core.types import FloatArray
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
+from motet.model.unit_sums import UnitSums
 from motet.training.arena import ValueHead
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
+from motet.training.sharded.messages import Place
 from motet.training.torch_trainer import TorchTrainer
 
 
@@ -42,9 +45,14 @@ class _Gradient:
     matrices: dict[str, LoraMatrices]
     head: Tensor | None
     """Gradient of the value head, in fp32."""
+    sums: UnitSums | None = None
+    """Of a segment of samples: the whole of its gradient, scaled; `flat` is theirs."""
 
     @classmethod
-    def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool) -> _Gradient:
+    def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool, by_sample: bool) -> _Gradient:
+        if by_sample:
+            sums = UnitSums.empty(layout.size, base.device)
+            return cls(sums.flat, {}, None, sums)
         dtype = base.dtype if base.kernels is None else torch.float32
         flat = torch.zeros(layout.size, dtype=dtype, device=base.device)
         return cls(flat, layout.matrices(flat), _empty_head(base) if head else None)
@@ -95,13 +103,13 @@ class RankTrainer:
             del self._copies[name]
             self._heads.pop(name, None)
 
-    def train(self, batch: Batch, places: Sequence[int], route: Sequence[tuple[str, int]]) -> tuple[Trained, ...]:
+    def train(self, batch: Batch, places: Sequence[int], route: Sequence[Place]) -> tuple[Trained, ...]:
         """Run this rank's segments, and add the gradients of the adapters that it owns.
 
         Args:
             batch: this rank's segments; may be empty.
             places: their indices in the whole batch.
-            route: adapter and rank of every segment of the whole batch.
+            route: of every segment of the whole batch.
 
         Raises:
             InStep: a segment failed on some rank; nothing was added on any.
@@ -110,9 +118,10 @@ class RankTrainer:
         learning, gradients = [], {}
         for place, segment in zip(places, () if fault else batch.segments, strict=not fault):
             weights, flat = self._weights(segment.adapter), self._head(segment.adapter)
-            gradients[place] = own = _Gradient.zeros(weights.layout, self.base, head=flat is not None)
+            own = _Gradient.zeros(weights.layout, self.base, head=flat is not None, by_sample=segment.by_sample)
+            gradients[place] = own
             head = None if flat is None or own.head is None else ValueHead(flat, own.head)
-            learning.append(Learning(weights, own.matrices, unscaled=True, head=head))
+            learning.append(Learning(weights, own.matrices, unscaled=True, head=head, sums=own.sums))
         trained: tuple[Trained, ...] = ()
         try:
             if learning or self.base.shards is not None:
@@ -123,13 +132,11 @@ class RankTrainer:
                 raise
             fault = error
         self._agree(fault)
-        for place, (name, rank) in enumerate(route):
-            self._add(name, rank, gradients.get(place))
+        for place, (name, rank, n_units) in enumerate(route):
+            self._add(name, rank, gradients.get(place), by_sample=n_units > 0)
         return trained
 
-    def score(
-        self, batch: Batch, route: Sequence[tuple[str, int]], *, base: bool
-    ) -> tuple[tuple[FloatArray, ...], ...]:
+    def score(self, batch: Batch, route: Sequence[Place], *, base: bool) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs of this rank's segments; `route` as for `train`.
 
         Raises:
@@ -176,12 +183,12 @@ class RankTrainer:
         self._agree(fault)
         self._hand_out(name)
 
-    def _beside(self, route: Sequence[tuple[str, int]]) -> contextlib.AbstractContextManager[None]:
+    def _beside(self, route: Sequence[Place]) -> contextlib.AbstractContextManager[None]:
         """Context for a pass: the adapters on experts that each rank of this copy of the base has in it."""
         if self.base.shards is None:
             return contextlib.nullcontext()
         experts = self.base.shards.experts
-        routed = [(self._weights(name), rank) for name, rank in route]
+        routed = [(self._weights(name), rank) for name, rank, n_units in route for _ in range(max(n_units, 1))]
         return experts.running(
             [[one for one, rank in routed if rank == member and one.layout.experts] for member in experts.members]
         )
@@ -214,19 +221,25 @@ class RankTrainer:
         if int(faults):
             raise InStep from fault
 
-    def _add(self, name: str, rank: int, gradient: _Gradient | None) -> None:
+    def _add(self, name: str, rank: int, gradient: _Gradient | None, *, by_sample: bool) -> None:
         """Send a segment's gradient from the rank that computed it to the owner, who adds it."""
         owner = self._owners[name]
         if self.rank not in (owner, rank):
             return
         if gradient is None:
-            gradient = _Gradient.zeros(self._weights(name).layout, self.base, head=self._head(name) is not None)
+            head = self._head(name) is not None
+            gradient = _Gradient.zeros(self._weights(name).layout, self.base, head=head, by_sample=by_sample)
         if rank != owner:
             carry: Callable[..., object] = distributed.send if self.rank == rank else distributed.recv
-            for part in (gradient.flat, gradient.head):
+            bounds = None if gradient.sums is None else gradient.sums.bounds.to(self.base.device)
+            for part in (gradient.flat, gradient.head, bounds):
                 if part is not None:
                     carry(part.view(torch.uint8), owner if self.rank == rank else rank)
-        if self.rank == owner:
+            if gradient.sums is not None and bounds is not None:
+                gradient.sums.bounds = bounds
+        if self.rank == owner and gradient.sums is not None:
+            self._owned.add_sums(name, gradient.sums)
+        elif self.rank == owner:
             self._owned.add_gradient(name, gradient.matrices, gradient.head)
 
     def _hand_out(self, name: str) -> None:

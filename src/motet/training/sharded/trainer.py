@@ -85,14 +85,17 @@ class ShardedTrainer:
 
     def _parts(
         self, batch: Batch, *, learns: bool = False, base: bool = False
-    ) -> tuple[dict[int, tuple[m.RankSegment, ...]], tuple[tuple[str, int], ...]]:
-        """Each rank's segments, in batch order; adapter and rank of each segment."""
+    ) -> tuple[dict[int, tuple[m.RankSegment, ...]], tuple[m.Place, ...]]:
+        """Each rank's segments, in batch order; the place of each segment."""
         owners = [0 if base else self._owner(segment.adapter) for segment in batch.segments]
         ranks = scatter([segment.n_tokens for segment in batch.segments], owners, self._group.n_ranks)
         parts: dict[int, list[m.RankSegment]] = {rank: [] for rank in range(self._group.n_ranks)}
         for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
             parts[rank].append(m.RankSegment(place, replace(segment, loss=None), _loss(segment) if learns else None))
-        route = tuple((segment.adapter, rank) for segment, rank in zip(batch.segments, ranks, strict=True))
+        route = tuple(
+            (one.adapter, rank, len(one.samples) if learns and one.by_sample else 0)
+            for one, rank in zip(batch.segments, ranks, strict=True)
+        )
         return {rank: tuple(own) for rank, own in parts.items()}, route
 
     def _run(self, messages: dict[int, m.Train] | dict[int, m.Forward]) -> list[m.SegmentResult]:
