@@ -158,3 +158,19 @@ def test_numbers_that_do_not_fit_make_the_whole_gradient_not_finite(name: str, s
     assert torch.isfinite(arena.gradient).all()
     arena.sums.add_unit(arena.sums.flat[5:6], torch.tensor([size]))
     assert torch.isnan(arena.gradient).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama/native"])
+def test_whole_numbers_and_fp32_agree_and_both_are_clipped(name: str) -> None:
+    base, found = tiny.base(name), []
+    for by_sample in (False, True):
+        trainer = trainer_of(base, 8)
+        for one in segments(data()):
+            trainer.forward_backward(Batch((replace(one, by_sample=by_sample),)))
+        before, arena = gradient(trainer, "client"), trainer._arena("client")
+        assert trainer.optim_step("client", STEP).grad_norm > STEP.clip_norm
+        mean = arena._adamw.state[arena.masters]["exp_avg"]
+        assert float(mean.norm()) == pytest.approx((1 - STEP.betas[0]) * STEP.clip_norm, rel=1e-4)
+        found.append((before, mean))
+    for fp32, whole in zip(*found, strict=True):
+        assert float((whole - fp32).norm()) <= 1e-5 * float(fp32.norm())

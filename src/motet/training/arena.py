@@ -284,14 +284,15 @@ def step_all(due: Sequence[tuple[AdapterArena, AdamW]]) -> list[OptimStats]:
 
 
 def _step_by_torch(arena: AdapterArena, adamw: AdamW) -> OptimStats:
-    norm = float(torch.linalg.vector_norm(arena.gradient))
+    gradient = arena.gradient
+    norm = float(torch.linalg.vector_norm(gradient))
     skipped = not norm < math.inf
     if not skipped:
         if norm > adamw.clip_norm and (factor := adamw.clip_norm / (norm + 1e-6)) < 1:
-            arena.gradient.mul_(factor)
+            gradient.mul_(factor)
         options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
         arena._adamw.param_groups[0].update(options)
-        arena.masters.grad = arena.gradient
+        arena.masters.grad = gradient
         arena._adamw.step()
         arena.weights = arena._compute_copy()
     arena._clear()
