@@ -217,8 +217,7 @@ def optimizer_launches(target: str, *, everything: bool) -> Iterator[Launch]:
     """Steps of two adapters, one with a part of a chunk."""
     layout, shape = make_layout({"q": (4096, 4096)}, 16), AdapterConfig(rank=16, alpha=16)
     arenas = [
-        AdapterArena(layout, shape, torch.zeros(layout.size), BF16, head=head, own=CudaMath(), whole=True)
-        for head in (0, 897)
+        AdapterArena(layout, shape, torch.zeros(layout.size), BF16, head=head, own=CudaMath()) for head in (0, 897)
     ]
     yield partial(step_all, [arena.due(AdamW(1e-3)) for arena in arenas])
 
