@@ -241,7 +241,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_before_it_is_made(na
 def test_a_clients_loss_has_the_same_bits_with_and_without_a_gradient() -> None:
     base = tiny.base(*OWN[0])
     loss = ClientLoss("importance_sampling", {})
-    segment = Segment("a", make_samples([(4, 60)] * 6, seed=3), loss, 1.0)
+    segment = Segment("a", make_samples([(4, 60)] * 6, seed=3), loss, 1.0, by_sample=True)
     trainer = make_trainer(base, "a")
     (trained,) = trainer.forward_backward(Batch((segment,)))
     (logprobs,) = trainer.forward(Batch((segment,)))
