@@ -113,8 +113,8 @@ class TorchTrainer:
         return trained
 
     def _learning(self, arena: AdapterArena, segment: Segment) -> Learning:
-        """Where a segment's gradient is added: in whole numbers if it is one of samples, or if the kernels add all so."""
-        whole = segment.by_sample or (self.base.kernels is not None and self.base.kernels.whole_sums)
+        """Where a segment's gradient is added."""
+        whole = adds_whole(self.base, by_sample=segment.by_sample)
         gradients, sums = (None, arena.sums) if whole else (arena.gradient_matrices, None)
         return Learning(arena.weights, gradients, head=arena.head, sums=sums)
 
@@ -123,18 +123,16 @@ class TorchTrainer:
         with self._using(name) as (arena,):
             return arena.values
 
-    def add_gradient(self, name: str, parts: dict[str, LoraMatrices], head: Tensor | None) -> None:
-        """Add a segment's gradient from another rank, with A unscaled, as `forward_backward` adds it."""
+    def add_gradient(self, name: str, parts: dict[str, LoraMatrices] | UnitSums, head: Tensor | None) -> None:
+        """Add a segment's gradient from another rank as `forward_backward` adds it: parts with A unscaled, or units."""
         with self._using(name) as (arena,):
-            arena.add(parts)
+            if isinstance(parts, UnitSums):
+                arena.sums.add(parts)
+                arena.pending = True
+            else:
+                arena.add(parts)
             if arena.head is not None and head is not None:
                 arena.head.gradient.add_(head)
-
-    def add_sums(self, name: str, sums: UnitSums) -> None:
-        """Add the gradient of samples from another rank."""
-        with self._using(name) as (arena,):
-            arena.sums.add(sums)
-            arena.pending = True
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""
@@ -158,7 +156,7 @@ class TorchTrainer:
     @property
     def steps_together(self) -> bool:
         """Whether kernels take the steps of several adapters at once, and all of these are on the device."""
-        return self.base.kernels is not None and self.base.kernels.whole_sums and not self.parks
+        return adds_whole(self.base, by_sample=False) and not self.parks
 
     def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
         """`optim_step` of several adapters."""
@@ -225,6 +223,11 @@ def _recompute(base: LoraModel) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in model.modules():
         module.training = getattr(module, "gradient_checkpointing", False)
+
+
+def adds_whole(base: LoraModel, *, by_sample: bool) -> bool:
+    """Whether a segment's gradient is added as whole numbers: by sample, or because the kernels add all so."""
+    return by_sample or (base.kernels is not None and base.kernels.whole_sums)
 
 
 @contextlib.contextmanager

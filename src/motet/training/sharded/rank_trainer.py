@@ -2,8 +2,8 @@
 
 Each segment's gradient is computed whole on one rank, as if it were alone, and kept unscaled. The adapter's owner adds
 the gradients in batch order, as a trainer on one device does; an all-reduce would add in another order and give other
-bits. Segments of samples (`Segment.by_sample`) are sent as whole numbers, which have no order. Every method except
-`save` is called on all ranks at once.
+bits. What is added as whole numbers is sent as these, which have no order. Every method except `save` is called on all
+ranks at once.
 
 Legend: T packed rows.
 """
@@ -30,7 +30,7 @@ from motet.training.arena import ValueHead
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.sharded.messages import Place
-from motet.training.torch_trainer import TorchTrainer
+from motet.training.torch_trainer import TorchTrainer, adds_whole
 
 
 class InStep(Exception):
@@ -46,16 +46,17 @@ class _Gradient:
     head: Tensor | None
     """Gradient of the value head, in fp32."""
     sums: UnitSums | None = None
-    """Of a segment of samples: the whole of its gradient, scaled; `flat` is theirs."""
+    """If it is added as whole numbers: the gradient of the matrices, scaled; `flat` is theirs."""
 
     @classmethod
     def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool, by_sample: bool) -> _Gradient:
-        if by_sample:
+        own_head = _empty_head(base) if head else None
+        if adds_whole(base, by_sample=by_sample):
             sums = UnitSums.empty(layout.size, base.device)
-            return cls(sums.flat, {}, None, sums)
+            return cls(sums.flat, {}, own_head, sums)
         dtype = base.dtype if base.kernels is None else torch.float32
         flat = torch.zeros(layout.size, dtype=dtype, device=base.device)
-        return cls(flat, layout.matrices(flat), _empty_head(base) if head else None)
+        return cls(flat, layout.matrices(flat), own_head)
 
 
 class RankTrainer:
@@ -121,7 +122,7 @@ class RankTrainer:
             own = _Gradient.zeros(weights.layout, self.base, head=flat is not None, by_sample=segment.by_sample)
             gradients[place] = own
             head = None if flat is None or own.head is None else ValueHead(flat, own.head)
-            learning.append(Learning(weights, own.matrices, unscaled=True, head=head, sums=own.sums))
+            learning.append(Learning(weights, own.matrices, unscaled=own.sums is None, head=head, sums=own.sums))
         trained: tuple[Trained, ...] = ()
         try:
             if learning or self.base.shards is not None:
@@ -237,10 +238,8 @@ class RankTrainer:
                     carry(part.view(torch.uint8), owner if self.rank == rank else rank)
             if gradient.sums is not None and bounds is not None:
                 gradient.sums.bounds = bounds
-        if self.rank == owner and gradient.sums is not None:
-            self._owned.add_sums(name, gradient.sums)
-        elif self.rank == owner:
-            self._owned.add_gradient(name, gradient.matrices, gradient.head)
+        if self.rank == owner:
+            self._owned.add_gradient(name, gradient.sums or gradient.matrices, gradient.head)
 
     def _hand_out(self, name: str) -> None:
         """Broadcast the owner's copy to all ranks."""
