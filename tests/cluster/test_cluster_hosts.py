@@ -94,6 +94,8 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
 class Played:
     """A host's process that a test plays."""
 
+    over_network = False
+
     def __init__(self) -> None:
         self.sent, self.says = list[ChannelMessage](), asyncio.Queue[FromHost | None]()
 

@@ -201,6 +201,8 @@ def on_fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Player:
     """A host's process that reports what candidates committed, in any order; it may die before it releases one."""
 
+    over_network = False
+
     def __init__(self, stage: Stage, dies: bool) -> None:
         self._stage, self._dies, self._says = stage, dies, asyncio.Queue[FromHost | None]()
 
