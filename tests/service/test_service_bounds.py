@@ -145,12 +145,11 @@ def test_a_file_that_cannot_become_rows_is_a_400_and_leaves_nothing(house: House
     )
     folder = house.storage.directory / "files"
     before = sorted(folder.iterdir())
-    reasons = "the column 'when' has a value that Python cannot represent", "rows.parquet cannot be read as parquet"
-    for table, reason in zip((far, pyarrow.table({"prompt": broken})), reasons, strict=True):
+    for table in (far, pyarrow.table({"prompt": broken})):
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
         data = (tmp_path / "rows.parquet").read_bytes()
         error = house.refused(400, "POST", "/v1/files", files={"file": ("rows.parquet", data)})
-        assert reason in error["message"]
+        assert "has a value that Python cannot represent" in error["message"]
         assert sorted(folder.iterdir()) == before
 
 
