@@ -309,13 +309,16 @@ SPEAKERS = {
 }  # fmt: skip
 
 
-def own_turn(chat: Chat, parts: TurnParts) -> IntArray:
-    """The tokens of a turn as a base's template writes its parts, with the token that ends it."""
+def own_turn(chat: Chat, parts: TurnParts, called: int = 0) -> IntArray:
+    """The tokens of a turn as a base's template writes its parts, with the token that ends it.
+
+    `called` is the number of calls before it, which Kimi's ids go on from.
+    """
     tokenizer, asked = chat.tokenizer, {"role": "user", "content": "What is 2 and 2?"}
     written = json.dumps if chat.form.name == "deepseek_v3" else dict
     calls = [
         {
-            "id": f"functions.{one.name}:{at}" if chat.form.name == "kimi_k2" else f"call1234{at}",
+            "id": f"functions.{one.name}:{called + at}" if chat.form.name == "kimi_k2" else f"call1234{at}",
             "type": "function",
             "function": {"name": one.name, "arguments": written(one.arguments)},
         }
