@@ -271,6 +271,7 @@ def test_cuts_parking_and_a_saved_gradient_change_no_bit_of_a_step(tmp_path: Pat
         trainer.forward_backward(Batch((replace(segment, samples=(samples[index],)),)))
     assert gradient(whole, "c").any()
     assert torch.equal(gradient(whole, "c"), gradient(other, "c"))
+    assert whole._arena("c").sums.n_units == other._arena("c").sums.n_units == 3
     norms = [trainer.optim_step("c", ADAMW).grad_norm for trainer in (whole, other)]
     assert norms[0] == norms[1] > 0
     assert torch.equal(masters(whole, "c"), masters(other, "c"))

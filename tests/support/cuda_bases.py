@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import tests.support.triton_on_cpu
 from motet.cuda.base import CudaBase
@@ -25,6 +26,7 @@ GROUPS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 def load(name: str) -> LoraModel:
     """A base of its own."""
     base = tiny.load(name, device=DEVICE.type)
+    base.compute_with(replace(base.arithmetic, rows=1))
     base.kernels = own = CudaBase(base, lambda _: Products(table_for(base.device, base.dtype)))
     base.attention = own.attention
     return base

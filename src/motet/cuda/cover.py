@@ -32,8 +32,6 @@ def refusal(base: LoraModel) -> str:
         return "own kernels on GPUs do not compute mixtures of experts"
     if base.quantised:
         return f"its files are quantised ({base.quantised}), and own kernels on GPUs read whole numbers"
-    if base.info.max_positions < (rows := base.arithmetic.rows):
-        return f"own kernels on GPUs pad passes to {rows} tokens, and this base takes {base.info.max_positions}"
     return refusal_of_all(base)
 
 
@@ -75,4 +73,6 @@ def _kernels(base: LoraModel) -> Kernels:
             base.revise(note)
         return products
 
-    return CudaBase(base, products_of, recorder)
+    kernels = CudaBase(base, products_of, recorder)
+    base.compute_with(replace(base.arithmetic, rows=1))  # they need no whole tiles
+    return kernels
