@@ -110,8 +110,10 @@ def test_requests_that_wait_for_a_server_to_start_do_not_hold_up_its_start(tmp_p
 
 @pytest.mark.parametrize("server", ["stand-in", pytest.param("vLLM", marks=pytest.mark.soak)])
 def test_jobs_sample_on_a_server_that_sleeps_in_each_step(server: str, tmp_path: Path) -> None:
-    """A real vLLM for CPUs stops its scheduler only. The reward differs between answers: a step without signal trains nothing."""
-    (tmp_path / "own.py").write_text("def spread(problem, completion):\n    return sum(completion.encode()) % 97 / 97\n")
+    """A real vLLM for CPUs stops its scheduler only. Rewards differ between answers: without signal a step trains nothing."""
+    (tmp_path / "own.py").write_text(
+        "def spread(problem, completion):\n    return sum(completion.encode()) % 97 / 97\n"
+    )
     job = {
         "data": {"source": "toy:reverse", "holdout": 2},
         "reward": f"{tmp_path / 'own.py'}:spread",
