@@ -6,8 +6,10 @@ With `CI=true` a test that is skipped without needing a GPU fails the run: a che
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -41,16 +43,8 @@ service_hostile agents verbs service_bounds openai_engine server_versions server
 decoder kept stock_agents unanswering takeover trainer
 """.split()
 """Files of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
-TOGETHER = (
-    "test_tinker.py",
-    "test_tinker_company.py",
-    "test_tinker_cookbook.py",
-    "test_tinker_releases.py",
-    "test_openai_engine.py",
-    "test_client.py",
-    "test_served_as_trained.py",
-)
-"""Files that one worker runs, so that they share a service."""
+SHARED = re.compile(r"\b(shared_service|tinker_service|tinker_scripts)\b")
+"""One worker runs all files that ask for one of these, so that they are made once."""
 UNIT = frozenset(
     """
 advantages budgets chains chat conversation credit critic dataset distillation episode formats generation graders idle_slots
@@ -125,7 +119,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 @pytest.fixture(scope="session")
 def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service for the files in `TOGETHER`, whose tests look at nothing but what they made."""
+    """A service for all files that ask for one, whose tests look at nothing but what they made."""
     from tests.support.service_run import serving
 
     with serving(tmp_path_factory.mktemp("shared")) as found:
@@ -178,10 +172,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile`, where files that share a service go to one worker."""
     from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
+    @functools.cache
+    def group(file: str) -> str:
+        return "together" if SHARED.search((ROOT / file).read_text()) else file
+
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = str(super()._split_scope(nodeid))
-            return "together" if file.endswith(TOGETHER) else file
+            return group(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
