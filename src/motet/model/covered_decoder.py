@@ -150,12 +150,6 @@ def _angles_by_kind(decoder: Any) -> bool:
     return "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
 
 
-def rotary_of(decoder: Any, config: Any, index: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The rotary module for a layer: from hidden states and position ids to cosines and sines."""
-    kind = (config.layer_types[index],) if _angles_by_kind(decoder) else ()
-    return lambda hidden, positions: decoder.rotary_emb(hidden, positions, *kind)
-
-
 def angle_bytes(decoder: Any, config: Any, positions: int) -> int:
     """Most bytes of the tables of `angles`; models that rotate a part of a head need less."""
     kinds = len(set(config.layer_types)) if _angles_by_kind(decoder) else 1

@@ -144,12 +144,11 @@ def _arguments(programs: bool, process: int) -> Mapping[str, Ways]:
     }
 
 
-def numbers_of(names: Iterable[str], architecture: int | None = None) -> set[int]:
-    """The numbers of calls on an architecture (default: this machine's), without those that it does not have."""
+def numbers_of(names: Iterable[str]) -> set[int]:
+    """The numbers of calls on this machine's architecture, without those that it does not have."""
     from pyseccomp import resolve_syscall, system_arch
 
-    known = system_arch() if architecture is None else architecture
-    return {number for name in names if (number := resolve_syscall(known, name)) >= 0}
+    return {number for name in names if (number := resolve_syscall(system_arch(), name)) >= 0}
 
 
 def filter_calls(programs: bool) -> None:

@@ -6,7 +6,6 @@ import logging
 import time
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -94,7 +93,6 @@ def _answer(path: str, message: str) -> Response:
     return error_body(400 if path.startswith(TINKER) else 500, message)
 
 
-def failed_future(message: str, category: str = "server") -> AnyJSON:
+def failed_future(message: str) -> AnyJSON:
     """A future that has failed, which the package raises as an error of its user's command."""
-    body: dict[str, Any] = {"error": message, "category": category}
-    return AnyJSON(body)
+    return AnyJSON({"error": message, "category": "server"})
