@@ -138,7 +138,7 @@ def pages(directory: JobDirectory, lines: list[dict[str, Any]], stored: Any) -> 
     return texts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(HISTORIES)
 def test_whatever_is_shown_beside_a_version_belongs_to_it(history: Any) -> None:
     with tempfile.TemporaryDirectory() as place:

@@ -19,6 +19,7 @@ from motet.core.errors import DeviceError
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.training.fake import FakeTrainer
+from tests.support.cases import few
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
 from tests.support.waiting import PATIENCE, until
 
@@ -229,10 +230,10 @@ class SlowTrainer(FakeTrainer):
         super().remove_adapter(name)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_job_that_is_cancelled_twice_leaves_no_slot_behind(steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("steps", "apart"), few([(0, 1), (0, 3), (1, 1), (1, 3)], (0, 3), (1, 3)))
+def test_a_job_that_is_cancelled_twice_leaves_no_slot_behind(steps: int, apart: int, tmp_path: Path) -> None:
     """At any moment: also while it takes its slot or gives it back, and waits for the device, where another job trains."""
-    for place in range(16):
+    for place in range(0, 16, apart):
 
         async def script(run: FakeRun, place: int = place) -> None:
             await until(lambda: run.state("a") is JobState.RUNNING and run.jobs["a"].progress.step >= steps)
