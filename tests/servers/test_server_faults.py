@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from motet.core import seeds
 from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused
 from motet.model.fake import END, FakeTokenizer
 from motet.rollout.server import ServerEngine
+from tests.support.cases import few, paired
 from tests.support.protocol_server import FOREVER, ProtocolServer
 from tests.support.server_run import (
     CLOCKS,
@@ -39,12 +41,16 @@ either_way = pytest.mark.parametrize("stream", [False, True])
 ATTEMPTS = 5
 
 
+def of_fields(name: str, values: list[str]) -> pytest.MarkDecorator:
+    """Each of the values by both dialects and either way."""
+    fields = ["vllm", "sglang"], [False, True], values
+    return pytest.mark.parametrize(("dialect", "stream", name), few(itertools.product(*fields), *paired(*fields)))
+
+
 # --- answers that do not come ---------------------------------------------------------------------------------------------
 
 
-@both
-@either_way
-@pytest.mark.parametrize("fault", ["late", "drops", "lost", "errors", "cuts"])
+@of_fields("fault", ["late", "drops", "lost", "errors", "cuts"])
 def test_what_does_not_come_is_asked_for_again(dialect: Any, stream: bool, fault: str, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         version = await publish(engine, trainer, 2)
@@ -247,9 +253,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@both
-@either_way
-@pytest.mark.parametrize("wrong", WRONG)
+@of_fields("wrong", [*WRONG])
 def test_wrong_answers_are_never_let_through(dialect: Any, stream: bool, wrong: str, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
         faults, told = WRONG[wrong]

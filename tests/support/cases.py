@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
     found = list(cases)
     assert set(kept) <= set(found), "a case that is to be kept is not there"
     return [case if case in kept else _soak(case) for case in found]
+
+
+def paired(*fields: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Half of all cases, in which each value of a field meets each of another: fields of two values, but one may have more."""
+    places = itertools.product(*(range(len(values)) for values in fields))
+    return (case for case, place in zip(itertools.product(*fields), places, strict=True) if sum(place) % 2 == 0)
 
 
 def _soak(case: Any) -> Any:

@@ -27,7 +27,7 @@ from motet.training.arena import OPTIMIZER
 from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
-from tests.support.cases import few
+from tests.support.cases import few, paired
 from tests.support.segments import (
     ADAMW,
     LR,
@@ -47,6 +47,9 @@ from tests.support.segments import (
 DTYPES = ("float32", "bfloat16")
 OWN = ("llama/native", "llama/native-dpbf16")
 """Computed by own kernels."""
+SHARING_EVERY_TIME = ("llama", "lfm2", *OWN)
+SHARING = (*SHARING_EVERY_TIME, "gemma2", "qwen2", "qwen3_5", "falcon_h1")
+"""Bases whose samples share rows."""
 
 
 # --- against peft and plain PyTorch -----------------------------------------------------------------------------------
@@ -430,11 +433,10 @@ def group_samples(prompt: int, completions: Sequence[int], seed: int) -> tuple[S
     return tuple(replace(each, token_ids=np.concatenate([head, each.token_ids[prompt:]])) for each in samples)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "name", few(["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1", *OWN], "llama", "lfm2", *OWN)
+    ("name", "dtype", "prompt"),
+    few(itertools.product(SHARING, DTYPES, [1, 13, 16, 40]), *paired(SHARING_EVERY_TIME, DTYPES, [1, 16])),
 )
-@pytest.mark.parametrize("prompt", few([1, 13, 16, 40], 1, 16))
 def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
     """Logprobs equal those of whole samples bit for bit, gradients within rounding; two groups, two adapters, one alone."""
     base = tiny.base(name, dtype)
@@ -458,9 +460,7 @@ def test_shared_prompts_keep_logprobs_and_gradients(name, dtype, prompt):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "name", few(["llama", "gemma2", "qwen2", "lfm2", "qwen3_5", "falcon_h1", *OWN], "llama", "lfm2", *OWN)
-)
+@pytest.mark.parametrize("name", few(SHARING, *SHARING_EVERY_TIME))
 def test_shared_prefixes_keep_logprobs_and_gradients(name, dtype):
     """Of branches that part one after another: logprobs have whole samples' bits, gradients agree, alone as in company."""
     base = tiny.base(name, dtype)
