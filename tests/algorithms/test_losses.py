@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -362,6 +363,41 @@ def test_no_log_ratio_overflows_or_reaches_other_tokens(
     assert torch.isfinite(grad_N).all()
     assert all(math.isfinite(one) for one in vars(stats).values())
     assert torch.equal(grad_N[:2], gradient([])[1])
+
+
+_LOST: list[set[str]] = [
+    {"logprobs_N"}, {"sampler_logprobs_N"}, {"reference_logprobs_N"}, {"proximal_logprobs_N"},
+    {"logprobs_N", "reference_logprobs_N"}, {"logprobs_N", "sampler_logprobs_N", "proximal_logprobs_N"},
+]  # fmt: skip
+"""Where a token has no probability."""
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS, ids=_name_of)
+def test_a_token_without_probability_is_finite_and_reaches_no_other(loss: Loss) -> None:
+    """Its logprob is −∞ in the policy, the sampler, the base or the proximal policy; with and without a weight."""
+
+    def gradient(n_tokens: int, lost: set[str], advantage: float, weight: float) -> tuple[float, Tensor, LossStats]:
+        inputs = _inputs([-1.0, -1.2, -1.1], [-1.1, -1.0, -1.3], [1.0, -1.0, advantage], [0, 0, 1])
+        inputs = replace(
+            inputs,
+            logprobs_N=inputs.logprobs_N.detach(),
+            reference_logprobs_N=torch.tensor([-1.2, -1.0, -1.1]),
+            proximal_logprobs_N=torch.tensor([-1.0, -1.1, -1.2]),
+            weights_N=torch.tensor([1.0, 1.0, weight]),
+            ratio_mask_N=torch.tensor([1.0, 1.0, 0.0]),
+        )
+        none_N = torch.tensor([0.0, 0.0, -math.inf])
+        inputs = replace(inputs, **{name: getattr(inputs, name) + none_N for name in lost})
+        inputs = _take(inputs, torch.arange(n_tokens))
+        value, stats = loss_and_stats(loss, 1.0, replace(inputs, logprobs_N=inputs.logprobs_N.requires_grad_()))
+        return value.item(), torch.autograd.grad(value, inputs.logprobs_N)[0], stats
+
+    for lost, advantage, weight in itertools.product(_LOST, (0.0, -2.0, 0.5), (0.0, 1.0)):
+        value, grad_N, stats = gradient(3, lost, advantage, weight)
+        assert math.isfinite(value)
+        assert torch.isfinite(grad_N).all()
+        assert all(math.isfinite(one) for one in vars(stats).values())
+        assert torch.equal(grad_N[:2], gradient(2, lost, advantage, weight)[1])
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS, ids=_name_of)
