@@ -157,6 +157,10 @@ def test_a_stream_of_unknown_types_has_no_nulls_of_arrow() -> None:
     assert data.train[0].metadata["more"] == {}
 
 
+MOMENT = 3_723_000_000_000
+"""01:02:03 in nanoseconds."""
+TIMES = pyarrow.array([MOMENT, MOMENT + 1, MOMENT + 120_000_000, None], pyarrow.time64("ns"))
+TIME_TEXTS = ["01:02:03", "01:02:03.000000001", "01:02:03.120000", ""]
 VALUES = [
     (pyarrow.array(["x", None], pyarrow.large_string()), ["x", ""]),
     (pyarrow.array(["x", None], pyarrow.string_view()), ["x", ""]),
@@ -170,6 +174,14 @@ VALUES = [
     (pyarrow.array([10**18 + 1], pyarrow.timestamp("ns")), ["2001-09-09T01:46:40.000000001"]),
     (pyarrow.array([datetime.timedelta(days=1, seconds=1), None]), ["86401", ""]),
     (pyarrow.array([datetime.time(1, 2, 3), None]), ["01:02:03", ""]),
+    (TIMES, TIME_TEXTS),
+    (TIMES.dictionary_encode(), TIME_TEXTS),
+    (TIMES.cast(pyarrow.time64("us"), safe=False), ["01:02:03", "01:02:03", "01:02:03.120000", ""]),
+    (pyarrow.array([[MOMENT + 1]], pyarrow.list_(TIMES.type)), ['["01:02:03.000000001"]']),
+    (pyarrow.array([[MOMENT + 1]], pyarrow.list_(TIMES.type, 1)), ['["01:02:03.000000001"]']),
+    (pyarrow.array(
+        [{"a": [MOMENT + 1]}, {"b": MOMENT}], pyarrow.struct({"a": pyarrow.large_list(TIMES.type), "b": TIMES.type})),
+     ['{"a": ["01:02:03.000000001"]}', '{"b": "01:02:03"}']),
     (pyarrow.array([[1, 2], [3, None]], pyarrow.list_(pyarrow.int8(), 2)), ["[1, 2]", "[3, null]"]),
     (pyarrow.array([["x"], None], pyarrow.large_list(pyarrow.string())), ['["x"]', ""]),
     (pyarrow.array([[1.5, math.nan]], pyarrow.list_view(pyarrow.float32())), ["[1.5, null]"]),
@@ -194,6 +206,12 @@ def test_every_type_has_one_text_in_answers_and_templates(column: Any, texts: li
         assert [problem.answer for problem in data.train] == texts
     filled = read(table, template="<{answer}>").train
     assert [problem.messages[0].content for problem in filled] == [f"<{text}>" for text in texts]
+
+
+def test_times_in_maps_keep_their_nanoseconds() -> None:
+    column = pyarrow.array([[("x", MOMENT + 1), ("y", None)]], pyarrow.map_(pyarrow.string(), TIMES.type))
+    (problem,) = read(pyarrow.table({"prompt": ["a"], "answer": column})).train
+    assert problem.answer == '{"x": "01:02:03.000000001", "y": null}'
 
 
 def test_bytes_that_are_no_text_and_doubled_columns_are_refused(tmp_path: Path) -> None:

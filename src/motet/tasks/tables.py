@@ -45,6 +45,8 @@ def of_arrow(batches: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator
 
 
 def _values(name: str, column: pyarrow.Array) -> list[Any]:
+    if (kind := _with_times_as_text(column.type)) != column.type:
+        column = column.cast(kind)  # times of Python have no nanoseconds
     try:
         values: list[Any] = column.to_pylist()
     except (OverflowError, ValueError) as error:
@@ -251,11 +253,45 @@ def _reader(kind: pyarrow.DataType, decoded: bool = False) -> Reader | None:
         if (one := _reader(kind.value_type, decoded)) is None:
             return None
         return lambda value: [None if item is None else one(item) for item in value]
+    if _is_fine_time(kind):
+        return _short_time
     if types.is_float32(kind) or types.is_float16(kind):
         return _narrow("float32" if types.is_float32(kind) else "float16")
     plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)
     text = types.is_string(kind) or types.is_large_string(kind) or str(kind) == "string_view"
     return None if plain or text else _plain
+
+
+def _is_fine_time(kind: pyarrow.DataType) -> bool:
+    return str(kind) == "time64[ns]"
+
+
+def _with_times_as_text(kind: pyarrow.DataType) -> pyarrow.DataType:
+    """A type of Arrow with text in place of times of nanoseconds."""
+    import pyarrow
+    from pyarrow import types
+
+    if _is_fine_time(kind):
+        return pyarrow.string()
+    if types.is_dictionary(kind):
+        value = _with_times_as_text(kind.value_type)
+        return kind if value == kind.value_type else value
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_with_times_as_text(field.type)) for field in kind])
+    if types.is_map(kind):
+        key, item = _with_times_as_text(kind.key_type), _with_times_as_text(kind.item_type)
+        return kind if (key, item) == (kind.key_type, kind.item_type) else pyarrow.map_(key, item)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        value = _with_times_as_text(kind.value_type)
+        return kind if value == kind.value_type else pyarrow.list_(value)
+    return kind
+
+
+def _short_time(time: Any) -> str:
+    """A time as Python writes it, with nine digits where it has nanoseconds."""
+    whole, _, digits = str(time).partition(".")
+    short = digits.removesuffix("000")
+    return whole if not digits.strip("0") else f"{whole}.{short}"
 
 
 def _narrow(kind: str) -> Reader:
