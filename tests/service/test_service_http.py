@@ -358,6 +358,30 @@ def test_rollouts_can_be_filtered(house: House) -> None:
         assert field in house.refused(422, "GET", f"/v1/jobs/ended/rollouts?{field}={'7' * 1000}")["message"]
 
 
+def test_an_empty_answer_about_a_problem_says_which_there_are(house: House) -> None:
+    directory = house.storage.job(house.job["id"])
+    lines = [{"problem": number // 2, "reward": 0.5} for number in range(60)]
+    files = [directory.path / "rollouts" / f"{name}.jsonl" for name in ("0", "eval-1")]
+    kept = {file: file.read_bytes() for file in files if file.exists()}
+    for name in ("0", "eval-1"):
+        directory.write_rollouts(name, lines)
+
+    def note(query: str) -> str:
+        answer = house.ask("GET", f"/v1/jobs/ended/rollouts?{query}").json()
+        assert bool(answer["note"]) == (not answer["data"])
+        return str(answer["note"])
+
+    try:
+        assert not note("step=0&problem=3")
+        assert note("step=0&problem=99").startswith("row 99 is not among those here: 0, 1, 2, 3, ")
+        assert note("step=0&problem=99").endswith("19, …; held-out rows: purpose=eval")
+        assert note("step=1&purpose=eval&problem=99").endswith("not held out: purpose=train")
+        assert note("step=0&problem=3&min_reward=0.9") == "row 3 has rollouts here, with other rewards"
+    finally:
+        for file in files:
+            file.write_bytes(kept[file]) if file in kept else file.unlink()
+
+
 def test_rollouts_take_a_tenants_memory_until_they_are_sent(house: House) -> None:
     who, room = house.store.tenants.who(house.keys["ours"]), house.service.open_answers
     assert who is not None

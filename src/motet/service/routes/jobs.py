@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Header, Query, Request
@@ -161,6 +162,18 @@ def delete(who: Asker, service: ServiceDep, job: NamedJob) -> None:
 _OF_A_ROW = "Only rollouts of the problem of this row of the data, counted from 0. Evaluations have held-out rows."
 
 
+_MOST_NAMED = 20
+
+
+def _without_rollouts(problem: int, rows: Sequence[int], evals: bool) -> str:
+    """Why an answer about a problem is empty; `rows` are those that its step, or its evaluation, has."""
+    if problem in rows:
+        return f"row {problem} has rollouts here, with other rewards"
+    named = ", ".join(map(str, rows[:_MOST_NAMED])) + (", …" if len(rows) > _MOST_NAMED else "")
+    others = "training has the rows that are not held out: purpose=train" if evals else "held-out rows: purpose=eval"
+    return f"row {problem} is not among those here: {named}; {others}"
+
+
 @router.get("/jobs/{job}/rollouts", response_model=Rollouts)
 async def rollouts(
     request: Request,
@@ -187,8 +200,11 @@ async def rollouts(
         nothing = "no evaluation is done yet" if evals else "no step is done yet"
         raise Refusal(404, missing if steps else nothing)
 
+    rows_there = set[int]()
+
     def fits(rollout: dict[str, Any]) -> bool:
         reward = rollout["reward"]
+        rows_there.add(rollout.get("problem", -1))
         return (
             (problem is None or rollout.get("problem") == problem)
             and (min_reward is None or (reward is not None and reward >= min_reward))
@@ -209,7 +225,8 @@ async def rollouts(
                 rows.append(json_text(shown))  # here: they would take a second of the event loop together
         except FileNotFoundError as error:  # deleted while this waited for its turn
             raise Refusal(404, missing) from error
-        head = json.dumps({"step": chosen, "steps": steps})
+        note = "" if rows or problem is None else _without_rollouts(problem, sorted(rows_there), evals)
+        head = json.dumps({"step": chosen, "steps": steps, "note": note})
         return f'{head[:-1]}, "data": [{", ".join(rows)}]}}'
 
     body = await service.read_threads.run(who.tenant_id, read)

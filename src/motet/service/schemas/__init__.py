@@ -168,6 +168,8 @@ class Rollouts(Answer):
     """Steps with stored rollouts, or evaluated versions."""
     data: list[dict[str, Any]]
     """As in the run directory's rollouts/<step>.jsonl."""
+    note: str = ""
+    """Why `data` is empty where a problem was asked for."""
 
 
 MOST_SUBMITTED = 1000
