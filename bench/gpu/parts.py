@@ -22,7 +22,8 @@ KV_TOKENS = 110_000
 """Of the engine that samples for the bits, as other parts use the card beside it."""
 _ON_CARDS = re.compile(r"mark\.gpu|triton_on_cpu|kernel_cases|cuda_bases")
 """What a test file names that runs kernels on a card where there is one."""
-_NUMERICS = ("float32-exact", "bfloat16-exact", "bfloat16-fast")
+_KINDS = ("float32-auto", "bfloat16-auto", "bfloat16-torch")
+"""Of `tests/running/test_gpu.py`: the type of the base, and `engine.kernels`."""
 
 
 def card_tests() -> list[str]:
@@ -51,7 +52,7 @@ def parts(device: str, shapes: Sequence[str], place: Path, bases: Path) -> list[
 
 
 def _tests(device: str) -> list[Part]:
-    """Each file in a process; that of runs once for each arithmetic."""
+    """Each file in a process; that of runs once for each kind."""
     pytest = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "soak or not soak")
     asked = ("--collect-only",) if device == "cpu" else ("--durations", "3")
     found = []
@@ -60,7 +61,7 @@ def _tests(device: str) -> list[Part]:
         if file == "tests/running/test_gpu.py":
             found += [
                 Part(f"{name}-{kind}", f"runs on the small base, {kind}", (*pytest, *asked, file, "-k", kind), 100)
-                for kind in _NUMERICS
+                for kind in _KINDS
             ]
         else:
             found.append(Part(name, file, (*pytest, *asked, file), 100))
@@ -94,12 +95,10 @@ def _timings(device: str, shapes: Sequence[str], place: Path, bases: Path) -> li
         ("train", "gradients, with a profile", (40.0, 60.0)),
         ("jobs", "a GRPO job, and eight at once and in turn", (40.0, 65.0)),
         ("start", "from the start of a process to the first token", (20.0, 35.0)),
-        ("fast", "decoding with fast arithmetic", (20.0, 30.0)),
     ):
         for shape in large_first:
             module = "peers" if kind == "peers" else "timings"
-            more = {"numerics": "fast"} if kind == "fast" else {}
-            words = ("-m", f"bench.gpu.{module}", _options(device, shape, place, bases, **more), kind)
+            words = ("-m", f"bench.gpu.{module}", _options(device, shape, place, bases), kind)
             limit = limits[shape == "8b"]
             found.append(Part(f"{kind}-{shape}", f"{shape}: {shows}", words, limit, f"base-{shape}", alone=True))
     return found

@@ -89,7 +89,7 @@ def compared(
 
 def torch_way(device: torch.device, *, backward: bool) -> Product:
     """`FrozenWeight` with the device's exact arithmetic, as passes of an uncovered base multiply."""
-    arithmetic = Arithmetic.of(device, torch.bfloat16, "exact")
+    arithmetic = Arithmetic.of(device, torch.bfloat16, experts=False)
 
     def multiply(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         frozen = FrozenWeight(weight_NK, bias_N)

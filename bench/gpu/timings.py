@@ -1,6 +1,6 @@
 """How fast Motet is on a card, through its own engine and trainer, the host's time included.
 
-python -m bench.gpu.timings OPTIONS decode|train|jobs|start|fast
+python -m bench.gpu.timings OPTIONS decode|train|jobs|start
 """
 
 from __future__ import annotations
@@ -51,12 +51,6 @@ class Timings:
             self._timed(_decode_row(most, adapters), "decode", _decode(most, adapters, self._new), after)
         long = {**_decode(rows[0], 8, self._new), "prompt_tokens": 100 if self.tiny else 1024}
         self._timed(f"decode, {rows[0]} rows, 8 adapters, {long['prompt_tokens']} keys", "decode", long)
-
-    def fast(self) -> None:
-        """64 rows by fast arithmetic."""
-        rows = 8 if self.tiny else 64
-        for adapters in (0, 8):
-            self._timed(f"{_decode_row(rows, adapters)}, fast", "decode", _decode(rows, adapters, self._new))
 
     def train(self) -> None:
         """Gradients and the optimiser's step."""
@@ -195,7 +189,6 @@ def main(words: list[str]) -> int:
         "train": timings.train,
         "jobs": timings.jobs,
         "start": timings.start,
-        "fast": timings.fast,
     }[words[-1]]()
     return 0
 

@@ -14,8 +14,7 @@ from bench.speed.against_itself import (
 )
 from bench.speed.against_peers import decode_block, grpo_block, train_block
 from bench.speed.goals import read_processor, with_goals
-from bench.speed.ratios import Goal
-from bench.speed.rows import RANK, Block, Row, Side, Unit, at_least, at_most
+from bench.speed.rows import RANK, Block, Row, Side, at_least, at_most
 
 
 def cpu_blocks(quick: bool) -> list[Block]:
@@ -61,22 +60,15 @@ def shape_blocks(shape: str) -> list[Block]:
             {
                 "8 adapters": Side("motet", "decode", {**decode, "adapters": 8}),
                 "none": Side("motet", "decode", {**decode, "adapters": 0}),
-                "fast": Side("motet-fast", "decode", {**decode, "adapters": 8}),
             },
-            (
-                Row(f"adapters-{shape}", adapters, "Motet without adapters", "cost", "8 adapters", "none", bound),
-                _exact(f"decode-{shape}", f"{decoded}, 8 adapters", "8 adapters", bound),
-            ),
+            (Row(f"adapters-{shape}", adapters, "Motet without adapters", "cost", "8 adapters", "none", bound),),
             base=shape,
         ),
         Block(
             f"train-{shape}",
             "16 samples of 64 + 64 tokens, one adapter of rank 16: forward and backward pass.",
-            {"Motet": Side("motet", "train", train), "fast": Side("motet-fast", "train", train)},
-            (
-                Row(f"train-{shape}", gradients, "", "value", "Motet"),
-                _exact(f"train-{shape}", gradients, "Motet", bound),
-            ),
+            {"Motet": Side("motet", "train", train)},
+            (Row(f"train-{shape}", gradients, "", "value", "Motet"),),
             base=shape,
         ),
         Block(
@@ -84,22 +76,14 @@ def shape_blocks(shape: str) -> list[Block]:
             f"GRPO steps of {job['groups']} × 8 completions of at most {job['max_tokens']} tokens.",
             {
                 "one job": Side("motet", "jobs", one),
-                "fast": Side("motet-fast", "jobs", one),
                 "at once": Side("motet", "jobs", eight),
                 "in turn": Side("motet", "jobs", {**eight, "sequential": True}, False),
             },
             (
                 Row(f"grpo-{shape}", step, "", "value", "one job", unit="s a step"),
-                _exact(f"grpo-{shape}", step, "one job", bound, "s a step"),
                 Row(f"at-once-{shape}", at_once, in_turn, "faster", "at once", "in turn", goal, "s a step"),
             ),
             repeats=(1, 3),
             base=shape,
         ),
     ]
-
-
-def _exact(name: str, work: str, ours: str, bound: Goal | None, unit: Unit = "tokens/s") -> Row:
-    """What exact arithmetic costs; there is a goal where there is a bound on another cost of the shape."""
-    goal = None if bound is None else at_most(1.3)
-    return Row(f"exact-{name}", f"{work}: cost of being exact", "Motet, fast", "cost", ours, "fast", goal, unit)

@@ -28,8 +28,6 @@ PEERS: Mapping[str, tuple[str, str, dict[str, Any]]] = {
     "trl": ("trl", "trl_side", {"autocast": False}),
 }
 """Peers by name: the environment, the worker's file, its settings."""
-OURS: Mapping[str, str] = {"motet": "exact", "motet-fast": "fast"}
-"""Motet by name: how it computes on a GPU."""
 
 
 def threads() -> int:
@@ -57,7 +55,7 @@ def program(name: str, base: str, directory: Path, envs: Path, *, quick: bool, d
         command = _command(Path(sys.executable), "service_side", settings)
         return Program(name, command, environment, _missing(envs, "tinker"))
     if kind != "machine":
-        settings |= {"model": base, "numerics": OURS[kind]}
+        settings |= {"model": base}
     file = "machine_side" if kind == "machine" else "motet_side"
     return Program(name, _command(Path(sys.executable), file, settings), environment)
 

@@ -518,6 +518,7 @@ IDLE = {
     f"engine: {{kept_kv: 0.25}}\n{VLLM}": "engine.kept_kv has no effect here: rollout.engine vllm does not read it",
     "rollout: {engine: vllm, launch: {lora_backend: csgmv}}": "rollout.launch.lora_backend has no effect here",
     "engine: {parking: /tmp}": "parking has no effect while all adapters stay on the device: set resident",
+    "engine: {numerics: fast}": "there is no numerics but exact any more: leave it out",
     "engine: {shard: 2, ranks: 3}": "ranks is 3 and shard 2: set ranks to a multiple of shard",
     "engine: {device: cuda, samplers: 2}": "samplers is 2 and device cuda, but sampling processes run on CPUs",
     "rollout: {engine: vllm, launch: {colocate: true}}": "colocate: there is no such field; it is rollout.launch.gpu_memory",
@@ -530,7 +531,7 @@ def test_settings_that_the_engine_does_not_read_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_jobs(f"base: small\n{text}\n{jobs}")
     assert IDLE[text] in str(error.value)
-    parse_jobs(f"base: small\nengine: {{max_rows: 8, samplers: 0}}\n{jobs}")
+    parse_jobs(f"base: small\nengine: {{max_rows: 8, samplers: 0, numerics: exact}}\n{jobs}")
     parse_jobs(f"base: small\nengine: {{device: cuda, samplers: 0, parking: /tmp, resident: 2}}\n{jobs}")
     parse_jobs(f"base: small\nengine: {{hosts: 2, devices: [cpu, 'cuda:0'], samplers: 2}}\n{jobs}")
     parse_jobs(

@@ -123,7 +123,7 @@ def test_jobs_keep_the_kernels_that_they_began_with_on_a_gpu() -> None:
     assert for_device("cpu", began) == for_device("cpu", None) == of_machine()
 
 
-@pytest.mark.parametrize("given", [{"device": "cpu"}, {"numerics": "fast"}, {"shard": 2}])
+@pytest.mark.parametrize("given", [{"device": "cpu"}, {"block_size": 24}, {"shard": 2}])
 def test_settings_that_the_kernels_do_not_know_are_refused(given: dict[str, Any]) -> None:
     assert EngineConfig(**given).excludes("triton")
     with pytest.raises(ValueError, match="which do not go together"):

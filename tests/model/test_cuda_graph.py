@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.i
 LIKE_A_GPU = Arithmetic(rows=16, tile=16, products="grouped", attention="triton", logit_rows=16, graphs=True)
 WAYS = {
     "exact": LIKE_A_GPU,
-    "fast": dataclasses.replace(LIKE_A_GPU, tile=0),
+    "of a mixture": dataclasses.replace(LIKE_A_GPU, tile=0),
     "not recorded": dataclasses.replace(LIKE_A_GPU, graphs=False),
 }
 
@@ -121,10 +121,10 @@ def test_what_cannot_be_grouped_is_not_recorded(recorded: LoraModel, plain: Lora
     assert torch.equal(ours.decode(10), theirs.decode(10))
 
 
-@pytest.mark.parametrize("way", few(WAYS, "fast"))
+@pytest.mark.parametrize("way", few(WAYS, "of a mixture"))
 def test_a_base_is_proved_with_it(way: str) -> None:
     base = base_with(WAYS[way])
-    assert base.info.exact or (way == "fast" and base.device.type == "cuda")
+    assert base.info.exact or (way == "of a mixture" and base.device.type == "cuda")
     assert base.info.notes == ((base.info.inexact,) if base.info.inexact else ())
 
 

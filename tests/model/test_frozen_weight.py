@@ -287,11 +287,17 @@ def test_only_long_sums_take_tiles() -> None:
     assert seen.rows == [32, 16, 16]
 
 
+def test_a_mixture_on_a_card_has_no_tiles_because_it_is_exact_in_no_case() -> None:
+    dense, mixture = (Arithmetic.of(torch.device("cuda"), torch.bfloat16, experts=experts) for experts in (False, True))
+    assert (dense.rows, dense.tile_of(64)) == (256, 256)
+    assert (mixture.rows, mixture.tile_of(4096)) == (16, 0)
+
+
 @pytest.mark.parametrize("shape", [(576, 576), (192, 576), (1536, 576), (576, 1536), (64, 2048)])
 def test_bfloat16_products_have_the_bits_of_any_number_of_rows(shape: tuple[int, int]) -> None:
     """Where the processor multiplies matrices, oneDNN cuts long sums by the number of rows."""
     weight, generator = frozen(shape, bias=False), torch.Generator().manual_seed(1)
-    weight.compute_with(Arithmetic.of(torch.device("cpu"), torch.bfloat16, "exact"))
+    weight.compute_with(Arithmetic.of(torch.device("cpu"), torch.bfloat16, experts=False))
     reordered = copy.deepcopy(weight)
     reorder_all([reordered])
     for product, width in ((weight, shape[1]), (weight.back, shape[0]), (reordered, shape[1])):

@@ -15,10 +15,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as delta
 
 from motet.model.attention import Prefix, Span
 from motet.model.kv_cache import KVCache
-from motet.model.load import load_base
 from motet.model.lora import NoAdapters
 from motet.model.mixers.functions import MixerFunctions
-from motet.model.mixers.recurrence import RecurrentRows, recur
 from motet.model.mixers.stretches import KEPT, packed_stretches
 from motet.model.state_cache import StateCache
 from tests.support import tiny_models as tiny
@@ -111,46 +109,6 @@ def test_values_and_gradients_are_those_of_stock(name: str) -> None:
     for own, mine, gain in zip(pieces(inputs), ours, slope.split(LENGTHS, dim=1), strict=True):
         for one, other in zip(mine, gradients(lambda leaves: mix(name, STOCK, leaves), own, gain), strict=True):
             assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
-
-
-def in_chunks(lengths: Sequence[int], prefixes: Sequence[Prefix | None] = ()) -> dict[str, Any]:
-    through = packed(lengths, prefixes)
-    through["attention_pass"].stretches.chunked = True
-    return through
-
-
-@pytest.mark.parametrize("name", MIXERS[1:])
-def test_chunks_of_tokens_say_what_single_steps_do(name: str) -> None:
-    """Around the ends of chunks, behind shared beginnings that end within one, and where states fade away in a few tokens."""
-    inputs, tails = rows(name), (9, 70)
-    prefixes = [None] * 6 + [Prefix(sum(LENGTHS[:5]), 129), Prefix(sum(LENGTHS[:4]), 65)]
-    lengths = [*LENGTHS, *tails]
-    together = [torch.cat([one, one[:, -9:], one[:, -70:]], dim=1) for one in inputs]
-    if name == "delta rule":
-        together[3] = together[3].clone()
-        together[3][:, -20:] *= 60
-    slope = torch.randn_like(mix(name, OURS, together, **packed(lengths, prefixes)))
-    steps, chunks = (
-        gradients(lambda leaves, how=how: mix(name, OURS, leaves, **how(lengths, prefixes)), together, slope)  # type: ignore[misc]
-        for how in (packed, in_chunks)
-    )
-    assert not torch.equal(steps[0], chunks[0])
-    for one, other in zip(chunks, steps, strict=True):
-        assert float((one - other).abs().max()) <= 2e-5 * float(other.abs().max())
-
-
-def test_chunks_keep_small_decays_behind_one_that_forgets_everything() -> None:
-    """A sum of decays that is near -1000 has no digits left for those near -0.001."""
-    n_rows = 64
-    query, key, value = torch.randn(3, n_rows, 2, 8).unbind()
-    decay = torch.full((n_rows, 2), -1e-3)
-    decay[::9] = -1000.0
-    rows = RecurrentRows(query, key / key.norm(dim=-1, keepdim=True), value, decay, torch.rand(n_rows, 2))
-    steps, chunks = (
-        recur(rows, packed_stretches([n_rows], query.device, chunked=chunked), 0) for chunked in (False, True)
-    )
-    assert not torch.equal(steps, chunks)
-    assert float((steps - chunks).abs().max()) <= 2e-6 * float(steps.abs().max())
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -265,26 +223,6 @@ def test_a_job_samples_and_trains_with_the_same_bits_alone_and_in_company(
     trained = [line for line in metrics(tmp_path / "together" / "mine") if line.get("tokens")]
     assert len(trained) == 2
     assert {line["logprob_gap"] for line in trained} == {0.0}
-
-
-def test_fast_numerics_train_in_chunks_and_say_how_far_that_is_from_sampling(tmp_path: Path) -> None:
-    """What is sampled in the first step is what exact numerics sample."""
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text("def letters(problem, completion):\n    return len(set(completion)) / 8\n")
-    steps, gaps = [], []
-    for numerics in ("exact", "fast"):
-        base = load_base(
-            str(tiny.directory("qwen3_5")), dtype="float32", device="cpu", block_size=tiny.BLOCK, numerics=numerics
-        )
-        assert base.arithmetic.chunked == (numerics == "fast")
-        assert bool(base.info.inexact) == (numerics == "fast")
-        assert run(base, tmp_path / numerics, [job("mine", rewards, reward=f"{rewards}:letters", steps=1)]).ok
-        (line,) = [line for line in metrics(tmp_path / numerics / "mine") if line.get("tokens")]
-        gaps.append(line["logprob_gap"])
-        steps.append([line[name] for name in ("reward", "length", "tokens")])
-    assert "(logprobs of a short sequence by up to " in base.info.inexact
-    assert steps[0] == steps[1]
-    assert gaps[0] == 0.0 < gaps[1] < 1e-4
 
 
 def test_layers_that_peft_loads_nothing_for_get_no_adapter() -> None:

@@ -45,7 +45,7 @@ class Case:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return Arithmetic.of(CPU, self.dtype, "exact")
+        return Arithmetic.of(CPU, self.dtype, experts=False)
 
     def layout(self, fused: FusedLinears) -> AdapterLayout:
         linears = {path: (self.n_in, n_out) for path, n_out in zip(fused.paths, self.n_outs, strict=True)}

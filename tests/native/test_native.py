@@ -380,7 +380,6 @@ def test_a_base_whose_linear_layers_are_apart_is_refused() -> None:
         ({"device": "cuda"}, "device is cuda"),
         ({"shard": 2}, "shard is 2"),
         ({"block_size": 24}, "no multiple of 16"),
-        ({"numerics": "fast"}, "numerics is fast"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(engine: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -53,7 +53,6 @@ LOAD = LoadSampler(
     pack=True,
     base_format="auto",
     trust_remote_code=False,
-    numerics="exact",
     limits=LIMITS,
     kernels=of_machine().kernels,
 )

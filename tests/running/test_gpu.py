@@ -1,7 +1,7 @@
 """What must hold on a GPU too: isolation, on-policy logprobs, gradients. Run by `make gpu-quarter`.
 
-Where the proof at load finds that rows depend on their company (`info.exact` is False, and a note says so), as they do with
-fast arithmetic, bits cannot be asked for; the test then holds the same quantities to a stated tolerance.
+Where the proof at load finds that rows depend on their company (`info.exact` is False, and a note says so), bits cannot be
+asked for; the test then holds the same quantities to a stated tolerance.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ GAP = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 KINDS = {
-    ("float32", "exact"): ("torch", "compute bfloat16"),
-    ("bfloat16", "exact"): ("triton", ""),
-    ("bfloat16", "fast"): ("torch", "engine.numerics"),
+    ("float32", "auto"): "torch",
+    ("bfloat16", "auto"): "triton",
+    ("bfloat16", "torch"): "torch",
 }
-"""The kernels that `engine.kernels: auto` means, and why it is not Motet's own."""
+"""Types of the base and `engine.kernels`, and the kernels that they mean."""
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Type and arithmetic."""
+    """Type and kernels."""
     found: tuple[str, str] = request.param
     return found
 
 
 @pytest.fixture(scope="module")
 def base(kind: tuple[str, str]) -> LoraModel:
-    dtype, numerics = kind
-    found = load("small", EngineConfig(dtype=dtype, device="cuda", numerics=numerics))
-    print(f"{dtype}, {numerics}: exact={found.info.exact} {found.arithmetic} {found.info.notes}")
+    dtype, kernels = kind
+    found = load("small", EngineConfig.model_validate({"dtype": dtype, "device": "cuda", "kernels": kernels}))
+    print(f"{dtype}, {kernels}: exact={found.info.exact} {found.arithmetic} {found.info.notes}")
     return found
 
 
@@ -63,14 +63,14 @@ def is_as_fast_as_it_can_be(base: LoraModel) -> bool:
 
 def test_nothing_fell_back(base: LoraModel, kind: tuple[str, str]) -> None:
     """Those kernels answer that shall, they compile here, and they are exact in the type that bases are kept in."""
-    kernels, why = KINDS[kind]
+    kernels = KINDS[kind]
     assert kernels_of(base.info.processor) == kernels, base.info.notes
     assert (base.kernels is None) == (kernels == "torch")
     torchs = [note for note in base.info.notes if note.startswith("torch's kernels compute this base")]
-    assert len(torchs) == (kernels == "torch"), base.info.notes
-    assert all(why in note for note in torchs)
+    assert len(torchs) == (kind == ("float32", "auto")), base.info.notes
+    assert all("compute bfloat16" in note for note in torchs)
     assert is_as_fast_as_it_can_be(base), base.info.notes
-    if kind == ("bfloat16", "exact"):
+    if base.dtype is torch.bfloat16:
         assert base.info.exact, base.info.notes
 
 

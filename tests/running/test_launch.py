@@ -266,6 +266,7 @@ def test_a_job_that_has_ended_is_not_trained_over(base: Any, tmp_path: Path) -> 
         ({"versions": {"torch": "2.0.0", "transformers": version("transformers")}}, "versions.torch: was '2.0.0', is "),
         ({"kernels": "a processor"}, r"kernels: was 'a processor', is '[\w ,-]+'\n"),
         ({"kernels": "motet triton, a card"}, r"kernels: was .* is .*; equal bytes are not promised across them, but"),
+        ({"numerics": "fast"}, "numerics: was 'fast', is 'exact'"),
     ],
 )
 def test_a_job_that_other_libraries_or_another_processor_began_is_refused(

@@ -120,7 +120,6 @@ def stored(kind: str, place: Path) -> str:
                 ("nf4", "float32", {"shard": 2, "base_format": "packed"}),
                 ("mxfp4", "bfloat16", {"ranks": 4, "shard": 2, "base_format": "packed"}),
                 ("llama", "float32", {"shard": 2, "recompute": True, "offload": ".", "resident": 1, "parking": "."}),
-                ("llama", "bfloat16", {"shard": 2, "numerics": "fast"}),
             )
         ),
     ],

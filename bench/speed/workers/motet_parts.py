@@ -42,7 +42,6 @@ def engine_fields(**budgets: int) -> dict[str, Any]:
         "device": OPTIONS["device"],
         "dtype": "bfloat16",
         "threads": OPTIONS["threads"],
-        "numerics": OPTIONS.get("numerics", "exact"),
         "micro_batch_tokens": MICRO_BATCH_TOKENS,
         **({"kv_tokens": OPTIONS["kv_tokens"]} if "kv_tokens" in OPTIONS else {}),
         **budgets,

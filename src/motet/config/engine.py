@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -20,10 +20,6 @@ class EngineConfig(Config):
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the weights of the base. `auto` keeps the type of the checkpoint (bfloat16 or float32)."""
-    numerics: Literal["exact", "fast"] = "exact"
-    """`exact`: a row has the same bits whatever else is in the batch. `fast`: libraries choose kernels by the number of
-    rows, and Motet reports how far sampler and trainer differ. On a CPU they differ only for bfloat16 with matrix units,
-    and for [states](hybrids.md#fast-numerics)."""
     kernels: Kernels = "auto"
     """What computes the base. `auto`: the fastest of [Motet's own kernels](native.md#choose-an-arithmetic) if they are
     there and cover the base, otherwise torch; jobs that have begun keep their kernels. On a CPU `native` adds in one order on
@@ -97,6 +93,16 @@ class EngineConfig(Config):
     trust_remote_code: bool = Field(False, exclude=True)
     """Set only on the command line, with `--trust-remote-code`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_numerics(cls, tree: Any) -> Any:
+        """Read files of earlier releases, which had the values `exact` and `fast`."""
+        if isinstance(tree, dict) and "numerics" in tree:
+            if tree["numerics"] != "exact":
+                raise ValueError("there is no numerics but exact any more: leave it out, and start such jobs anew")
+            return {name: value for name, value in tree.items() if name != "numerics"}
+        return tree
+
     @field_validator("device", "devices")
     @classmethod
     def _are_devices(cls, given: str | list[str]) -> str | list[str]:
@@ -148,7 +154,6 @@ class EngineConfig(Config):
             f"device is {self.device}": self.device == "cpu" if on_gpu else self.device not in ("auto", "cpu"),
             f"shard is {self.shard}": self.shard > 1,
             "offload is set": self.offload is not None,
-            f"numerics is {self.numerics}": self.numerics != "exact",
             f"block_size is {self.block_size}, no multiple of 16": self.block_size % 16 != 0,
             "pack_weights is false": not self.pack_weights and not on_gpu,
         }

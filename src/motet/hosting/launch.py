@@ -330,7 +330,6 @@ def _start_samplers(
         base_format=config.base_format,
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
-        numerics=config.numerics,
         kernels=kernels_of(base.info.processor),
         speculate=config.speculate,
         limits=limits,

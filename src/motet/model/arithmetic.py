@@ -1,10 +1,9 @@
-"""The order in which a device adds: either independent of other rows in the batch, or as fast as possible.
+"""The order in which a device adds, independent of other rows in the batch.
 
 On a CPU, products of four rows or more give each row the same bits. Long bfloat16 sums on matrix units (AMX) are an
-exception: oneDNN cuts them depending on the number of rows. GPU libraries choose a kernel by that number. So exact
-arithmetic fixes this number: such products have the rows of one tile, and on a GPU every pass is padded to whole tiles.
-Fast arithmetic multiplies all rows at once; the difference between sampler and trainer is measured when a base is
-loaded.
+exception: oneDNN cuts them depending on the number of rows. GPU libraries choose a kernel by that number. So this number
+is fixed: such products have the rows of one tile, and on a GPU every pass is padded to whole tiles. Mixtures of experts
+on a GPU are never exact, so they multiply all rows at once. Covered bases on a GPU do neither (see `motet.cuda`).
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-
-Numerics = Literal["exact", "fast"]
 
 ROWS = 4
 """Every product and reduction has a multiple of this many rows."""
@@ -78,23 +75,21 @@ class Arithmetic:
     """The backend of products with adapters: a name of `lora_products.PRODUCTS`."""
     graphs: bool = False
     """Whether decoding is recorded and replayed as a CUDA graph."""
-    chunked: bool = False
-    """Whether layers with states that have no kernels process whole sequences in chunks of tokens."""
 
     def tile_of(self, n_summed: int) -> int:
         """Rows multiplied at a time in a product with sums of `n_summed` numbers; 0 for all."""
         return self.tile if n_summed >= self.long_sum else 0
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype, numerics: Numerics) -> Arithmetic:
-        """The arithmetic for a device. On a CPU, fast differs from exact only if exact needs tiles or single tokens."""
+    def of(cls, device: torch.device, dtype: torch.dtype, *, experts: bool) -> Arithmetic:
+        """The arithmetic for a device, and a base with or without experts."""
         if device.type != "cuda":
-            cut = dtype == torch.bfloat16 and _has_matrix_units() and numerics == "exact"
-            return cls(tile=_CPU_TILE, long_sum=_CPU_LONG_SUM) if cut else cls(chunked=numerics == "fast")
-        exact, triton = numerics == "exact", importlib.util.find_spec("triton") is not None
+            cut = dtype == torch.bfloat16 and _has_matrix_units()
+            return cls(tile=_CPU_TILE, long_sum=_CPU_LONG_SUM) if cut else cls()
+        triton = importlib.util.find_spec("triton") is not None
         return cls(
-            rows=TILE if exact else 16,
-            tile=TILE if exact else 0,
+            rows=16 if experts else TILE,
+            tile=0 if experts else TILE,
             logit_rows=TILE,
             attention="triton" if triton else "torch",
             products="grouped",

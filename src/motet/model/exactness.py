@@ -77,8 +77,6 @@ def _known_to_differ(base: LoraModel) -> str:
         if base.shards is None and not _long_products_agree(base):
             return f"with {torch.get_num_threads()} threads products of many rows have other bits than products of few"
         return "" if _experts_agree(base) else "an expert's rows differ by how many choose it"
-    if not base.arithmetic.tile:
-        return "fast arithmetic"
     if not base.attention.fixed_shapes:
         return "products of attention have other shapes in other company"
     if base.info.vocab_size % 4:

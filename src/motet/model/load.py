@@ -10,7 +10,8 @@ import torch
 
 from motet.core.errors import BaseModelError
 from motet.model.accelerator import add_in_full_precision, place_of
-from motet.model.arithmetic import Arithmetic, Numerics
+from motet.model.arithmetic import Arithmetic
+from motet.model.experts import has_experts
 from motet.model.find import find_files
 from motet.model.lean_import import import_transformers
 from motet.model.lora_model import LoraModel, wrap
@@ -32,7 +33,6 @@ def load_base(
     device: str = "auto",
     block_size: int = 64,
     pack: bool = True,
-    numerics: Numerics = "exact",
     trust_remote_code: bool = False,
     base_format: BaseFormat = "auto",
     arithmetic: Arithmetic | None = None,
@@ -55,7 +55,7 @@ def load_base(
     # shards move to their device layer by layer
     model.to(place if shards is None else "cpu").eval().requires_grad_(False)
     limited = _limit_batch_dependent_positions(model) or _limit_batch_dependent_scales(model)
-    arithmetic = Arithmetic.of(place, model.dtype, numerics) if arithmetic is None else arithmetic
+    arithmetic = Arithmetic.of(place, model.dtype, experts=has_experts(model)) if arithmetic is None else arithmetic
     base = prove(
         lambda: wrap(name, model, tokenizer, place, shards=shards is not None),
         model,

@@ -161,15 +161,13 @@ class LoraModel:
         self.attention = attention_backend(self.arithmetic, self.device, self.dtype, width=width, block_size=block_size)
         if self.stateful:
             kernels = self.arithmetic.attention == "triton"
-            self.attention = StatefulBackend(
-                self.attention, self.device, kernels=kernels, chunked=self.arithmetic.chunked
-            )
+            self.attention = StatefulBackend(self.attention, self.device, kernels=kernels)
 
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
         """Switch to a slower arithmetic after a failed test; the reason becomes a note."""
         self.compute_with(slower)
         reason = next(iter(str(because).strip().splitlines()), type(because).__name__)
-        self.revise(f"slower than it could be, without {without} (see engine.numerics): {reason}")
+        self.revise(f"slower than it could be, without {without}: {reason}")
 
     def _frozen_weights(self) -> list[FrozenWeight]:
         fused = {layer.fused.leader: layer.fused.frozen for layer in self.linears.values()}

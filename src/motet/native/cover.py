@@ -84,7 +84,6 @@ def load_as_configured(
         device=config.device,
         block_size=config.block_size,
         pack=config.pack_weights,
-        numerics=config.numerics,
         base_format=config.base_format,
         trust_remote_code=config.trust_remote_code,
         shards=shards,

@@ -20,7 +20,6 @@ class LoadSampler(ChannelMessage, frozen=True):
     pack: bool
     base_format: Literal["auto", "unpacked", "packed"]
     trust_remote_code: bool
-    numerics: Literal["exact", "fast"]
     limits: dict[str, int]
     """Limits of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
     speculate: bool = True

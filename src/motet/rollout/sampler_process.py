@@ -45,7 +45,6 @@ class SamplerProcess:
             pack=load.pack,
             base_format=load.base_format,
             trust_remote_code=load.trust_remote_code,
-            numerics=load.numerics,
             leaves=lambda base: load.kernels != "torch",
         )
         compute_with(self.base, load.kernels)

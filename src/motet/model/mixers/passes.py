@@ -32,11 +32,9 @@ class StatefulPass:
 class StatefulBackend:
     """The `AttentionBackend` of a base whose layers keep states; wraps the backend of its attention layers."""
 
-    def __init__(
-        self, attention: AttentionBackend, device: torch.device, *, kernels: bool, chunked: bool = False
-    ) -> None:
-        """`kernels` computes recurrences in Triton; `chunked` computes those of whole sequences in chunks."""
-        self._attention, self._device, self._kernels, self._chunked = attention, device, kernels, chunked
+    def __init__(self, attention: AttentionBackend, device: torch.device, *, kernels: bool) -> None:
+        """`kernels` computes recurrences in Triton."""
+        self._attention, self._device, self._kernels = attention, device, kernels
         self.fixed_shapes = attention.fixed_shapes and kernels
         self.reads_past_end = attention.reads_past_end
 
@@ -44,7 +42,7 @@ class StatefulBackend:
         """A pass over whole sequences."""
         return StatefulPass(
             self._attention.packed(lengths, prefixes),
-            packed_stretches(lengths, self._device, prefixes, kernels=self._kernels, chunked=self._chunked),
+            packed_stretches(lengths, self._device, prefixes, kernels=self._kernels),
         )
 
     def cached(self, spans: Sequence[Span], cache: KVCache) -> StatefulPass:

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.model.arithmetic import ROWS
-from motet.model.mixers.chunks import recur_in_chunks
 from motet.model.mixers.stretches import KEPT, Stretches, Wave
 
 
@@ -60,11 +59,9 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
 
 
 def _backend(rows: RecurrentRows, stretches: Stretches) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
-    """The function for a wave (torch, kernels or chunks), and its inputs."""
+    """The function for a wave (torch or kernels), and its inputs."""
     query_THK, key_THK, value_THV = rows.query_THK, rows.key_THK, rows.value_THV
     betas = [] if rows.beta_TH is None else [rows.beta_TH]
-    if stretches.chunked:
-        return recur_in_chunks, [query_THK, key_THK, value_THV, rows.log_decay_TH, *betas]
     reads_TH4K = F.pad(torch.stack([key_THK, query_THK], dim=-2), (0, 0, 0, ROWS - 2))
     inputs = [reads_TH4K, value_THV, rows.log_decay_TH.exp(), (query_THK * key_THK).sum(-1), *betas]
     if not stretches.kernels:

@@ -68,8 +68,6 @@ class Stretches:
     states: StateCache | None = None
     kernels: bool = False
     """Whether kernels compute the recurrence."""
-    chunked: bool = False
-    """Whether the recurrence is computed in chunks of tokens, without kernels."""
     _taps: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def taps(self, width: int, n_rows: int) -> Tensor:
@@ -111,7 +109,6 @@ def packed_stretches(
     prefixes: Sequence[Prefix | None] = (),
     *,
     kernels: bool = False,
-    chunked: bool = False,
 ) -> Stretches:
     """Stretches of whole sequences that together form all rows; a sequence may continue an earlier one, its prefix.
 
@@ -152,7 +149,7 @@ def packed_stretches(
             place[index] = len(place)
             one = None if parent is None else stretches[parent]
             previous[stretches[index].first] = -1 if one is None else one.first + one.length - 1
-    return Stretches(tuple(waves), total, previous.to(device), kernels=kernels, chunked=chunked)
+    return Stretches(tuple(waves), total, previous.to(device), kernels=kernels)
 
 
 def cached_stretches(
