@@ -481,3 +481,29 @@ def test_a_step_that_changes_nothing_copies_nothing() -> None:
     assert executor.launches == n_tokens - 1
     assert executor.changed_launches == n_tokens // BLOCK
     assert executor.changes == 8 * (8 + 2) + 8 + 8 * (n_tokens // BLOCK - 1)
+
+
+def test_rows_with_a_grammar_get_a_token_in_every_tick() -> None:
+    """As other rows do, which are one step ahead."""
+    stage, n_tokens = Stage(Never(), 100, 4), 30
+    stage.ask(rows_of("plain", 1, max_tokens=n_tokens))
+    stage.ask(rows_of("masked", 2, max_tokens=n_tokens, grammar="third"))
+    n_ticks = 0
+    while not stage.chunks["masked"]:
+        stage.decoder.tick()
+        n_ticks += 1
+    assert n_ticks <= n_tokens + 2
+    stage.finish()
+
+
+def test_payers_whose_rows_have_left_are_forgotten_beside_a_row_that_stays() -> None:
+    stage, n_jobs = Stage(Never(), 400, 4), 40
+    stage.ask(rows_of("stays", 1, max_tokens=240))
+    for index in range(n_jobs):
+        stage.ask(replace(rows_of(f"r{index}", 1, max_tokens=2), job=f"short {index}"))
+        while not stage.chunks[f"r{index}"]:
+            stage.decoder.tick()
+    assert not stage.chunks["stays"]
+    assert len(stage.decoder._steps._payers) < n_jobs / 2  # type: ignore[attr-defined]
+    assert {stage.turns.parts[f"short {index}"] for index in range(n_jobs)} == {stage.turns.parts["short 0"]}
+    stage.finish()

@@ -2,7 +2,8 @@
 
 The device goes from tokens to tokens, so the host launches a step before it reads the tokens of the one before. It sees
 an end one step late: a row that has ended computes one token more, which is dropped, and its blocks and adapter stay as
-they are until that step has landed. Rows with grammars go in steps of their own, each after the one before was read.
+they are until that step has landed. Rows with grammars go in steps of their own, which are launched before those of other
+rows and read behind them, so that the next masks are computed while other rows' step runs.
 
 Legend: N rows of a step, R rows of the table, V vocabulary.
 """
@@ -85,6 +86,7 @@ class StepsAhead:
         self._payer_R = np.zeros(n_rows, np.int64)
         """Index in `_payers`."""
         self._payers: dict[Payer, int] = {}
+        """Those of rows, and some whose rows have left (see `_forget_payers`)."""
         self._stops_V = np.zeros(info.vocab_size, np.int32)
         """How many rows' completions each token ends."""
         self._groups = [_NOBODY] * GROUPS
@@ -97,19 +99,20 @@ class StepsAhead:
 
     def step(self, running: Sequence[SampledSequence], drafts: Drafts | None, spare: int) -> Landed:
         """Launch a step of these sequences; returns what the steps before have given."""
-        n_before = len(self._flights)
+        n_landing = len(self._flights)
         for sequence in [item for item in self._row if not item.blocks]:
             self._leave(sequence)
-        if not self._row:
-            self._payers.clear()
-        for group in range(GROUPS):
+        if len(self._payers) > 2 * len(self._held):
+            self._forget_payers()
+        for group in (MASKED, PLAIN):
             chosen = [item for item in running if (item.grammar is not None) == (group == MASKED)]
             if chosen:
                 self._take_rows(group, chosen)
                 self._launch(group)
+                n_landing += group == MASKED
             else:
                 self._groups[group] = _NOBODY
-        return self._land(n_before)
+        return self._land(n_landing)
 
     def again(self) -> Landed | None:
         """Launch a step of the same rows; None if some find no block for it, or have all their tokens."""
@@ -186,6 +189,13 @@ class StepsAhead:
     def _leave(self, sequence: SampledSequence) -> None:
         self._free.append(self._row.pop(sequence))
         self._stops_V[self._stop_ids(sequence)] -= 1
+
+    def _forget_payers(self) -> None:
+        """Forget payers that no row and no flight has."""
+        sequences = [*self._row, *(item for _, rows in self._flights for item in rows.sequences)]
+        new = {payer: index for index, payer in enumerate(dict.fromkeys(item.prompt.payer for item in sequences))}
+        self._payer_R = np.array([new.get(payer, 0) for payer in self._payers], np.int64)[self._payer_R]
+        self._payers = new
 
     def _stop_ids(self, sequence: SampledSequence) -> list[int]:
         return [id_ for id_ in set(sequence.prompt.request.sampling.stop_token_ids) if 0 <= id_ < len(self._stops_V)]
