@@ -318,6 +318,25 @@ def test_a_form_is_known_if_it_reads_all_of_a_call(old: str, new: str, tokens: b
 
 
 @pytest.mark.parametrize(
+    ("asks", "form", "known"),
+    [
+        ("", "hermes", False),
+        ("Answer with <function=NAME> where you call one.", "qwen3_coder", True),
+        ("Answer with [TOOL_CALLS] where you call one.", "mistral", True),
+        ("Answer with <|call|> where you call one.", "hermes", False),
+    ],
+)
+def test_a_template_that_lists_tools_and_writes_no_call_is_known_by_what_it_asks_for(
+    asks: str, form: str, known: bool
+) -> None:
+    tokenizer = byte_tokenizer("{% if tools %}{{ tools | tojson }}" + asks + "{% endif %}" + CHATML)
+    chat = Chat(tokenizer)
+    assert (chat.form.name, chat.form.known) == (form, known)
+    assert ("a way that Motet does not know" in chat.form.told) == (not known)
+    assert find_form(byte_tokenizer(CHATML), {}).known, "one that lists no tools has them introduced"
+
+
+@pytest.mark.parametrize(
     ("form", "said"),
     [
         ("hermes", '<tool_call>{"name": "sell", "arguments": {"x": "1"}}</tool_call>'),
