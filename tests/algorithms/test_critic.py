@@ -18,16 +18,16 @@ from peft import PeftModel
 import motet
 from motet.algorithms.critic import CriticConfig, ValueLoss, credited, generalised_advantages
 from motet.algorithms.presets import Ppo
-from motet.config import AdapterConfig, JobConfig
-from motet.core.batch import AdamW, Batch, LossInputs, Segment
+from motet.config import JobConfig
+from motet.core.batch import AdamW, Batch, LossInputs
 from motet.core.errors import AdapterError
 from motet.runtime.slots import Claim, admitted
 from motet.training.arena import HEAD
-from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
+from tests.support.critics import critic_trainer, value_segment
 from tests.support.fake_run import metrics, records, weights
 from tests.support.rollout_groups import group, rollout
-from tests.support.segments import SHAPES, make_samples, make_segment
+from tests.support.segments import make_segment
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 figures = st.floats(-5, 5)
@@ -82,26 +82,6 @@ def test_losses_of_values_by_hand() -> None:
     assert clipped.tolist() == [False, True, True, False]
 
 
-def critic_trainer(base: Any) -> TorchTrainer:
-    trainer = TorchTrainer(base, slots=4)
-    for name in "ab":
-        rank, alpha, _ = SHAPES[name]
-        trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name), head=name == "a")
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
-    head = trainer._arena("a").head
-    assert head is not None
-    head.flat.copy_(torch.linspace(-0.3, 0.4, len(head.flat)))
-    return trainer
-
-
-def value_segment() -> Segment:
-    """Returns and old values such that some are clipped and some are not."""
-    samples = tuple(
-        replace(one, logprobs=(one.advantages * 0.1).astype(np.float32)) for one in make_samples(SHAPES["a"][2], seed=5)
-    )
-    return Segment("a", samples, ValueLoss(0.2), 7.0)
-
-
 @pytest.mark.parametrize("name", ["llama", "llama/native"])
 def test_gradients_of_values_equal_plain_pytorch(name: str, tmp_path: Path) -> None:
     """Within 2e-5 of the largest, of adapter and head, in one packed batch with a policy's segment."""
@@ -110,8 +90,8 @@ def test_gradients_of_values_equal_plain_pytorch(name: str, tmp_path: Path) -> N
     trainer.save_adapter("a", tmp_path, optimizer=False)
     model: Any = PeftModel.from_pretrained(tiny.stock("llama"), tmp_path, is_trainable=True)
     arena = trainer._arena("a")
-    assert arena.head is not None
-    head = arena.head.flat.clone().requires_grad_()
+    assert arena.values is not None
+    head = arena.values.clone().requires_grad_()
     total = torch.zeros(())
     for sample in segment.samples:
         ids = torch.from_numpy(sample.token_ids).long()
@@ -128,7 +108,7 @@ def test_gradients_of_values_equal_plain_pytorch(name: str, tmp_path: Path) -> N
     for now, before in zip(trained.logprobs, values, strict=True):
         np.testing.assert_array_equal(now, before)
     wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    pairs = [(arena.head.gradient, head.grad)]
+    pairs = [(arena.gradient[arena.layout.size :], head.grad)]
     for path, both in arena.layout.views(arena.gradient).items():
         for side, ours in zip("AB", both, strict=True):
             pairs.append((ours.t(), wanted[f"base_model.model.{path}.lora_{side}.default.weight"]))

@@ -18,12 +18,14 @@ from motet.cuda.attention import CudaPass
 from motet.cuda.base import CudaBase
 from motet.cuda.forward import DOWN, DecoderForward, KeptLayer, LayerValues
 from motet.cuda.kernels.gates import gate_and_up, gate_and_up_back
+from motet.cuda.math import CudaMath
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.unit_sums import UnitSums
 from tests.support import cuda_bases as cuda
 from tests.support import tiny_models as tiny
+from tests.support.critics import critic_trainer, value_segment
 from tests.support.segments import ADAMW, gradient, make_segment, make_trainer, masters
 from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
 
@@ -254,6 +256,37 @@ def test_a_trainer_has_the_gradients_of_torch() -> None:
     for name in "ac":
         theirs, ours = gradient(stock, name), gradient(own, name).cpu()
         assert float((theirs - ours).abs().max()) <= 1e-4 * float(theirs.abs().max())
+
+
+def test_a_critics_head_is_added_as_whole_numbers_too(tmp_path: Path) -> None:
+    """As torch computes it; cuts, orders, parking and a saved gradient change no bit, and there is no gradient in fp32."""
+    whole, cut, stock = (critic_trainer(base) for base in (*[cuda.base("llama_long")] * 2, tiny.base("llama_long")))
+    segment = value_segment()
+    values = [found.tobytes() for found in whole.forward(Batch((segment,)))[0]]
+    (trained,), _ = (each.forward_backward(Batch((segment,))) for each in (whole, stock))
+    assert [found.tobytes() for found in trained.logprobs] == values
+    for index in (2, 0, 1):
+        cut.forward_backward(Batch((replace(segment, samples=(segment.samples[index],)),)))
+        arena = cut._arena("a")
+        assert arena._gradient is None
+        arena.park(None)
+        assert arena.parked == 3, "masters, and the sums in two"
+        arena.bring_in()
+        cut.save_adapter("a", tmp_path, optimizer=True)
+        cut.load_adapter("a", tmp_path, optimizer=True)
+    size, (ours, again, theirs) = arena.layout.size, (gradient(each, "a").cpu() for each in (whole, cut, stock))
+    assert torch.equal(ours, again)
+    assert whole._arena("a").sums.n_units == arena.sums.n_units == 3
+    assert float((ours - theirs)[size:].abs().max()) <= 1e-4 * float(theirs[size:].abs().max())
+
+
+def test_a_value_does_not_depend_on_the_order_in_which_its_products_are_added() -> None:
+    """So it has the same bits in any number of rows, for which a library adds in other orders."""
+    hidden, head = torch.randn(7, 300, generator=torch.Generator().manual_seed(0)), torch.linspace(-1, 1, 301)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    found = CudaMath().values(hidden, head)
+    assert torch.equal(found, CudaMath().values(hidden[:, order], torch.cat([head[order], head[-1:]])))
+    assert torch.allclose(found, hidden @ head[:-1] + head[-1], atol=1e-5)
 
 
 def test_cuts_parking_and_a_saved_gradient_change_no_bit_of_a_step(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_sums_of_ranks_have_one_value_in_every_order() -> None:
-    numbers = [torch.tensor([number, -number, 1 << 40]) for number in (3, 1 << 50, 7)]
+    numbers = [torch.tensor([number, -number, 1 << 40, 0]) for number in (3, 1 << 50, 7)]
     each = [(flat, largest, n) for n, (flat, largest) in enumerate(zip(numbers, (9, 1 << 51, 2), strict=True), 1)]
     found = []
     for order in ((0, 1, 2), (2, 1, 0)):
@@ -38,7 +38,7 @@ def test_sums_of_ranks_have_one_value_in_every_order() -> None:
 def test_any_number_of_ranks_has_the_sums_and_steps_of_one_device(n_ranks: int, tmp_path: Path) -> None:
     one = TorchTrainer(cuda_bases.base("llama_long"), slots=8)
     for name in card_ranks.NAMES:
-        one.add_adapter(name, SHAPES[name], ord(name))
+        one.add_adapter(name, SHAPES[name], ord(name), head=name == card_ranks.CRITIC)
     one.forward_backward(card_ranks.batch())
     for name in card_ranks.NAMES:
         assert not one.optim_step(name, ADAMW).skipped

@@ -14,22 +14,29 @@ from hashlib import sha256
 from torch import Tensor, distributed
 
 import tests.support.triton_on_cpu  # noqa: F401
+from motet.algorithms.critic import ValueLoss
 from motet.core.batch import Batch
 from motet.training.sharded.rank_trainer import RankTrainer
 from motet.training.sharded.trainer import scatter
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import cuda_bases
 from tests.support.rank_groups import ADAMW, SHAPES
-from tests.support.segments import make_samples, make_segment
+from tests.support.segments import REINFORCE, make_samples, make_segment
 
 NAMES = "ac"
+CRITIC = "a"
+"""The one with a value head."""
 PIECES = (("c", ((2, 5),)), ("a", ((3, 9),)), ("c", ((7, 11), (2, 2))), ("c", ((1, 6),)), ("a", ((2, 3),)))
 """Segments of two adapters, of unequal lengths."""
 
 
 def batch() -> Batch:
     """Adapters have several segments, which ranks share."""
-    each = [(make_segment(name), make_samples(lengths, seed=place)) for place, (name, lengths) in enumerate(PIECES)]
+    losses = {name: ValueLoss(0.2) if name == CRITIC else REINFORCE for name in NAMES}
+    each = [
+        (make_segment(name, losses[name]), make_samples(lengths, seed=place))
+        for place, (name, lengths) in enumerate(PIECES)
+    ]
     return Batch(tuple(replace(segment, samples=samples) for segment, samples in each))
 
 
@@ -54,7 +61,7 @@ def main(words: Sequence[str]) -> None:
     owned = TorchTrainer(base, slots=8)
     trainer = RankTrainer(base, owned)
     for name in NAMES:
-        trainer.add_adapter(name, SHAPES[name], ord(name), owners[name])
+        trainer.add_adapter(name, SHAPES[name], ord(name), owners[name], head=name == CRITIC)
     whole = batch()
     ranks = scatter([one.n_tokens for one in whole.segments], [owners[one.adapter] for one in whole.segments], n_ranks)
     route = [(one.adapter, own, 0) for one, own in zip(whole.segments, ranks, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ from motet.cuda import adapter_steps
 from motet.cuda.draws import Drawn, Head, Rows, Truncation
 from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.logits import LogitChanges
+
+_UNITS = 2.0**32
+"""Whole numbers in 1, of which fp64 adds up to 2²¹ without rounding."""
+_ROWS = 1024
+"""Rows whose values are computed at a time."""
 
 
 class CudaMath:
@@ -77,10 +83,27 @@ class CudaMath:
 
     def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
         """Values [N] of a value head: hidden · head[:-1] + head[-1]."""
-        return (hidden_ND * head[:-1]).sum(-1) + head[-1]
+        values: Tensor = _Values.apply(hidden_ND, head)  # type: ignore[no-untyped-call]
+        return values
 
     # --- the optimizer ------------------------------------------------------------------------------------------------
 
     def step_all(self, due: Sequence[AdapterStep]) -> list[StepNorms]:
         """See `MathKernels`; waits for the device."""
         return adapter_steps.step_all(due)
+
+
+class _Values(torch.autograd.Function):
+    """Adds products as multiples of 2⁻³², so that no order and no number of rows changes a bit of a value below 2²¹."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, head: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_ND, head)
+        parts = [(rows_ND * head[:-1]).double().mul_(_UNITS).round_().sum(-1) for rows_ND in hidden_ND.split(_ROWS)]
+        return torch.cat(parts).mul_(1 / _UNITS).add_(head[-1]).float()
+
+    @staticmethod
+    def backward(ctx: Any, slope_N: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_ND, head = ctx.saved_tensors
+        slopes_N1 = slope_N[:, None]
+        return slopes_N1 * head[:-1], torch.cat([(slopes_N1 * hidden_ND).sum(0), slopes_N1.sum(0)])

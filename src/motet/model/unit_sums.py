@@ -51,8 +51,8 @@ class UnitSums:
         self.largest, self.n_units = given[:1], int(given[1])
 
     def add(self, other: UnitSums) -> None:
-        """Add the units of another sum in place, which may lack elements at the end."""
-        self.flat[: len(other.flat)] += other.flat
+        """Add the units of another sum of the same adapter in place."""
+        self.flat += other.flat
         torch.maximum(self.largest, other.largest, out=self.largest)
         self.n_units += other.n_units
 

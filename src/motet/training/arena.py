@@ -7,7 +7,6 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,14 +26,6 @@ from motet.model.unit_sums import UnitSums, split_saved
 OPTIMIZER = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 HEAD = "value_head.safetensors"
-
-
-@dataclass(frozen=True)
-class ValueHead:
-    """Computes one number from a hidden state, in fp32: weights [D] followed by a bias."""
-
-    flat: Tensor  # [D + 1]
-    gradient: Tensor  # [D + 1] gradients of batches are added to it
 
 
 class AdapterArena:
@@ -113,13 +104,13 @@ class AdapterArena:
         self._gradient, self._sums, self.masters.grad, self.pending = None, None, None, False
 
     @property
-    def head(self) -> ValueHead | None:
-        """The value head, to train it; None if the adapter has none."""
-        return None if self.values is None else ValueHead(self.values, self._floats[self.layout.size :])
+    def head_gradient(self) -> Tensor | None:
+        """View of what is added to the value head's in fp32 [D + 1]; None if the adapter has none."""
+        return self._floats[self.layout.size :] if self.valuing else None
 
     @property
     def values(self) -> Tensor | None:
-        """Weights and bias of the value head [D + 1], which take no memory for a gradient."""
+        """Weights and bias of the value head, in fp32 [D + 1]; None if the adapter has none."""
         return self.masters.detach()[self.layout.size :] if self.valuing else None
 
     def set_masters(self, flat: Tensor) -> None:
@@ -179,14 +170,15 @@ class AdapterArena:
             self._outside = _outside(rows, len(self.masters), self.masters.device, directory)
         state = self._adamw.state.get(self.masters, {})
         moved = [self.masters.detach(), *(state[name] for name in MOMENTS if name in state)]
-        moved += [self._floats] if self.pending else []
+        moved += [] if self._gradient is None else [self._gradient]
         if self._sums is not None:
             moved += self._sums.take_out()
         self.parked = len(moved)
         for place, tensor in zip(self._outside, moved, strict=False):
             place.copy_(tensor)
         nothing = self.masters.new_empty(0)
-        self._gradient, self.masters.grad, self.masters.data = None, None, nothing
+        self._gradient = None if self._gradient is None else nothing
+        self.masters.grad, self.masters.data = None, nothing
         state.update({name: nothing for name in MOMENTS if name in state})
 
     def bring_in(self) -> None:
@@ -199,7 +191,7 @@ class AdapterArena:
             moved = self._sums.put_back(moved, device)
         back = [new_vector(len(place), place.dtype, device).copy_(place) for place in moved]
         self.masters.data = back.pop(0)
-        self._gradient = back.pop() if self.pending else None
+        self._gradient = None if self._gradient is None else back.pop()
         if back:
             self._adamw.state[self.masters].update(dict(zip(MOMENTS, back, strict=True)))
         self.parked = 0
@@ -210,7 +202,7 @@ class AdapterArena:
         moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in MOMENTS}
         tensors = {**moments, "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu()}
         if self.pending and gradient:
-            tensors["gradient"] = self._floats.cpu()
+            tensors |= {} if self._gradient is None else {"gradient": self._gradient.cpu()}
             tensors |= {} if self._sums is None else self._sums.saved()
         save_tensors(tensors, directory / OPTIMIZER, self._metadata())
 
@@ -269,8 +261,8 @@ class AdapterArena:
             }
         if "gradient" in tensors:
             self._floats.copy_(tensors["gradient"])
-            self._sums = UnitSums.of_saved(tensors, device)
-            self.pending = True
+        self._sums = UnitSums.of_saved(tensors, device)
+        self.pending = self._gradient is not None or self._sums is not None
 
 
 def step_all(due: Sequence[tuple[AdapterArena, AdamW]]) -> list[OptimStats]:

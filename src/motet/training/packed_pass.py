@@ -27,7 +27,6 @@ from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.unit_sums import UnitSums
 from motet.protocols import Pieces, Result
-from motet.training.arena import ValueHead
 from motet.training.head import Targets, head_logprobs
 from motet.training.layer_inputs import LayerInputs
 
@@ -41,8 +40,10 @@ class Learning:
     """Gradients are added to these; None with `sums`."""
     unscaled: bool = False
     """Whether the caller applies alpha / rank when it sums the parts (see `TrainSegment.unscaled`)."""
-    head: ValueHead | None = None
-    """Set if the segment trains values."""
+    head: Tensor | None = None
+    """Weights and bias [D + 1] of a value head, if the segment trains values."""
+    head_gradient: Tensor | None = None
+    """The head's gradient is added to it; None with `sums`."""
     sums: UnitSums | None = None
     """Units are added to these."""
 
@@ -53,6 +54,20 @@ class Learning:
         self.sums.n_units += len(units)
         views = self.weights.layout.matrices(self.sums.flat)
         return [TrainSegment(*unit, self.weights, views, sums=self.sums) for unit in units]
+
+    def heads(self, n_samples: int) -> Tensor | None:
+        """Copies [U, D + 1] of the value head whose gradients are added one by one: with `sums` one for each sample."""
+        if self.head is None:
+            return None
+        return self.head.expand(1 if self.sums is None else n_samples, -1).clone().requires_grad_()
+
+    def add_heads(self, gradients_UD: Tensor) -> None:
+        """Add the gradients of `heads`."""
+        for gradient in gradients_UD:
+            if self.sums is not None:
+                self.sums.add_unit(self.sums.flat[self.weights.layout.size :], gradient)
+            elif self.head_gradient is not None:
+                self.head_gradient.add_(gradient)
 
 
 class PackedPass:
@@ -85,7 +100,8 @@ class PackedPass:
             for span, units, one in zip(spans, self._plan.units, adapters, strict=True)
             for part in one.parts(span, units if base.kernels is None or not base.kernels.whole_sums else None)
         ]
-        heads = [None if one.head is None else one.head.flat.clone().requires_grad_() for one in adapters]
+        each = zip(adapters, self._batch.segments, strict=True)
+        heads = [one.heads(len(segment.samples)) for one, segment in each]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
         with base.routed(routing), torch.enable_grad(), self._inputs.kept():
             with self._inputs.moved(len(self._plan.token_ids_T)):
@@ -106,8 +122,8 @@ class PackedPass:
                 else:
                     self._keep_step(hidden_TD)
         for one, head in zip(adapters, heads, strict=True):  # in the order of the segments, whatever the batches
-            if one.head is not None and head is not None and head.grad is not None:
-                one.head.gradient.add_(head.grad)
+            if head is not None and head.grad is not None:
+                one.add_heads(head.grad)
         wait_for(base.device)  # otherwise the next caller that waits would be charged for it
         return tuple(
             Trained(stats, rows.scatter(logprobs_N, segment))
@@ -127,7 +143,8 @@ class PackedPass:
         with base.routed(routing), torch.no_grad():
             hidden_TD = self._hidden()
             self.in_step = True
-            found = yield from self._between(self._logprobs(hidden_TD, heads or [None] * len(spans)), routing)
+            each = [None if head is None else head[None] for head in heads or [None] * len(spans)]
+            found = yield from self._between(self._logprobs(hidden_TD, each), routing)
         return tuple(
             rows.scatter(outputs_N, segment)
             for segment, rows, (outputs_N, _) in zip(self._batch.segments, self._rows, found, strict=True)
@@ -157,7 +174,7 @@ class PackedPass:
             self.in_step = True
 
     def _logprobs(self, hidden_TD: Tensor, heads: Sequence[Tensor | None]) -> Pieces[list[tuple[Tensor, Tensor]]]:
-        """Logprobs and entropies [N] of each segment, or values and zeros if it has a value head."""
+        """Logprobs and entropies [N] of each segment, or values and zeros if it has value heads [U, D + 1]."""
         each = list(zip(self._batch.segments, self._plan.spans, self._rows, heads, strict=True))
         policies = [
             Targets(rows.row_N + start, rows.target_N, segment.temperature)
@@ -166,8 +183,8 @@ class PackedPass:
         ]
         found = iter((yield from head_logprobs(self._base, hidden_TD, policies)))
         outputs = []
-        for _, (start, stop), rows, head in each:
-            values_N = None if head is None else _values(hidden_TD[start:stop], rows, head, self._base)
+        for segment, (start, stop), rows, head in each:
+            values_N = None if head is None else _values(hidden_TD[start:stop], rows, segment, head, self._base)
             outputs.append(next(found) if values_N is None else (values_N, torch.zeros_like(values_N)))
         return outputs
 
@@ -336,9 +353,17 @@ class _TrainableRows:
         return tuple(arrays)
 
 
-def _values(hidden_TD: Tensor, rows: _TrainableRows, head: Tensor, base: LoraModel) -> Tensor:
-    """Values [N] of the states before each trainable token; in fp32."""
+def _values(hidden_TD: Tensor, rows: _TrainableRows, segment: Segment, heads_UD: Tensor, base: LoraModel) -> Tensor:
+    """Values [N] of the states before each trainable token, in fp32: by one head, or by one for each sample."""
     hidden_ND = hidden_TD.index_select(0, rows.row_N).float()
+    lengths = [sample.n_trainable * sample.n_targets for sample in segment.samples]
+    if len(heads_UD) < len(lengths):
+        lengths = [sum(lengths)]
+    parts = zip(hidden_ND.split(lengths), heads_UD.unbind(), strict=True)
+    return torch.cat([_values_by(hidden, head, base) for hidden, head in parts])
+
+
+def _values_by(hidden_ND: Tensor, head: Tensor, base: LoraModel) -> Tensor:
     if base.math is not None:
         return base.math.values(hidden_ND, head)
     return (hidden_ND * head[:-1]).sum(-1) + head[-1]

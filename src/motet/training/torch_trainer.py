@@ -114,9 +114,9 @@ class TorchTrainer:
 
     def _learning(self, arena: AdapterArena, segment: Segment) -> Learning:
         """Where a segment's gradient is added."""
-        whole = adds_whole(self.base, by_sample=segment.by_sample)
-        gradients, sums = (None, arena.sums) if whole else (arena.gradient_matrices, None)
-        return Learning(arena.weights, gradients, head=arena.head, sums=sums)
+        if adds_whole(self.base, by_sample=segment.by_sample):
+            return Learning(arena.weights, None, head=arena.values, sums=arena.sums)
+        return Learning(arena.weights, arena.gradient_matrices, head=arena.values, head_gradient=arena.head_gradient)
 
     def values(self, name: str) -> Tensor | None:
         """Weights and bias of the value head [D + 1]; None if the adapter has none."""
@@ -131,8 +131,8 @@ class TorchTrainer:
                 arena.pending = True
             else:
                 arena.add(parts)
-            if arena.head is not None and head is not None:
-                arena.head.gradient.add_(head)
+            if head is not None and arena.head_gradient is not None:
+                arena.head_gradient.add_(head)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""

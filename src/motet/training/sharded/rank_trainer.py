@@ -26,7 +26,6 @@ from motet.core.types import FloatArray
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.unit_sums import UnitSums
-from motet.training.arena import ValueHead
 from motet.training.head import whole
 from motet.training.packed_pass import Learning, PackedPass
 from motet.training.sharded.messages import Place
@@ -44,16 +43,16 @@ class _Gradient:
     flat: Tensor
     matrices: dict[str, LoraMatrices]
     head: Tensor | None
-    """Gradient of the value head, in fp32."""
+    """Gradient of the value head, in fp32; None with `sums`."""
     sums: UnitSums | None = None
-    """If it is added as whole numbers: the gradient of the matrices, scaled; `flat` is theirs."""
+    """If it is added as whole numbers: the gradient of matrices and value head, scaled; `flat` is theirs."""
 
     @classmethod
     def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool, by_sample: bool) -> _Gradient:
         own_head = _empty_head(base) if head else None
         if adds_whole(base, by_sample=by_sample):
-            sums = UnitSums.empty(layout.size, base.device)
-            return cls(sums.flat, {}, own_head, sums)
+            sums = UnitSums.empty(layout.size + (0 if own_head is None else len(own_head)), base.device)
+            return cls(sums.flat, {}, None, sums)
         dtype = base.dtype if base.kernels is None else torch.float32
         flat = torch.zeros(layout.size, dtype=dtype, device=base.device)
         return cls(flat, layout.matrices(flat), own_head)
@@ -121,8 +120,7 @@ class RankTrainer:
             weights, flat = self._weights(segment.adapter), self._head(segment.adapter)
             own = _Gradient.zeros(weights.layout, self.base, head=flat is not None, by_sample=segment.by_sample)
             gradients[place] = own
-            head = None if flat is None or own.head is None else ValueHead(flat, own.head)
-            learning.append(Learning(weights, own.matrices, unscaled=own.sums is None, head=head, sums=own.sums))
+            learning.append(Learning(weights, own.matrices, own.sums is None, flat, own.head, own.sums))
         trained: tuple[Trained, ...] = ()
         try:
             if learning or self.base.shards is not None:
