@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW, OptimStats
 from motet.core.device import Device
+from motet.core.tenant_turns import Payer
 from motet.runtime.due_steps import DueSteps
 from motet.runtime.scheduler import FairScheduler
 from motet.training.fake import FakeTrainer
@@ -37,11 +38,23 @@ class Together(FakeTrainer):
         return [self.optim_step(name, adamw) for name, adamw in due]
 
 
+class Charging(Device):
+    """Keeps which jobs calls are charged to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.charged: list[str] = []
+
+    def charge(self, owners: Mapping[Payer, float]) -> None:
+        self.charged.append("".join(sorted(payer.job for payer in owners)))
+        super().charge(owners)
+
+
 def on_a_device(
     trainer: FakeTrainer, script: Callable[[DueSteps, Device], Coroutine[Any, Any, None]]
-) -> dict[str, float]:
-    """Runs a script; returns which jobs were charged."""
-    device, scheduler = Device(), FairScheduler(8)
+) -> tuple[list[str], dict[str, float]]:
+    """Runs a script; returns the jobs to which steps are charged, call by call, and what each job has paid."""
+    device, scheduler = Charging(), FairScheduler(8)
     for name in NAMES:
         trainer.add_adapter(name, AdapterConfig(rank=4), seed=1)
         scheduler.join(name, 1.0, tenant=name)
@@ -53,7 +66,7 @@ def on_a_device(
         asyncio.run(run())
     finally:
         device.close()
-    return device.busy.take()[2]
+    return device.charged, device.busy.take()[2]
 
 
 def rate(name: str) -> AdamW:
@@ -66,10 +79,11 @@ def test_steps_that_are_due_at_once_are_taken_at_once_and_charged_to_all() -> No
     async def script(steps: DueSteps, _device: Device) -> None:
         found.extend(await asyncio.gather(*(steps.take(name, name, rate(name)) for name in NAMES)))
 
-    charged = on_a_device(trainer, script)
+    charged, paid = on_a_device(trainer, script)
     assert trainer.taken == [NAMES]
     assert [one.lr for one in found] == [rate(name).lr for name in NAMES]
-    assert charged.keys() == set(NAMES)
+    assert charged == [NAMES]
+    assert paid.keys() == set(NAMES)
 
 
 def test_a_step_that_fails_fails_its_own_job_alone() -> None:
@@ -112,5 +126,7 @@ def test_other_trainers_take_each_step_alone() -> None:
     async def script(steps: DueSteps, _device: Device) -> None:
         found.extend(await asyncio.gather(*(steps.take(name, name, rate(name)) for name in NAMES)))
 
-    assert on_a_device(trainer, script).keys() == set(NAMES)
+    charged, paid = on_a_device(trainer, script)
+    assert not charged
+    assert paid.keys() == set(NAMES)
     assert [one.lr for one in found] == [rate(name).lr for name in NAMES]

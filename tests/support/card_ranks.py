@@ -26,8 +26,10 @@ from tests.support.segments import REINFORCE, make_samples, make_segment
 NAMES = "ac"
 CRITIC = "a"
 """The one with a value head."""
-PIECES = (("c", ((2, 5),)), ("a", ((3, 9),)), ("c", ((7, 11), (2, 2))), ("c", ((1, 6),)), ("a", ((2, 3),)))
-"""Segments of two adapters, of unequal lengths."""
+PIECES = (
+    ("c", ((2, 3), (1, 1))), ("a", ((3, 9),)), ("c", ((7, 11), (2, 2))), ("c", ((1, 6),)), ("a", ((1, 1), (1, 2))),
+)  # fmt: skip
+"""Segments of two adapters. With 2 ranks and with 4, sums of several units are sent: a single one is an fp32 number."""
 
 
 def batch() -> Batch:
