@@ -114,13 +114,14 @@ def now_line(job: JobProgress, clock: RunClock) -> str:
 def step_line(job: JobProgress, index: int, glyphs: Glyphs) -> str:
     """`step 12/40  reward 0.43  eval 0.38→0.51  1.2k tok/s  2m10s left`.
 
-    `index` is the position in `job.rewards`; not the newest if several steps ended since the last update.
+    `index` is the position in `job.rewards`; not the newest if several steps ended since the last update. An evaluation
+    is in the line of the step after it.
     """
     behind = len(job.rewards) - 1 - index
     step = job.step - behind
     parts = [f"step {step}/{job.steps}", f"{job.figure} {reward_text(job.rewards[index])}"]
     evaluations = [item for item in job.evaluations if item[0] < step]  # a step waits for the evaluation of its version
-    if evaluations:
+    if evaluations and evaluations[-1][0] == step - 1:  # the lines before have told the others
         parts.append(f"eval {evaluation_text(evaluations, glyphs, gap='')}")
     if job.tokens and job.started:
         parts.append(f"{count_text(job.tokens_per_second)} tok/s")
