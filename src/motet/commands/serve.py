@@ -264,7 +264,9 @@ def _greet(app: FastAPI, address: str) -> None:
             f"people sign in at {settings.public_url} through {settings.config.oidc.issuer}; the redirect URI to register "
             f"there is {settings.public_url}{CALLBACK}", soft_wrap=True, highlight=False,
         )  # fmt: skip
-    console.print(_limits(settings.config), soft_wrap=True, highlight=False)
+    console.print(
+        "each tenant has limits: motet tenants ls shows them, motet tenants limit changes them", soft_wrap=True
+    )
 
 
 def _files_of(config: ServiceConfig, database: str | None) -> list[Path]:
@@ -303,22 +305,6 @@ def _make_private(directory: Path) -> None:
         say(f"other users of this machine can read {directory}, and its rights cannot be changed: {error.strerror}")
     else:
         say(f"other users of this machine could read {directory}: from now on only its owner can")
-
-
-def _limits(config: ServiceConfig) -> str:
-    """The default limits of a tenant, and where to change them."""
-    shown = ((name, value) for name, value in config.limits.model_dump().items() if name != "share")
-    listed = ", ".join(f"{name} {_shown(value)}" for name, value in shown)
-    return (
-        f"limits of each tenant: {listed}. Change them under `limits` in the file of --config, or for one tenant with "
-        "motet tenants limit; null or `none` is no limit. Its keys share "
-        f"{config.http.requests_per_tenant:,} open requests and {config.http.streams_per_tenant:,} streams; each address has "
-        f"{_shown(config.http.connections_per_address)} connections (`http` in the same file)"
-    )
-
-
-def _shown(value: object) -> str:
-    return "none" if value is None else f"{value:,.0f}" if isinstance(value, int | float) else str(value)
 
 
 def _alone(directory: Path) -> IO[str]:
