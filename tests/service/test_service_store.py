@@ -585,6 +585,20 @@ def test_files_are_their_tenants(store: Store) -> None:
     assert store.file(us, "file-1") is None
 
 
+def test_an_upload_and_its_record_are_one_write(store: Store) -> None:
+    us, writes = person(store, "us"), list[Any]()
+
+    def listen(connection: Any) -> None:
+        writes.append(connection)
+
+    event.listen(store._engine, "commit", listen)
+    store.add_file(us, "file-1", "rows.jsonl", 7, 3)
+    event.remove(store._engine, "commit", listen)
+    assert len(writes) == 1
+    said = [(one.action, one.object) for one, _, _ in store.audit_entries(tenant_id=us.tenant_id)]
+    assert ("upload file", "file-1") in said
+
+
 # --- events -----------------------------------------------------------------------------------------------------------------
 
 

@@ -328,10 +328,10 @@ class Store:
     # --- files --------------------------------------------------------------------------------------------------------------
 
     def add_file(self, who: Principal, file_id: str, filename: str, size: int, rows: int) -> StoredFile:
-        """Record an uploaded file."""
+        """Record an uploaded file, and who uploaded it."""
         file = StoredFile(id=file_id, tenant_id=who.tenant_id, filename=filename, bytes=size, rows=rows)
-        with self.transaction() as session:
-            session.add(file)
+        with self.transaction() as session:  # one write to the disk for both
+            session.add_all((file, audit_entry(who, "upload file", file_id)))
         return file
 
     def files(self, who: Principal) -> list[StoredFile]:

@@ -65,7 +65,6 @@ async def upload(
         if isinstance(error, MotetError) and not isinstance(error, LimitError):
             raise Refusal(400, str(error).replace(str(part), name)) from error
         raise
-    await asyncio.to_thread(service.store.audit, who, "upload file", file_id)
     return _shown(stored)
 
 

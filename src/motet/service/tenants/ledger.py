@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import event, func, select, update
+from sqlalchemy import bindparam, event, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -34,6 +34,13 @@ _MOST_TOKENS = 2**40
 _KNOWN_SECONDS = 1.0
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds", "cpu_microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
+_USED = (
+    select(Usage.tenant_id, *map(func.sum, (_TOKENS, Usage.microseconds, Usage.cpu_microseconds)))
+    .where(Usage.day == bindparam("day"))
+    .group_by(Usage.tenant_id)
+)
+_USED_BY_ONE = _USED.where(Usage.tenant_id == bindparam("tenant_id"))
+"""Made once: most chats ask it."""
 
 
 def today() -> str:
@@ -168,13 +175,11 @@ class Ledger:
 
     def used_today(self, tenant_id: str | None = None) -> dict[str, UsedToday]:
         """Usage of the current day by tenant id, of all tenants or of one."""
-        query = select(Usage.tenant_id, *map(func.sum, (_TOKENS, Usage.microseconds, Usage.cpu_microseconds)))
-        query = query.where(Usage.day == self.day()).group_by(Usage.tenant_id)
-        query = query if tenant_id is None else query.where(Usage.tenant_id == tenant_id)
+        which = {"day": self.day()} | ({} if tenant_id is None else {"tenant_id": tenant_id})
         with self._store.transaction() as session:
             return {
                 str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6, int(row[3]) / 1e6)
-                for row in session.execute(query)
+                for row in session.execute(_USED if tenant_id is None else _USED_BY_ONE, which)
             }
 
     def used_lately(self, tenant_id: str) -> UsedToday:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, bindparam, func, select
 
 from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
@@ -36,6 +36,7 @@ from motet.service.tenants.stored import StoredBytes
 _log = logging.getLogger(__name__)
 _MB = 2**20
 _DAY = 86_400
+_GIVEN = select(TenantLimits.given).where(TenantLimits.tenant_id == bindparam("tenant_id"))
 _SECONDS, _AGAIN_SECONDS = 1.0, 5.0
 _KNOWN_SECONDS = 1.0
 _ASK = "an admin raises it with motet tenants limit"
@@ -68,8 +69,8 @@ class Quotas:
         if limits is None or time.monotonic() > read + _KNOWN_SECONDS:
             read, changes = time.monotonic(), self._changes
             with self._store.transaction() as session:
-                own = session.get(TenantLimits, tenant_id)
-            limits = self._with(None if own is None else own.given)
+                given = session.scalar(_GIVEN, {"tenant_id": tenant_id})
+            limits = self._with(given)
             if changes == self._changes:
                 self._known[tenant_id] = read, limits
         return limits
@@ -89,6 +90,8 @@ class Quotas:
         return self._with(given)
 
     def _with(self, given: Mapping[str, Any] | None) -> LimitsConfig:
+        if not given:
+            return self._defaults
         known = {name: value for name, value in (given or {}).items() if name in LimitsConfig.model_fields}
         return LimitsConfig.model_validate({**self._defaults.model_dump(), **known})
 
