@@ -7,10 +7,12 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
+import inspect
 import json
 import re
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import h11
 import pytest
 from bench.loop import MOST_COLLECTION, MOST_SECONDS, TURNS, measured
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.datastructures import FormData, UploadFile
@@ -315,6 +318,21 @@ def test_every_route_reads_its_body_within_limits(house: House) -> None:
     routes = [route for module in ROUTES for route in module.router.routes]
     own = [one for one in house.app.routes if isinstance(one, APIRoute)]
     assert [one for one in (*routes, *own) if not isinstance(one, TenantRoute)] == []
+
+
+def test_only_dependencies_that_ask_the_database_take_a_thread(house: House) -> None:
+    def below(one: Dependant) -> Iterator[Any]:
+        yield one.call
+        for other in one.dependencies:
+            yield from below(other)
+
+    routes = [route for module in ROUTES for route in module.router.routes]
+    found = {call for route in routes for one in route.dependant.dependencies for call in below(one)}
+    threads = sorted(f"{one.__module__}.{one.__name__}" for one in found if not inspect.iscoroutinefunction(one))
+    assert [name.removeprefix("motet.service.") for name in threads] == [
+        "depends._named_job", "routes.files._named_file", "routes.fine_tuning._named", "routes.health.metrics_access",
+        "routes.races._named_race", "tinker.runs._named",
+    ]  # fmt: skip
 
 
 def test_the_document_is_made_once(house: House) -> None:

@@ -47,10 +47,10 @@ from motet.service.tinker import runs, sessions, training
 from motet.service.tinker.parts import Tinker
 
 ROUTES = (
-    training, sessions, runs,
-    jobs, races, events, adapters, files, tenants, sign_in, completions, fine_tuning, dashboard, rewards, episodes, health,
+    completions, training, sessions, runs,
+    files, jobs, races, events, adapters, tenants, sign_in, fine_tuning, dashboard, rewards, episodes, health,
 )  # fmt: skip
-"""Searched in this order for each request; a client of the Tinker protocol sends the most."""
+"""Searched in this order for each request: those that are sent most come first."""
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503, 507)
 }

@@ -1,4 +1,7 @@
-"""Dependencies of routes: the service and the requester."""
+"""Dependencies of routes: the service and the requester.
+
+One that is not async costs a thread, so only those that ask the database are not.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
 
 from motet.service.composition import Service
 from motet.service.database.tables import StoredJob
@@ -50,16 +54,18 @@ async def _left(request: Request) -> None:
         pass
 
 
-def principal(request: Request, service: ServiceDep) -> Principal:
+async def principal(request: Request, service: ServiceDep) -> Principal:
     """The principal of the request's key; see `Access.principal`."""
-    return service.access.principal(request)
+    if service.access.looked_up(request):
+        return service.access.principal(request)
+    return await run_in_threadpool(service.access.principal, request)
 
 
 Asker = Annotated[Principal, Depends(principal)]
 """The principal of the request's key."""
 
 
-def _key_ender(request: Request, who: Asker) -> Principal:
+async def _key_ender(request: Request, who: Asker) -> Principal:
     opened_by(request, "")
     return who
 
@@ -68,14 +74,18 @@ KeyEnder = Annotated[Principal, Depends(_key_ender)]
 """`Asker` of a request that may end its own key; it is answered all the same."""
 
 
-def admin_only(who: Asker) -> Principal:
-    """The requester, who must be an admin."""
+def check_admin(who: Principal) -> Principal:
+    """Return an admin. Raises Refusal for others."""
     if not who.admin:
         raise Refusal(403, "this needs an admin's key")
     return who
 
 
-Admin = Annotated[Principal, Depends(admin_only)]
+async def _admin(who: Asker) -> Principal:
+    return check_admin(who)
+
+
+Admin = Annotated[Principal, Depends(_admin)]
 
 
 def _named_job(job: str, who: Asker, service: ServiceDep) -> StoredJob:

@@ -128,7 +128,7 @@ class TenantRoute(APIRoute):
         async def limited(request: Request) -> Response:
             service: Service = request.app.state.service
             if asks and service.access.looked_up(request):  # before the body is parsed
-                principal(request, service)
+                service.access.principal(request)
             reading = _Request(request.scope, request.receive)
             _REQUEST.set(weakref.ref(reading))
             return await handle(reading)

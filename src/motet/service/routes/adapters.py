@@ -192,7 +192,7 @@ def _size(directory: Path) -> int:
 class ShareAnswers:
     """Converts shares to responses."""
 
-    def __init__(self, service: ServiceDep) -> None:
+    def __init__(self, service: Service) -> None:
         self._adapters, self._versions = service.adapters, functools.cache(service.storage.version_names)
 
     def __call__(self, one: Shared) -> Share:
@@ -213,7 +213,11 @@ class ShareAnswers:
         return [f"{name}@{version}" for version in self._versions(one.share.object)] if one.is_job else [name]
 
 
-SharesDep = Annotated[ShareAnswers, Depends()]
+async def _share_answers(service: ServiceDep) -> ShareAnswers:
+    return ShareAnswers(service)
+
+
+SharesDep = Annotated[ShareAnswers, Depends(_share_answers)]
 
 
 @router.post("/shares", status_code=201)

@@ -139,9 +139,13 @@ async def _answerer(service: Service, who: Principal, model: str) -> Answerer:
         Refusal: the requester can see no such model.
         LimitError: the requester's tokens of this day are used up.
     """
-    await asyncio.to_thread(service.quotas.check_day, who.tenant_id)
+
+    def found() -> Answerer:
+        service.quotas.check_day(who.tenant_id)
+        return service.adapters.of_model(who, model)
+
     try:
-        return await asyncio.to_thread(service.adapters.of_model, who, model)
+        return await asyncio.to_thread(found)
     except NoModelError as error:
         raise Refusal(404, str(error), "model") from error
 
@@ -195,7 +199,7 @@ def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse
 class Chats:
     """Answers chats in any format."""
 
-    def __init__(self, request: Request, who: Asker, service: ServiceDep) -> None:
+    def __init__(self, request: Request, who: Principal, service: Service) -> None:
         self._request, self._who, self._service = request, who, service
 
     async def __call__(self, wanted: ServedChat, name: str) -> Response:
@@ -219,7 +223,11 @@ class Chats:
         return await service.encode_threads.answer(who.tenant_id, size, lambda: wanted.answer(reply, pieces))
 
 
-ChatsDep = Annotated[Chats, Depends()]
+async def _chats(request: Request, who: Asker, service: ServiceDep) -> Chats:
+    return Chats(request, who, service)
+
+
+ChatsDep = Annotated[Chats, Depends(_chats)]
 
 
 @router.post("/chat/completions", response_model=None, responses=STREAMED)

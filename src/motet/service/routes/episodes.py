@@ -14,6 +14,7 @@ from motet.agents.served_episode import MODELS, RETRY
 from motet.core.errors import HostGone
 from motet.core.json_text import rough_size
 from motet.core.types import JobState
+from motet.service.composition import Service
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import FEW_BYTES, episode_key
@@ -69,7 +70,7 @@ async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
 class EpisodeAnswers:
     """Answers agents under the key of their episode."""
 
-    def __init__(self, request: Request, service: ServiceDep) -> None:
+    def __init__(self, request: Request, service: Service) -> None:
         self._request, self._workers = request, service.agent_workers
 
     async def __call__(self, episode: str, route: str) -> Response:
@@ -87,7 +88,11 @@ class EpisodeAnswers:
         return Response(answer.body, answer.status, media_type=answer.media_type)
 
 
-Answers = Annotated[EpisodeAnswers, Depends()]
+async def _answers(request: Request, service: ServiceDep) -> EpisodeAnswers:
+    return EpisodeAnswers(request, service)
+
+
+Answers = Annotated[EpisodeAnswers, Depends(_answers)]
 
 
 @router.get("/episodes/{episode}/v1/models", response_model=Models)

@@ -17,7 +17,7 @@ from motet.cluster.hosts import Hosts
 from motet.core.types import JobState
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob, Tenant, now
-from motet.service.depends import ServiceDep, admin_only
+from motet.service.depends import ServiceDep, check_admin
 from motet.service.http.auth import bearer
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Error, Health
@@ -59,7 +59,7 @@ def metrics_access(request: Request, service: ServiceDep) -> None:
     """Require the metrics token or an admin's key."""
     token = service.settings.config.metrics_token
     if not token or not hmac.compare_digest(bearer(request).encode(), token.encode()):
-        admin_only(service.access.principal(request))
+        check_admin(service.access.principal(request))
 
 
 @router.get("/metrics", response_class=Response, responses={401: {"model": Error}, 403: {"model": Error}})
