@@ -16,11 +16,10 @@ import pytest
 from motet.client import Client
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import SetRule, ToHost, UsageWindow
-from motet.commands.serve import _limits
 from motet.config import JobConfig
 from motet.config.chain import take_shape
 from motet.config.jobfile import load_service
-from motet.config.service import LimitsConfig, RateConfig, ServiceConfig
+from motet.config.service import LimitsConfig, RateConfig
 from motet.core.errors import ConfigError, LimitError, ServiceError
 from motet.core.types import JobState
 from motet.runtime.journal import Done
@@ -608,10 +607,3 @@ def test_the_page_about_limits_has_every_field_with_its_default() -> None:
         for name, field in model.model_fields.items():
             (told,) = re.findall(rf"^\| `{name}` \| ([^|]+) \|", page, re.M)
             assert told.replace(",", "") == ("none" if field.default is None else f"{field.default:.0f}"), name
-
-
-def test_limits_are_told_at_the_start() -> None:
-    told = _limits(ServiceConfig())
-    for name, value in LimitsConfig():
-        assert name == "share" or f" {name} {'none' if value is None else f'{value:,.0f}'}" in told, name
-    assert "Its keys share 2,048 open requests and 64 streams; each address has 2,048 connections" in told
