@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,11 @@ def weights(run: Path, steps: int = STEPS) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def alone(cluster: Machines, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
-    """What one process makes of the jobs."""
-    run = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "-m", "motet", "run", "jobs.yaml", "--run", str(run), "--set", "engine.hosts=1"]
-    subprocess.run(command, check=True, cwd=cluster.project(1), capture_output=True, timeout=PATIENCE)
+    """What one process of the first machine makes of the jobs: with the same home, and so with the same compiled kernels."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    with run.with_suffix(".out").open("wb") as out:
+        made = cluster.popen(1, "motet", "run", "jobs.yaml", "--run", run, "--set", "engine.hosts=1", out=out)
+    assert made.wait(PATIENCE) == 0, said(run)
     return weights(run)
 
 
