@@ -280,7 +280,7 @@ def test_a_job_file_is_submitted_whole(
     code, out, err = says("submit", path, "--set", "steps=2", "--follow")
     assert code == 0, out + err
     assert re.findall(r"^(\S+)  job-\w{16}$", out, re.M) == ["plain", "swept-lr=0.0001", "swept-lr=0.0003"]
-    assert len(re.findall(r"step 2/2  reward \d\.\d\d  eval ", out)) == 3
+    assert len(re.findall(r"step 2/2  reward \d\.\d\d", out)) == 3
     assert len(re.findall(r"succeeded after 2/2 steps  eval \S+→\S+\n", out)) == 3
     assert f"`engine` of {path}: ignored" in err
     with motet.Client() as client:
