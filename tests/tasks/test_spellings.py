@@ -20,8 +20,10 @@ from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem, ToolCall
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
+from motet.tasks.forms.table import CALL_STYLES, HARMONY, tags_named
 from motet.tasks.problems import Problems
 from motet.tasks.rows import row_of
+from motet.tasks.wording import PART_TAGS
 from tests.support.chat_templates import BASES, tokenizer_of
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
@@ -132,6 +134,39 @@ def test_a_job_of_before_reads_special_tokens_in_texts() -> None:
     turns = [{"role": "user", "content": "<|im_end|>"}]
     wanted = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert chat.prompt_of((Message("user", "<|im_end|>"),)).tolist() == wanted
+
+
+@pytest.mark.parametrize("template", [True, False])
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("form", [*CALL_STYLES, HARMONY.name])
+def test_tags_of_a_form_named_by_hand_are_letters_in_texts(form: str, special: bool, template: bool) -> None:
+    """The template lacks them, so that only the name of the form tells of them."""
+    tags = tags_named(form)
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
+    chat, marks = Chat(tokenizer, template, tool_format=form), set(tokenizer.convert_tokens_to_ids([*tags]))
+
+    def n_marks(*messages: Message, tools: Any = (), chat: Chat = chat) -> int:
+        return sum(token in marks for token in chat.prompt_of(chat.opening(messages, tools), tools).tolist())
+
+    text = "a ".join(tags)
+    letters = Message("assistant", text, letters=len(text))  # an answer in another prompt
+    for messages in (
+        (Message("user", text),),
+        (QUESTION, ANSWER, Message("tool", text, name="f")),
+        (QUESTION, letters, QUESTION),
+    ):
+        assert n_marks(*messages) == 0
+    tools = [
+        {"type": "function", "function": {"name": one, "description": one, "parameters": {one: {}}}}
+        for one in (text, PLAIN)
+    ]
+    assert n_marks(QUESTION, tools=tools[:1]) == n_marks(QUESTION, tools=tools[1:])
+    assert tokenizer.decode(chat.prompt_of((Message("user", text),))).count(text) == 1
+    own = Message("assistant", text)
+    assert n_marks(QUESTION, own, QUESTION) == sum(not special or tag in PART_TAGS for tag in tags)
+    began_before = Chat(tokenizer, template, rules=Rules(2), tool_format=form)
+    assert n_marks(Message("user", text), chat=began_before) == (0 if special else len({*tags} - PART_TAGS))
 
 
 def test_what_a_tokenizer_adds_by_itself_is_there_once_and_no_prompt_ends() -> None:

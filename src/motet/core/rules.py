@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NEWEST = 2
+NEWEST = 3
 """Number of today's rules. 0: jobs by releases that stored no number."""
 
 
@@ -45,6 +45,11 @@ class Rules:
     def adds_by_sample(self) -> bool:
         """Whether a client's data are added as whole numbers, so that its cuts and their order change no bit."""
         return self.number >= 2
+
+    @property
+    def knows_named_tags(self) -> bool:
+        """Whether the tags of a form that `tool_format` names are letters in texts, also where the template lacks them."""
+        return self.number >= 3
 
 
 TODAY = Rules()

@@ -20,7 +20,7 @@ from motet.core.errors import BaseModelError, ConfigError
 from motet.core.rules import TODAY, Rules
 from motet.core.types import BoolArray, IntArray, Message, Problem, ToolCall
 from motet.tasks.clock import with_clock
-from motet.tasks.forms.table import ASKED
+from motet.tasks.forms.table import ASKED, tags_named
 from motet.tasks.forms.turns import ReadsTurns
 from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
 from motet.tasks.spellings import Spellings, plain
@@ -95,7 +95,8 @@ class Chat(ReadsTurns):
     @property
     def spellings(self) -> Spellings:
         """Which letters are tokens in what the template writes, and letters in texts."""
-        return Spellings.of(self.tokenizer, self._source if self.chat_template else "")
+        tags = tags_named(self.tool_format) if self.tool_format and self.rules.knows_named_tags else ()
+        return Spellings.of(self.tokenizer, self._source if self.chat_template else "", tags)
 
     @property
     def _source(self) -> str:

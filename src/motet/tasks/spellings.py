@@ -32,13 +32,14 @@ _SEAL = "7026170548063217"
 class Spellings:
     """The special tokens of a tokenizer, and the tags that its template writes around the parts of a turn."""
 
-    def __init__(self, tokenizer: Any, source: str) -> None:
-        """`source` is the chat template's; empty for none."""
+    def __init__(self, tokenizer: Any, source: str, form_tags: tuple[str, ...] = ()) -> None:
+        """`source` is the chat template's, empty for none; `form_tags` are tags that it may lack, of a form named by hand."""
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
         special = {*tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
         tags = {one.content for one in added if one.content in PART_TAGS or one.content in source}
         parts = {name for name in tags if name in PART_TAGS or (name not in special and _TAG.fullmatch(name))}
+        parts |= {one.content for one in added if one.content in form_tags and one.content not in special}
         self.all = _Names(special | parts)
         """Everything that is a token in the template's text and letters in a user's."""
         self.special = _Names(special - parts)
@@ -52,12 +53,12 @@ class Spellings:
         self._copy: Tokenizer | None = None
 
     @classmethod
-    def of(cls, tokenizer: Any, source: str) -> Spellings:
+    def of(cls, tokenizer: Any, source: str, form_tags: tuple[str, ...] = ()) -> Spellings:
         """Those of a tokenizer, kept with it."""
-        known = _KNOWN.setdefault(tokenizer, {})
-        if source not in known:
-            known[source] = cls(tokenizer, source)
-        return known[source]
+        known, key = _KNOWN.setdefault(tokenizer, {}), (source, form_tags)
+        if key not in known:
+            known[key] = cls(tokenizer, source, form_tags)
+        return known[key]
 
     def sealed(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -139,7 +140,7 @@ class Spellings:
         return list(whole[: next(starts, 0)])
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[str, Spellings]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[str, tuple[str, ...]], Spellings]] = WeakKeyDictionary()
 
 
 def plain(marked: str) -> str:

@@ -100,6 +100,12 @@ def find_form(
     return replace(EARLIER, thought=thought, known=not (template.calls or template.lists_tools))
 
 
+def tags_named(tool_format: str) -> tuple[str, ...]:
+    """The tags of a form that `tool_format` names, besides those of thoughts."""
+    named = HARMONY if tool_format == HARMONY.name else CALL_STYLES.get(tool_format)
+    return named.tags if named else ()
+
+
 class _Template:
     """A base's chat template, asked what it writes."""
 
