@@ -23,6 +23,7 @@ from bench.loop import MOST_COLLECTION, MOST_SECONDS, TURNS, measured
 from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from sqlalchemy import event
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
@@ -30,6 +31,7 @@ from motet.config.service import RateConfig
 from motet.core.errors import ConfigError
 from motet.core.json_text import rough_size
 from motet.service.app import ROUTES
+from motet.service.database.tables import StoredFile
 from motet.service.http.auth import FEW_BYTES
 from motet.service.http.bodies import BYTES_OF_A_REQUEST, _Body
 from motet.service.http.forms import FormReader
@@ -425,6 +427,27 @@ def test_steps_are_read_from_the_database_once(house: House) -> None:
         assert now["data"] == [*before["data"], {"step": 2, "loss": None, "eval": {"reward": 1.0}, "more": "é"}]
         assert now["after"] > before["after"]
     assert house.ask("GET", f"{path}&field=eval").json()["data"][-1] == {"step": 2, "eval": {"reward": 1.0}}
+
+
+@pytest.mark.parametrize("query", ["limit=1", "limit=1&after=many-60", "limit=1&after=many-60&order=asc"])
+def test_a_page_of_files_reads_what_it_shows(house: House, query: str) -> None:
+    row: Any = {"tenant_id": house.store.tenants.find("us").id, "filename": "rows.jsonl", "bytes": 1, "rows": 1}  # type: ignore[union-attr]
+    many = [StoredFile(id=f"many-{n}", created=n, **row) for n in range(100)]
+    read = list[StoredFile]()
+
+    def listen(one: StoredFile, _: object) -> None:
+        read.append(one)
+
+    with house.store.transaction() as session:
+        session.add_all(many)
+    event.listen(StoredFile, "load", listen)
+    try:
+        assert len(house.ask("GET", f"/v1/files?{query}").json()["data"]) == 1
+    finally:
+        event.remove(StoredFile, "load", listen)
+        for one in many:
+            house.store.delete_file(one.id)
+    assert len(read) < 20
 
 
 def test_a_digest_of_work_is_that_of_its_whole_text() -> None:

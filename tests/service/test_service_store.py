@@ -26,11 +26,12 @@ from motet.service.adapters.adapters import ALL, MOST_SHARES, Adapters
 from motet.service.bases import Bases
 from motet.service.database.opening import EVENTS, MIGRATING, open_engine
 from motet.service.database.races import RaceRows
-from motet.service.database.store import MOST_OF_A_PAGE, Store, jobs_of, size_of
+from motet.service.database.store import MOST_OF_A_PAGE, Store, files_of, jobs_of, size_of
 from motet.service.database.tables import (
     FineTuning,
     Key,
     Share,
+    StoredFile,
     StoredJob,
     StoredRace,
     Table,
@@ -576,13 +577,27 @@ def test_a_page_of_large_jobs_is_short_and_none_is_left_out(store: Store) -> Non
 def test_files_are_their_tenants(store: Store) -> None:
     us, them, admin = person(store, "us"), person(store, "them"), person(store, "staff", "admin")
     store.add_file(us, "file-1", "rows.jsonl", 2**40, 3)
-    assert [(file.id, file.bytes) for file in store.files(us)] == [("file-1", 2**40)]
+    assert [(file.id, file.bytes) for file in store.scalars(files_of(us, None, newest=True))] == [("file-1", 2**40)]
     assert store.file(us, "file-1") is not None
     for other in (them, admin):
         assert store.file(other, "file-1") is None
-        assert store.files(other) == []
+        assert store.scalars(files_of(other, None, newest=True)) == []
     store.delete_file("file-1")
     assert store.file(us, "file-1") is None
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_files_of_one_moment_are_each_on_one_page(store: Store, newest: bool) -> None:
+    us, found, more = person(store, "us"), list[StoredFile](), True
+    with store.transaction() as session:
+        row: Any = {"tenant_id": us.tenant_id, "filename": "rows.jsonl", "bytes": 1, "rows": 1}
+        session.add_all(StoredFile(id=f"file-{n}", created=0.1 + n // 4, **row) for n in range(9))
+    while more:
+        query = files_of(us, found[-1] if found else None, newest=newest)
+        page, more = store.page(query, size_of(StoredFile.filename), 2)
+        found += page
+    ids = [f"file-{n}" for n in range(9)]
+    assert [one.id for one in found] == (ids[::-1] if newest else ids)
 
 
 def test_an_upload_and_its_record_are_one_write(store: Store) -> None:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from sqlalchemy import Select, Text, cast, delete, func, select, update
+from sqlalchemy import Select, Text, cast, delete, func, select, tuple_, update
 from sqlalchemy.exc import DBAPIError, IntegrityError, InterfaceError, InternalError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import InstrumentedAttribute, Session, defer, sessionmaker
@@ -80,6 +80,17 @@ def first_of(rows: Iterable[Any], limit: int) -> tuple[list[Any], bool]:
             return kept, True
         kept.append(row)
     return kept, False
+
+
+def files_of(who: Principal, after: StoredFile | None, *, newest: bool) -> Select[StoredFile]:
+    """A tenant's files, newest or oldest first; `after` is the previous page's last one."""
+    place = StoredFile.created, StoredFile.id
+    query = select(StoredFile).where(StoredFile.tenant_id == who.tenant_id)
+    query = query.order_by(*(one.desc() if newest else one.asc() for one in place))
+    if after is None:
+        return query
+    there = tuple_(after.created, after.id)
+    return query.where(tuple_(*place) < there if newest else tuple_(*place) > there)
 
 
 def jobs_of(who: Principal, state: str | None, before: int | None) -> Select[StoredJob]:
@@ -333,11 +344,6 @@ class Store:
         with self.transaction() as session:  # one write to the disk for both
             session.add_all((file, audit_entry(who, "upload file", file_id)))
         return file
-
-    def files(self, who: Principal) -> list[StoredFile]:
-        """A tenant's files, newest first."""
-        query = select(StoredFile).where(StoredFile.tenant_id == who.tenant_id).order_by(StoredFile.created.desc())
-        return self.scalars(query)
 
     def file(self, who: Principal, file_id: str) -> StoredFile | None:
         """One of a tenant's files."""

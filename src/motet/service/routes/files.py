@@ -12,6 +12,7 @@ from fastapi import File as FormFile
 from fastapi.responses import FileResponse, Response
 
 from motet.core.errors import LimitError, MotetError
+from motet.service.database.store import files_of, size_of
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.depends import Asker, ServiceDep, while_there, worked
 from motet.service.errors import Refusal, bad_field, existing
@@ -78,16 +79,15 @@ def list_files(
     purpose: Annotated[str | None, Query(description="All files are for `fine-tune`.")] = None,
 ) -> Response:
     """List the tenant's files."""
-    files = [] if purpose not in (None, PURPOSE) else service.store.files(who)
-    files = files if order == "desc" else files[::-1]
-    if after is not None:
-        ids = [one.id for one in files]
-        if after not in ids:
-            raise bad_field("after", f"there is no file {after!r}")
-        files = files[ids.index(after) + 1 :]
-    shown = [_shown(one) for one in files[:limit]]
-    first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-    return page(Files(data=[], has_more=len(files) > limit, first_id=first, last_id=last), shown)
+    if purpose not in (None, PURPOSE):
+        return page(Files(data=[], has_more=False, first_id=None, last_id=None))
+    last_seen = None if after is None else service.store.file(who, after)
+    if after is not None and last_seen is None:
+        raise bad_field("after", f"there is no file {after!r}")
+    query = files_of(who, last_seen, newest=order == "desc")
+    files, more = service.store.page(query, size_of(StoredFile.filename), limit)
+    first, last = (files[0].id, files[-1].id) if files else (None, None)
+    return page(Files(data=[], has_more=more, first_id=first, last_id=last), map(_shown, files))
 
 
 def _named_file(file: str, who: Asker, service: ServiceDep) -> StoredFile:
