@@ -15,7 +15,8 @@ from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
 from motet.service.database.tenants import Principal
 from motet.service.depends import Admin, Asker, KeyEnder, ServiceDep
-from motet.service.errors import AnyJSON, Refusal, existing
+from motet.service.errors import Refusal, existing
+from motet.service.http.pages import page
 from motet.service.http.rights import check_new
 from motet.service.routing import TenantRoute
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
@@ -87,12 +88,12 @@ def list_entries(
         raise Refusal(404, f"there is no tenant {tenant!r}", "tenant")
     before = None if after is None else int(after)
     entries = service.store.audit_entries(tenant_id=None if known is None else known.id, before=before, limit=limit + 1)
-    page = [
+    shown = [
         AuditEntry(id=entry.id, time=entry.time, tenant=name, key=entry.key_id, key_name=key, action=entry.action,
                    object=entry.object)
         for entry, name, key in entries[:limit]
     ]  # fmt: skip
-    return AuditEntries(data=page, next=str(page[-1].id) if len(entries) > limit else None)
+    return AuditEntries(data=shown, next=str(shown[-1].id) if len(entries) > limit else None)
 
 
 @router.get("/tenants", tags=["tenants"])
@@ -163,7 +164,7 @@ def usage(
     )
     if form == "csv":
         return Response(_table(lines), media_type="text/csv")
-    return AnyJSON(UsageReport(data=lines).model_dump())
+    return page(UsageReport(data=[]), lines)
 
 
 def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:

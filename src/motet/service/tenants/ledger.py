@@ -22,7 +22,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from motet.runtime.meter import COMPLETIONS, IDLE
-from motet.service.database.store import AWAY, Store, find_job
+from motet.service.database.store import AWAY, IN_PARTS, Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage
 from motet.service.schemas.usage import By, UsageLine
 
@@ -245,7 +245,7 @@ class Ledger:
         ):
             query = query if wanted is None else query.where(wanted)
         with self._store.transaction() as session:
-            rows = [row._mapping for row in session.execute(query)]
+            rows = [row._mapping for row in session.execute(query, execution_options=IN_PARTS)]
         lines: dict[tuple[Any, ...], UsageLine] = {}
         for row in rows:
             line = _line(row, by, None if called is None else called(row["base"]))
