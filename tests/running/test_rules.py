@@ -6,19 +6,24 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from motet import Message, Problem, Verbs
+from motet import AdamW, Message, Problem, Verbs
+from motet.algorithms import datum
+from motet.algorithms.algorithm import StepBatch
+from motet.algorithms.client import batch_of
 from motet.commands.cli import app
 from motet.commands.verify import verify
 from motet.config.jobfile import merge, validate
+from motet.core.batch import Sample
 from motet.core.checksums import sealed, unsealed
 from motet.core.errors import RunError
 from motet.core.rules import NEWEST, Rules
@@ -30,6 +35,7 @@ from motet.runtime.fork import fork
 from motet.runtime.receipts import read_receipt
 from motet.tasks.clock import moment
 from motet.view.results import RunResult
+from tests.support import tiny_models as tiny
 from tests.support.small_runs import fingerprint
 
 FIRST, LAST = "Pacific/Kiritimati", "Pacific/Niue"
@@ -197,3 +203,28 @@ def test_a_loop_of_ones_own_has_the_date_of_its_adapters(base: Path, tmp_path: P
     first = prompt(FIRST, "a")["a"]
     again = prompt(LAST, "a", "b")
     assert again["a"] == first != again["b"]
+
+
+def test_a_loop_that_an_older_release_began_adds_its_data_in_order(tmp_path: Path) -> None:
+    tokens = [tiny.tokens(length, seed=length).numpy() for length in (9, 40, 17, 3, 33)]
+    data = [datum(ids[:-1], ids[1:], weights=np.linspace(-1, 1, len(ids) - 1)) for ids in tokens]
+
+    def stepped(name: str, given: Sequence[Sample] | StepBatch, rules: int = NEWEST) -> bytes:
+        """The adapter after a second step; a run of another number of `rules` began it."""
+        place = tmp_path / name
+        if (tmp_path / "begun").exists():
+            shutil.copytree(tmp_path / "begun", place)
+            (place / "a/manifest.jsonl").unlink()
+            change(place / "a", rules=rules, after="")
+        with Verbs(directory=place, longest=64) as verbs:
+            verbs.add_adapter("a", rank=4)
+            verbs.forward_backward({"a": given}, "cross_entropy")
+            verbs.optim_step("a", AdamW(1e-3))
+            verbs.save_adapter("a", place / "saved")
+        assert [done.rules for done in [JobDirectory(place / "a").newest()] if done is not None] == [rules]
+        return (place / "saved/adapter_model.safetensors").read_bytes()
+
+    stepped("begun", data)
+    shutil.rmtree(tmp_path / "begun/saved")
+    in_order = stepped("in-order", batch_of(data, by_sample=False))
+    assert stepped("older", data, 1) == in_order != stepped("today", data)
