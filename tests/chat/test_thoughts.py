@@ -19,6 +19,7 @@ from motet.tasks.chat import Chat
 from tests.support.chat_templates import tokenizer_of
 from tests.support.house import House
 from tests.support.scripted_service import Says, scripted_service
+from tests.support.speaking_bases import SPEAKERS
 
 if TYPE_CHECKING:
     import anthropic
@@ -82,6 +83,17 @@ def test_pieces_of_a_turn_are_the_whole_for_any_cut(base: str) -> None:
             assert len(set(joined)) == 1, (step, kind)
         assert (pieces[-1].calls, pieces[-1].unread) == (whole.calls, whole.unread)
         assert sum(piece.thought_tokens for piece in pieces) == whole.thought_tokens
+
+
+@pytest.mark.parametrize(("opens", "form"), [("<tool_call>", "hermes"), ("<call>", None)])
+def test_a_base_whose_form_is_not_known_says_so(tmp_path: Path, opens: str, form: str | None) -> None:
+    tokenizer = SPEAKERS["qwen25"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", opens)
+    with scripted_service(tmp_path, tokenizer, tokenizer.eos_token_id) as (house, engine):
+        listed, shown = house.ask("GET", "/v1/models").json()["data"][0], house.ask("GET", "/v1/models/small").json()
+    assert (listed["id"], listed.get("tool_format"), shown.get("tool_format")) == ("small", form, form)
+    told = [note for note in engine.notes if "writes thoughts and tool calls is not known" in note]
+    assert len(told) == (form is None)
 
 
 @pytest.fixture(scope="module", params=TURNS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +13,7 @@ import numpy as np
 
 from motet.cluster.host_link import HostLink
 from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Abandon, Complete, FromHost, ToHost
+from motet.cluster.messages import Abandon, Complete, FromHost, HostReady, ToHost
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from motet.hosting.answers import Answers
@@ -39,6 +39,8 @@ class Says:
         self.read: list[str] = []
         self.requests: list[GenerateRequest] = []
         self.fails = self.overflows = ""
+        self.notes: Sequence[str] = ()
+        """What its host says of itself for the log."""
 
     async def load_adapter(self, ref: AdapterRef, directory: Path) -> None:
         """Any will do."""
@@ -81,6 +83,10 @@ class _Process:
         self._host = host
         self._answers = Answers(cast("Any", SimpleNamespace(info=info)), shared, ROOM, self._receive)
 
+    def says_of_itself(self) -> HostReady:
+        """What a host tells when it can answer."""
+        return self._answers.ready([], 1.0, "cpu")
+
     def _receive(self, message: FromHost) -> None:
         self._host.hear(cast("Any", message))
 
@@ -107,8 +113,12 @@ def scripted_service(directory: Path, tokenizer: Any = TOKENIZER, end: int = END
         (host,) = client.hosts
 
         async def stand_in(there: bool) -> None:
+            process = _Process(host, engine) if there else None
+            host._child = cast("Any", process)
+            if process:
+                told = process.says_of_itself()
+                host.tool_format, engine.notes = told.tool_format, told.notes
             host.ready = there
-            host._child = cast("Any", _Process(host, engine) if there else None)
             (client.there[host.base].set if there else client.there[host.base].clear)()
 
         loop = house.app.state.loop
