@@ -15,8 +15,11 @@ from motet.algorithms import datum
 from motet.algorithms.client import ClientLoss, batch_of
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW, Batch, Sample, Segment
+from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
+from motet.native.cover import compute_with
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import native_calls
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.segments import gradient, make_segment, make_trainer, masters
@@ -174,3 +177,33 @@ def test_whole_numbers_and_fp32_agree_and_both_are_clipped(name: str) -> None:
         found.append((before, mean))
     for fp32, whole in zip(*found, strict=True):
         assert float((whole - fp32).norm()) <= 1e-5 * float(fp32.norm())
+
+
+@pytest.mark.soak
+@pytest.mark.smollm2
+@pytest.mark.parametrize("length", [64, 257, 700])
+@pytest.mark.usefixtures("smollm2_dir")
+def test_cuts_and_orders_change_no_bit_of_smollm2(length: int) -> None:
+    """Data of one block of 64, of four and a token, and of eleven; two begin alike."""
+    base = load_base("smollm2", dtype="bfloat16", device="cpu")
+    native_calls.directory()
+    compute_with(base, "native")
+    numbers, samples = np.random.default_rng(length), list[Sample]()
+    for index in range(4):
+        tokens = numbers.integers(3, base.info.vocab_size, length + 1 - index)
+        tokens[: length // 2 * (index < 2)] = 7
+        samples.append(datum(tokens[:-1], tokens[1:], weights=numbers.normal(size=len(tokens) - 1)))
+    found = set[bytes]()
+    for cut in (((0, 1, 2, 3),), ((2, 0), (3, 1)), ((3,), (1,), (2,), (0,))):
+        trainer = TorchTrainer(base, slots=1)
+        trainer.add_adapter("client", AdapterConfig(rank=16, alpha=32), seed=1)
+        trainer._arena("client").set_masters(tiny.adapter_masters(base, rank=16, seed=4)[1])
+        for request in cut:
+            for one in segments([samples[index] for index in request], "cross_entropy", budget=4 * length):
+                trainer.forward_backward(Batch((one,)))
+        flat = gradient(trainer, "client")
+        assert torch.isfinite(flat).all()
+        assert flat.any()
+        stats = trainer.optim_step("client", STEP)
+        found.add(flat.numpy().tobytes() + masters(trainer, "client").numpy().tobytes() + repr(stats).encode())
+    assert len(found) == 1
