@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.commands.check import _longest
 from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
-from motet.config import JobConfig, PricesConfig
+from motet.config import EngineConfig, JobConfig, PricesConfig
 from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
 from motet.model.load import load_tokenizer
 from motet.runtime.checkpoint import JobDirectory
 from motet.tasks.chat import Chat
+from tests.support import tiny_models as tiny
 
 DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}A:"
 LOWERS = "{% for m in messages %}{{ m.content|lower }}{% endfor %}A:"
@@ -140,3 +142,11 @@ def test_damaged_logs_are_no_first_steps(tmp_path: Path, damaged: str) -> None:
     assert FirstSteps.read(directory) == FirstSteps(1, 2, None)
     directory.timings.write_text("{}\n")
     assert FirstSteps.read(directory) is None
+
+
+def test_a_sample_that_jobs_allow_and_memory_does_not_is_told() -> None:
+    """Any machine has the memory for this base's longest sequence, and for none beyond."""
+    base = tiny.base("llama")
+    longest = base.info.max_positions
+    assert "would not fit" not in _longest(base, EngineConfig(), longest)
+    assert _longest(base, EngineConfig(), longest + 1).endswith("; one of 257, which these jobs allow, would not fit")

@@ -112,7 +112,7 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
             Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun))
             for plan in plans:
                 console.print(_forecast(plan), soft_wrap=True)
-            console.print(_longest(base, config.engine))
+            console.print(_longest(base, config.engine, max(need.tokens for _, need in prepared)))
         finally:
             host.close()
             directory.close()
@@ -150,8 +150,8 @@ def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set
     return refused
 
 
-def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
-    """The longest sequence that can be trained in the memory that is free now."""
+def _longest(base: LoraModel | ShardedBase, engine: EngineConfig, needed: int) -> str:
+    """The longest sequence that can be trained in the memory that is free now; jobs allow one of `needed` tokens."""
     from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
     from motet.training.memory import pass_memory
@@ -172,9 +172,10 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig) -> str:
         for option, longer in fits.items()
         if fits[now] < longer and fits[now] < most
     )
+    too_long = f"; one of {needed:,}, which these jobs allow, would not fit" if needed > fits[now] else ""
     return (
         f"longest sequence that can be trained: about {fits[now]:,} tokens{others} (the base allows "
-        f"{most:,}; {free / 2**30:.1f} GiB of memory are free)"
+        f"{most:,}; {free / 2**30:.1f} GiB of memory are free){too_long}"
     )
 
 

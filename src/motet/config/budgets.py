@@ -28,6 +28,11 @@ class Need:
     judge_tokens: int = 0
     """Tokens of one question to the base as a judge, with its answer."""
 
+    @property
+    def tokens(self) -> int:
+        """Of the longest sequence."""
+        return self.prompt_tokens + self.new_tokens
+
 
 def cores() -> int:
     """Processors that this process may use: OMP_NUM_THREADS if set, otherwise all that it may run on."""
@@ -124,7 +129,7 @@ def kv_tokens(needs: Sequence[Need], max_rows: int, block_size: int, bytes_per_t
 
     At least the longest single sequence fits; with less than a full batch, sequences wait or are preempted.
     """
-    longest = max(_blocks(need.prompt_tokens + need.new_tokens, block_size) for need in needs) * block_size
+    longest = max(_blocks(need.tokens, block_size) for need in needs) * block_size
     judged = max(_blocks(need.judge_tokens, block_size) for need in needs) * block_size
     wanted = (max_rows + 1) * longest + _JUDGED_AT_ONCE * judged
     affordable = memory // bytes_per_token // block_size * block_size
