@@ -99,7 +99,10 @@ class EngineConfig(Config):
         """Read files of earlier releases, which had the values `exact` and `fast`."""
         if isinstance(tree, dict) and "numerics" in tree:
             if tree["numerics"] != "exact":
-                raise ValueError("there is no numerics but exact any more: leave it out, and start such jobs anew")
+                raise ValueError(
+                    "there is no numerics but exact any more: leave it out; jobs that began with another begin anew, or "
+                    "resume with --accept-changes"
+                )
             return {name: value for name, value in tree.items() if name != "numerics"}
         return tree
 

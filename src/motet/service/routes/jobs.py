@@ -204,7 +204,8 @@ async def rollouts(
 
     def fits(rollout: dict[str, Any]) -> bool:
         reward = rollout["reward"]
-        rows_there.add(rollout.get("problem", -1))
+        if "problem" in rollout:
+            rows_there.add(rollout["problem"])
         return (
             (problem is None or rollout.get("problem") == problem)
             and (min_reward is None or (reward is not None and reward >= min_reward))

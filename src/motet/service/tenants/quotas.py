@@ -92,7 +92,7 @@ class Quotas:
     def _with(self, given: Mapping[str, Any] | None) -> LimitsConfig:
         if not given:
             return self._defaults
-        known = {name: value for name, value in (given or {}).items() if name in LimitsConfig.model_fields}
+        known = {name: value for name, value in given.items() if name in LimitsConfig.model_fields}
         return LimitsConfig.model_validate({**self._defaults.model_dump(), **known})
 
     def used(self, name: str | None = None) -> list[TenantInfo]:
