@@ -178,6 +178,11 @@ VALUES = [
     (TIMES.dictionary_encode(), TIME_TEXTS),
     (TIMES.cast(pyarrow.time64("us"), safe=False), ["01:02:03", "01:02:03", "01:02:03.120000", ""]),
     (pyarrow.array([[MOMENT + 1]], pyarrow.list_(TIMES.type)), ['["01:02:03.000000001"]']),
+    (pyarrow.array([[10**18 + 1, 10**18]], pyarrow.list_(pyarrow.timestamp("ns"))),
+     ['["2001-09-09T01:46:40.000000001", "2001-09-09T01:46:40"]']),
+    (pyarrow.array([{"a": 10**18 + 1}], pyarrow.struct({"a": pyarrow.timestamp("ns", "UTC")})),
+     ['{"a": "2001-09-09T01:46:40.000000001+00:00"}']),
+    (pyarrow.array([[10**9 + 1, 10**9]], pyarrow.list_(pyarrow.duration("ns"))), ["[1.000000001, 1]"]),
     (pyarrow.array([[MOMENT + 1]], pyarrow.list_(TIMES.type, 1)), ['["01:02:03.000000001"]']),
     (pyarrow.array(
         [{"a": [MOMENT + 1]}, {"b": MOMENT}], pyarrow.struct({"a": pyarrow.large_list(TIMES.type), "b": TIMES.type})),
@@ -202,16 +207,36 @@ VALUES = [
 @pytest.mark.parametrize(("column", "texts"), VALUES, ids=lambda value: str(getattr(value, "type", "")))
 def test_every_type_has_one_text_in_answers_and_templates(column: Any, texts: list[str]) -> None:
     table = pyarrow.table({"prompt": [f"{number}" for number in range(len(column))], "answer": column})
-    for data in (read(table), read(datasets.Dataset(table)) if "view" not in str(column.type) else read(table)):
-        assert [problem.answer for problem in data.train] == texts
+    sources = [table, table.to_pandas(types_mapper=pandas.ArrowDtype)]
+    if "view" not in str(column.type):  # which datasets does not have
+        sources += [datasets.Dataset(table), datasets.Dataset(table).to_iterable_dataset()]
+    for source in sources:
+        assert [problem.answer for problem in read(source).train] == texts
     filled = read(table, template="<{answer}>").train
     assert [problem.messages[0].content for problem in filled] == [f"<{text}>" for text in texts]
 
 
 def test_times_in_maps_keep_their_nanoseconds() -> None:
     column = pyarrow.array([[("x", MOMENT + 1), ("y", None)]], pyarrow.map_(pyarrow.string(), TIMES.type))
-    (problem,) = read(pyarrow.table({"prompt": ["a"], "answer": column})).train
-    assert problem.answer == '{"x": "01:02:03.000000001", "y": null}'
+    table = pyarrow.table({"prompt": ["a"], "answer": column})
+    frame = table.to_pandas(types_mapper=pandas.ArrowDtype)
+    for source, rules in ((table, TODAY), (frame, TODAY), (frame, Rules(0))):
+        (problem,) = read(source, rules).train
+        assert problem.answer == '{"x": "01:02:03.000000001", "y": null}'
+
+
+def test_lists_of_times_in_a_frame_are_those_of_the_file() -> None:
+    """pandas has them as arrays of numpy."""
+    for values, texts in (
+        (pyarrow.array([[10**18 + 1, 10**18, None]], pyarrow.list_(pyarrow.timestamp("ns"))),
+         ["2001-09-09T01:46:40.000000001", "2001-09-09T01:46:40", None]),
+        (pyarrow.array([[120, 1000]], pyarrow.list_(pyarrow.timestamp("ms"))),
+         ["1970-01-01T00:00:00.120000", "1970-01-01T00:00:01"]),
+        (pyarrow.array([[10**9 + 1, 10**9, None]], pyarrow.list_(pyarrow.duration("ns"))), [1.000000001, 1, None]),
+    ):  # fmt: skip
+        table = pyarrow.table({"prompt": ["a"], "answer": values})
+        for source in (table, table.to_pandas()):
+            assert [problem.answer for problem in read(source).train] == [json.dumps(texts)]
 
 
 def test_bytes_that_are_no_text_and_doubled_columns_are_refused(tmp_path: Path) -> None:
@@ -228,8 +253,9 @@ def test_bytes_that_are_no_text_and_doubled_columns_are_refused(tmp_path: Path) 
             with pytest.raises(DataError, match=r"the column 'image' holds bytes that are not text"):
                 read(source, bounds=bounds)
     doubled = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 2, ["prompt", "prompt"])
-    with pytest.raises(DataError, match="the column 'prompt' is there twice"):
-        read(doubled)
+    for source in (doubled, doubled.to_pandas()):
+        with pytest.raises(DataError, match="the column 'prompt' is there twice"):
+            read(source)
 
 
 def _csv(path: Path, frame: Any) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ _MISSING = frozenset({"NAType", "NaTType"})
 _NARROW = frozenset({"float16", "float32"})
 """Types whose numbers have fewer digits than a float of Python."""
 
+_DOUBLED = "the column {!r} is there twice; give each column its own name"
+
 Reader = Callable[[Any], Any]
 
 
@@ -35,7 +37,7 @@ def of_arrow(batches: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator
     """
     for batch in batches:
         if doubled := doubled_in(batch.schema.names):
-            raise DataError(f"the column {doubled[0]!r} is there twice; give each column its own name")
+            raise DataError(_DOUBLED.format(doubled[0]))
         columns = []
         for field, column in zip(batch.schema, batch.columns, strict=True):
             reader = _reader(field.type)
@@ -88,19 +90,41 @@ def of_python(rows: Any) -> Iterator[Any]:
 
 def _of_frame(frame: Any) -> Iterator[dict[str, Any]]:
     """The rows of a pandas DataFrame."""
+    if doubled := doubled_in(map(str, frame.columns)):
+        raise DataError(_DOUBLED.format(doubled[0]))
     numbers = _NestedNumbers()
+    arrow = _arrow_types(frame)
     narrow = {name: str(kind).lower() for name, kind in frame.dtypes.items() if str(kind).lower() in _NARROW}
     rows = [
         {
             name: _cell(str(name), _narrow(narrow[name])(value) if name in narrow else value)
             for name, value in row.items()
         }
-        for row in as_written(frame)
+        for row in as_written(_with_values_of_arrow(frame, arrow))
     ]
-    for row in rows:
-        numbers.see(list(row.values()))
-    for row in rows:
-        yield dict(zip(row, numbers.mended(list(row.values())), strict=True))
+    others = [[value for name, value in row.items() if name not in arrow] for row in rows]
+    for values in others:
+        numbers.see(values)
+    for row, values in zip(rows, others, strict=True):
+        mended = iter(numbers.mended(values))
+        yield {name: value if name in arrow else next(mended) for name, value in row.items()}
+
+
+def _arrow_types(frame: Any) -> dict[Any, pyarrow.DataType]:
+    """The types of a DataFrame's columns of Arrow."""
+    return {name: kind.pyarrow_dtype for name, kind in frame.dtypes.items() if hasattr(kind, "pyarrow_dtype")}
+
+
+def _with_values_of_arrow(frame: Any, columns: Collection[Any]) -> Any:
+    """The DataFrame with the JSON values of some of its columns of Arrow."""
+    import pyarrow
+
+    frame = frame.copy(deep=False)
+    for name in columns:
+        column = pyarrow.array(frame[name])
+        values = _read(str(name), _reader(column.type), _values(str(name), column))
+        frame[name] = type(frame[name])(values, index=frame.index, dtype=object)
+    return frame
 
 
 def of_datasets(table: Any) -> Iterator[dict[str, Any]]:
@@ -112,6 +136,10 @@ def of_datasets(table: Any) -> Iterator[dict[str, Any]]:
         return
     # a stream, or a table with a person's own transform: values of Python, with nulls where Arrow has read them
     kinds = {} if features is None else {field.name: field.type for field in features.arrow_schema}
+    fine = any(_with_times_as_text(kind) != kind for kind in kinds.values())
+    if fine and getattr(getattr(table, "_ex_iterable", None), "iter_arrow", None):
+        yield from of_arrow(table.with_format("arrow").iter(_BATCH))
+        return
     readers = {name: _reader(kind, decoded=True) for name, kind in kinds.items()}
     for row in table:
         yield {name: _read(name, readers.get(name, _without_nulls), [value])[0] for name, value in row.items()}
@@ -122,6 +150,8 @@ def as_written(rows: Any, size: int | None = None) -> Iterable[Any]:
     if not hasattr(rows, "__len__"):
         return itertools.islice(rows, size)
     if hasattr(rows, "iterrows"):  # pandas, which has NaN, NaT and NA for missing values
+        fine = [name for name, kind in _arrow_types(rows).items() if _with_times_as_text(kind) != kind]
+        rows = _with_values_of_arrow(rows, fine) if fine else rows
         found: list[Any] = rows.astype(object).where(rows.notna(), None).to_dict(orient="records")
         return found
     method = next((name for name in ("to_dicts", "to_pylist") if hasattr(rows, name)), None)  # polars, pyarrow
@@ -192,11 +222,23 @@ def _plain(value: Any) -> Any:
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind == "f" and str(value.dtype) in _NARROW:
         return _plain(list(value)) if value.ndim else _narrow(str(value.dtype))(value)
+    if kind in ("M", "m"):  # times of numpy, whose lists are numbers of nanoseconds
+        return _plain(list(value)) if value.ndim else _time(value)
     if kind and getattr(value, "ndim", 0):  # pandas has lists of parquet as arrays
         return _plain(value.tolist())
-    if kind == "M":  # a date of numpy
-        return None if str(value) == "NaT" else str(value)
     return _scalar(value)
+
+
+def _time(value: Any) -> Any:
+    """A date of numpy as text, or a span of time in seconds."""
+    import numpy as np
+
+    if np.isnat(value):
+        return None
+    if value.dtype.kind == "M":
+        return _short_time(value)
+    seconds = float(value / np.timedelta64(1, "s"))
+    return int(seconds) if seconds.is_integer() else seconds
 
 
 def _without_nulls(value: Any) -> Any:
@@ -290,8 +332,8 @@ def _with_times_as_text(kind: pyarrow.DataType) -> pyarrow.DataType:
 def _short_time(time: Any) -> str:
     """A time as Python writes it, with nine digits where it has nanoseconds."""
     whole, _, digits = str(time).partition(".")
-    short = digits.removesuffix("000")
-    return whole if not digits.strip("0") else f"{whole}.{short}"
+    micro, nano = digits[:6], digits[6:].rstrip("0")
+    return f"{whole}.{micro:0<6}{nano and digits[6:]}" if digits.strip("0") else whole
 
 
 def _narrow(kind: str) -> Reader:
