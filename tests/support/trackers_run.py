@@ -14,6 +14,9 @@ from motet.tracking.follow import send
 
 def wandb(run: Path) -> dict[str, Any]:
     """How often the records of each run name the reward; W&B reads them on its server alone."""
+    import wandb as package
+
+    package.teardown()  # a process of the package writes the file, and `finish` does not wait for its last part
     return {path.name: path.read_bytes().count(b"reward_std") for path in run.glob("wandb/offline-run-*/*.wandb")}
 
 
