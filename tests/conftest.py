@@ -36,11 +36,11 @@ settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 LONGEST = """
-kills_soak
-vllm hosts spread tinker_company service_scoring dashboard service_adapters cuda_graph service_engine service_usage wall
+doors vllm spoken_forms examples calculator versions stock_agents server_hosts compiled mutants kills_soak red_team
+hosts spread tinker_company service_scoring dashboard service_adapters cuda_graph service_engine service_usage wall
 invariants sharded cli tinker tinker_cookbook tinker_releases client service_agents server_faults service_disk service_api
 service_hostile agents verbs service_bounds openai_engine server_versions server_replicas server_engine reward_pool
-decoder kept stock_agents unanswering takeover trainer
+decoder kept unanswering takeover trainer
 """.split()
 """Files of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
 SHARED = re.compile(r"\b(shared_service|tinker_service|tinker_scripts)\b")

@@ -53,23 +53,36 @@ def passed() -> list[str]:
     return [name for known, _, name in lines if known == digest(name.partition("::")[0])]
 
 
+def lasted() -> dict[str, float]:
+    """Seconds that the tests of each file took when they last passed, on whichever files."""
+    lines = [line.split(" ", 2) for line in KEPT.read_text().splitlines()] if KEPT.exists() else []
+    found: dict[str, float] = defaultdict(float)
+    for name, seconds in {name: float(seconds) for _, seconds, name in lines}.items():
+        found[name.partition("::")[0]] += seconds
+    return dict(found)
+
+
 class Passed:
     """What passed before, and what passes now."""
 
     def __init__(self, config: Any) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._called = set[str]()
-        given: list[str] | None = getattr(config, "workerinput", {}).get("passed")
-        self._reports = given is None
-        self.before = set(passed() if given is None else given)
+        given: dict[str, Any] = getattr(config, "workerinput", {})
+        self._reports = "passed" not in given
+        self.before = set(passed() if self._reports else given["passed"])
+        self.lasted: dict[str, float] = lasted() if self._reports else given["lasted"]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        node.workerinput["passed"] = sorted(self.before)
+        node.workerinput |= {"passed": sorted(self.before), "lasted": self.lasted}
 
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """The longest files first: a worker has one file at a time."""
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.before])
         items[:] = [item for item in items if item.nodeid not in self.before]
+        items.sort(key=lambda item: -self.lasted.get(item.nodeid.partition("::")[0], 0.0))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """With its teardown; a file of one line each has all that passed whatever ends this process."""
