@@ -135,7 +135,7 @@ def test_jobs_learn_exactly(recorded: LoraModel, tmp_path: Path) -> None:
     rewards.write_text("def digits(problem, completion):\n    return sum(c.isdigit() for c in completion) / 8\n")
     fields: dict[str, Any] = {
         "steps": 2,
-        "sampling": {"max_tokens": 3},
+        "sampling": {"max_tokens": 2},
         "adapter": {"rank": 8},
         "algorithm": {"group_size": 2, "groups_per_step": 2},
         "data": {"holdout": 0},
@@ -146,7 +146,6 @@ def test_jobs_learn_exactly(recorded: LoraModel, tmp_path: Path) -> None:
         job("wide", rewards, **{**fields, "adapter": {"rank": 16}}),
         mine,
         job("odd", rewards, **{**fields, "adapter": {"rank": 4}}),
-        job("other", rewards, **{**fields, "sampling": {"max_tokens": 5}}),
     ]
     together = run(recorded, tmp_path / "together", company)
     assert together.ok, together

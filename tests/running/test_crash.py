@@ -14,7 +14,7 @@ from tests.support.cases import few
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("scene", "stride"), few([((), 5), ((), 25), (("race",), 60)], ((), 25)))
+@pytest.mark.parametrize(("scene", "stride"), few([((), 12), ((), 25), (("race",), 90)], ((), 25)))
 def test_nothing_is_lost_at_any_moment(scene: tuple[str, ...], stride: int, tmp_path: Path) -> None:
     """Some events here; `python -m tests.support.crash_at_every_event DIRECTORY 1` kills at every single one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}

@@ -70,6 +70,8 @@ TOOL: Any = {
 QUESTIONS = ("How much is the tea?", "And the jam?")
 ORDERS = (("tea", "jam"), ("jam", "tea"), ("jam", "tea"))
 """In which the items are looked up; only the first is right, so that two of three rewards are 0."""
+REWARDED = "qwen3"
+"""The form of which all orders are learned by heart, and the right one by reward. Others learn the right one, and play it."""
 STEPS = 16
 """Of learning by reward."""
 ENDS = {"harmony": ("<|call|>",)}
@@ -114,9 +116,9 @@ def conversation(name: str, items: Iterable[str] = PRICES) -> list[Json]:
     return messages
 
 
-def rows(name: str) -> list[Json]:
+def rows(name: str, orders: Iterable[tuple[str, ...]] = ORDERS) -> list[Json]:
     """What a base learns by heart first."""
-    return [{"messages": conversation(name, items), "tools": [TOOL]} for items in ORDERS]
+    return [{"messages": conversation(name, items), "tools": [TOOL]} for items in orders]
 
 
 def as_template_takes(name: str, messages: list[Json]) -> list[Json]:
@@ -184,16 +186,17 @@ class Taught:
 
 @pytest.fixture(scope="module", params=FORMS)
 def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taught]:
-    """One that learned two conversations by heart, then the better one by reward, and is served."""
+    """One that learned conversations by heart, then played for a reward, and is served."""
     name, place = request.param, tmp_path_factory.mktemp("taught")
+    orders, steps = (ORDERS, STEPS) if name == REWARDED else (ORDERS[:1], 1)
     base = saved(name, place / "base")
     (place / "own.py").write_text(OWN)
     learns: Json = {
         "name": "learned",
-        "data": {"source": rows(name), "holdout": 0},
-        "algorithm": {"type": "sft", "rows_per_step": 3},
+        "data": {"source": rows(name, orders), "holdout": 0},
+        "algorithm": {"type": "sft", "rows_per_step": len(orders)},
         "optimizer": {"lr": 5e-3, "schedule": "linear"},
-        "steps": 100,
+        "steps": 100 if name == REWARDED else 50,
         "eval": {"every": 0},
     }
     plays: Json = {
@@ -204,7 +207,7 @@ def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "algorithm": {"group_size": 8, "groups_per_step": 1},
         "sampling": {"max_tokens": 80, "temperature": 0.7},
         "optimizer": {"lr": 3e-4, "schedule": "linear"},
-        "steps": STEPS,
+        "steps": steps,
         "eval": {"every": 0},
     }
     engine = {"samplers": 0, "dtype": "float32"}
@@ -241,6 +244,7 @@ def test_an_example_is_what_the_template_writes(taught: Taught) -> None:
         assert learned == taught.own(turns)
 
 
+@pytest.mark.parametrize("taught", [REWARDED], indirect=True)
 def test_reward_teaches_what_to_call(taught: Taught) -> None:
     """Two of the three conversations that it knows by heart get no reward."""
     rewards = [[line["reward"] or 0.0 for line in played(taught, step)] for step in range(STEPS)]

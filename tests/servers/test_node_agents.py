@@ -92,7 +92,7 @@ async def scores(version: AdapterRef, trainer: Any, job: str) -> Any:
 # --- many servers -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("publishes", [15, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("publishes", [15, pytest.param(100, marks=pytest.mark.soak)])
 def test_nothing_is_sampled_from_a_wrong_version(publishes: int, tmp_path: Path) -> None:
     """Four nodes: one dies and comes back, one is slow, one answers with the base for a while."""
 

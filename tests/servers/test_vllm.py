@@ -41,6 +41,8 @@ from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 KEY = "MOTET_TEST_VLLM_KEY"
+NEWEST = pytest.mark.parametrize("release", TESTED[-1:], indirect=True)
+"""What does not depend on how a release reads options and loads versions."""
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,11 @@ def test_it_reads_every_option_as_it_is_meant(server: Launched, on_gpus: Launche
 
 
 @pytest.mark.cell("single turn, publish by files", "vLLM")
-@pytest.mark.parametrize("n_steps", few((2, 4), 2))
+@pytest.mark.parametrize(
+    ("release", "n_steps"),
+    few([*((release, 2) for release in TESTED), (TESTED[-1], 4)], (TESTED[-1], 2)),
+    indirect=["release"],
+)
 def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path, n_steps: int) -> None:
     """Two learn from their newest version alone, and one from versions that are up to two steps old."""
     held_out = 32 if n_steps > 2 else 8
@@ -264,6 +270,7 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
     assert "differ" in problem
 
 
+@NEWEST
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "way",
@@ -297,6 +304,7 @@ def test_a_job_learns_on_two_servers_that_both_get_each_version(
         assert all(path.startswith(f"{where}/") for _, path in given[-5:])
 
 
+@NEWEST
 def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tmp_path: Path) -> None:
     """The base as teacher of a job that starts as the base: the gap of the first step is the type's; a wrong key is told."""
     teacher = {"type": "distill", "teacher": server.url, "teacher_key_env": KEY, "group_size": 2}
@@ -311,6 +319,7 @@ def test_a_teacher_finds_what_the_trainer_finds(small: Any, server: Launched, tm
     assert "answers 401" in result.jobs["refused"].message
 
 
+@NEWEST
 @pytest.mark.soak
 def test_a_teacher_is_known_by_its_name_and_weights_that_have_no_place_are_refused(
     small: Any, server: Launched, tmp_path: Path
@@ -356,6 +365,7 @@ def test_a_teacher_is_known_by_its_name_and_weights_that_have_no_place_are_refus
     assert "odd_proj" in problem
 
 
+@NEWEST
 @pytest.mark.soak
 @pytest.mark.parametrize("where", ["embedded", "vllm"])
 def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
@@ -384,12 +394,12 @@ def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
 
 @pytest.mark.soak
 def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Path) -> None:
-    """Eight versions of an ordinary training, and each of them under the name of the next."""
+    """Four versions of an ordinary training, and each of them under the name of the next."""
     base = load("small", EngineConfig(dtype="bfloat16", threads=1))
-    one = job("a", "toy:sort_letters", 8, checkpoint={"keep": 9})
+    one = job("a", "toy:sort_letters", 8, checkpoint={"keep": 5}, steps=4)
     tree = {"base": "small", "engine": {"threads": 1, "samplers": 0}, "jobs": [one], "run": str(tmp_path / "run")}
     assert run_config(RunConfig.model_validate(tree), base=base).ok
-    versions = [tmp_path / "run" / "a" / "versions" / f"v{number}" for number in range(1, 9)]
+    versions = [tmp_path / "run" / "a" / "versions" / f"v{number}" for number in range(1, 5)]
     trainer = TorchTrainer(base, slots=1)
     trainer.add_adapter("a", AdapterConfig(rank=8), 0)
     prompt = base.info.tokenizer.encode("Sort the letters of this word: " * 4)
@@ -461,9 +471,9 @@ def guards(service: Service) -> list[psutil.Process]:
 
 @pytest.mark.smollm2
 @pytest.mark.soak
-def test_the_gap_of_smollm2_over_many_publishes(smollm2_dir: Path, tmp_path: Path) -> None:
+def test_the_gap_of_smollm2_over_some_publishes(smollm2_dir: Path, tmp_path: Path) -> None:
     vllm_python()
-    publishes = 50
+    publishes = 8
     base = load(str(smollm2_dir), EngineConfig(dtype="float32", threads=1))
     few = {"group_size": 4, "groups_per_step": 1}
     (tmp_path / "rewards.py").write_text(

@@ -253,7 +253,7 @@ def test_a_number_that_a_deleted_file_gave_to_another_links_nothing(tmp_path):
     assert (places[0] / "second").read_text() == "two"
 
 
-BUSY = 300
+BUSY = 60
 """Steps of a job that a backup meets in the middle."""
 
 

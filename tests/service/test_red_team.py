@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import socket
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,8 @@ SCORERS = {
         "args": {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "operation": "eq", "reference": "x"},
     },
 }  # fmt: skip
+EVALUATES = "scorer:simple_integration"
+"""It hands answers to sympy, which evaluates them."""
 EVALUATED = "Symbol.__new__.__globals__['__builtins__']"
 """What sympy reads as Python's own functions."""
 
@@ -71,16 +72,12 @@ def smollm2_service(tmp_path_factory: pytest.TempPathFactory):
     shutil.rmtree(directory)  # a few hundred megabytes for each attack
 
 
-def test_answers_that_are_evaluated_reach_nothing(smollm2_service: Service, tmp_path: Path):
-    attempt(smollm2_service, tmp_path, {"scorer:simple_integration": "scorer"})
+def test_no_answer_reaches_anything(smollm2_service: Service, tmp_path: Path) -> None:
+    """Nothing is written, nobody is asked, no process is started; the service continues.
 
-
-def test_no_answer_reaches_anything(smollm2_service: Service, tmp_path: Path):
-    attempt(smollm2_service, tmp_path, SCORERS)
-
-
-def attempt(service: Service, where: Path, scorers: Mapping[str, object]) -> None:
-    """Nothing is written, nobody is asked, no process is started; the service continues."""
+    The scorer that has answers evaluated gets every attack, each other one; each attack meets two others at least.
+    """
+    service, where = smollm2_service, tmp_path
     asked = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -91,10 +88,11 @@ def attempt(service: Service, where: Path, scorers: Mapping[str, object]) -> Non
 
         threading.Thread(target=listen, daemon=True).start()
         names = []
-        for label, reward in scorers.items():
+        for place, (label, reward) in enumerate(SCORERS.items()):
             task = label.partition(":")[2] or "simple_integration"
-            for kind, attack in attacks(where, server.getsockname()[1]).items():
-                names.append(f"{label.replace(':', '-').replace('_', '-')}-{kind}-{len(scorers)}")
+            all_of_them = list(attacks(where, server.getsockname()[1]).items())
+            for kind, attack in all_of_them if label == EVALUATES else [all_of_them[place % len(all_of_them)]]:
+                names.append(f"{label.replace(':', '-').replace('_', '-')}-{kind}")
                 service.submit(job(names[-1], reward, task, attack))
         service.until(lambda: all(service.job(name)["state"] in FINAL for name in names), seconds=1800.0)
     copied = [_answers(service, name) for name in names]

@@ -74,13 +74,13 @@ def test_answers_are_those_of_the_document(service: Service, tmp_path: Path) -> 
 
 
 @pytest.mark.soak
-def test_three_thousand_requests(service: Service, tmp_path: Path) -> None:
+def test_a_thousand_requests(service: Service, tmp_path: Path) -> None:
     done, slowest = 0, 0.0
-    for number in range(100):
+    for number in range(40):
         asked = furnished(service, tmp_path, f"known{number}").ask(2_000, seed=1000 * number + 7)
         assert asked.faults == {}, told(asked)
         done, slowest = done + asked.total, max(slowest, asked.slowest)
-        if done >= 3_000:
+        if done >= 1_000:
             break
     print(f"{done} requests, slowest {slowest:.2f} s")
-    assert done >= 3_000
+    assert done >= 1_000

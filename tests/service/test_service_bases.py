@@ -60,9 +60,9 @@ JOBS = {"a": "small", "b": "twin", "c": "small", "d": "twin"}
 ASKED: Any = [{"role": "user", "content": "Sort the letters of DCBA."}]
 
 
-def job(name: str) -> Json:
+def job(name: str, steps: int = STEPS) -> Json:
     """Of some seconds."""
-    return tiny(name, steps=STEPS, optimizer={"lr": 1e-3})
+    return tiny(name, steps=steps, optimizer={"lr": 1e-3})
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_bases_in_shards_on_nodes_and_on_servers_have_the_bytes_of_each_alone(
         names = dict(zip("ab", bases, strict=True))
         alone = {
             name: weights_of(run_config(validate({
-                **bases[base], "run": str(tmp_path / name), "engine": engine, "jobs": [job(name)]
+                **bases[base], "run": str(tmp_path / name), "engine": engine, "jobs": [job(name, 3)]
             }, "the test")))[name]
             for name, base in names.items()
         }  # fmt: skip
@@ -214,7 +214,7 @@ def test_bases_in_shards_on_nodes_and_on_servers_have_the_bytes_of_each_alone(
         (tmp_path / "bases.yaml").write_text(yaml.safe_dump(config))
         with serving(tmp_path / "service", "--config", str(tmp_path / "bases.yaml"), base=None) as service:
             for name, base in names.items():
-                service.submit({**job(name), "base": base})
+                service.submit({**job(name, 3), "base": base})
             for name, base in names.items():
                 assert service.ended(name) == "succeeded", service.job(name)["message"]
                 assert service.weights(name) == alone[name], f"not the bytes of {base} alone"

@@ -103,10 +103,8 @@ def pair(two: RankGroup) -> tuple[TorchTrainer, ShardedTrainer]:
     ("name", "dtype", "n", "recompute"),
     [
         ("llama", "float32", 2, False),
-        pytest.param("llama", "bfloat16", 1, False, marks=pytest.mark.soak),
         pytest.param("qwen3", "bfloat16", 3, True, marks=pytest.mark.soak),
         pytest.param("phi3", "float32", 4, False, marks=pytest.mark.soak),
-        pytest.param("lfm2", "float32", 2, False, marks=pytest.mark.soak),
         pytest.param("qwen3_5", "bfloat16", 2, True, marks=pytest.mark.soak),
         pytest.param("falcon_h1", "float32", 3, False, marks=pytest.mark.soak),
         pytest.param("nemotron_h", "bfloat16", 2, False, marks=pytest.mark.soak),
@@ -396,7 +394,7 @@ def kept(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.cell("single turn", "shards 2")
 @pytest.mark.soak
-@pytest.mark.parametrize("engine", [{"shard": 2}, {"ranks": 2}, {"ranks": 2, "kernels": "auto"}])
+@pytest.mark.parametrize("engine", [{"shard": 2}, {"ranks": 2, "kernels": "auto"}])
 def test_a_run_on_ranks_has_the_bytes_of_one_process(engine: dict[str, Any], tmp_path: Path) -> None:
     assert run_config(job_file(tmp_path / "one", **{**engine, "shard": 1, "ranks": 1})).ok
     assert run_config(job_file(tmp_path / "many", **engine)).ok
@@ -407,7 +405,7 @@ def test_a_run_on_ranks_has_the_bytes_of_one_process(engine: dict[str, Any], tmp
 
 @pytest.mark.soak
 def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    assert run_config(job_file(tmp_path / "whole", steps=4)).ok
+    assert run_config(job_file(tmp_path / "whole", steps=3)).ok
 
     def started(host: Any, jobs: Any) -> None:
         def kill() -> None:
@@ -418,7 +416,7 @@ def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) 
         pause = threading.Event()
         threading.Thread(target=kill).start()
 
-    cut = job_file(tmp_path / "cut", shard=2, steps=4)
+    cut = job_file(tmp_path / "cut", shard=2, steps=3)
     with pytest.raises(RankGone, match="rank 1 of 2"):
         run_config(cut, started=started)
     assert run_config(cut).ok
