@@ -12,6 +12,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
+from motet.model.unit_sums import UnitSums
 from tests.support import cuda_bases as cuda
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
@@ -128,10 +129,10 @@ def test_training_has_the_bits_of_sampling_and_the_gradients_of_torch(name: str)
     found = []
     for base in (stock, own):
         first, second = tiny.adapter(base, rank=3, seed=1), tiny.adapter(base, rank=18, targets=some, seed=2)
-        flats = [torch.zeros(weights.layout.size, device=base.device) for weights in (first, second)]
+        both = [UnitSums.empty(weights.layout.size, base.device) for weights in (first, second)]
         segments = [
-            TrainSegment(start, stop, weights, weights.layout.matrices(flat))
-            for start, stop, weights, flat in zip((0, 20), (20, 24), (first, second), flats, strict=True)
+            TrainSegment(start, stop, weights, weights.layout.matrices(sums.flat), sums=sums)
+            for start, stop, weights, sums in zip((0, 20), (20, 24), (first, second), both, strict=True)
         ]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
         with base.routed(routing):
@@ -139,7 +140,7 @@ def test_training_has_the_bits_of_sampling_and_the_gradients_of_torch(name: str)
             hidden = base.hidden(ids.to(base.device), positions.to(base.device), attention)
             slope = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0))
             (hidden * slope.to(base.device)).sum().backward()
-        found.append((base.logits(hidden.detach()), [flat.cpu() for flat in flats]))
+        found.append((base.logits(hidden.detach()), [sums.total().cpu() for sums in both]))
     (_, theirs), (logits, ours) = found
     sampled = packed(own, [first, second], list(ids.split([20, 4])))
     assert torch.equal(logits, torch.cat(sampled))

@@ -16,7 +16,9 @@ from motet.core.model_info import TRITON
 from motet.cuda.attention import CudaAttention
 from motet.cuda.base import CudaBase
 from motet.cuda.cover import refusal
+from motet.cuda.launches import count
 from motet.model.lora_model import LoraModel
+from motet.model.proof import check_training
 from motet.native.choice import Choice, for_device, kernels_of, of_jobs, of_machine
 from motet.native.cover import hand_over
 from tests.support import cuda_bases as cuda
@@ -35,6 +37,14 @@ def test_a_covered_base_is_handed_over_and_exact(name: str) -> None:
     assert (base.info.notes, base.info.inexact) == ((), "")
     assert kernels_of(base.info.processor) == "triton"
     assert len(base.pad(torch.zeros(5, 1))) == 5, "its passes have no rows of padding"
+
+
+def test_the_last_check_takes_a_training_step_as_a_jobs() -> None:
+    """A base that fails it is left to torch, so a check that no base passes would leave all to it."""
+    base = cuda.base("llama_long")
+    with count() as launched:
+        check_training(base, torch.arange(9, device=base.device))
+    assert launched["add_units"] == 4
 
 
 def test_what_is_not_covered_is_refused_with_the_reason() -> None:

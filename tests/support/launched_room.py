@@ -195,7 +195,7 @@ def gradient_launches(target: str, *, everything: bool) -> Iterator[Launch]:
         products = Products(WayTable(9 if target == "sm_90" else 8, 1 << 18, 2))
         routing = TrainerRouting([], CPU, None, backward=True)  # type: ignore[arg-type]
         backward = DecoderBackward.of(plan, products, attention, tables, routing)
-        backward.units = UnitTables(integers[:, :2], integers, addresses, torch.ones(n_adapters), (), ())
+        backward.units = UnitTables(integers[:, :2], integers, addresses, torch.ones(n_adapters))
         inputs = [torch.zeros(n_rows, plan.width, dtype=BF16) for _ in range(3)]
         yield partial(backward.run, [KeptLayer(x) for x in inputs], inputs[0])
 

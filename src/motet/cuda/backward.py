@@ -85,7 +85,6 @@ class DecoderBackward:
         stream, added = self._norm(slope_TD.contiguous(), kept.pop().x_TD, self.plan.norm_out, None)
         while kept:
             stream, added = self._layer(len(kept) - 1, kept.pop(), stream, added)
-        self.units.finish()
 
     def _layer(self, index: int, kept: KeptLayer, stream_TD: Tensor, added_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of a layer's input, from those of its output: of the residual stream, and of what is added to it."""

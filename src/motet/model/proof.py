@@ -32,6 +32,7 @@ from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
 from motet.model.stock import LENGTHS, Stock, proof_sequences
+from motet.model.unit_sums import UnitSums
 from motet.model.whole_vectors import Uneven, take_whole_vectors
 
 Found = TypeVar("Found")
@@ -177,7 +178,8 @@ def check_training(base: LoraModel, sequence: Tensor) -> None:
     layout = base.adapter_layout("all-linear", RANK)
     weights = AdapterWeights.from_masters(layout, 1.0, torch.full((layout.size,), 1e-3, device=base.device), base.dtype)
     rows = round_up(len(sequence), base.arithmetic.rows)
-    segment = TrainSegment(0, rows, weights, layout.matrices(torch.zeros(layout.size, device=base.device)))
+    sums = UnitSums.empty(layout.size, base.device)
+    segment = TrainSegment(0, rows, weights, layout.matrices(sums.flat), sums=sums)
     routing = TrainerRouting([segment], base.device, base.products, backward=True)
     with torch.enable_grad(), base.routed(routing):
         packed_hidden(base, [sequence])[0][0].float().sum().backward()
