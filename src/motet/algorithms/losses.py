@@ -9,9 +9,8 @@ of ratios: the sampler, or with `correct_sampler` the policy at the start of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,8 +22,6 @@ from motet.core.types import FloatArray
 MOST_LOG_RATIO = 20.0
 """Largest log ratio in a loss. Above it the ratio is e^20 and has no gradient, so no term overflows, or turns an advantage
 of 0 into NaN."""
-LEAST_LOGPROB = -10_000.0
-"""Counts for a logprob of −∞, which has no gradient: of a target that has lost its whole probability, or a reference's."""
 
 
 @dataclass(frozen=True)
@@ -106,22 +103,6 @@ def _bounded(log_ratio_N: Tensor) -> Tensor:
     return torch.where(log_ratio_N > MOST_LOG_RATIO, MOST_LOG_RATIO, log_ratio_N)
 
 
-def _with_finite_logprobs(inputs: LossInputs) -> LossInputs:
-    """The inputs with `LEAST_LOGPROB` for −∞. NaN and +∞ stay, for they are faults."""
-    reference_N, proximal_N = inputs.reference_logprobs_N, inputs.proximal_logprobs_N
-    return replace(
-        inputs,
-        logprobs_N=_finite(inputs.logprobs_N),
-        sampler_logprobs_N=_finite(inputs.sampler_logprobs_N),
-        reference_logprobs_N=None if reference_N is None else _finite(reference_N),
-        proximal_logprobs_N=None if proximal_N is None else _finite(proximal_N),
-    )
-
-
-def _finite(logprobs_N: Tensor) -> Tensor:
-    return torch.where(logprobs_N == -math.inf, LEAST_LOGPROB, logprobs_N)
-
-
 def _nowhere(like_N: Tensor) -> Tensor:
     return torch.zeros_like(like_N, dtype=torch.bool)
 
@@ -168,7 +149,7 @@ def policy_losses(settings: PolicyLoss, inputs: LossInputs) -> TokenLosses:
     Raises:
         ValueError: a KL penalty without reference logprobs.
     """
-    inputs = _with_finite_logprobs(inputs)
+    inputs = inputs.finite
     log_ratio_N = inputs.logprobs_N - _old_logprobs(settings, inputs)
     loss_N, clipped_N = LOSSES[settings.name](settings, inputs, log_ratio_N)
     if settings.correct_sampler:
@@ -198,7 +179,7 @@ def client_losses(name: str, settings: Mapping[str, float], inputs: LossInputs) 
     −(A·log π − β/2 (log r)²); `gspo` is `ppo` with the ratio of the sequence, whose gradient goes to each token by itself
     (GSPO-token: arXiv 2507.18071, eq. 13 to 15).
     """
-    inputs = _with_finite_logprobs(inputs)
+    inputs = inputs.finite
     logprobs_N, advantages_N = inputs.logprobs_N, inputs.advantages_N
     if name == "cross_entropy":
         return cross_entropy(inputs)
@@ -293,7 +274,7 @@ def _kl_to_base(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
 @torch.no_grad()
 def _stats(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N: Tensor) -> LossStats:
     """Sums in float64, copied from the device in one transfer."""
-    inputs = _with_finite_logprobs(inputs)
+    inputs = inputs.finite
     tokens = len(weighted_N)
     if tokens == 0:
         return LossStats()

@@ -5,8 +5,9 @@ Legend of array suffixes in comments: T tokens of one sequence (prompt included)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 TokenLosses: TypeAlias = "tuple[Tensor, Tensor]"
 """Loss of each token [N], and whether the clip touched it [N] bool."""
+
+LEAST_LOGPROB = -10_000.0
+"""Counts for a logprob of −∞, which has no gradient: of a target that has lost its whole probability, or a reference's."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,22 @@ class LossInputs:
     """Functions of Motet's kernels; None uses torch's."""
     by_sample: bool = False
     """As of the segment."""
+
+    @cached_property
+    def finite(self) -> LossInputs:
+        """These, with `LEAST_LOGPROB` for −∞. NaN and +∞ stay, for they are faults."""
+        reference_N, proximal_N = self.reference_logprobs_N, self.proximal_logprobs_N
+        return replace(
+            self,
+            logprobs_N=_finite(self.logprobs_N),
+            sampler_logprobs_N=_finite(self.sampler_logprobs_N),
+            reference_logprobs_N=None if reference_N is None else _finite(reference_N),
+            proximal_logprobs_N=None if proximal_N is None else _finite(proximal_N),
+        )
+
+
+def _finite(logprobs_N: Tensor) -> Tensor:
+    return logprobs_N.where(logprobs_N != -math.inf, LEAST_LOGPROB)
 
 
 class Loss(Protocol):
