@@ -49,13 +49,12 @@ class _Gradient:
 
     @classmethod
     def zeros(cls, layout: AdapterLayout, base: LoraModel, *, head: bool, by_sample: bool) -> _Gradient:
-        own_head = _empty_head(base) if head else None
         if adds_whole(base, by_sample=by_sample):
-            sums = UnitSums.empty(layout.size + (0 if own_head is None else len(own_head)), base.device)
+            sums = UnitSums.empty(layout.size + (_head_size(base) if head else 0), base.device)
             return cls(sums.flat, {}, None, sums)
         dtype = base.dtype if base.kernels is None else torch.float32
         flat = torch.zeros(layout.size, dtype=dtype, device=base.device)
-        return cls(flat, layout.matrices(flat), own_head)
+        return cls(flat, layout.matrices(flat), _empty_head(base) if head else None)
 
 
 class RankTrainer:
@@ -253,5 +252,9 @@ class RankTrainer:
 
 
 def _empty_head(base: LoraModel) -> Tensor:
-    """Zeros for the weights and the bias."""
-    return torch.zeros(base.info.hidden_size + 1, device=base.device)
+    return torch.zeros(_head_size(base), device=base.device)
+
+
+def _head_size(base: LoraModel) -> int:
+    """Its weights and its bias."""
+    return base.info.hidden_size + 1
