@@ -111,8 +111,8 @@ class SteppingTogether(Protocol):
     """A trainer that may take the steps of several adapters at once."""
 
     @property
-    def steps_together(self) -> bool:
-        """Whether it does."""
+    def steps_at_once(self) -> int:
+        """How many it takes at most; 1 takes each alone."""
 
     def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
         """As `optim_step` of each adapter. If this raises, no adapter has changed."""

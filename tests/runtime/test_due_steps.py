@@ -24,10 +24,9 @@ NAMES = "abc"
 class Together(FakeTrainer):
     """Takes steps together, but none of `bad` with others, nor alone."""
 
-    steps_together = True
-
-    def __init__(self, bad: str = "") -> None:
+    def __init__(self, bad: str = "", at_once: int = 8) -> None:
         super().__init__()
+        self.steps_at_once = at_once
         self.taken: list[str] = []
         self.bad = bad
 
@@ -84,6 +83,17 @@ def test_steps_that_are_due_at_once_are_taken_at_once_and_charged_to_all() -> No
     assert [one.lr for one in found] == [rate(name).lr for name in NAMES]
     assert charged == [NAMES]
     assert paid.keys() == set(NAMES)
+
+
+@pytest.mark.parametrize(("at_once", "taken"), [(2, ["ab", "c"]), (1, ["a", "b", "c"])])
+def test_no_more_steps_are_taken_at_once_than_there_is_room_for(at_once: int, taken: list[str]) -> None:
+    trainer = Together(at_once=at_once)
+
+    async def script(steps: DueSteps, _device: Device) -> None:
+        await asyncio.gather(*(steps.take(name, name, rate(name)) for name in NAMES))
+
+    on_a_device(trainer, script)
+    assert (trainer.taken or ["a", "b", "c"]) == taken
 
 
 def test_a_step_that_fails_fails_its_own_job_alone() -> None:

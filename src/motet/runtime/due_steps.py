@@ -27,7 +27,7 @@ class DueSteps:
 
     def __init__(self, trainer: Trainer, device: Device, scheduler: FairScheduler) -> None:
         self._trainer, self._device, self._scheduler = trainer, device, scheduler
-        self._together = trainer if isinstance(trainer, SteppingTogether) and trainer.steps_together else None
+        self._together = trainer if isinstance(trainer, SteppingTogether) and trainer.steps_at_once > 1 else None
         self._due: dict[_Due, None] = {}
         self._changing = threading.Lock()
 
@@ -49,10 +49,11 @@ class DueSteps:
                     del self._due[own]
 
     def _settle(self, own: _Due, trainer: SteppingTogether) -> OptimStats:
-        """Take all steps that are due, in the device's thread. If they fail, nothing has changed, and each is taken alone."""
+        """Take the steps that are due, in the device's thread. If they fail, nothing has changed, and each is taken alone."""
         if own.stats is None:
             with self._changing:
                 others = [one for one in self._due if one is not own and one.stats is None]
+            others = others[: trainer.steps_at_once - 1]
             try:
                 self._step([own, *others], trainer)
             except Exception:

@@ -154,9 +154,9 @@ class TorchTrainer:
         return self.optim_steps([(name, adamw)])[0]
 
     @property
-    def steps_together(self) -> bool:
-        """Whether kernels take the steps of several adapters at once, and all of these are on the device."""
-        return adds_whole(self.base, by_sample=False) and not self.parks
+    def steps_at_once(self) -> int:
+        """Of how many adapters kernels take the steps at once: of those that may be on the device."""
+        return (self._residence.room or self.slots) if adds_whole(self.base, by_sample=False) else 1
 
     def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
         """`optim_step` of several adapters."""
