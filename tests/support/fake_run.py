@@ -149,6 +149,8 @@ class Setting:
     """Seconds that a step may go on after its job must give its slot away."""
     ordered: Callable[[list[JobConfig]], Sequence[JobConfig]] = list
     """In which order the pipeline gets the jobs."""
+    began: Rules = TODAY
+    """What jobs began with."""
     late: frozenset[str] = frozenset()
     """Jobs that the pipeline does not get at first."""
 
@@ -166,7 +168,7 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
         data=Dataset(
             Problems.of(problems(20)), problems(setting.holdout, first=100), None, shuffle=config.data.shuffle
         ),
-        chat=Chat(FakeTokenizer(), chat_template=False),
+        chat=Chat(FakeTokenizer(), chat_template=False, rules=setting.began),
         directory=directory.job(config.name),
         base_rate=rate,
         stop_token_ids=(END,),
