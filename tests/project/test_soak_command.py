@@ -22,31 +22,18 @@ def test_not_torn_down(broken): pass
 """
 
 
+def run(place: Path, *words: str, **more: str) -> str:
+    """What pytest prints of the tests in a directory, whose `kept` has what passed."""
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "tests.soak", "--rootdir", str(place), *words]
+    own = {"MOTET_SOAK": str(place / "kept" / "passed"), "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env = {**os.environ, **own, **more}
+    return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False).stdout
+
+
 def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "1",
-        "-p",
-        "xdist",
-        "-p",
-        "tests.soak",
-        "--rootdir",
-        str(tmp_path),
-        "test_some.py",
-    ]
-    kept = tmp_path / "kept" / "passed"
-    own = {"MOTET_SOAK": str(kept), "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-
-    def run(**more: str) -> str:
-        env = {**os.environ, **own, **more}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False).stdout
-
-    assert "1 failed, 3 passed, 1 error" in run()
+    kept, words = tmp_path / "kept" / "passed", ("-q", "-n", "1", "test_some.py")
+    assert "1 failed, 3 passed, 1 error" in run(tmp_path, *words)
     failures = kept.with_name("failed").read_text()
     assert [name in failures for name in ("test_good", "test_later (call)", "test_not_torn_down (teardown)")] == [
         0,
@@ -54,8 +41,21 @@ def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
         1,
     ]
     assert not kept.read_text(), "a test of the file may have left what could not be torn down"
-    assert "4 passed" in run(GOOD="1")
+    assert "4 passed" in run(tmp_path, *words, GOOD="1")
     lines = kept.read_text().splitlines()
     assert len(lines) == 4
     kept.write_text("\n".join([*lines[:3], "0" + lines[3]]) + "\n")
-    assert "1 passed" in run(GOOD="1"), "what passed on other files does not count"
+    assert "1 passed" in run(tmp_path, *words, GOOD="1"), "what passed on other files does not count"
+
+
+def test_the_files_that_lasted_longest_begin_first(tmp_path: Path) -> None:
+    """By what each of their tests took when it last passed, also on other files."""
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
+    (tmp_path / "kept").mkdir()
+    took = {"b": (9.0, 1.0), "c": (4.0, 3.0)}
+    lines = [f"of-old {seconds} test_{name}.py::test_one" for name, found in took.items() for seconds in found]
+    (tmp_path / "kept" / "passed").write_text("\n".join([*lines, "of-old 2.0 test_c.py::test_two", ""]))
+    said = run(tmp_path, "-n", "1", "-v", "--dist", "loadfile", "--no-loadscope-reorder")
+    passed = [line.split()[-1].partition("::")[0] for line in said.splitlines() if "PASSED" in line]
+    assert passed == [f"test_{name}.py" for name in "ccbbaa"]
