@@ -431,7 +431,6 @@ def test_jobs_go_on_while_no_service_is_there(tmp_path: Path, alone: dict[str, t
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_an_engine_of_another_configuration_is_started_again(
     tmp_path: Path, alone: dict[str, tuple[bytes, bytes]]
 ) -> None:
@@ -459,7 +458,6 @@ def test_an_engine_of_another_configuration_is_started_again(
 
 
 @pytest.mark.soak
-@pytest.mark.alone
 def test_each_of_several_hosts_keeps_its_jobs(tmp_path: Path, alone: dict[str, tuple[bytes, bytes]]) -> None:
     with contextlib.closing(Service(tmp_path / "served", "--hosts", "2")) as service:
         service.start()

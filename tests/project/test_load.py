@@ -26,11 +26,11 @@ def test_what_locust_writes_becomes_a_table(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_fifty_tenants_are_answered_for_two_minutes(tmp_path: Path) -> None:
+def test_fifty_tenants_are_answered_for_a_minute(tmp_path: Path) -> None:
     """`MOTET_LOAD_SECONDS` makes it longer; `make load` asks for ten minutes."""
     if not python_of(directory(), "locust").exists():
         pytest.skip("locust is not installed: run `make load`, or `make soak`")
-    kinds, wrong = load(tmp_path, float(os.environ.get("MOTET_LOAD_SECONDS", "120")), 50)
+    kinds, wrong = load(tmp_path, float(os.environ.get("MOTET_LOAD_SECONDS", "60")), 50)
     print(table(kinds))
     assert not wrong, wrong
     names = {one.name for one in kinds}
