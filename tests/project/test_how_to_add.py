@@ -163,6 +163,9 @@ class Arrows:
         text = "".join(pieces).removeprefix("=>")
         name, _, arguments = text.partition(" ")
         return CallsRead.of([(ToolCall(name, json.loads(arguments)), text)], "")
+
+    def written(self, calls):
+        return "".join(f"=>{one.name} {json.dumps(one.arguments)}" for one in calls)
 """
         },
         "tasks/forms/table.py",

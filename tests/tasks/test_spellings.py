@@ -20,7 +20,7 @@ from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem, ToolCall
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
-from motet.tasks.forms.table import CALL_STYLES, HARMONY, tags_named
+from motet.tasks.forms.table import CALL_STYLES, HARMONY
 from motet.tasks.problems import Problems
 from motet.tasks.rows import row_of
 from motet.tasks.wording import PART_TAGS
@@ -141,7 +141,7 @@ def test_a_job_of_before_reads_special_tokens_in_texts() -> None:
 @pytest.mark.parametrize("form", [*CALL_STYLES, HARMONY.name])
 def test_tags_of_a_form_named_by_hand_are_letters_in_texts(form: str, special: bool, template: bool) -> None:
     """The template lacks them, so that only the name of the form tells of them."""
-    tags = tags_named(form)
+    tags = HARMONY.tags if form == HARMONY.name else CALL_STYLES[form].tags
     tokenizer = byte_tokenizer(CHATML)
     tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
     chat, marks = Chat(tokenizer, template, tool_format=form), set(tokenizer.convert_tokens_to_ids([*tags]))

@@ -51,6 +51,11 @@ class Rules:
         """Whether the tags of a form that `tool_format` names are letters in texts, also where the template lacks them."""
         return self.number >= 3
 
+    @property
+    def writes_in_form(self) -> bool:
+        """Whether calls and thoughts that no template writes are in the base's form; else calls are JSON in tags."""
+        return self.number >= 3
+
 
 TODAY = Rules()
 """Of work without a job."""

@@ -32,8 +32,8 @@ from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.forms.bounds import turn_grammar
-from motet.tasks.forms.json_in_tags import written
 from motet.tasks.forms.letters import token_bytes
+from motet.tasks.forms.table import CALL_STYLES
 
 if TYPE_CHECKING:
     from motet.config import AdapterConfig
@@ -270,7 +270,8 @@ def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, longest:
     """
     prompt = question.prompt
     if prompt is None:
-        said = (text for one in question.messages for text in (one.thought, one.content, written(one.tool_calls)))
+        as_json = CALL_STYLES["hermes"]
+        said = (text for one in question.messages for text in (one.thought, as_json.written(one.tool_calls)))
         texts = [*said, *map(json.dumps, question.tools)]
     else:
         texts = [prompt] if isinstance(prompt, str) else []

@@ -18,14 +18,14 @@ import numpy as np
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.rules import TODAY, Rules
-from motet.core.types import BoolArray, IntArray, Message, Problem, ToolCall
+from motet.core.types import BoolArray, IntArray, Message, Problem, ToolCall, TurnParts
 from motet.tasks.clock import with_clock
-from motet.tasks.forms.table import ASKED, tags_named
+from motet.tasks.forms.table import ASKED
 from motet.tasks.forms.turns import ReadsTurns
 from motet.tasks.forms.turns import Tools as Tools  # noqa: PLC0414
 from motet.tasks.spellings import Spellings, plain
 from motet.tasks.template_variables import ROW_VARIABLES, tools_shown, variables_of
-from motet.tasks.wording import Wording, apply, with_calls
+from motet.tasks.wording import Wording, apply
 
 # A placeholder for sampled text when a template is rendered; letters and digits only, so that no template trims or escapes it.
 _PLACEHOLDER = "7sampled7text7"
@@ -95,7 +95,7 @@ class Chat(ReadsTurns):
     @property
     def spellings(self) -> Spellings:
         """Which letters are tokens in what the template writes, and letters in texts."""
-        tags = tags_named(self.tool_format) if self.tool_format and self.rules.knows_named_tags else ()
+        tags = self.form.tags if self.rules.knows_named_tags else ()
         return Spellings.of(self.tokenizer, self._source if self.chat_template else "", tags)
 
     @property
@@ -110,9 +110,9 @@ class Chat(ReadsTurns):
     def wording(self) -> Wording:
         """How the template takes thoughts, calls and results."""
         if not self.chat_template:
-            return Wording(tool_role="user")
+            return Wording(tool_role="user", form=self.form_as_text)
         kwargs = self._given(())
-        return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), self._source)
+        return Wording.of(lambda turns: apply(self.tokenizer, turns, False, kwargs), self._source, self.form_as_text)
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -173,8 +173,7 @@ class Chat(ReadsTurns):
 
     def marked_text(self, message: Message) -> str:
         """A message as text without a template, with marks where a token is a token."""
-        message, spellings = with_calls(message), self.spellings
-        return spellings.text_of(message) if self.rules.writes_as_template else spellings.marked(message.content)
+        return _as_text(self, message)
 
     def prompt_of(self, messages: Sequence[Message], tools: Tools = ()) -> IntArray:
         """The token ids of a conversation up to the model's next turn, [T]."""
@@ -292,6 +291,17 @@ class Chat(ReadsTurns):
 
     def _decode(self, ids: Sequence[int] | IntArray) -> str:
         return str(self.tokenizer.decode([int(token) for token in ids], clean_up_tokenization_spaces=False))
+
+
+def _as_text(chat: Chat, message: Message) -> str:
+    spellings, form = chat.spellings, chat.form_as_text
+    if chat.rules.writes_in_form and message.role == "assistant" and (message.thought or message.tool_calls):
+        (sealed,), _, seal = spellings.sealed([message], ())
+        return spellings.marked(form.written(TurnParts(sealed.thought, sealed.content, sealed.tool_calls)), seal)
+    if message.tool_calls:
+        text = form.written(TurnParts("", message.content, message.tool_calls))
+        message = replace(message, content=text, tool_calls=())
+    return spellings.text_of(message) if chat.rules.writes_as_template else spellings.marked(message.content)
 
 
 def _without_chance(chat: Chat) -> Chat:

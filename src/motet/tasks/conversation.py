@@ -7,7 +7,7 @@ model samples: with headers, thoughts and spaces, up to the token that ends it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -123,7 +123,10 @@ def _plain(chat: Chat, messages: Sequence[Message], first: int) -> Example:
             continue
         if index > first:
             pieces.append((chat.between(replies), False))
-        pieces.append((_ended(chat.encoded(chat.marked_text(message)), chat.tokenizer.eos_token_id), message.learned))
+        text = chat.marked_text(message)
+        if index == first:
+            text = _opened_once(chat, chat.rendered(messages[:first]), text)
+        pieces.append((_ended(chat.encoded(text), chat.tokenizer.eos_token_id), message.learned))
         replies = []
     return _joined(pieces)
 
@@ -159,7 +162,7 @@ def _behind_prompt(chat: Chat, before: Sequence[Message], turn: Message, tools: 
 
 def _put_together(chat: Chat, prompt: str, turn: Message) -> str:
     """A turn behind a prompt that its template never writes before it."""
-    text = _opened_once(chat, prompt, chat.marked_text(turn))
+    text = _opened_once(chat, prompt, chat.marked_text(replace(turn, thought="")))
     if turn.thought and _opens(chat, prompt):
         return _with_thought(chat, prompt, turn, text)
     return _thought_ended(chat, prompt, turn, text)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.core.errors import BaseModelError
-from motet.core.types import Message, ToolCall
-from motet.tasks.forms.json_in_tags import written
-from motet.tasks.forms.table import CALL_STYLES
+from motet.core.types import Message, ToolCall, TurnParts
+from motet.tasks.forms.reading import TurnForm
+from motet.tasks.forms.table import CALL_STYLES, EARLIER
 from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS, Given, GiveThought
 from motet.tasks.template_errors import let_go
 
@@ -51,7 +51,8 @@ class Wording:
     thought: GiveThought | None = None
     """None: the template leaves thoughts out."""
     calls: bool = False
-    """Whether it writes calls; otherwise they are text, in the most common form."""
+    """Whether it writes calls; otherwise they are text, in the base's form."""
+    form: TurnForm = EARLIER
     several: bool = True
     """Whether it writes several calls of one turn; otherwise each gets a turn."""
     as_json: bool = False
@@ -62,12 +63,12 @@ class Wording:
     """The role of tool results: `user` if the template has no other."""
 
     @classmethod
-    def of(cls, write: Write, source: str) -> Wording:
-        """Try a template with this source."""
-        found = cls(thought=_thought_of(write, source))
+    def of(cls, write: Write, source: str, form: TurnForm) -> Wording:
+        """Try a template with this source; `form` is that of parts that it does not write."""
+        found = cls(thought=None if form.writes_thoughts else _thought_of(write, source), form=form)
         asked = (_QUESTION, Message("assistant", "", (_CALL,)))
         twice = (_QUESTION, Message("assistant", "", (_CALL, ToolCall(_OTHER, {_KEY: _TEXT}))))
-        for id_of, as_json in itertools.product(_IDS, (False, True)):
+        for id_of, as_json in itertools.product(_IDS, (False, True) * form.in_template):
             way = replace(found, calls=True, as_json=as_json, id_of=id_of)
             text = _tried(write, way.given(asked))
             if _NAME in text and _TEXT in text and f"'{_KEY}'" not in text:  # no mapping as Python prints it
@@ -92,11 +93,11 @@ class Wording:
             turn: Given = {"role": role, "content": message.content}
             if message.name:
                 turn["name"] = message.name
-            if message.tool_calls and not self.calls:
-                turn["content"] = with_calls(message).content
-            elif message.tool_calls:
+            if message.tool_calls and self.calls:
                 turn["tool_calls"] = [self._call(call, len(called) + at) for at, call in enumerate(message.tool_calls)]
                 called += turn["tool_calls"]
+            elif message.role == "assistant":
+                turn["content"] = self._text_of(message)
             if message.thought and self.thought:
                 turn = self.thought(turn, message.thought)
             if role == "tool" and self.id_of:
@@ -106,19 +107,16 @@ class Wording:
             turns.append(turn)
         return turns
 
+    def _text_of(self, message: Message) -> str:
+        """The text of a turn whose calls the template does not write."""
+        thought = message.thought if self.form.writes_thoughts else ""
+        return self.form.written(TurnParts(thought, message.content, message.tool_calls))
+
     def _call(self, call: ToolCall, number: int) -> Given:
         arguments = dict(call.arguments)
         text = json.dumps(arguments, ensure_ascii=False) if self.as_json else arguments
         named = {"id": self.id_of(number, call.name)} if self.id_of else {}
         return {**named, "type": "function", "function": {"name": call.name, "arguments": text}}
-
-
-def with_calls(message: Message) -> Message:
-    """A turn with its calls as text, in the most common form."""
-    if not message.tool_calls:
-        return message
-    text = written(message.tool_calls)
-    return replace(message, content=f"{message.content}\n{text}" if message.content else text, tool_calls=())
 
 
 def apply(tokenizer: Any, turns: Sequence[Given], generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from motet.core.types import ToolCall
@@ -45,11 +45,29 @@ def plain_arguments(value: Any) -> dict[str, Any]:
     return dict(check_plain({} if value is None else value, DEEPEST_CALL))
 
 
+def written_json(value: Any, tags: Iterable[str] = ()) -> str:
+    """A value as JSON without the letters of tags."""
+    return without_tags(json.dumps(value, ensure_ascii=False), tags)
+
+
+def without_tags(text: str, tags: Iterable[str]) -> str:
+    """A text of escaped strings in which the first letter of each tag is escaped."""
+    for tag in tags:
+        text = text.replace(tag, f"\\u{ord(tag[0]):04x}{tag[1:]}")
+    return text
+
+
 def broken(text: str, error: Exception) -> tuple[ToolCall, str]:
     """A call of a tool that does not exist, whose error the model reads; and what is wrong with the call."""
     shown = text.strip()[:_SHOWN]
     name = f"({shown})" if _NAME.fullmatch(shown) else shown
     return ToolCall(name, {}), f"a call cannot be read: {f'{type(error).__name__}: {error}':.200}"
+
+
+def written_texts(call: ToolCall, tags: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each argument's name, and its text where a tool's schema gives it its type; JSON has the letters of no tag."""
+    for name, value in call.arguments.items():
+        yield name, value if isinstance(value, str) else written_json(value, tags)
 
 
 class TypedTexts:

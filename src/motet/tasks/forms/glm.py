@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
 from motet.tasks.forms.json_in_tags import CLOSES, OPENS
 from motet.tasks.forms.letters import Tag, joined
 from motet.tasks.forms.reading import CallsRead, between
@@ -26,6 +26,16 @@ class Glm:
         typed = TypedTexts(schemas)
         bodies, around = between(pieces, OPENS, CLOSES, _outside_values)
         return CallsRead.of([_call(body, typed) for body in bodies], around)
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallStyle`."""
+        return "\n".join(map(_written, calls))
+
+
+def _written(call: ToolCall) -> str:
+    texts = written_texts(call, Glm.tags)
+    pairs = (f"{_KEY}{name}{_KEY_ENDS}\n{_VALUE}{text}{_VALUE_ENDS}\n" for name, text in texts)
+    return f"{OPENS}{call.name}\n{''.join(pairs)}{CLOSES}"
 
 
 def _outside_values() -> Callable[[str], bool]:

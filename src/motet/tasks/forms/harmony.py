@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from motet.core.types import ToolCall, TurnParts
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined
 from motet.tasks.forms.marks import Marks
-from motet.tasks.forms.reading import CALLS_CUT_OFF, CallsRead, Shown, TurnForm, TurnReader, open_thought
+from motet.tasks.forms.reading import CALLS_CUT_OFF, CallsRead, Shown, TurnForm, TurnReader, open_thought, readable
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -47,6 +47,23 @@ class Harmony(TurnForm):
         _, start, head = before.rpartition(_START)
         opened = head.removeprefix("assistant") if start else _MESSAGE
         return _ChannelReader(Letters(vocabulary, stops), vocabulary, opened, schemas)
+
+    @property
+    def writes_thoughts(self) -> bool:
+        """See `TurnForm`."""
+        return not self.in_template
+
+    def written(self, turn: TurnParts) -> str:
+        """See `TurnForm`. The prompt has begun a message; nothing ends the last one."""
+        if not (turn.thought or turn.calls):
+            return turn.speech
+        said = [f"analysis{_MESSAGE}{turn.thought}<|end|>"] if turn.thought else []
+        said += [f"{'commentary' if turn.calls else 'final'}{_MESSAGE}{turn.speech}<|end|>"] if turn.speech else []
+        for one in turn.calls:
+            arguments = readable(written_json(dict(one.arguments), _TAGS))
+            said.append(f"commentary to=functions.{one.name} {_CONSTRAIN}json{_MESSAGE}{arguments}<|call|>")
+        text = _CHANNEL + f"{_START}assistant{_CHANNEL}".join(said)
+        return text.removesuffix("<|call|>" if turn.calls else "<|end|>" if turn.speech else "")
 
     def rules(self, marks: Marks, opened: str, tools: Sequence[str] | None) -> list[str]:
         """See `TurnForm`. Only a message in the channel `final` is bound; thoughts may come before it."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, written_json
 from motet.tasks.forms.letters import joined
 from motet.tasks.forms.reading import CallsRead, between
 
@@ -26,6 +26,11 @@ class JsonInTags:
         """See `CallStyle`."""
         bodies, around = between(pieces, OPENS, CLOSES, outside_strings)
         return CallsRead.of([json_call(joined(body)) for body in bodies], around)
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallStyle`."""
+        fields = ({"name": one.name, "arguments": dict(one.arguments)} for one in calls)
+        return "\n".join(f"{OPENS}\n{written_json(one)}\n{CLOSES}" for one in fields)
 
 
 def outside_strings() -> Callable[[str], bool]:
@@ -48,10 +53,3 @@ def json_call(text: str) -> tuple[ToolCall, str]:
         return call_of(json.loads(text)), ""
     except UNREADABLE as error:
         return broken(text, error)
-
-
-def written(calls: Sequence[ToolCall]) -> str:
-    """Tool calls in this form; only half characters, which no tokenizer reads, are escaped."""
-    fields = ({"name": one.name, "arguments": dict(one.arguments)} for one in calls)
-    texts = (f"{OPENS}\n{json.dumps(one, ensure_ascii=False)}\n{CLOSES}" for one in fields)
-    return "\n".join(texts).encode(errors="backslashreplace").decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,17 @@ from motet.tasks.forms.arguments import (
     broken,
     call_of,
     plain_arguments,
+    without_tags,
+    written_json,
 )
 from motet.tasks.forms.letters import joined
 from motet.tasks.forms.reading import CallsRead, between
 
 _OPENS, _CLOSES = "<|tool_call_start|>", "<|tool_call_end|>"
 _CALL_ENDS = re.compile(r"[)\]}]\s*\Z")
-_NAME = re.compile(r"\s*([\w.:/-]+)\s*\(\s*")
-_KEY = re.compile(r"\s*(\w+)\s*=\s*")
+_CALLED, _ARGUMENT = re.compile(r"[\w.:/-]+"), re.compile(r"\w+")
+_NAME = re.compile(rf"\s*({_CALLED.pattern})\s*\(\s*")
+_KEY = re.compile(rf"\s*({_ARGUMENT.pattern})\s*=\s*")
 _STRINGS = {sign: re.compile(rf"((?:\\.|[^\\])*?){sign}(?=\s*[,:)\]}}])", re.DOTALL) for sign in "'\""}
 """A string ends where its sign comes before what follows a value: the template escapes no sign within."""
 _WORD = re.compile(r"[^\s,:)\]}]+")
@@ -33,6 +36,7 @@ _COLON = re.compile(r"\s*:")
 _SPACE = re.compile(r"\s*")
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|([ntr'\"\\/]))")
 _SIGNS = {"n": "\n", "t": "\t", "r": "\r"}
+_ESCAPES = str.maketrans({sign: f"\\{name}" for name, sign in {**_SIGNS, "'": "'", "\\": "\\"}.items()})
 
 
 class Lfm:
@@ -46,6 +50,28 @@ class Lfm:
         """See `CallStyle`."""
         bodies, around = between(pieces, _OPENS, _CLOSES, _after_calls)
         return CallsRead.of([call for body in bodies for call in _calls(joined(body).strip())], around)
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallStyle`. Names that Python does not have are written as JSON."""
+        if all(_CALLED.fullmatch(one.name) and all(map(_ARGUMENT.fullmatch, one.arguments)) for one in calls):
+            return f"{_OPENS}[{', '.join(map(_written, calls))}]{_CLOSES}"
+        fields = [{"name": one.name, "arguments": dict(one.arguments)} for one in calls]
+        return _OPENS + written_json(fields, self.tags) + _CLOSES
+
+
+def _written(call: ToolCall) -> str:
+    arguments = (f"{name}={_value(value)}" for name, value in call.arguments.items())
+    return f"{call.name}({', '.join(arguments)})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return f"'{without_tags(value.translate(_ESCAPES), Lfm.tags)}'"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_value(str(name))}: {_value(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    return next((name for name, one in PYTHON_VALUES.items() if one is value), json.dumps(value))
 
 
 def _after_calls() -> Callable[[str], bool]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, written_json
 from motet.tasks.forms.letters import Tag, joined
 from motet.tasks.forms.reading import CallsRead
 
@@ -46,6 +46,11 @@ class Llama:
         if tagged and not calls:
             return CallsRead.of([broken(text, ValueError("it is no JSON"))], "")
         return CallsRead.of(calls, text[at:] if calls else text)
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallStyle`."""
+        fields = ({"name": one.name, "parameters": dict(one.arguments)} for one in calls)
+        return "; ".join(written_json(one, self.tags) for one in fields)
 
 
 _DECODER = json.JSONDecoder()

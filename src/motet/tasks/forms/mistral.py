@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, plain_arguments
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, plain_arguments, written_json
 from motet.tasks.forms.letters import Tag, joined
 from motet.tasks.forms.reading import CallsRead
 
@@ -31,6 +31,11 @@ class Mistral:
         calls: list[tuple[ToolCall, str]] = []
         behind = [_read_into(calls, body) for body in bodies]
         return CallsRead.of(calls, "".join(behind))
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallStyle`."""
+        fields = [{"name": one.name, "arguments": dict(one.arguments)} for one in calls]
+        return _TAG + written_json(fields, self.tags)
 
 
 def _read_into(calls: list[tuple[ToolCall, str]], body: Sequence[str]) -> str:

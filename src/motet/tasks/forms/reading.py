@@ -73,6 +73,10 @@ class CallStyle(Protocol):
         """
         ...
 
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """Calls of one turn as text, which `read` reads as the same calls."""
+        ...
+
 
 class TurnReader(Protocol):
     """Reads one turn of the model."""
@@ -106,6 +110,8 @@ class TurnForm:
     calls: CallStyle | None = None
     known: bool = True
     """Whether the base's template was recognised, so that its calls can be read."""
+    in_template: bool = True
+    """Whether the template writes it, if it writes calls; else calls are text to it."""
 
     @property
     def told(self) -> str:
@@ -131,6 +137,20 @@ class TurnForm:
         if self.thought and (end := re.search(re.escape(self.thought[0]) + r"\s*\Z", before)):
             opened = end[0]
         return _TaggedReader(self, Letters(vocabulary, stops), vocabulary.spelled, opened, schemas)
+
+    @property
+    def writes_thoughts(self) -> bool:
+        """Whether `written` has the thoughts that the template has no variable for."""
+        return False
+
+    def written(self, turn: TurnParts) -> str:
+        """A turn as text, which a reader of this form reads as the same parts."""
+        calls = self.calls.written(turn.calls) if self.calls and turn.calls else ""
+        if self.calls and self.calls.bare and calls and turn.speech:
+            calls = self.calls.opens[0] + calls
+        text = "\n".join(filter(None, (turn.speech, readable(calls))))
+        begins, ends = self.thought or ("", "")
+        return f"{begins}\n{turn.thought}\n{ends}\n\n{text}" if begins and turn.thought else text
 
     def rules(self, marks: Marks, opened: str, tools: Sequence[str] | None) -> list[str]:
         """Rules of llguidance for a turn with the rule `answer`; none if it is the answer alone. See `bounds.in_form`."""
@@ -255,6 +275,11 @@ class _TaggedReader:
         thought, speech = self._shown
         self._shown = len(self._thought), len(self._speech)
         return Shown("".join(self._thought[thought:]), "".join(self._speech[speech:]))
+
+
+def readable(calls: str) -> str:
+    """Calls without half characters, which no tokenizer reads."""
+    return calls.encode(errors="backslashreplace").decode()
 
 
 def open_thought(*, cut_off: bool) -> str:

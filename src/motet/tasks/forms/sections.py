@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
 from motet.tasks.forms.json_in_tags import outside_strings
 from motet.tasks.forms.letters import Tag, joined
 from motet.tasks.forms.reading import CallsRead, between
@@ -39,6 +39,8 @@ class Sections:
     call: tuple[str, str]
     separator: str
     named: NameAndArguments
+    name_of: Callable[[str, int], str] = lambda name, _: name
+    """(tool, number of the call in its turn) → the letters before the tag that separates."""
     bare: str = ""
 
     @property
@@ -60,6 +62,18 @@ class Sections:
         if not calls:
             return CallsRead.of([broken(around, ValueError("its section has no call"))], "")
         return CallsRead.of(calls, around)
+
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallStyle`."""
+        texts = [
+            self.call[0]
+            + self.name_of(one.name, number)
+            + self.separator
+            + written_json(dict(one.arguments), self.tags)
+            + self.call[1]
+            for number, one in enumerate(calls)
+        ]
+        return "".join([self.section[0], *texts, self.section[1]])
 
     def _call(self, body: Sequence[str]) -> tuple[ToolCall, str]:
         """The call between two tags, and what is wrong with it."""
@@ -84,4 +98,5 @@ KIMI = Sections(
     ("<|tool_call_begin|>", "<|tool_call_end|>"),
     "<|tool_call_argument_begin|>",
     _kimi,
+    lambda name, number: f"functions.{name}:{number}",
 )

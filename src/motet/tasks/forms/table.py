@@ -84,26 +84,21 @@ def find_form(
 
     Without its template (not `templated`), it is asked for calls in the most common form, or in channels if it has them.
     """
-    if tool_format == HARMONY.name:
-        return HARMONY
     template = _Template(tokenizer, template_kwargs)
+    if tool_format == HARMONY.name:
+        return replace(HARMONY, in_template=template.has_channels())
     if not tool_format and template.has_channels():
         return HARMONY
     thought = template.thought()
     if not (templated or tool_format):
         return replace(EARLIER, thought=thought)
     if tool_format:
-        return TurnForm(tool_format, thought, CALL_STYLES.get(tool_format))
+        style = CALL_STYLES.get(tool_format)
+        return TurnForm(tool_format, thought, style, in_template=style is None or template.writes(style, thought))
     reads = next((name for name in CALL_STYLES if template.writes(CALL_STYLES[name], thought)), "")
     if name := reads if template.calls else template.introduces():
         return TurnForm(name, thought, CALL_STYLES[name])
     return replace(EARLIER, thought=thought, known=not (template.calls or template.lists_tools))
-
-
-def tags_named(tool_format: str) -> tuple[str, ...]:
-    """The tags of a form that `tool_format` names, besides those of thoughts."""
-    named = HARMONY if tool_format == HARMONY.name else CALL_STYLES.get(tool_format)
-    return named.tags if named else ()
 
 
 class _Template:

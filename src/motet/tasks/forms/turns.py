@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +40,13 @@ class ReadsTurns:
         if not self.rules.reads_parts:
             return EARLIER
         return find_form(self.tokenizer, self.template_kwargs, self.tool_format or "", templated=self.chat_template)
+
+    @cached_property
+    def form_as_text(self) -> TurnForm:
+        """How turns are written whose parts no template writes."""
+        if not self.rules.writes_in_form:
+            return EARLIER
+        return self.form if self.form.calls or not self.form.plain else replace(EARLIER, thought=self.form.thought)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

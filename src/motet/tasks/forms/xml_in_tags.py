@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
 from motet.tasks.forms.json_in_tags import CLOSES, OPENS
 from motet.tasks.forms.letters import Tag, joined, merged
 from motet.tasks.forms.reading import CallsRead, between
 
-_FUNCTION = "<function="
+_FUNCTION, _END, _PARAMETER_END = "<function=", "</function>", "</parameter>"
 _BEGINS = re.compile(r"\s*<function=([^<>\n]*)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>\n?")
 _PARAMETER_ENDS = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>|\Z)")
@@ -34,26 +34,37 @@ class XmlInTags:
             around += _read_into(calls, joined(body), typed)
         return CallsRead.of(calls, around)
 
+    def written(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallStyle`."""
+        return "\n".join(map(_written, calls))
+
+
+def _written(call: ToolCall) -> str:
+    texts = written_texts(call, (*XmlInTags.tags, _PARAMETER_END, _END))
+    parameters = (f"<parameter={name}>\n{text}\n{_PARAMETER_END}\n" for name, text in texts)
+    return f"{OPENS}\n{_FUNCTION}{call.name}>\n{''.join(parameters)}{_END}\n{CLOSES}"
+
 
 def _with_outer_tags(pieces: Sequence[str]) -> Iterator[str]:
     """The pieces with the outer tag where a base left it out; without an end, such a function is text."""
-    last = max((at for at, piece in enumerate(pieces) if "</function>" in piece), default=-1)
-    within = False
+    last = max((at for at, piece in enumerate(pieces) if _END in piece), default=-1)
+    within = in_function = False
     for at, piece in enumerate(pieces):
         tag = piece if isinstance(piece, Tag) else ""
         if tag == _FUNCTION:
             if not within and at < last:
                 yield Tag(OPENS)
-                within = True
+            within = in_function = True
             yield str(piece)
         else:
-            within = tag == OPENS or (within and tag != CLOSES)
+            in_function = in_function and _END not in piece
+            within = tag == OPENS or (within and (tag != CLOSES or in_function))
             yield piece
 
 
 def _after_function() -> Callable[[str], bool]:
     """Whether letters end where a call may end."""
-    return lambda piece: piece.rstrip().endswith("</function>")
+    return lambda piece: piece.rstrip().endswith(_END)
 
 
 def _read_into(calls: list[tuple[ToolCall, str]], body: str, typed: TypedTexts) -> str:
