@@ -153,3 +153,32 @@ def test_a_job_that_began_before_writes_calls_as_it_did(form: str, template: boo
     text = chat.rendered((ASKED, call, ASKED), generation_prompt=False)
     assert 'I\n<tool_call>\n{"name": "add", "arguments": {"x": "ä\\ud83d"}}\n</tool_call>' in plain(text)
     assert "So." not in text
+
+
+_HEAD = "{% if tools %}<|turn>system\n{{ tools | tojson }}{% endif %}{% for m in messages %}<|turn>{{ m.role }}\n"
+_TAIL = "{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|turn>assistant\n{% endif %}"
+_CALLS = {
+    "Gemma 4": "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{{ '{' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}:<|\"|>{{ v }}<|\"|>{% endfor %}{{ '}' }}<tool_call|>",
+    "Command R7B": "{% for c in m.tool_calls or [] %}<|START_ACTION|>[\n"
+    '{"tool_call_id": "0", "tool_name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}\n'
+    "]<|END_ACTION|>",
+    "DeepSeek V3.2": '{% for c in m.tool_calls or [] %}<｜DSML｜function_calls><｜DSML｜invoke name="{{ c.function.name }}">\n'
+    '{% for k, v in c.function.arguments.items() %}<｜DSML｜parameter name="{{ k }}" string="true">{{ v }}'
+    "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+}
+"""How templates of bases write calls whose form is not known."""
+_TOKENS = ("<|turn>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|START_ACTION|>", "<|END_ACTION|>", "｜DSML｜")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("base", _CALLS)
+def test_an_unknown_form_is_told_and_another_can_be_named(base: str, special: bool) -> None:
+    tokenizer = byte_tokenizer(_HEAD + _CALLS[base] + _TAIL)
+    tokenizer.add_tokens([AddedToken(one, special=special, normalized=False) for one in _TOKENS])
+    form = Chat(tokenizer).form
+    assert (form.known, form.name) == (False, "hermes")
+    assert "a way that Motet does not know" in form.told
+    turn = TurnParts("", "I call.", (ToolCall("add", {"n": 1, "text": "a"}), ToolCall("sell.it", {})))
+    for named in FORMS:
+        assert read_back(Chat(tokenizer, tool_format=named), turn) == turn
