@@ -20,10 +20,12 @@ from motet.core.batch import AdamW, Batch
 from motet.core.errors import ConfigError
 from motet.core.types import AdapterRef
 from motet.hosting.launch import assemble, load
+from motet.hosting.sample_memory import check_samples
 from motet.hosting.slot_memory import SlotMemory, check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
 from motet.model.unit_sums import UnitSums
 from motet.runtime.rundir import RunDirectory
+from motet.training.memory import pass_memory
 from tests.support.cases import few
 from tests.support.segments import make_segment
 from tests.support.server_run import collect, long_request
@@ -136,3 +138,23 @@ def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base
     with pytest.raises(ConfigError, match=r"^job job1: an adapter of rank 512 takes .* the base; lower adapter\.rank$"):
         said(config_of(8, 512))
     assert said(config_of(1), Largest(usual_rank=64))
+
+
+def test_a_sample_that_alone_does_not_fit_is_refused_before_a_step(base: Any, tmp_path: Path) -> None:
+    """Where a pass is Motet's own. The bytes that torch keeps are an estimate, by which nothing is refused."""
+    with contextlib.ExitStack() as refused:
+        if base.kernels is not None:
+            refused.enter_context(pytest.raises(ConfigError, match=r"at least 1,000,000,000 tokens"))
+        with contextlib.closing(RunDirectory(tmp_path)) as run:
+            config = config_of(8)
+            assemble(base, config, [Need(64, 16), Need(64, 16, least=10**9)], run, config.jobs).close()
+    if base.kernels is None:
+        return
+    engine, free = EngineConfig(), pass_memory(base, recompute=False).of(100)
+    check_samples(base, engine, free, [Need(64, 16, least=100), Need(900, 900)])
+    with pytest.raises(
+        ConfigError, match=r"one of 100 can be trained; set engine\.recompute, with which .* fit, or shorten"
+    ):
+        check_samples(base, engine, free, [Need(64, 16, least=101)])
+    with pytest.raises(ConfigError, match=r"one of .* can be trained; shorten such rows, or leave"):
+        check_samples(base, EngineConfig(recompute=True), free, [Need(64, 16, least=10**5)])

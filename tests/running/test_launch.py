@@ -87,6 +87,7 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
     )
     assert len(prepared.data.train) == 1196
     assert need.prompt_tokens == max(len(prepared.chat.prompt_ids(problem)) for problem in prepared.data.train)
+    assert need.least == need.prompt_tokens + 1
     with pytest.raises(
         ConfigError, match=r"2000 new ones leave no room in the 1024 positions of small; lower sampling"
     ):

@@ -27,6 +27,8 @@ class Need:
     new_tokens: int
     judge_tokens: int = 0
     """Tokens of one question to the base as a judge, with its answer."""
+    least: int = 0
+    """Tokens that the longest trained sample has in any case: those of a row, or of a prompt and one more."""
 
     @property
     def tokens(self) -> int:

@@ -49,7 +49,7 @@ class Host:
         are read from there.
 
         Raises:
-            ConfigError: the settings of servers cannot work, or not even one adapter fits.
+            ConfigError: the settings of servers cannot work, or not even one adapter or the longest sample fits.
         """
         self.base, self.info, self.config = base, base.info, config
         served = config.rollout.engine != "embedded"

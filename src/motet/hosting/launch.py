@@ -16,6 +16,7 @@ from motet.config.service import Largest
 from motet.core.device import Device
 from motet.core.errors import ConfigError
 from motet.core.model_info import ModelInfo
+from motet.hosting.sample_memory import check_samples
 from motet.hosting.slot_memory import check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
 from motet.model import lean_import
@@ -139,10 +140,10 @@ def assemble(
     """Build everything that jobs on a host share; `wanted` are its jobs, or the largest job that may come.
 
     With `recorded`, no server is asked: their rollouts are recorded. If no other host uses the memory (`alone`), also
-    checks that adapters in all slots fit.
+    checks that adapters in all slots and the longest sample fit.
 
     Raises:
-        ConfigError: the settings of servers cannot work, or not even one adapter fits.
+        ConfigError: the settings of servers cannot work, or not even one adapter or the longest sample fits.
     """
     from motet.model.lora_model import LoraModel
     from motet.training.sharded.trainer import ShardedTrainer
@@ -162,6 +163,7 @@ def assemble(
     workshop.notes = [*base.info.notes, *budgets.idle_gpus(config, base.info.device, budgets.gpus())]
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
         try:
+            check_samples(base, config.engine, workshop.memory.of_device, needs)
             workshop.notes += check_slots(base, config, workshop.memory, wanted)
         except ConfigError:
             workshop.close()

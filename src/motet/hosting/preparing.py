@@ -95,6 +95,8 @@ class ReadData:
     chat: Chat
     longest: tuple[int, Problem] | None
     """None where a client brings the data."""
+    trained: int = 0
+    """Tokens of the longest that is not held out."""
 
     @classmethod
     def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, rules: Rules, kind: str | None) -> ReadData:
@@ -110,7 +112,7 @@ class ReadData:
             chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source, info.vocabulary)
             for part in parts
         ]
-        return cls(data, chat, max(longest, key=lambda pair: pair[0]))
+        return cls(data, chat, max(longest, key=lambda pair: pair[0]), longest[0][0] if data.train else 0)
 
 
 def bytes_of_rows(jobs: Iterable[Job]) -> dict[str, int]:
@@ -164,10 +166,11 @@ def prepare(
         return job, budgets.Need(0, 0)
     if kind is not None:
         _check_rows(job, info, *read.longest)
-        return job, budgets.Need(read.longest[0], 0)
+        return job, budgets.Need(read.longest[0], 0, least=read.trained)
     turns, new = config.environment.turns, config.sampling.max_tokens
     _check_room(job, info, turns, *read.longest)
-    return job, budgets.Need(read.longest[0] * turns, new * turns, _judge_tokens(job, info, read.longest[1]))
+    longest, problem = read.longest
+    return job, budgets.Need(longest * turns, new * turns, _judge_tokens(job, info, problem), least=read.trained + 1)
 
 
 def _judge_tokens(job: Job, info: ModelInfo, problem: Problem) -> int:
