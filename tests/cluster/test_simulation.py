@@ -201,16 +201,17 @@ def test_a_late_completion_slows_those_that_are_there() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("base", ["8B", "30B-A3B"])
-def test_ten_thousand_jobs_on_a_thousand_hosts(base: str) -> None:
-    """What a host takes is arithmetic for an H100, not measured. Jobs come over half of the time, more than hosts can take."""
-    costs = {"8B": (0.012, 0.00008, 14_000), "30B-A3B": (0.009, 0.00012, 24_000)}[base]
-    named = dict(zip(("token_seconds", "row_seconds", "train_tokens_per_second"), costs, strict=True))
+def test_ten_thousand_jobs_on_a_thousand_hosts() -> None:
+    """A base of 30B-A3B: what a host takes is arithmetic for an H100, not measured.
+
+    Jobs come over half of the time, more than hosts can take.
+    """
+    costs = {"token_seconds": 0.009, "row_seconds": 0.00012, "train_tokens_per_second": 24_000}
     tenants = [
         {
             "tenant": f"{number}",
             "count": 1000,
-            "over_hours": {"8B": 0.11, "30B-A3B": 0.075}[base],
+            "over_hours": 0.075,
             "steps": [8, 24],
             "groups_per_step": 2,
             "group_size": 16,
@@ -221,7 +222,7 @@ def test_ten_thousand_jobs_on_a_thousand_hosts(base: str) -> None:
     ]
     begun = time.monotonic()
     found = outcome(
-        {"count": 1000, "slots": 4, "rows": 256, "costs": {**named, "publish_seconds": 0.4, "open_seconds": 2.0}},
+        {"count": 1000, "slots": 4, "rows": 256, "costs": {**costs, "publish_seconds": 0.4, "open_seconds": 2.0}},
         *tenants,
     )
     print(f"{time.monotonic() - begun:.0f} s")

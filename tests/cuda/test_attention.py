@@ -82,7 +82,7 @@ def test_several_pieces_have_the_values_of_the_plain_formula():
             (torch.float32, 7, 2, 64, 64, 100, None),
             (torch.float16, 1, 2, 80, 16, None, None),
             (torch.bfloat16, 64, 1, 16, 128, None, None),
-            (torch.bfloat16, 10, 1, 144, 64, 64, 30.0),
+            (torch.bfloat16, 5, 1, 144, 64, 64, 30.0),
             (torch.float32, 2, 1, 256, 48, 257, None),
         ],
         (torch.float32, 2, 1, 16, 64, None, None),

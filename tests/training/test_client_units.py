@@ -181,10 +181,10 @@ def test_whole_numbers_and_fp32_agree_and_both_are_clipped(name: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.smollm2
-@pytest.mark.parametrize("length", [64, 257, 700])
+@pytest.mark.parametrize("length", [64, 257])
 @pytest.mark.usefixtures("smollm2_dir")
 def test_cuts_and_orders_change_no_bit_of_smollm2(length: int) -> None:
-    """Data of one block of 64, of four and a token, and of eleven; two begin alike."""
+    """Data of one block of 64, and of four and a token; two begin alike."""
     base = load_base("smollm2", dtype="bfloat16", device="cpu")
     native_calls.directory()
     compute_with(base, "native")
