@@ -28,7 +28,7 @@ def rollouts(directory: Path, job: str, step: int) -> list[dict[str, Any]]:
 
 def hostile_worker(service: Service, place: Path) -> subprocess.Popen[str]:
     """`motet agent`, which marks what it begins."""
-    words = ("agent", place / "jobs.yaml", "--concurrency", "128")
+    words = ("agent", place / "jobs.yaml", "--concurrency", "48")
     return service.motet(*words, out=subprocess.DEVNULL, err=None, env={"MARKS": str(place / "marks")})
 
 
@@ -37,7 +37,7 @@ def test_hostile_episodes_cost_themselves_alone_and_leave_nothing(tmp_path: Path
     (tmp_path / "agent.py").write_text(HOSTILE)
     hostile = {
         "name": "hostile", "data": {"source": "toy:add", "holdout": 0},
-        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0 if episodes < 50 else 20.0},
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 6.0 if episodes < 50 else 60.0},
         "sampling": {"max_tokens": 4},
         "algorithm": {"group_size": 8, "groups_per_step": episodes // 8, "max_failed_fraction": 1.0}, "steps": 2,
     }  # fmt: skip
@@ -70,7 +70,7 @@ def test_hostile_episodes_of_a_service_go_on_elsewhere_when_their_worker_is_kill
     (tmp_path / "serve.yaml").write_text("engine: {samplers: 0, threads: 1}\nlease_seconds: 10\n")
     hostile = {
         "name": "hostile", "data": {"source": "toy:add", "holdout": 0}, "sampling": {"max_tokens": 4}, "steps": 1,
-        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 20.0},
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 60.0},
         "algorithm": {"group_size": 8, "groups_per_step": 10, "max_failed_fraction": 1.0},
     }  # fmt: skip
     (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [hostile]}))
@@ -123,7 +123,7 @@ def test_hostile_episodes_of_a_service_begin_anew_when_what_serves_them_is_kille
     (tmp_path / "serve.yaml").write_text("engine: {samplers: 0, threads: 1}\nlease_seconds: 10\n")
     hostile = {
         "name": "hostile", "data": {"source": "toy:add", "holdout": 0}, "sampling": {"max_tokens": 4}, "steps": 1,
-        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 20.0},
+        "environment": {"name": f"{tmp_path}/agent.py:run", "wall_seconds": 60.0},
         "algorithm": {"group_size": 8, "groups_per_step": episodes // 8, "max_failed_fraction": 1.0},
     }  # fmt: skip
     (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "small", "jobs": [hostile]}))

@@ -159,7 +159,14 @@ def test_every_tile_runs_beside_adapters_and_as_many_programs_at_once(tmp_path: 
 def test_kernels_compile_for_every_card(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Tiles, heads and constants that few launches have are compiled for one card."""
     made = made_by(tmp_path, "--targets", *words)
-    assert {one["model"] for one in made} == PASSES | {"products", "attention", "draws", "steps", "gradients"}
+    assert {one["model"] for one in made} == PASSES | {
+        "products",
+        "attention",
+        "draws",
+        "steps",
+        "gradients",
+        "optimizer",
+    }
     assert not wrong(made)
 
 

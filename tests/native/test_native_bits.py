@@ -57,25 +57,15 @@ def test_another_form_and_older_libraries_train_the_same_bytes(small: Any, tmp_p
 
 
 @pytest.mark.soak
-def test_every_form_trains_the_same_bytes(tmp_path: Path) -> None:
-    """In float32; the demo below is in bfloat16."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_form_trains_the_same_bytes(dtype: str, tmp_path: Path) -> None:
     ways = [{"MOTET_KERNELS_FORM": form} for form in native_calls.forms()]
     ways += [OLD, {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"}]
     found = [
-        json.loads(elsewhere(["-m", "tests.support.bits_run", str(tmp_path / str(place)), "float32"], **way))
+        json.loads(elsewhere(["-m", "tests.support.bits_run", str(tmp_path / str(place)), dtype], **way))
         for place, way in enumerate(ways)
     ]
     assert all(each == found[0] for each in found)
-
-
-@pytest.mark.soak
-def test_the_demo_has_the_same_bytes() -> None:
-    """Six steps of the whole demo."""
-    program = "from scripts.digests import train; import json, pathlib, sys, tempfile;"
-    program += "print(json.dumps(train('bfloat16', 'native', pathlib.Path(tempfile.mkdtemp()) / 'run')))"
-    first = elsewhere(["-c", program])
-    for form in native_calls.forms():
-        assert elsewhere(["-c", program], MOTET_KERNELS_FORM=form, **OLD) == first
 
 
 @pytest.mark.soak
