@@ -155,7 +155,7 @@ def test_every_tile_runs_beside_adapters_and_as_many_programs_at_once(tmp_path: 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("words", [("sm_80", "--ptx"), ("sm_90", "--all"), ("sm_100", "--ptx")], ids=" ".join)
+@pytest.mark.parametrize("words", [("sm_80", "--ptx"), ("sm_90", "--all", "--ptx"), ("sm_100", "--ptx")], ids=" ".join)
 def test_kernels_compile_for_every_card(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Tiles, heads and constants that few launches have are compiled for one card."""
     made = made_by(tmp_path, "--targets", *words)

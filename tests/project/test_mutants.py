@@ -20,8 +20,8 @@ def test_the_files_of_a_room_are_there(room: str) -> None:
 
 
 @pytest.mark.soak
-def test_the_rooms_notice_a_sample_of_mutants() -> None:
-    """A few of each, and the share of all together; `make mutants` tries more."""
-    command = [sys.executable, str(ROOT / "scripts" / "mutants.py"), "--count", "3"]
+def test_a_room_notices_a_sample_of_mutants() -> None:
+    """Of the room whose tests are quickest; `make mutants` tries all."""
+    command = [sys.executable, str(ROOT / "scripts" / "mutants.py"), "core", "--count", "10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -112,7 +112,6 @@ def jobs_of(server: BaseServer) -> set[str]:
 @pytest.mark.parametrize(
     ("servers", "way", "launcher"),
     [
-        pytest.param("vllm", "files", "local", marks=pytest.mark.cell("publish by files", "hosts 2")),
         pytest.param("vllm", "tensors", "local", marks=pytest.mark.cell("publish by tensors", "hosts 2")),
         pytest.param("vllm", "node agents", "local", marks=pytest.mark.cell("publish by node agents", "hosts 2")),
         pytest.param("sglang", "node agents", "local", marks=pytest.mark.cell(
@@ -155,6 +154,7 @@ def test_each_host_has_servers_of_its_own(
 
 @HOSTS
 @pytest.mark.soak
+@pytest.mark.cell("publish by files", "hosts 2")
 def test_a_host_that_dies_or_whose_server_goes_loses_nothing(
     alone: dict[str, bytes], fresh: list[BaseServer], tmp_path: Path
 ) -> None:
