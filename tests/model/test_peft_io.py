@@ -72,6 +72,7 @@ def test_targets_as_written_mean_the_same_to_peft(targets, tmp_path):
     assert torch.equal(load(tmp_path, base).flat, weights.flat)
 
 
+@pytest.mark.soak
 @pytest.mark.smollm2
 def test_smollm2_with_peft(smollm2_dir, tmp_path):
     base = load_base("smollm2", dtype="float32", device="cpu", block_size=64)
