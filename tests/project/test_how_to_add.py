@@ -275,6 +275,11 @@ NEW = {
     for name, text in files.items()
 }
 """The new files of all."""
+LINES = [
+    *((file, old, new) for _, file, old, new in ADDED.values()),
+    *(line for _, several in SEVERAL.values() for line in several),
+]
+"""The lines of all: the file, what stands there, and what stands there then."""
 USE = """
 import sys
 from pathlib import Path
@@ -321,16 +326,20 @@ def package(tmp_path: Path) -> Path:
     return tmp_path / "motet"
 
 
+def test_each_line_has_one_place_and_replaces_none() -> None:
+    for file, old, new in LINES:
+        text = (ROOT / "src" / "motet" / file).read_text()
+        assert text.count(old) == 1, (file, old)
+        assert _only_adds(text, text.replace(old, new)), (file, new)
+
+
+@pytest.mark.soak
 def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
-    lines = [(file, old, new) for _, file, old, new in ADDED.values()]
-    lines += [line for _, several in SEVERAL.values() for line in several]
     new_files = [files for files, *_ in ADDED.values()] + [files for files, _ in SEVERAL.values()]
     for name, text in (one for files in new_files for one in files.items()):
         (package / name).write_text(text)
-    for file, old, new in lines:
+    for file, old, new in LINES:
         text = (package / file).read_text()
-        assert text.count(old) == 1, (file, old)
-        assert _only_adds(text, text.replace(old, new)), (file, new)
         (package / file).write_text(text.replace(old, new))
     place = str(package.parent)
     done = subprocess.run(
