@@ -182,11 +182,10 @@ def test_idle_time_keeps_its_name_among_many_jobs(service: Keyed, browser: Brows
         expect(keys.last).to_have_text("idle 1 min, 36 %")
 
 
-@pytest.mark.parametrize("width", [320, 390])
-def test_a_narrow_phone_shows_the_whole_bar_and_the_chosen_tab(service: Keyed, browser: Browser, width: int) -> None:
-    with watched(browser, service.url, viewport={"width": width, "height": 700}) as page:
+def test_a_narrow_phone_shows_the_whole_bar_and_the_chosen_tab(service: Keyed, browser: Browser) -> None:
+    with watched(browser, service.url, viewport={"width": 320, "height": 700}) as page:
         log_in(page, service)
-        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate("document.documentElement.scrollWidth") == 320
         open_job(page, "ended")
         page.evaluate("location.hash += '/events'")
         page.reload()
