@@ -47,8 +47,7 @@ def service(started: tuple[Service, float]) -> Service:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """Adapters of `motet run`, each job without company."""
-    jobs = [tiny("life"), tiny("steady", LONG), tiny("first", LONGER), tiny("second", LONGER, **LAGGING)]
-    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), *jobs))
+    return weights_of(run_alone(tmp_path_factory.mktemp("alone"), tiny("life"), tiny("steady", LONG)))
 
 
 LAGGING: Json = {"algorithm": {"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": 1}}
@@ -63,22 +62,17 @@ def test_the_engine_loads_while_the_service_does(started: tuple[Service, float])
 # --- deaths -----------------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_survive_whatever_dies_with_the_same_bytes(
-    started: tuple[Service, float], alone: dict[str, bytes]
-) -> None:
-    """The engine dies, and then all."""
-    _survive(started[0], alone)
-
-
 @pytest.mark.soak
-def test_jobs_survive_whatever_dies_often_with_the_same_bytes(tmp_path: Path, alone: dict[str, bytes]) -> None:
+def test_jobs_survive_whatever_dies_often_with_the_same_bytes(tmp_path: Path) -> None:
     """One after the other, also before they are ready."""
+    jobs = tiny("first", LONGER), tiny("second", LONGER, **LAGGING)
+    alone = weights_of(run_alone(tmp_path / "alone", *jobs))
     with contextlib.closing(Service(tmp_path / "served")) as service:
         service.start(ready=False)
-        _survive(service, alone, often=True)
+        _survive(service, alone)
 
 
-def _survive(service: Service, alone: dict[str, bytes], often: bool = False) -> None:
+def _survive(service: Service, alone: dict[str, bytes]) -> None:
     """Of a service whose engine is starting."""
     service.submit(tiny("first", LONGER))  # while the engine is starting
     service.submit(tiny("second", LONGER, **LAGGING))
@@ -89,16 +83,14 @@ def _survive(service: Service, alone: dict[str, bytes], often: bool = False) -> 
     service.reaches("second", 2)
     service.kill_all()
     service.forget_last_step("second")  # as if it had died between the commit and the telling
-    if often:
-        service.start(ready=False)
-        service.kill_all()  # before its engine was ready
+    service.start(ready=False)
+    service.kill_all()  # before its engine was ready
     service.start()
-    if often:
-        service.reaches("first", 4)
-        service.engine().kill()
-        service.reaches("second", 6)
-        service.terminate()
-        service.start()
+    service.reaches("first", 4)
+    service.engine().kill()
+    service.reaches("second", 6)
+    service.terminate()
+    service.start()
     for name in ("first", "second"):
         assert service.ended(name) == "succeeded", service.job(name)["message"]
         assert service.steps(name) == list(range(LONGER + 1))
