@@ -271,7 +271,9 @@ def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, longest:
     prompt = question.prompt
     if prompt is None:
         as_json = CALL_STYLES["hermes"]
-        said = (text for one in question.messages for text in (one.thought, as_json.written(one.tool_calls)))
+        said = (
+            text for one in question.messages for text in (one.thought, one.content, as_json.written(one.tool_calls))
+        )
         texts = [*said, *map(json.dumps, question.tools)]
     else:
         texts = [prompt] if isinstance(prompt, str) else []
