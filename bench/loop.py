@@ -170,7 +170,8 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
             {"results": [{"id": f"ep-{one}", "rewards": {f"{n}": 0.5 for n in range(50)}} for one in range(255)]}
         ],
         "/v1/fine_tuning/alpha/graders/run": [
-            {"grader": grader, "model_sample": "x" * 90_000, "item": {"a": [0.5] * 30_000, "b": text}},
+            {"grader": grader, "model_sample": "x" * 90_000, "item": {"a": [0.5] * 30_000, "b": text}},  # too large
+            {"grader": grader, "model_sample": "x" * 90_000, "item": {"a": [0.5] * 30_000, "b": text[:800_000]}},
         ],
         "/tinker/api/v1/asample": [
             {"prompt": {"chunks": [{"tokens": ids[:200_000]}]}, "sampling_params": {"max_tokens": 1}},
@@ -256,6 +257,7 @@ def _sent(
     house: House, figure: Figure, buckets: Any, asked: tuple[str, str], key: str, request: dict[str, Any]
 ) -> tuple[float, float]:
     """The longest turn of one request, and its share of the loop."""
+    _end_turn(house)
     before = sum(left for left, _ in buckets.values())
     TURNS.longest = TURNS.total = 0.0
     headers = {**request.get("headers", {})}
@@ -268,8 +270,15 @@ def _sent(
                 answer.read()
     except httpx2.TransportError:  # no engine answers, or a refusal ends a body that is sent
         pass
+    _end_turn(house)
     counted = max(1.0, before - sum(left for left, _ in buckets.values()))
     return TURNS.longest, TURNS.total / counted * PER_SECOND
+
+
+def _end_turn(house: House) -> None:
+    """Wait until the loop has counted the turn that it is in: a client reads an answer before that turn ends."""
+    for _ in range(2):
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), house.app.state.loop).result()
 
 
 def measured(directory: Path) -> list[Figure]:

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -427,6 +428,40 @@ def test_steps_are_read_from_the_database_once(house: House) -> None:
         assert now["data"] == [*before["data"], {"step": 2, "loss": None, "eval": {"reward": 1.0}, "more": "é"}]
         assert now["after"] > before["after"]
     assert house.ask("GET", f"{path}&field=eval").json()["data"][-1] == {"step": 2, "eval": {"reward": 1.0}}
+
+
+ROW = {"name": "a", "type": "string_check", "operation": "eq", "reference": "{{item.a}}", "input": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/fine_tuning/alpha/graders/run", {"grader": ROW, "model_sample": "x", "item": {"a": [0.5] * 20_000}}),
+        ("/v1/fine_tuning/alpha/graders/validate", {"grader": {**ROW, "reference": [""] * 20_000}}),
+        ("/v1/chat/completions", {"model": "none", "messages": [], "tools": [{"a": [0.5] * 20_000}]}),
+        ("/v1/chat/completions", {f"{one}": 0.5 for one in range(16_000)}),
+    ],
+    ids=["row", "grader", "tools", "fields"],
+)
+def test_the_loop_looks_at_many_values_at_once(house: House, path: str, body: Any) -> None:
+    """Calls that its thread makes are counted: to look at each value of a request is a call or more for each."""
+    loop, calls = house.app.state.loop, list[str]()
+
+    def count(_: object, event: str, what: object) -> None:
+        if "call" in event:
+            calls.append(str(what))
+
+    house.ask("POST", path, json=body)  # what is made once is made
+    asyncio.run_coroutine_threadsafe(_profiled(count), loop).result()
+    try:
+        house.ask("POST", path, json=body)
+    finally:
+        asyncio.run_coroutine_threadsafe(_profiled(None), loop).result()
+    assert 100 < len(calls) < 10_000
+
+
+async def _profiled(count: Any) -> None:
+    sys.setprofile(count)
 
 
 @pytest.mark.parametrize("query", ["limit=1", "limit=1&after=many-60", "limit=1&after=many-60&order=asc"])

@@ -40,6 +40,7 @@ from motet.service.http.pages import page
 from motet.service.routes.adapters import SharesDep
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Asked, Model, Models
+from motet.service.schemas.token_ids import SomeIds
 from motet.service.storage import Storage
 
 router = APIRouter(prefix="/v1", tags=["completions"], route_class=TenantRoute)
@@ -70,9 +71,8 @@ _UNKNOWN = (
     "bad_words", "chat_template", "chat_template_kwargs",
 )  # fmt: skip
 """Fields of other servers and formats that would change what the model reads or samples."""
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=200_000, fail_fast=True)]
 Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
-PromptIds = Annotated[list[Ids], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
+PromptIds = Annotated[list[SomeIds], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """Responses other than JSON: server-sent events, with `stream`."""
 
@@ -251,7 +251,7 @@ async def messages(chats: ChatsDep, wanted: Messages) -> Response:
 class CompletionRequest(Sampled, Asked):
     """Prompts to continue. `echo` and `suffix` are not supported; `logprobs` covers sampled tokens only."""
 
-    prompt: Text | Prompts | Ids | PromptIds
+    prompt: Text | Prompts | SomeIds | PromptIds
     """Text or token ids, without a template; each element of a list is completed separately."""
     max_tokens: Limit | None = None
     n: int | None = Field(None, ge=1, le=16)

@@ -6,6 +6,7 @@ They are ordinary Motet jobs: all other routes accept them too.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,12 +20,13 @@ from motet.core.types import JobState, Wanted, Word
 from motet.service.composition import Service
 from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.depends import Asker, ServiceDep, while_there
-from motet.service.errors import Refusal, existing
+from motet.service.errors import Refusal, bad_field, existing
 from motet.service.jobs.submissions import GivenJob
 from motet.service.routing import TenantRoute
 from motet.service.schemas import fine_tuning as s
-from motet.tasks.graders.shapes import Multi, judges
+from motet.tasks.graders.shapes import Grader, Multi, judges
 from motet.tasks.judging import Graded
+from motet.tasks.row_files import UPLOADED
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"], route_class=TenantRoute)
 Limit = Annotated[int, Query(ge=1, le=200)]
@@ -177,8 +179,15 @@ def validate(who: Asker, service: ServiceDep, asked: s.GraderAsked) -> s.GraderV
 @router.post("/alpha/graders/run")
 async def run(who: Asker, service: ServiceDep, request: Request, asked: s.GraderRun) -> s.GraderResult:
     """Score one sample, as a job would."""
-    grader = await asyncio.to_thread(service.fine_tunings.checked_grader, who, asked.grader)
-    await asyncio.to_thread(service.quotas.check_day, who.tenant_id, device=bool(judges(grader)), cpu=True)
+
+    def checked() -> Grader:
+        if len(json.dumps(asked.item)) > UPLOADED.row_bytes:
+            raise bad_field("item", f"a row may have {UPLOADED.row_bytes / 2**20:g} MB at most")
+        grader = service.fine_tunings.checked_grader(who, asked.grader)
+        service.quotas.check_day(who.tenant_id, device=bool(judges(grader)), cpu=True)
+        return grader
+
+    grader = await asyncio.to_thread(checked)
     started = time.monotonic()
     grading = service.grading.grade(who, grader, asked.item or {}, [asked.model_sample])
     (graded,) = await while_there(request, grading)

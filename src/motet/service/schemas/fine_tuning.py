@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from motet.service.schemas import Answer, Asked
 from motet.tasks.plain_json import check_plain
-from motet.tasks.row_files import UPLOADED
 
 
 def _auto(value: Any) -> Any:
     return None if value == "auto" else value
-
-
-def _short(item: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(check_plain(item))) > UPLOADED.row_bytes:
-        raise ValueError(f"a row may have {UPLOADED.row_bytes / 2**20:g} MB at most")
-    return item
 
 
 Whole = Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, BeforeValidator(_auto)]
@@ -220,7 +212,7 @@ class GraderRun(GraderAsked):
 
     model_sample: str = Field(max_length=100_000)
     """An answer; `sample.output_json` is available if it is JSON."""
-    item: Annotated[dict[str, Any], AfterValidator(_short)] | None = None
+    item: Table | None = None
     """The row of the answer, at most 1 MB."""
 
 

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from motet.core.stops import few
 from motet.service.schemas.faults import FewFaults
+from motet.service.schemas.token_ids import Ids
 from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
@@ -188,7 +189,7 @@ class TextChunk(Request):
     """Token ids."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(max_length=200_000)
+    tokens: Ids
 
 
 class Prompt(Request):
