@@ -16,8 +16,10 @@ from motet.core.errors import MotetError
 from motet.core.rules import TODAY
 from motet.hosting.before_loading import check_before_loading
 from motet.hosting.preparing import Sources
+from motet.tasks import reward_forms, reward_loading
 from motet.tasks.reward_answers import AnswerContext, TrainerState, columns_of
 from motet.tasks.reward_pool import RewardPool
+from tests.support.hints import never_said
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "2 + 2?", "answer": "4", "level": "easy"},
@@ -59,6 +61,7 @@ def case(before: tuple[str, str], hint: str, after: tuple[str, str] | None = Non
     return Case(SAYS.format(*before), hint, SAYS.format(*after) if after else "", **fields)
 
 
+EQUAL = "float(completion == problem.answer)"
 SUMS = ("solution_str, ground_truth, data_source", "float(solution_str == ground_truth)")
 CASES: dict[str, Case] = {
     "tokens": case(
@@ -71,7 +74,7 @@ CASES: dict[str, Case] = {
     "column of TRL": case(
         ("completions, solution", COMPARES.format("solution")),
         r"asks for the column 'solution', and not every row has one \(columns of all rows: answer, level\): name the "
-        "parameter as its column is named",
+        "parameter as its column is named, or add the column to the data",
         ("completions, answer", COMPARES.format("answer")),
     ),
     "column that some rows lack": case(
@@ -113,9 +116,17 @@ CASES: dict[str, Case] = {
         r"or TRL's def reward\(completions, \*\*columns\)",
         ("completions, **columns", "[float(one == '4') for one in completions]"),
     ),
+    "no function": Case(
+        "reward = 3\n", "'rewards.py:reward' is int, not a function", SAYS.format("problem, completion", EQUAL)
+    ),
+    "the problem second": case(
+        ("answer, problem", "float(answer == problem.answer)"),
+        r"takes problem second; write def reward\(problem, completion\)",
+        ("problem, completion", EQUAL),
+    ),
     "one truth for all rows": case(
         SUMS,
-        "each row has its own ground_truth: take it out of args",
+        "'rewards.py:reward': each row has its own ground_truth: take it out of args",
         job={
             "data": {"source": VERL, "holdout": 0},
             "reward": {"name": "rewards.py:reward", "args": {"ground_truth": "4"}},
@@ -132,13 +143,15 @@ CASES: dict[str, Case] = {
     ),
     "no data source": case(
         SUMS,
-        r"asks for the column 'data_source', and not every row has one \(columns of all rows: answer, level\): add it to",
+        r"asks for the column 'data_source', and not every row has one \(columns of all rows: answer, level\): add it to "
+        "the data",
         job={"data": {"source": ROWS, "holdout": 0}},
         then_job={"data": {"source": [{**row, "data_source": "sums"} for row in ROWS], "holdout": 0}},
     ),
     "a part of verl": case(
         ("solution_str, ground_truth, reward_model_tokenizer", "1.0"),
-        "requires reward_model_tokenizer, which is a part of verl: leave the parameter out",
+        "requires reward_model_tokenizer, which is a part of verl: leave the parameter out. To ask a model, take the reward "
+        "`judge`",
         ("solution_str, ground_truth", "float(solution_str == ground_truth)"),
         job={"data": {"source": VERL, "holdout": 0}},
     ),
@@ -166,6 +179,11 @@ CASES: dict[str, Case] = {
         job={"data": {"source": [{**row, "answer": "?", "label": row["answer"]} for row in ROWS], "holdout": 0}},
         then_job={"data": {"answer": "label", "holdout": 0}},
     ),
+    "the answer twice in verl's form": case(
+        ("solution_str, ground_truth, answer", "float(solution_str == answer)"),
+        "takes answer, which differs by row: leave the parameter out, and read ground_truth, the reference answer",
+        ("solution_str, ground_truth", "float(solution_str == ground_truth)"),
+    ),
     "a column in verl's form": case(
         ("solution_str, level", "float(solution_str == '4' and level == 'easy')"),
         r"takes level, which differs by row: take TRL's form, def reward\(completions, level\)",
@@ -178,13 +196,14 @@ CASES: dict[str, Case] = {
     ),
     "labels in args": case(
         ("queries, prompts, labels", "[float(q[len(p):] == label) for q, p, label in zip(queries, prompts, labels)]"),
-        "each row has its own labels: take them out of args",
+        "'rewards.py:reward': each row has its own labels: take them out of args",
         job={"reward": {"name": "rewards.py:reward", "args": {"labels": ["4"]}}},
         then_job={"reward": "rewards.py:reward"},
     ),
     "environments": case(
         ("completions, environments", "[1.0]"),
-        "takes environments, which are not where rewards run: leave it out",
+        r"takes environments, which are not where rewards run: leave it out. What the environment's get_reward\(\) returns "
+        "counts without a reward, and self.reward where it has neither that nor step",
         ("completions, **columns", "[float(one == '4') for one in completions]"),
     ),
     "no answers": case(
@@ -217,6 +236,12 @@ CASES: dict[str, Case] = {
         "of must be text, speech or thought, got 'answer'",
         job={"reward": {"name": "regex", "args": {"pattern": "4", "of": "answer"}}},
         then_job={"reward": {"name": "regex", "args": {"pattern": "4", "of": "speech"}}},
+    ),
+    "a scorer": case(
+        ("problem, completion", "1.0"),
+        "only reasoning-gym:NAME data has a scorer; name a reward, such as `exact`",
+        job={"reward": "scorer"},
+        then_job={"reward": "exact"},
     ),
     "a name": case(
         ("problem, completion", "1.0"),
@@ -255,6 +280,14 @@ def test_who_follows_a_hint_has_the_reward_that_was_meant(
     checked = config({**job, **one.then_job, "data": data})
     check_before_loading(checked)
     assert asyncio.run(scored(checked.jobs[0])) == list(one.scores)
+
+
+def test_each_hint_about_a_reward_is_followed() -> None:
+    """A hint that comes to these modules has a case above."""
+    followed = [re.sub(r"\\(.)", r"\1", one.hint) for one in CASES.values()]
+    later = {"it asks for the column", "; the data's columns are"}  # in a rollout, where columns were not known before
+    for module in (reward_forms, reward_loading):
+        assert set(never_said(module, followed)) <= later
 
 
 async def scored(job: Any) -> list[float]:
