@@ -66,7 +66,8 @@ def test_the_tests_that_depend_on_them_pass(
     (copy / "constraints.txt").write_text("\n".join([*lines, *(f"{name}=={pin}" for name, pin in pins.items())]))
     subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
     inside = str(tmp_path / "venv" / "bin" / "python")
-    packages = [inside, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt", "--editable"]
+    packages = [inside, "-m", "pip", "install", "--quiet", "--no-compile", "--constraint", "constraints.txt"]
+    packages += ["--editable"]
     subprocess.run([*packages, ".[serve,reasoning,dev]"], cwd=copy, check=True, timeout=1800)
     command = [inside, "-m", "pytest", "-q"]
     command += ["-W", "ignore:Conversion of an array with ndim:DeprecationWarning"]  # Triton 3.6

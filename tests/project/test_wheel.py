@@ -55,6 +55,7 @@ def test_a_wheel_in_a_fresh_environment_runs_the_demo(tmp_path: Path) -> None:
         "pip",
         "install",
         "--quiet",
+        "--no-compile",
         "--constraint",
         str(ROOT / "constraints.txt"),
         str(wheel),
