@@ -28,7 +28,7 @@ def rollouts(directory: Path, job: str, step: int) -> list[dict[str, Any]]:
 
 def hostile_worker(service: Service, place: Path) -> subprocess.Popen[str]:
     """`motet agent`, which marks what it begins."""
-    words = ("agent", place / "jobs.yaml", "--concurrency", "48")
+    words = ("agent", place / "jobs.yaml", "--concurrency", "128")
     return service.motet(*words, out=subprocess.DEVNULL, err=None, env={"MARKS": str(place / "marks")})
 
 
