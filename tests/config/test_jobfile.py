@@ -277,6 +277,8 @@ def test_every_word_of_others_means_a_field_that_there_is() -> None:
         ("load_in_4bit", "it is engine.base_format, `packed` for a base whose files are quantised"),
         ("report_to", "it is observers, such as [wandb]"),
         ("packing", "leave it out: batches are always packed"),
+        ("ppo_mini_batch_size", "it is algorithm.groups_per_step, the number of problems of a step"),
+        ("beta", "it is algorithm.kl.coef, and algorithm.beta where preferences are learned (dpo, kto)"),
     ],
 )
 def test_words_of_other_programs_are_translated_wherever_they_stand(field: str, told: str) -> None:
