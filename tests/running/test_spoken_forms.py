@@ -76,8 +76,6 @@ STEPS = 16
 """Of learning by reward."""
 ENDS = {"harmony": ("<|call|>",)}
 """Tokens that end turns with calls; a base's `generation_config.json` lists them."""
-FORMS = ("qwen3", "qwen3_coder", "glm", "llama3", "magistral", "gpt_oss", "deepseek", "kimi", "lfm2")
-"""One base of each form."""
 Json = dict[str, Any]
 
 
@@ -130,8 +128,8 @@ def as_template_takes(name: str, messages: list[Json]) -> list[Json]:
             turn["thinking"] = thought
         if called := message.get("tool_calls"):
             turn["tool_calls"] = [_as_template_takes(name, call, next(calls)) for call in called]
-        if message["role"] == "tool" and name == "kimi":
-            turn["tool_call_id"] = f"functions.price:{next(results)}"
+        if message["role"] == "tool":
+            turn["tool_call_id"] = _id_of(name, next(results))
         given.append(turn)
     return given
 
@@ -139,7 +137,12 @@ def as_template_takes(name: str, messages: list[Json]) -> list[Json]:
 def _as_template_takes(name: str, call: Json, number: int) -> Json:
     arguments = call["function"]["arguments"]
     function = {**call["function"], "arguments": arguments if name == "deepseek" else json.loads(arguments)}
-    return {**call, "function": function, **({"id": f"functions.price:{number}"} if name == "kimi" else {})}
+    return {**call, "function": function, "id": _id_of(name, number)}
+
+
+def _id_of(name: str, number: int) -> str:
+    """The id that the base learns for a call; doors give others."""
+    return f"functions.price:{number}" if name == "kimi" else f"call{number:05}"
 
 
 def saved(name: str, place: Path) -> Path:
@@ -184,7 +187,7 @@ class Taught:
         return ids
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=SPEAKERS)
 def taught(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Taught]:
     """One that learned conversations by heart, then played for a reward, and is served."""
     name, place = request.param, tmp_path_factory.mktemp("taught")

@@ -312,13 +312,13 @@ SPEAKERS = {
 def own_turn(chat: Chat, parts: TurnParts, called: int = 0) -> IntArray:
     """The tokens of a turn as a base's template writes its parts, with the token that ends it.
 
-    `called` is the number of calls before it, which Kimi's ids go on from.
+    `called` is the number of calls before it, from which the ids of calls go on.
     """
     tokenizer, asked = chat.tokenizer, {"role": "user", "content": "What is 2 and 2?"}
     written = json.dumps if chat.form.name == "deepseek_v3" else dict
     calls = [
         {
-            "id": f"functions.{one.name}:{called + at}" if chat.form.name == "kimi_k2" else f"call1234{at}",
+            "id": f"functions.{one.name}:{called + at}" if chat.form.name == "kimi_k2" else f"call{called + at:05}",
             "type": "function",
             "function": {"name": one.name, "arguments": written(one.arguments)},
         }
