@@ -258,10 +258,54 @@ def test_a_field_that_stands_elsewhere_or_has_another_name_is_named(field: str) 
     assert expected in wrong(**fields)
 
 
-def test_every_word_of_others_means_a_field_that_there_is() -> None:
-    for name, ours in OTHERS_WORDS.items():
-        path = ours.partition(" ")[0].removesuffix(",")
-        assert path in FIELDS or path == "reward", (name, path)
+FOLLOWED: dict[str, Any] = {
+    **dict.fromkeys(("algorithm.groups_per_step", "algorithm.group_size", "algorithm.updates_per_batch"), 8),
+    **dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high", "algorithm.kl.coef"), 0.2),
+    "algorithm.type": "dr_grpo",
+    "algorithm.advantage": "centered",
+    **dict.fromkeys(("algorithm.mask_truncated", "algorithm.correct_sampler"), True),
+    **dict.fromkeys(("optimizer.lr", "optimizer.eps"), 1e-6),
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_steps": 10,
+    "optimizer.clip_norm": 1.0,
+    "optimizer.betas": [0.9, 0.999],
+    **dict.fromkeys(("sampling.max_tokens", "data.max_prompt_tokens", "data.holdout"), 256),
+    **dict.fromkeys(("steps", "seed", "eval.every", "checkpoint.every", "checkpoint.keep"), 300),
+    **dict.fromkeys(("data", "data.source", "data.eval_source"), "toy:add"),
+    "data.subset": "main",
+    "reward": "exact",
+    "adapter": {"rank": 8, "alpha": 16, "target_modules": "all-linear"},
+    **dict.fromkeys(("adapter.rank", "adapter.alpha"), 8),
+    "adapter.target_modules": "all-linear",
+    "base": "small",
+    "run": "runs/x",
+    "observers": ["wandb"],
+    "engine.micro_batch_tokens": 4096,
+    "engine.recompute": True,
+    "engine.base_format": "packed",
+    "engine.dtype": "bfloat16",
+    "rollout.engine": "vllm",
+    "rollout.launch.tensor_parallel": 2,
+    "rollout.launch.gpu_memory_utilization": 0.4,
+    "rollout.launch.sleep": True,
+}
+"""What somebody writes who follows a hint, by its field."""
+
+
+@pytest.mark.parametrize("word", OTHERS_WORDS)
+def test_a_word_of_others_means_a_field_that_a_job_file_takes(word: str) -> None:
+    path = OTHERS_WORDS[word].partition(" ")[0].removesuffix(",")
+    assert path in FIELDS or path == "reward"
+    *above, field = path.split(".")
+    written = {field: FOLLOWED[path]}
+    for section in reversed(above):
+        written = {section: written}
+    needed = {"data": {"source": "toy:add"}, "rollout": {"engine": "vllm", "launch": {}}}
+    tree = merge({name: needed[name] for name in above if name in needed}, written)
+    if path.partition(".")[0] in RunConfig.model_fields:
+        parse(**tree)
+    else:
+        parse({**JOB, **tree})
 
 
 @pytest.mark.parametrize(
