@@ -179,6 +179,7 @@ def test_an_unknown_form_is_told_and_another_can_be_named(base: str, special: bo
     form = Chat(tokenizer).form
     assert (form.known, form.name) == (False, "hermes")
     assert "a way that Motet does not know" in form.told
+    assert "no thoughts" not in form.told  # it may have some
     turn = TurnParts("", "I call.", (ToolCall("add", {"n": 1, "text": "a"}), ToolCall("sell.it", {})))
     for named in FORMS:
         assert read_back(Chat(tokenizer, tool_format=named), turn) == turn

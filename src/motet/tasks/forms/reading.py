@@ -118,7 +118,8 @@ class TurnForm:
         """The form, for a person."""
         thought = f"thoughts between {self.thought[0]} and {self.thought[1]}" if self.thought else "no thoughts"
         if not self.known:
-            return f"{thought}; its template writes tool calls in a way that Motet does not know"
+            calls = "its template writes tool calls in a way that Motet does not know"
+            return f"{thought}; {calls}" if self.thought else calls  # nor may it know its thoughts
         return f"{thought}, tool calls as {self.name}"
 
     @property
