@@ -19,6 +19,7 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
+from sqlalchemy import delete, event, select
 
 from motet.cluster.hosts import Hosts
 from motet.config.service import HttpConfig
@@ -27,6 +28,7 @@ from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import Done, Failed, Gradient, Journal, Nothing, Tensor
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
 from motet.service.http.auth import ReadThreads, WriteThreads
@@ -114,6 +116,39 @@ def test_what_is_anothers_is_not_there(house: House) -> None:
         assert answer.status_code < 400, (method, path, answer.text)
         if path == "/asample":
             cancel_of_another(house, answer.json()["request_id"])
+
+
+def test_lists_read_what_they_show(house: House) -> None:
+    """A tenant may have thousands of models, and each has its whole configuration."""
+    models = [made(house) for _ in range(3)]
+    session = models[0].partition(":")[0]
+    with house.store.transaction() as database:
+        kept = database.scalars(select(StoredJob).where(StoredJob.idempotency_key == models[2])).one()
+        fields: Any = {name: getattr(kept, name) for name in ("tenant_id", "spec", "steps")}
+        fields |= {"state": "cancelled", "wanted": "cancel"}
+        many = {f"many-{n}": f"{session}:train:{n}" for n in range(1, 101)}
+        database.add_all([StoredJob(id=one, name=one, idempotency_key=many[one], **fields) for one in many])
+    specs = list[str]()
+
+    def listen(one: StoredJob, _: object) -> None:
+        specs.extend([one.name] if "spec" in one.__dict__ else [])
+
+    event.listen(StoredJob, "load", listen)
+    try:
+        shown = {
+            name: house.ask("GET", f"{PREFIX}/{name}?limit=2&offset={offset}").json()
+            for name, offset in (("training_runs", 100), ("checkpoints", 0), ("sessions", 0))
+        }
+    finally:
+        event.remove(StoredJob, "load", listen)
+        with house.store.transaction() as database:
+            database.execute(delete(StoredJob).where(StoredJob.id.in_(many)))
+    runs = shown["training_runs"]
+    assert [one["training_run_id"] for one in runs["training_runs"]] == [models[2], models[1]]
+    assert runs["cursor"]["total_count"] >= 103
+    assert shown["sessions"] == {"sessions": [one.partition(":")[0] for one in (models[0], models[2])]}
+    assert len(shown["checkpoints"]["checkpoints"]) <= 2
+    assert len(specs) <= 2
 
 
 def test_a_session_is_its_tenants(house: House) -> None:

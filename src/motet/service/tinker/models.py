@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, func, select
+from sqlalchemy.orm import load_only
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Nudge
@@ -47,6 +48,7 @@ _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _FEED_FORWARD = ["gate_proj", "up_proj", "down_proj"]
 _COUNTED_SECONDS = 5.0
 """Seconds after which a finished request counts as stored in the ledger, even if less of it was computed."""
+_NEWEST = StoredJob.number.desc()
 
 
 @dataclass
@@ -155,13 +157,25 @@ class Models:
             select(StoredJob).where(StoredJob.idempotency_key == model_id).order_by(StoredJob.number)
         )
 
-    def of_session(self, who: Principal, session_id: str | None = None) -> list[StoredJob]:
-        """A tenant's models, of one session or all, newest first."""
-        begin = OF_CLIENTS if session_id is None else f"{session_id}:train:"
-        query = select(StoredJob).where(
-            StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key.startswith(begin)
-        )
-        return self._store.scalars(query.order_by(StoredJob.number.desc()))
+    def of_session(self, who: Principal, session_id: str) -> list[StoredJob]:
+        """The models of one session, newest first."""
+        return self._store.scalars(select(StoredJob).where(*_models(who, f"{session_id}:train:")).order_by(_NEWEST))
+
+    def page(self, who: Principal, limit: int, offset: int) -> tuple[list[StoredJob], int]:
+        """Some of a tenant's models, newest first, and the number of all."""
+        query = select(StoredJob).where(*_models(who)).order_by(_NEWEST).limit(limit).offset(offset)
+        return self._store.scalars(query), self._store.scalar(select(func.count()).where(*_models(who))) or 0
+
+    def ids(self, who: Principal, session_id: str | None = None) -> list[str]:
+        """Ids of a tenant's models, of one session or all, newest first."""
+        of = _models(who, OF_CLIENTS if session_id is None else f"{session_id}:train:")
+        found = self._store.scalars(select(StoredJob.idempotency_key).where(*of).order_by(_NEWEST))
+        return list(filter(None, found))
+
+    def without_specs(self, who: Principal) -> list[StoredJob]:
+        """All of a tenant's models, newest first, of which only the ids are read: there may be many."""
+        only = load_only(StoredJob.id, StoredJob.idempotency_key, raiseload=True)
+        return self._store.scalars(select(StoredJob).where(*_models(who)).order_by(_NEWEST).options(only))
 
     def directory(self, job: StoredJob) -> Path:
         """The directory of a model's job."""
@@ -294,3 +308,8 @@ class Models:
 def _outcome_bytes(command: AnyCommand) -> int:
     """Approximate bytes of a command's outcome: a gradient has a logprob for each target."""
     return sum(len(datum.targets) for datum in command.data) if isinstance(command, ForwardBackward) else 256
+
+
+def _models(who: Principal, begin: str = OF_CLIENTS) -> tuple[ColumnElement[bool], ...]:
+    """A tenant's models whose ids begin so."""
+    return StoredJob.tenant_id == who.tenant_id, StoredJob.idempotency_key.startswith(begin)

@@ -87,9 +87,9 @@ def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -
 @router.get("/training_runs")
 def training_runs(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """List the requester's models, newest first."""
-    jobs = tinker.models.of_session(who)
-    shown = [_run(tinker.models, tinker.checkpoints, who.tenant, job) for job in jobs[offset : offset + limit]]
-    return {"training_runs": shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(jobs)}}
+    jobs, total = tinker.models.page(who, limit, offset)
+    shown = [_run(tinker.models, tinker.checkpoints, who.tenant, job) for job in jobs]
+    return {"training_runs": shown, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
 
 @router.get("/training_runs/{run}")
@@ -107,7 +107,7 @@ def checkpoints_of(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
 @router.get("/checkpoints")
 def all_checkpoints(who: Asker, tinker: TinkerDep, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """List the checkpoints of all the requester's models."""
-    kept = [one for job in tinker.models.of_session(who) for one in tinker.checkpoints.of(job)]
+    kept = [one for job in tinker.models.without_specs(who) for one in tinker.checkpoints.of(job)]
     cursor = {"offset": offset, "limit": limit, "total_count": len(kept)}
     return {"checkpoints": tinker.checkpoints.shown(kept[offset : offset + limit]), "cursor": cursor}
 
@@ -243,7 +243,7 @@ for (_method, _path), _words in ELSEWHERE.items():
 @router.get("/sessions")
 def sessions(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """List sessions with models, newest first."""
-    ids = list(dict.fromkeys(str(job.idempotency_key).partition(":")[0] for job in tinker.models.of_session(who)))
+    ids = list(dict.fromkeys(model_id.partition(":")[0] for model_id in tinker.models.ids(who)))
     return {"sessions": ids[offset : offset + limit]}
 
 
@@ -251,6 +251,6 @@ def sessions(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 
 def session(who: Asker, tinker: TinkerDep, session_id: str) -> dict[str, Any]:
     """List the models of a session."""
     return {
-        "training_run_ids": [job.idempotency_key for job in tinker.models.of_session(who, session_id)],
+        "training_run_ids": tinker.models.ids(who, session_id),
         "sampler_ids": [],
     }
