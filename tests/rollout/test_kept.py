@@ -394,7 +394,7 @@ class Counting(Grpo):
 
     def advantages(self, groups, max_tokens):
         (thread,) = (one for one in threading.enumerate() if one.name == "motet-device")
-        (tick,) = thread._target.__self__._ticks
+        ((tick, _),) = thread._target.__self__._ticks
         (Path(self.place) / f"{os.getpid()}").write_text(f"{tick.__self__.decoder.prefilled_tokens}")
         return super().advantages(groups, max_tokens)
 """

@@ -52,7 +52,7 @@ ROUTES = (
 )  # fmt: skip
 """Searched in this order for each request: those that are sent most come first."""
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 503, 507)
+    status: {"model": Error} for status in (400, 401, 403, 404, 409, 413, 422, 429, 431, 503, 507)
 }
 
 _OBSERVERS_SECONDS = 5.0

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     408: "invalid_request_error", 409: "conflict_error", 413: "invalid_request_error", 422: "invalid_request_error",
-    429: "rate_limit_error", 503: "unavailable_error", 507: "unavailable_error",
+    429: "rate_limit_error", 431: "invalid_request_error", 503: "unavailable_error", 507: "unavailable_error",
 }  # fmt: skip
 _LONGEST = 10_000
 """Most characters of a message, which may quote its input."""
