@@ -26,7 +26,7 @@ for which, words in json.loads(sys.argv[1]):
 
 def compiled(cache: Path, *parts: tuple[str, list[str]], packages: Path | None = None) -> list[list[Any]]:
     """For each part, a module and its words, the lines of JSON that it prints: in one process without the interpreter."""
-    places = [str(place) for place in (packages, ROOT) if place]
+    places = [str(place) for place in (packages, ROOT, os.environ.get("PYTHONPATH")) if place]
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     given |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
     command = [sys.executable, "-c", PROGRAM, json.dumps(parts)]
