@@ -151,6 +151,8 @@ class BaseServer:
 
     async def _unload(self, body: Any) -> Response:
         name = body["lora_name"]
+        if name not in self._adapters and self.dialect == "sglang":
+            return _refused(400, f"LoRA with name {name} does not exist.")
         if name not in self._adapters:
             return _refused(404, f"The lora adapter '{name}' cannot be found.")
         self.unloads.append(name)
