@@ -68,7 +68,8 @@ class Wording:
         found = cls(thought=None if form.writes_thoughts else _thought_of(write, source), form=form)
         asked = (_QUESTION, Message("assistant", "", (_CALL,)))
         twice = (_QUESTION, Message("assistant", "", (_CALL, ToolCall(_OTHER, {_KEY: _TEXT}))))
-        for id_of, as_json in itertools.product(_IDS, (False, True) * form.in_template):
+        ways = itertools.product(_IDS, (False, True)) if form.in_template else ()
+        for id_of, as_json in ways:
             way = replace(found, calls=True, as_json=as_json, id_of=id_of)
             text = _tried(write, way.given(asked))
             if _NAME in text and _TEXT in text and f"'{_KEY}'" not in text:  # no mapping as Python prints it

@@ -45,6 +45,11 @@ def plain_arguments(value: Any) -> dict[str, Any]:
     return dict(check_plain({} if value is None else value, DEEPEST_CALL))
 
 
+def as_objects(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Calls as the objects of JSON that most forms write."""
+    return [{"name": one.name, "arguments": dict(one.arguments)} for one in calls]
+
+
 def written_json(value: Any, tags: Iterable[str] = ()) -> str:
     """A value as JSON without the letters of tags."""
     return without_tags(json.dumps(value, ensure_ascii=False), tags)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, written_json
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, as_objects, broken, call_of, written_json
 from motet.tasks.forms.letters import joined
 from motet.tasks.forms.reading import CallsRead, between
 
@@ -29,8 +29,7 @@ class JsonInTags:
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """See `CallStyle`."""
-        fields = ({"name": one.name, "arguments": dict(one.arguments)} for one in calls)
-        return "\n".join(f"{OPENS}\n{written_json(one)}\n{CLOSES}" for one in fields)
+        return "\n".join(f"{OPENS}\n{written_json(one)}\n{CLOSES}" for one in as_objects(calls))
 
 
 def outside_strings() -> Callable[[str], bool]:

@@ -14,6 +14,7 @@ from motet.tasks.forms.arguments import (
     PYTHON_VALUES,
     UNREADABLE,
     Schemas,
+    as_objects,
     broken,
     call_of,
     plain_arguments,
@@ -55,8 +56,7 @@ class Lfm:
         """See `CallStyle`. Names that Python does not have are written as JSON."""
         if all(_CALLED.fullmatch(one.name) and all(map(_ARGUMENT.fullmatch, one.arguments)) for one in calls):
             return f"{_OPENS}[{', '.join(map(_written, calls))}]{_CLOSES}"
-        fields = [{"name": one.name, "arguments": dict(one.arguments)} for one in calls]
-        return _OPENS + written_json(fields, self.tags) + _CLOSES
+        return _OPENS + written_json(as_objects(calls), self.tags) + _CLOSES
 
 
 def _written(call: ToolCall) -> str:

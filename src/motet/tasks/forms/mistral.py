@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from motet.core.types import ToolCall
-from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, plain_arguments, written_json
+from motet.tasks.forms.arguments import UNREADABLE, Schemas, as_objects, broken, call_of, plain_arguments, written_json
 from motet.tasks.forms.letters import Tag, joined
 from motet.tasks.forms.reading import CallsRead
 
@@ -34,8 +34,7 @@ class Mistral:
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """See `CallStyle`."""
-        fields = [{"name": one.name, "arguments": dict(one.arguments)} for one in calls]
-        return _TAG + written_json(fields, self.tags)
+        return _TAG + written_json(as_objects(calls), self.tags)
 
 
 def _read_into(calls: list[tuple[ToolCall, str]], body: Sequence[str]) -> str:
