@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json
 import string
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from motet.config import EngineConfig
 from motet.core.types import Problem
-from motet.hosting.launch import load
 from motet.report.read import read_run
 from motet.runtime.progress import JobProgress
 from motet.runtime.signs import LEAST, LONGER, NORM, RECENT, Diagnosis, Signs
 from tests.support.fake_run import Setting, job, run_jobs
-from tests.support.small_runs import REWARDS
-from tests.support.small_runs import job as small_job
-from tests.support.small_runs import run as small_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "not-learning.md").read_text()
 DEMO = Path(__file__).resolve().parents[2] / "tests" / "support" / "demo_metrics.jsonl"
@@ -81,56 +75,10 @@ def test_answers_that_only_grow_longer_are_an_alarm(tmp_path: Path) -> None:
     assert "end at max_tokens" in told["length"]
 
 
-def capitals(problem: Problem, completion: str) -> float:
-    return sum(letter in string.ascii_uppercase for letter in completion) / (1 + len(completion))
-
-
-def much_lowercase(problem: Problem, completion: str) -> float:
-    return 3 * lowercase(problem, completion)
-
-
-def test_one_part_of_the_reward_that_outweighs_another_is_a_hint(tmp_path: Path) -> None:
-    told = trained(tmp_path, reward=[much_lowercase, capitals], algorithm={"groups_per_step": 6}, optimizer={"lr": 0.2})
-    assert told["one-part"].startswith("hint: the reward rises by much_lowercase alone (")
-    assert " while capitals falls (" in told["one-part"]
-    assert trained(tmp_path / "fair", reward=[lowercase]) == {}
-
-
-def noise(problem: Problem, completion: str) -> float:
-    """Nothing can be learned from it: each problem likes other answers."""
-    return zlib.crc32(f"{problem.id} {completion}".encode()) % 1000 / 1000
-
-
-@pytest.mark.parametrize(("steps", "kind"), [(20, "entropy"), (24, "lost")])
-def test_a_policy_that_collapses_is_told_by_its_entropy_and_then_by_its_signal(
-    tmp_path: Path, steps: int, kind: str
-) -> None:
-    told = trained(tmp_path, steps, reward=noise, optimizer={"lr": 0.9}, algorithm={"groups_per_step": 6})
-    assert told.keys() == {kind, "far", "length"}
-    assert told["far"].startswith("hint: far from the base: KL ")
-
-
-def test_identical_completions_are_a_hint(tmp_path: Path) -> None:
-    told = trained(tmp_path, LEAST, reward=noise, sampling={"temperature": 0.01})
-    assert told.keys() == {"identical"}, "one cause is told once"
-    assert told["identical"].startswith("hint: all answers of a group are the same in nearly every group")
-
-
 def test_groups_without_signal_are_a_hint(tmp_path: Path) -> None:
     told = trained(tmp_path, steps=LEAST, reward=lambda problem, completion: 1.0)
     assert told.keys() == {"no-signal"}
     assert told["no-signal"].startswith("hint: no signal in 100% of the groups (mean reward 1)")
-
-
-def test_an_adapter_whose_norm_runs_away_is_a_hint(tmp_path: Path) -> None:
-    """A real run with a learning rate that is far too high: the same in live views and in the report."""
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text(REWARDS)
-    jobs = [small_job(name, rewards, steps=6, optimizer={"lr": lr}) for name, lr in (("wild", 0.05), ("calm", 0.003))]
-    small_run(load("small", EngineConfig(threads=1)), tmp_path / "run", jobs)
-    calm, wild = read_run(tmp_path / "run").jobs
-    assert any("the adapter's norm runs away (" in one for one in wild.warnings), wild.warnings
-    assert not any("norm" in one for one in calm.warnings)
 
 
 LINE = {

@@ -72,7 +72,7 @@ def test_what_is_taken_up_is_what_was_told(tmp_path: Path) -> None:
         assert [version for version, _ in again.evaluations] == steps
         assert again.signs.warnings == told.signs.warnings
     assert told.signs.warnings.keys() == {"no-signal", "flat"}
-    said = f"hint: {no_signal(1.0, 1.0, 0.0, {})} (docs/not-learning.md#no-signal)"
+    said = f"hint: {no_signal(1.0, 1.0, 0.0, {'group_size': 4})} (docs/not-learning.md#no-signal)"
     assert told.signs.warnings["no-signal"] == said
 
 

@@ -20,8 +20,11 @@ from motet.runtime.metrics import group_metrics
 from motet.runtime.progress import JobProgress
 from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, in_thought, no_signal
 from motet.tasks.chat import Chat
+from motet.tasks.dataset import load_dataset
 from motet.tasks.rewards import exact
+from motet.tasks.rows import row_of
 from tests.support.counting import calls
+from tests.support.following import followed
 from tests.support.speaking_bases import SPEAKERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +117,7 @@ def test_far_from_the_base() -> None:
     kl: Values = [None] * (2 * RECENT)
     kl[3] = 3.1
     assert warnings(kl_base=kl) == (
-        "far from the base: KL 3.1 nats per token; lower optimizer.lr, or set algorithm.kl.coef",
+        "far from the base: KL 3.1 nats per token; lower optimizer.lr, or set algorithm.kl.coef to 0.01",
     )
 
 
@@ -141,7 +144,11 @@ def test_signal_that_was_lost_is_told_with_its_cause() -> None:
     assert warning.startswith(
         "had signal and lost it after step 0 (mean reward 0.28, now 0): the learning rate is too high"
     )
-    assert "optimizer.lr (it is 0.03)" in warning
+    assert "optimizer.lr and begin again" in warning
+    few = {"reward": [0.1, 0.35, *[0.1] * RECENT], "reward_std": 0.4, "no_signal": [0.7, 0.5, *[0.9] * RECENT]}
+    assert any(one.startswith("had signal") for one in warnings(len(share), rollouts=99, **few))
+    (chance,) = warnings(len(share), rollouts=9, **few)
+    assert chance.startswith("no signal"), "a few rewards of hard problems are no peak"
     (never,) = warnings(len(share), reward=0.0, reward_std=0.0, no_signal=1.0)
     assert never.startswith("no signal")
     assert warnings(len(share), reward=[*fallen[:-LEAST], *[0.3] * LEAST], no_signal=0.2) == ()
@@ -235,14 +242,14 @@ def test_an_unknown_accuracy_is_no_figure() -> None:
 
 
 def test_answers_that_end_inside_their_thought_are_told_with_what_to_raise() -> None:
-    signs = Signs(max_tokens=128)
+    signs = Signs(job={"sampling": {"max_tokens": 128}})
     ill = {"reward": 0.0, "reward_std": 0.0, "no_signal": 1.0, "rollouts": 16, "truncated": 0.9, "in_thought": 13}
     for _ in range(LEAST):
         signs.see(ill)
     (says,) = (one.says for one in signs.diagnoses)
     assert says == (
-        "65 of 80 answers end inside the thought (max_tokens 128): they say nothing that a reward could judge; raise "
-        "sampling.max_tokens"
+        "65 of 80 answers end inside the thought: they say nothing that a reward could judge; raise sampling.max_tokens "
+        "(it is 128)"
     )
     (says,) = warnings(reward=0.0, no_signal=1.0, rollouts=16, truncated=0.1, in_thought=13)
     assert says.endswith("stop there: they say nothing; train on rows with whole thoughts first (algorithm: sft)")
@@ -250,27 +257,52 @@ def test_answers_that_end_inside_their_thought_are_told_with_what_to_raise() -> 
     assert says.startswith("no signal"), "most answers say something"
 
 
-def test_more_tokens_close_the_thought() -> None:
-    """What the hint says, done: the same turn with more tokens is read whole, and its reward is that of its speech."""
-    chat = Chat(SPEAKERS["qwen35"].tokenizer())
-    prompt = chat.prompt_ids(Problem(0, (Message("user", "2 + 2?"),), "4"))
-    sampled = chat.tokenizer.encode("two and two\n</think>\n\n4", add_special_tokens=False)
+QWEN = Chat(SPEAKERS["qwen35"].tokenizer())
+ROW = {
+    "messages": [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "reasoning_content": "two and two\n\nis four", "content": "4"},
+    ]
+}
 
-    def figures(max_tokens: int) -> dict[str, Any]:
-        ids = np.asarray(sampled[:max_tokens], np.int32)
-        cut_off = max_tokens < len(sampled)
-        parts = chat.parts(prompt, ids, cut_off=cut_off)
-        turn = Turn("", FinishReason.LENGTH if cut_off else FinishReason.STOP, parts)
-        problem = Problem(0, (), "4")
-        reward = exact(problem, parts.speech)
-        rollouts = tuple(Rollout(problem, n, (), (turn,), reward, {"exact": reward}) for n in range(4))
-        return group_metrics([Group(problem, 0, 0, rollouts)])
 
-    cut, whole = figures(2), figures(100)
-    assert (cut["in_thought"], cut["unread"], cut["reward"]) == (4, 4, 0.0)
-    assert in_thought(cut["in_thought"], 4, cut["truncated"], 2).endswith("raise sampling.max_tokens")
-    assert "in_thought" not in whole
-    assert whole["reward"] == 1.0
+def sampled(text: str, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of four equal answers in a form whose prompt opens a thought, as far as a job's settings let them go."""
+    prompt = QWEN.prompt_ids(Problem(0, (Message("user", "2 + 2?"),), "4"))
+    ends = [text.index(stop) for stop in sampling.get("stop", ()) if stop in text]
+    whole = QWEN.tokenizer.encode(text[: min(ends, default=len(text))], add_special_tokens=False)
+    ids = np.asarray(whole[: sampling["max_tokens"]], np.int32)
+    parts = QWEN.parts(prompt, ids, cut_off=len(ids) < len(whole))
+    turn = Turn("", FinishReason.LENGTH if len(ids) < len(whole) else FinishReason.STOP, parts)
+    problem = Problem(0, (), "4")
+    reward = exact(problem, parts.speech)
+    rollouts = tuple(Rollout(problem, n, (), (turn,), reward, {"exact": reward}) for n in range(4))
+    return group_metrics([Group(problem, 0, 0, rollouts)])
+
+
+@pytest.mark.parametrize("ill", [{"max_tokens": 2}, {"max_tokens": 99, "stop": ["\n\n"]}])
+def test_a_thought_ends_after_what_the_hint_says(ill: dict[str, Any]) -> None:
+    """The same turn is then read whole, and its reward is that of its speech."""
+    text, job = "two and two\n\nis four\n</think>\n\n4", {"sampling": ill}
+    for _ in range(8):
+        found = sampled(text, job["sampling"])
+        if not (says := in_thought(found.get("in_thought", 0), 4, found["truncated"], job["sampling"])):
+            break
+        assert found["reward"] == 0.0
+        (job,) = followed(job, says).values()
+    assert job != {"sampling": ill}
+    assert (says, found["reward"]) == ("", 1.0)
+
+
+def test_rows_with_whole_thoughts_teach_to_end_them() -> None:
+    """What is learned where answers stop in their thought: the thought, its end and the answer."""
+    says = in_thought(4, 4, 0.0, {"max_tokens": 99})
+    assert says.endswith("train on rows with whole thoughts first (algorithm: sft)")
+    job = JobConfig.model_validate({"name": "a", "data": {"source": [ROW], "holdout": 0}, "algorithm": "sft"})
+    (example,) = row_of(load_dataset(job.data).train[0], "answer", QWEN, "data").examples
+    learned = QWEN.tokenizer.decode(example.token_ids[example.loss_mask])
+    found = sampled(learned.removesuffix("<|im_end|>"), {"max_tokens": 99})
+    assert (found.get("in_thought"), found["reward"]) == (None, 1.0), learned
 
 
 HINTS = ("src/motet/runtime/signs.py", "src/motet/runtime/evaluations.py", "docs/not-learning.md")

@@ -101,7 +101,8 @@ class InlineRewards(RewardPool):
             await asyncio.sleep(0)
             try:
                 parts = {reward.name: float(reward.function(problem, completion)) for reward in self._rewards[job]}
-                scored.append(ScoreOutcome(sum(parts.values()), parts))
+                reward = sum(one.weight * parts[one.name] for one in self._rewards[job])
+                scored.append(ScoreOutcome(reward, parts))
             except ValueError as error:
                 scored.append(ScoreOutcome(float("nan"), {}, f"raised {error}"))
         return scored

@@ -234,7 +234,7 @@ async def _check_all(
 def _in_thought(job: Job, groups: Sequence[Group]) -> str:
     figures = group_metrics(groups)
     answers = figures["rollouts"] - figures["failed"]
-    return in_thought(figures.get("in_thought", 0), answers, figures["truncated"], job.config.sampling.max_tokens)
+    return in_thought(figures.get("in_thought", 0), answers, figures["truncated"], job.config.sampling.model_dump())
 
 
 def _say_tokens(console: Console, job: Job, kind: str | None, groups: Sequence[Group]) -> None:

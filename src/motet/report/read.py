@@ -342,11 +342,7 @@ def _text(path: Path) -> str:
 
 def signs_of(job: Mapping[str, Any]) -> Signs:
     """For the lines of a job with these settings."""
-    algorithm = job.get("algorithm")
-    sampling = job.get("sampling")
-    numbers = job.get("steps"), sampling.get("max_tokens") if isinstance(sampling, dict) else 0
-    steps, max_tokens = (number if isinstance(number, int) else 0 for number in numbers)
-    return Signs(_weights(job), algorithm if isinstance(algorithm, dict) else {}, steps, max_tokens)
+    return Signs(_weights(job), job)
 
 
 def _weights(job: Mapping[str, Any]) -> Mapping[str, float]:

@@ -118,8 +118,11 @@ class Evaluations:
             f"hardly learned: held-out {self.name} {first} untrained, {best} for the best version, which may be chance"
         )
 
-    def loss(self) -> tuple[str, bool]:
-        """Where the held-out loss of rows rises, and whether it is above that of the untrained adapter."""
+    def loss(self, slower: str) -> tuple[str, bool]:
+        """Where the held-out loss of rows rises, and whether it is above that of the untrained adapter.
+
+        `slower` says how to lower the rate. A larger `beta` is no cure: with the same answers the loss of preferences grows.
+        """
         losses = {version: one.loss for version, one in self.by_version.items() if math.isfinite(one.loss)}
         if len(losses) < 2:
             return "", False
@@ -128,10 +131,9 @@ class Evaluations:
         if not now - losses[least] > RISE * abs(losses[least]):
             return "", False
         before = f"; v{first} had {at_first:.2f}" if first != least else ""
-        cure = "raise algorithm.beta, " if self.name == ACCURACY else ""
+        shorter = f", or set steps to {least}" if self._is_trained(least) else ""
         return (
-            f"the held-out loss rises ({losses[least]:.2f} at v{least} to {now:.2f} at v{last}{before}): lower optimizer.lr, "
-            f"{cure}or train fewer steps"
+            f"the held-out loss rises ({losses[least]:.2f} at v{least} to {now:.2f} at v{last}{before}): {slower}{shorter}"
         ), now > at_first
 
     @property

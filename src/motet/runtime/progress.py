@@ -114,12 +114,8 @@ class JobProgress:
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
         """Progress of a job that has not begun."""
-        signs = Signs(
-            weights_of(config.rewards),
-            config.algorithm.model_dump(mode="json"),
-            config.steps,
-            config.sampling.max_tokens,
-        )
+        settings = config.model_dump(mode="json", include={"algorithm", "optimizer", "sampling", "steps"})
+        signs = Signs(weights_of(config.rewards), settings)
         return cls(config.name, config.steps, signs=signs, setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -38,6 +38,8 @@ ENTROPY = 0.1
 """Entropy as a part of that at first: less leaves nothing to explore."""
 PART_LOST = 0.5
 """What is left of one part of a summed reward while another part rises: less is no trade but a sacrifice."""
+FIRST_COEF = 0.01
+"""Weight of the penalty to begin with, where a job has none."""
 NORM = 1.5
 """Growth of the adapter's norm over the recent steps: the first ten of the demo, where it grows most, reach 1.1."""
 _NEVER_ALARMS = ("failed", "no-signal", "thought", "flat", "untrained")
@@ -64,12 +66,8 @@ class Signs:
 
     weights: Mapping[str, float] = field(default_factory=dict)
     """Of rewards, by the names of their parts; those of weight 0 are measured and not trained on."""
-    algorithm: Mapping[str, Any] = field(default_factory=dict)
-    """The job's, as job.yaml has it."""
-    steps: int = 0
-    """Of the whole job; 0 if unknown."""
-    max_tokens: int = 0
-    """Most tokens of an answer; 0 if unknown."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """The job's settings, as job.yaml has them: `algorithm`, `optimizer`, `sampling`, `steps`; those left out are unknown."""
     first: list[Line] = field(default_factory=list)
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
@@ -80,8 +78,8 @@ class Signs:
     """Those without a reward."""
     errors: Counter[str] = field(default_factory=Counter)
     """Rollouts by the reason why they have no reward, where it is known."""
-    peak: tuple[int, float] | None = None
-    """The step with the highest mean reward of those with signal, and that reward."""
+    peak: tuple[int, float, float] | None = None
+    """The step with the highest mean reward of those with signal, that reward and its standard error."""
     held_out: Evaluations = field(default_factory=Evaluations)
     _warnings: dict[str, str] | None = field(default=None, init=False, repr=False, compare=False)
     """None where something came since they were derived; views ask for them more often than steps end."""
@@ -102,7 +100,8 @@ class Signs:
             self.errors.update({str(reason): int(n) for reason, n in errors.items() if isinstance(n, int)})
         reward, share = _mean([line], "reward"), _mean([line], "no_signal")
         if share < NO_SIGNAL and not reward <= (self.peak or (0, -math.inf))[1]:
-            self.peak = int(line.get("step", 0)), reward
+            spread, n = next(_numbers([line], "reward_std"), 0.0), next(_numbers([line], "rollouts"), math.inf)
+            self.peak = int(line.get("step", 0)), reward, spread / math.sqrt(max(n, 1))
 
     def see_evaluation(self, version: int, evaluation: Line) -> None:
         """Take in the held-out figure of a version."""
@@ -127,8 +126,9 @@ class Signs:
         held_out, risen = self.held_out, _risen(self.first, self.recent)
         found = {"failed": self._failed(), "worse": held_out.worse(), "untrained": held_out.untrained_best()}
         falls = bool(found["worse"])
-        found["loss"], above = held_out.loss()
-        found["flat"] = held_out.flat() if RECENT <= self.steps <= held_out.newest else ""
+        found["loss"], above = held_out.loss(self._slower)
+        steps = self.job.get("steps")
+        found["flat"] = held_out.flat() if isinstance(steps, int) and RECENT <= steps <= held_out.newest else ""
         if risen and len(self.recent) == RECENT:
             found |= {"gamed": self._gamed(), "one-part": self._one_part()}
         rewarded = math.isfinite(_mean(self.recent, "reward"))
@@ -147,27 +147,48 @@ class Signs:
     def _not_learning(self) -> dict[str, str]:
         """Where the reward has not risen, what is missing; one sentence of those that have one cause."""
         answers, inside = (sum(_numbers(self.recent, name)) for name in ("rollouts", "in_thought"))
-        if thought := in_thought(inside, answers, _mean(self.recent, "truncated"), self.max_tokens):
+        if thought := in_thought(inside, answers, _mean(self.recent, "truncated"), self._section("sampling")):
             return {"thought": thought}
         if lost := self._lost():
             return {"lost": lost}
+        if self._section("algorithm").get("teacher"):  # it teaches by each token, whatever the rewards are
+            return {}
         if identical := self._identical():
             return {"identical": identical}
         share, reward, spread = (_mean(self.recent, name) for name in ("no_signal", "reward", "reward_std"))
         return {
-            "no-signal": no_signal(share, reward, spread, self.algorithm),
-            "alike": _alike(_mean(self.first, "distinct"), _mean(self.recent, "distinct")),
-            "entropy": _no_entropy(_mean(self.first, "entropy"), _mean(self._newest, "entropy")),
+            "no-signal": no_signal(share, reward, spread, self._section("algorithm")),
+            "alike": self._alike(),
+            "entropy": self._no_entropy(),
         }
+
+    def _section(self, name: str) -> Mapping[str, Any]:
+        section = self.job.get(name)
+        return section if isinstance(section, Mapping) else {}
+
+    @property
+    def _slower(self) -> str:
+        """Which field lowers the rate of each step: `optimizer.lr: auto` has no value to lower."""
+        optimizer = self._section("optimizer")
+        name = "lr_multiplier" if optimizer.get("lr") == "auto" else "lr"
+        return f"lower optimizer.{name}{_it_is(optimizer.get(name))}"
+
+    @property
+    def _warmer(self) -> str:
+        return f"raise sampling.temperature{_it_is(self._section('sampling').get('temperature'))}"
 
     @property
     def _newest(self) -> list[Line]:
         return list(self.recent)[-LEAST:]
 
     def _far(self) -> str:
-        if self.kl is None or not self.kl >= FAR or self.algorithm.get("teacher", "base") != "base":
+        algorithm = self._section("algorithm")
+        if self.kl is None or not self.kl >= FAR or algorithm.get("teacher", "base") != "base":
             return ""
-        return f"far from the base: KL {self.kl:.2g} nats per token; lower optimizer.lr, or set algorithm.kl.coef"
+        penalty = algorithm.get("kl")
+        coef = penalty.get("coef") if isinstance(penalty, Mapping) else None
+        cure = f"raise algorithm.kl.coef{_it_is(coef)}" if coef else f"set algorithm.kl.coef to {FIRST_COEF}"
+        return f"far from the base: KL {self.kl:.2g} nats per token; {self._slower}, or {cure}"
 
     def _length(self) -> str:
         before, now = _mean(self.first, "length"), _mean(self._newest, "length")
@@ -187,7 +208,7 @@ class Signs:
         if len(norms) < 2 or not norms[1] >= NORM * norms[0]:
             return ""
         return (
-            f"the adapter's norm runs away ({norms[0]:.3g} to {norms[1]:.3g} in {len(self.recent)} steps): lower optimizer.lr "
+            f"the adapter's norm runs away ({norms[0]:.3g} to {norms[1]:.3g} in {len(self.recent)} steps): {self._slower} "
             "and begin again"
         )
 
@@ -196,8 +217,8 @@ class Signs:
         if not groups > 0 or not rollouts >= 2 * groups or not distinct * rollouts / groups <= IDENTICAL:
             return ""
         return (
-            "all answers of a group are the same in nearly every group: nothing can be learned from them; raise "
-            "sampling.temperature, or begin again with a lower optimizer.lr"
+            "all answers of a group are the same in nearly every group: nothing can be learned from them; "
+            f"{self._warmer}, or {self._slower} and begin again"
         )
 
     def _one_part(self) -> str:
@@ -210,12 +231,12 @@ class Signs:
             for name, (a, b) in known.items()
             if fmean(a) > 0 and fmean(b) < PART_LOST * fmean(a) and fmean(a) - fmean(b) > CHANCE * _error(a, b)
         ]
-        if not lost:
+        top = max(known, key=lambda name: fmean(known[name][1]) - fmean(known[name][0]), default="")
+        if not lost or top in lost:
             return ""
-        top = max(known, key=lambda name: fmean(known[name][1]) - fmean(known[name][0]))
         return (
             f"the reward rises by {top} alone ({_ends(*known[top])}) while {lost[0]} falls ({_ends(*known[lost[0]])}): "
-            f"{top} outweighs it; lower its weight, or raise that of {lost[0]}"
+            f"{top} outweighs it; set its weight to {parts[top] / 2:g}, or that of {lost[0]} to {2 * parts[lost[0]]:g}"
         )
 
     def _failed(self) -> str:
@@ -230,11 +251,29 @@ class Signs:
         now, spread = _mean(last, "reward"), _mean(self.first, "reward_std")
         if self.peak is None or not _mean(last, "no_signal") >= NO_SIGNAL or not self.peak[1] - now > spread / 2:
             return ""
-        rates = list(_numbers([*self.first, *self.recent], "lr"))
-        rate = f" (it is {rates[-1]:.2g})" if rates else ""
+        if not self.peak[1] - now > CHANCE * self.peak[2]:  # a few rewards of a hard problem are no peak
+            return ""
         return (
             f"had signal and lost it after step {self.peak[0]} (mean reward {self.peak[1]:.2g}, now {now:.2g}): the learning "
-            f"rate is too high; lower optimizer.lr{rate} and begin again"
+            f"rate is too high; {self._slower} and begin again"
+        )
+
+    def _alike(self) -> str:
+        before, now = _mean(self.first, "distinct"), _mean(self.recent, "distinct")
+        if not now <= ALIKE * before:
+            return ""
+        return (
+            f"answers grow alike, and not better: {now:.0%} of a group's are distinct, at first {before:.0%}; "
+            f"{self._slower}, or {self._warmer}"
+        )
+
+    def _no_entropy(self) -> str:
+        before, now = _mean(self.first, "entropy"), _mean(self._newest, "entropy")
+        if not (before > 0 and now <= ENTROPY * before):
+            return ""
+        return (
+            f"the entropy is nearly gone ({before:.2g} to {now:.2g} nats per token), and the reward has not risen: nothing "
+            f"new is tried; {self._slower} and begin again"
         )
 
     def _gamed(self) -> str:
@@ -273,44 +312,33 @@ def no_signal(share: float, reward: float, spread: float, algorithm: Mapping[str
         return ""
     return (
         f"no signal in {share:.0%} of the groups (mean reward {reward:.2g}): too hard or too easy for this base; take other "
-        "problems, give partial rewards, or raise algorithm.group_size"
+        f"problems, give partial rewards, or raise algorithm.group_size{_it_is(algorithm.get('group_size'))}"
     )
 
 
-def in_thought(inside: float, answers: float, truncated: float, max_tokens: int) -> str:
+def in_thought(inside: float, answers: float, truncated: float, sampling: Mapping[str, Any]) -> str:
     """A warning if most answers end inside their thought, so that they say nothing.
 
     Args:
         inside: how many of them.
         answers: number of answers.
         truncated: share of answers that end at `max_tokens`.
-        max_tokens: the job's; 0 if unknown.
+        sampling: the job's; a string of `stop` ends a thought too.
     """
     if not answers or not inside >= CUT_OFF * answers:
         return ""
     ends = f"{inside:.0f} of {answers:.0f} answers end inside the thought"
     if not truncated >= CUT_OFF * inside / answers:
+        if sampling.get("stop"):
+            return f"{ends}, where a string of sampling.stop may stand: they say nothing; leave out sampling.stop"
         return f"{ends} and stop there: they say nothing; train on rows with whole thoughts first (algorithm: sft)"
-    limit = f" (max_tokens {max_tokens})" if max_tokens else ""
-    return f"{ends}{limit}: they say nothing that a reward could judge; raise sampling.max_tokens"
+    most = _it_is(sampling.get("max_tokens"))
+    return f"{ends}: they say nothing that a reward could judge; raise sampling.max_tokens{most}"
 
 
-def _alike(before: float, now: float) -> str:
-    if not now <= ALIKE * before:
-        return ""
-    return (
-        f"answers grow alike, and not better: {now:.0%} of a group's are distinct, at first {before:.0%}; lower "
-        "optimizer.lr, or raise sampling.temperature"
-    )
-
-
-def _no_entropy(before: float, now: float) -> str:
-    if not (before > 0 and now <= ENTROPY * before):
-        return ""
-    return (
-        f"the entropy is nearly gone ({before:.2g} to {now:.2g} nats per token), and the reward has not risen: nothing new "
-        "is tried; begin again with a lower optimizer.lr"
-    )
+def _it_is(value: object) -> str:
+    """The present value of a field, where it is known."""
+    return f" (it is {value:g})" if isinstance(value, int | float) else ""
 
 
 def _part(lines: Iterable[Line], name: str, weight: float = 1.0) -> list[float]:
