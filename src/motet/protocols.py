@@ -105,6 +105,9 @@ class Pausing(Protocol):
     def score_in_pieces(self, batch: Batch, *, base: bool = False) -> Pieces[tuple[tuple[FloatArray, ...], ...]]:
         """As `forward`."""
 
+    def wait(self) -> None:
+        """Wait until the device has done all that was begun."""
+
 
 @runtime_checkable
 class SteppingTogether(Protocol):

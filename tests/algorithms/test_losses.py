@@ -16,7 +16,7 @@ from torch import Tensor
 
 from motet.algorithms.advantages import normalisation
 from motet.algorithms.client import CLIENT_LOSSES, ClientLoss
-from motet.algorithms.losses import KL_ESTIMATORS, LOSSES, cispo, loss_and_stats
+from motet.algorithms.losses import KL_ESTIMATORS, LOSSES, cispo, loss_and_sums, read_stats
 from motet.algorithms.policy_gradient import KLConfig, PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.core.batch import Loss, LossInputs, LossStats
@@ -75,9 +75,15 @@ def policy(**fields: Any) -> PolicyGradient:
     return Grpo.model_validate({"clip_low": 0.2, "clip_high": 0.28, **fields})
 
 
+def _loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:
+    value, sums = loss_and_sums(loss, denominator, inputs)
+    (stats,) = read_stats([sums])
+    return value, stats
+
+
 def _run(spec: PolicyGradient, inputs: LossInputs, denominator: float = 1.0) -> tuple[float, Tensor, LossStats]:
     logprobs_N = inputs.logprobs_N.detach().clone().requires_grad_()
-    loss, stats = loss_and_stats(spec, denominator, replace(inputs, logprobs_N=logprobs_N))
+    loss, stats = _loss_and_stats(spec, denominator, replace(inputs, logprobs_N=logprobs_N))
     (grad_N,) = torch.autograd.grad(loss, logprobs_N)
     return loss.item(), grad_N, stats
 
@@ -285,7 +291,7 @@ def test_a_fault_stays_in_its_own_segment(name: str, poison: float) -> None:
         packed_T = torch.cat([logprobs_N for _, logprobs_N in pair]).requires_grad_()
         pieces = packed_T.split([len(logprobs_N) for _, logprobs_N in pair])
         results = [
-            loss_and_stats(spec, 5.0, replace(inputs, logprobs_N=piece))
+            _loss_and_stats(spec, 5.0, replace(inputs, logprobs_N=piece))
             for (inputs, _), piece in zip(pair, pieces, strict=True)
         ]
         (grad_T,) = torch.autograd.grad([loss for loss, _ in results], packed_T)
@@ -304,7 +310,7 @@ def test_bits_do_not_depend_on_the_place_in_the_packed_tensor(name: str) -> None
     loss, grad_N, stats = _run(spec, inputs, 7.0)
     for offset in (1, 3, 16):
         packed_T = torch.cat([torch.zeros(offset), inputs.logprobs_N.detach(), torch.zeros(5)]).requires_grad_()
-        moved, moved_stats = loss_and_stats(spec, 7.0, replace(inputs, logprobs_N=packed_T[offset : offset + 501]))
+        moved, moved_stats = _loss_and_stats(spec, 7.0, replace(inputs, logprobs_N=packed_T[offset : offset + 501]))
         (grad_T,) = torch.autograd.grad(moved, packed_T)
         assert (moved.item(), moved_stats) == (loss, stats)
         assert torch.equal(grad_T[offset : offset + 501], grad_N)
@@ -354,7 +360,7 @@ def test_no_log_ratio_overflows_or_reaches_other_tokens(
             proximal_logprobs_N=torch.tensor([-1 - p for _, _, p, _ in beside]),
         )
         leaf_N = inputs.logprobs_N
-        value, stats = loss_and_stats(loss, 1.0, inputs)
+        value, stats = _loss_and_stats(loss, 1.0, inputs)
         return value.item(), torch.autograd.grad(value, leaf_N)[0], stats
 
     silent = (-1 - sentinel, 0.0, -1 - sentinel, 0.0)
@@ -389,7 +395,7 @@ def test_a_token_without_probability_is_finite_and_reaches_no_other(loss: Loss) 
         none_N = torch.tensor([0.0, 0.0, -math.inf])
         inputs = replace(inputs, **{name: getattr(inputs, name) + none_N for name in lost})
         inputs = _take(inputs, torch.arange(n_tokens))
-        value, stats = loss_and_stats(loss, 1.0, replace(inputs, logprobs_N=inputs.logprobs_N.requires_grad_()))
+        value, stats = _loss_and_stats(loss, 1.0, replace(inputs, logprobs_N=inputs.logprobs_N.requires_grad_()))
         return value.item(), torch.autograd.grad(value, inputs.logprobs_N)[0], stats
 
     for lost, advantage, weight in itertools.product(_LOST, (0.0, -2.0, 0.5), (0.0, 1.0)):
@@ -404,5 +410,5 @@ def test_a_token_without_probability_is_finite_and_reaches_no_other(loss: Loss) 
 def test_a_logprob_that_is_no_number_shows_in_the_gradient(loss: Loss) -> None:
     inputs = _inputs([math.nan, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1])
     inputs = replace(inputs, reference_logprobs_N=torch.tensor([-1.0, -1.0]))
-    value, _ = loss_and_stats(loss, 1.0, inputs)
+    value, _ = _loss_and_stats(loss, 1.0, inputs)
     assert math.isnan(value.item())

@@ -1,4 +1,4 @@
-"""Launches of a layer are counted, and are the same kernels in every pass; nothing runs."""
+"""Launches of a layer are counted, and are the same kernels in every pass; so are the host's waits. Nothing runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ BESIDE = {"embed": 1, "norm_after_add": 1}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    (found,) = compiled(tmp_path_factory.mktemp("triton"), ("launched_layers", []))
-    return found
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    return compiled(tmp_path_factory.mktemp("triton"), ("launched_layers", []), ("watched_passes", []))
+
+
+@pytest.fixture(scope="module")
+def made(both: list[list[Any]]) -> list[Any]:
+    return both[0]
 
 
 def test_a_layer_takes_nine_launches_and_eleven_with_any_number_of_adapters(made: list[Any]) -> None:
@@ -36,6 +40,18 @@ def test_a_layer_is_trained_by_at_most_48_launches_with_any_number_of_adapters(m
     for line in passes:
         per_layer = {"llama": (35, 42), "gemma2": (39, 48), "olmo2": (35, 44)}[line["trained"]][line["recompute"]]
         assert sum(line["launches"].values()) == per_layer * line["layers"]
+
+
+def test_the_host_reads_once_after_a_pass_or_a_step_and_waits_for_nothing_before(both: list[list[Any]]) -> None:
+    """Logprobs and sums of all segments, or norms of all adapters; whatever is sent is in memory that is not paged out."""
+    assert {(line["work"], line["adapters"]) for line in both[1]} == {
+        (work, n) for work in ("score", "train", "step") for n in (2, 5)
+    }
+    for line in both[1]:
+        assert line["reads"] == {"score": 1, "train": 2, "step": 1}[line["work"]]
+        assert line["launches"] > 0
+        assert line["sent"] > 0
+        assert line["early"] == line["paged"] == 0, line
 
 
 def test_every_pass_asks_the_compiler_for_the_same_kernels(made: list[Any]) -> None:

@@ -17,7 +17,7 @@ SMALL = {"sm_86": 99, "sm_89": 99, "sm_120": 99}
 
 PROGRAM = """
 import json, sys
-from tests.support import bad_kernels, launched_kernels, launched_layers, launched_room, passes_without_values
+from tests.support import bad_kernels, launched_kernels, launched_layers, launched_room, passes_without_values, watched_passes
 for which, words in json.loads(sys.argv[1]):
     print(json.dumps(which))
     locals()[which].main(words)

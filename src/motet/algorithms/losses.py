@@ -238,7 +238,18 @@ def at_targets(sample: Sample, values: FloatArray | None) -> FloatArray:
     return chosen.reshape(-1) if chosen.ndim == 2 else chosen.repeat(sample.n_targets)
 
 
-def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[Tensor, LossStats]:
+@dataclass(frozen=True)
+class TokenSums:
+    """What `LossStats` are made of, where it was computed."""
+
+    n_tokens: int
+    has_reference: bool
+    denominator: float
+    sums: Tensor  # fp64 [8]
+    """Sums: weighted losses, entropies, ratios, clipped tokens, k3 to the sampler and to the base; largest ratio and gap."""
+
+
+def loss_and_sums(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[Tensor, TokenSums]:
     """Σ weight · token loss / denominator, and sums for the metrics.
 
     Args:
@@ -247,11 +258,11 @@ def loss_and_stats(loss: Loss, denominator: float, inputs: LossInputs) -> tuple[
         inputs: one job's segment; may be empty.
 
     Returns:
-        A scalar to call backward on, and the segment's sums.
+        A scalar to call backward on, and the segment's sums, which `read_stats` waits for.
     """
     loss_N, clipped_N = loss.token_losses(inputs)
     weighted_N = loss_N * inputs.weights_N
-    return weighted_N.sum() / denominator, _stats(denominator, inputs, weighted_N.detach(), clipped_N)
+    return weighted_N.sum() / denominator, _sums(denominator, inputs, weighted_N.detach(), clipped_N)
 
 
 def _old_logprobs(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
@@ -272,18 +283,17 @@ def _kl_to_base(settings: PolicyLoss, inputs: LossInputs) -> Tensor:
 
 
 @torch.no_grad()
-def _stats(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N: Tensor) -> LossStats:
-    """Sums in float64, copied from the device in one transfer."""
+def _sums(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N: Tensor) -> TokenSums:
     inputs = inputs.finite
-    tokens = len(weighted_N)
+    tokens, reference_N, own = len(weighted_N), inputs.reference_logprobs_N, inputs.functions
     if tokens == 0:
-        return LossStats()
+        return TokenSums(0, False, denominator, weighted_N.new_zeros(8, dtype=torch.float64))
+    total = torch.sum if own is None else own.total
     log_ratio_N = inputs.logprobs_N.double() - inputs.sampler_logprobs_N.double()
     ratio_N = _exp(inputs, log_ratio_N)
-    reference_N, own = inputs.reference_logprobs_N, inputs.functions
     kl_base_N = None if reference_N is None else kl_k3(reference_N.double() - inputs.logprobs_N.double(), own)
+    weighted = _sum_of_samples(inputs, weighted_N) if inputs.by_sample else total(weighted_N.double())
     summed = [
-        weighted_N.double(),
         inputs.entropy_N.double(),
         ratio_N,
         clipped_N.double(),
@@ -291,23 +301,34 @@ def _stats(denominator: float, inputs: LossInputs, weighted_N: Tensor, clipped_N
         log_ratio_N.new_zeros(1) if kl_base_N is None else kl_base_N,
     ]
     largest = [ratio_N.max(), log_ratio_N.abs().max()]
-    if own is None:
-        sums = torch.stack([summed[0].sum() / denominator, *(each.sum() for each in summed[1:]), *largest]).tolist()
-    else:
-        totals = [own.total(each) for each in summed]
-        sums = [totals[0] / denominator, *totals[1:], *(float(each) for each in largest)]
-    loss, entropy, ratio, clipped, kl_sampler, kl_base, ratio_max, gap = sums
-    if inputs.by_sample:
-        loss = float(_sum_of_samples(inputs, weighted_N)) / denominator
+    sums = torch.stack([weighted, *(total(each) for each in summed), *largest])
+    return TokenSums(tokens, kl_base_N is not None, denominator, sums)
+
+
+def read_stats(each: Sequence[TokenSums]) -> list[LossStats]:
+    """The metrics of segments, copied from their device in one transfer."""
+    if not each:
+        return []
+    return [
+        _stats(one, *sums) for one, sums in zip(each, torch.stack([one.sums for one in each]).tolist(), strict=True)
+    ]
+
+
+def _stats(
+    own: TokenSums, loss: float, entropy: float, ratio: float, clipped: float, kl_sampler: float, kl_base: float,
+    ratio_max: float, gap: float,
+) -> LossStats:  # fmt: skip
+    if not own.n_tokens:
+        return LossStats()
     return LossStats(
-        tokens=tokens,
-        loss=loss,
+        tokens=own.n_tokens,
+        loss=loss / own.denominator,
         entropy=entropy,
         ratio=ratio,
         ratio_max=ratio_max,
         clipped=clipped,
         kl_sampler=kl_sampler,
         kl_base=kl_base,
-        kl_base_tokens=0 if kl_base_N is None else tokens,
+        kl_base_tokens=own.n_tokens if own.has_reference else 0,
         logprob_gap=gap,
     )

@@ -144,8 +144,8 @@ class LossFunctions(Protocol):
         """e^x − 1."""
         ...
 
-    def total(self, x: Tensor) -> float:
-        """A sum."""
+    def total(self, x: Tensor) -> Tensor:
+        """A sum, fp64 []."""
         ...
 
 

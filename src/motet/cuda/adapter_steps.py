@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from motet.cuda.forward import options
 from motet.cuda.kernels.optimizer import add_squares, step_adapters
 from motet.cuda.launches import launch
+from motet.model.accelerator import send
 from motet.model.adapter_step import AdapterStep, StepNorms
 
 CHUNK = 1 << 14
@@ -28,8 +30,7 @@ def step_all(due: Sequence[AdapterStep]) -> list[StepNorms]:
     """Take the steps, and wait for the norms. An adapter whose gradient is not finite stays as it is."""
     device = due[0].masters.device
     n_chunks = max(-(-len(one.masters) // CHUNK) for one in due)
-    places = torch.tensor([_places(one) for one in due]).to(device, non_blocking=True)
-    numbers = torch.tensor([_numbers(one) for one in due], dtype=torch.float64).to(device, non_blocking=True)
+    places, numbers = send(device, np.array([_places(one) for one in due]), np.array([_numbers(one) for one in due]))
     n_each = len(due) * n_chunks
     told = torch.zeros(2 * n_each + len(due), dtype=torch.float64, device=device)
     squares, weights, norms = told.split([n_each, n_each, len(due)])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from motet.core.types import IntArray
 from motet.cuda.decoder_shape import pieces_of
+from motet.model.accelerator import send
 from motet.model.arithmetic import round_up
 from motet.model.covered_decoder import linears_of
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, NoAdapters, Routing
@@ -271,16 +272,11 @@ class AdapterTables:
                 members.append(weights)
             slots_T[start:stop] = slots[id(weights)]
         tiles = tiles_of(slots_T)
-        tables = cls(
-            places,
-            torch.from_numpy(tiles).to(device, non_blocking=True),
-            torch.tensor([len(tiles)], dtype=torch.int32).to(device, non_blocking=True),
-            n_rows,
-            bool(members),
-        )
+        tiles_N17, n_tiles = send(device, tiles, np.array([len(tiles)], np.int32))
+        tables = cls(places, tiles_N17, n_tiles, n_rows, bool(members))
         if members:
             host = host_entries(places, members, len(members))
-            tables.memory = torch.from_numpy(np.concatenate([part.ravel() for part in host])).to(device)
+            (tables.memory,) = send(device, np.concatenate([part.ravel() for part in host]))
             sizes = [part.size for part in host]
             tables.entries = tuple(part.view(places.n_layers, len(members), -1) for part in tables.memory.split(sizes))
             tables.widths = widths_of(places, members)

@@ -33,7 +33,7 @@ from torch import Tensor
 from motet.cuda.kernels import attention as kernels
 from motet.cuda.launches import launch
 from motet.cuda.packed_blocks import packed_blocks
-from motet.model.accelerator import capability, multiprocessors
+from motet.model.accelerator import capability, multiprocessors, send
 from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
 
@@ -272,7 +272,7 @@ class CudaAttention:
         """Keys that a program reads at a time."""
         self.slots = SLOTS
         """Pieces whose results the workspace holds; a row that finds no room there is not split."""
-        self.warps = warps_on(9 if device.type == "cpu" else capability(device))
+        self.warps = warps_on(capability(device) if device.type == "cuda" else 9)
         """Of a tile of heads of 65 to 128 lanes."""
         self._device = device
         self._workspaces: dict[tuple[int, int], Workspace] = {}
@@ -280,9 +280,7 @@ class CudaAttention:
     @property
     def n_programs(self) -> int:
         """Most programs of a launch."""
-        if self._device.type == "cpu":
-            return PROGRAMS
-        return PROGRAMS * multiprocessors(self._device)
+        return PROGRAMS * (multiprocessors(self._device) if self._device.type == "cuda" else 1)
 
     def workspace(self, n_heads: int, width: int) -> Workspace:
         """The workspace of layers with this many query heads; its addresses never change."""
@@ -300,7 +298,7 @@ class CudaAttention:
         before = np.array([0] * len(rows) if not prefixes else [0 if x is None else len(x.rows) for x in prefixes])
         spans = np.stack([rows.cumsum() - rows, rows, before], 1)
         tables = _tables(blocks.tables, max(map(len, blocks.tables)), 0)
-        fixed = _send(self._device, _positions(spans), tables, blocks.places_T, blocks.sources_C, blocks.targets_C)
+        fixed = send(self._device, _positions(spans), tables, blocks.places_T, blocks.sources_C, blocks.targets_C)
         positions_T, tables_SL, places_T, *copies = fixed
         copied = (copies[0], copies[1]) if len(copies[0]) else None
         given = lengths, prefixes
@@ -317,7 +315,7 @@ class CudaAttention:
     def _cached(self, spans: Sequence[Span], cache: KVCache, least_blocks: int) -> CudaPass:
         reach = max(-(-(span.start + span.length) // cache.block_size) for span in spans)
         placed, *values = _placed(spans, cache, max(reach, least_blocks))
-        positions_T, places_T, tables_SL = _send(self._device, *values)
+        positions_T, places_T, tables_SL = send(self._device, *values)
         return CudaPass(self, placed, positions_T, places_T, tables_SL, cache)
 
 
@@ -333,7 +331,7 @@ def tiles(spans: NDArray[np.int64], step: int, device: torch.device) -> WorkList
     columns = (row_I + done_I, position_I + done_I, queries_I, table_I, zeros_I, ends_I, zeros_I - 1, zeros_I)
     items_I8 = np.stack(columns, 1).astype(np.int32)
     order = np.argsort(-(position_I + done_I), kind="stable")
-    return WorkList(*_send(device, items_I8[order], np.array([len(items_I8)], np.int32)))
+    return WorkList(*send(device, items_I8[order], np.array([len(items_I8)], np.int32)))
 
 
 def _placed(spans: Sequence[Span], cache: KVCache, n_entries: int) -> tuple[NDArray[Any], ...]:
@@ -357,14 +355,6 @@ def _tables(blocks: Sequence[Sequence[int]], n_entries: int, rest: int) -> NDArr
     for table, own in zip(tables, blocks, strict=True):
         table[: len(own)] = own[:n_entries]
     return tables
-
-
-def _send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """The arrays on the device, which is not waited for."""
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    if device.type == "cpu":
-        return tensors
-    return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
 
 
 def _window(call: LayerCall) -> int:

@@ -20,6 +20,7 @@ from motet.cuda.attention import NO_WINDOW, CudaPass, tiles
 from motet.cuda.kernels import attention_back as kernels
 from motet.cuda.launches import launch
 from motet.cuda.packed_blocks import PackedBlocks, packed_blocks
+from motet.model.accelerator import send
 from motet.model.attention import LayerCall
 
 ROWS = 64
@@ -43,7 +44,7 @@ class Copies:
         order = np.argsort(blocks.sources_C, kind="stable")
         sources, firsts = np.unique(blocks.sources_C[order], return_index=True)
         starts = np.append(firsts, len(order))
-        return cls(*(torch.from_numpy(each).to(device) for each in (sources, starts, blocks.targets_C[order])))
+        return cls(*send(device, sources, starts, blocks.targets_C[order]))
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class AttentionBack:
         size, device = attention.backend.block_size, attention.positions_T.device
         blocks = packed_blocks(lengths, prefixes or [None] * len(lengths), size)
         items, users = _keys(blocks, attention.spans.tolist(), size, _keys_of(attention, width))
-        items_I5, users_U3 = (torch.tensor(each, dtype=torch.int32).to(device) for each in (items, users))
+        items_I5, users_U3 = send(device, np.array(items, np.int32), np.array(users, np.int32))
         queries_I8 = tiles(attention.spans, _rows(width, fold) // fold, device).items_I8
         return cls(attention, queries_I8, items_I5, users_U3, Copies.of(blocks, device))
 

@@ -20,6 +20,7 @@ from motet.cuda.kernels.scores import finish, score, slopes
 from motet.cuda.kernels.truncation import pick_truncated
 from motet.cuda.kernels.weights import BLOCK
 from motet.cuda.launches import launch
+from motet.model.accelerator import send
 from motet.model.logits import LogitChanges
 
 _BLOCKS = 8
@@ -73,11 +74,9 @@ class Truncation:
         """What these rows ask for; None if none does."""
         if not any(row.truncates for row in params):
             return None
-        top_k_N = torch.tensor([row.top_k for row in params], dtype=torch.int32)
-        top_p_N, min_p_N = (
-            torch.tensor([getattr(row, name) for row in params], dtype=torch.float32) for name in ("top_p", "min_p")
-        )
-        return cls(*(each.to(device, non_blocking=True) for each in (top_k_N, top_p_N, min_p_N)))
+        types = {"top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+        values = [np.array([getattr(row, name) for row in params], dtype) for name, dtype in types.items()]
+        return cls(*send(device, *values))
 
 
 @dataclass(frozen=True, eq=False)

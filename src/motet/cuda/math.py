@@ -11,12 +11,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from motet.core.types import SamplingParams
 from motet.cuda import adapter_steps
 from motet.cuda.draws import Drawn, Head, Rows, Truncation
+from motet.model.accelerator import send
 from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.logits import LogitChanges
 
@@ -64,7 +66,7 @@ class CudaMath:
 
     def _rows(self, raw_NV: Tensor, changes: LogitChanges | None, temperatures: Sequence[float]) -> Rows:
         head = self._head(changes, raw_NV.shape[1], raw_NV.device)
-        temperature_N = torch.tensor(temperatures, dtype=torch.float32).to(raw_NV.device, non_blocking=True)
+        (temperature_N,) = send(raw_NV.device, np.array(temperatures, np.float32))
         return Rows(raw_NV, head, temperature_N)
 
     # --- losses -------------------------------------------------------------------------------------------------------
@@ -77,9 +79,9 @@ class CudaMath:
         """e^x − 1."""
         return torch.expm1(x)
 
-    def total(self, x: Tensor) -> float:
-        """Sum; waits for the device."""
-        return float(x.sum())
+    def total(self, x: Tensor) -> Tensor:
+        """Sum."""
+        return x.sum()
 
     def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
         """Values [N] of a value head: hidden · head[:-1] + head[-1]."""

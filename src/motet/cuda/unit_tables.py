@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from motet.cuda.attention import CudaPass
+from motet.model.accelerator import send
 from motet.model.routing import TrainerRouting
 
 _GROUP = 512
@@ -60,8 +61,8 @@ class UnitTables:
             factors.append(segment.scaling)
         if not groups:
             return None
-        units_U2, groups_G4 = (torch.tensor(each, dtype=torch.int32).to(device) for each in (units, groups))
-        return cls(units_U2, groups_G4, torch.tensor(places).to(device), torch.tensor(factors).to(device))
+        tables = np.array(units, np.int32), np.array(groups, np.int32), np.array(places), np.array(factors, np.float32)
+        return cls(*send(device, *tables))
 
 
 def _groups(units: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.config import budgets
@@ -107,8 +109,16 @@ def give_back(place: torch.device) -> None:
 
 def wait_for(place: torch.device) -> None:
     """Wait until a GPU has finished its work."""
-    if place.type != "cpu":
+    if place.type == "cuda":
         torch.cuda.synchronize(place)
+
+
+def send(place: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """The arrays on the device, which is not waited for: a copy of memory that may be paged out would wait."""
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    if place.type == "cpu":
+        return tensors
+    return [tensor.pin_memory().to(place, non_blocking=True) for tensor in tensors]
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -143,13 +143,13 @@ class OwnMath:
         self._calls.motet_exp(x.data_ptr(), out.data_ptr(), x.numel())
         return out
 
-    def total(self, x: Tensor) -> float:
+    def total(self, x: Tensor) -> Tensor:
         """Sum in fp64 with a single rounding (`math.fsum`); NaN on overflow."""
-        numbers = x.tolist()
         try:
-            return math.fsum(numbers)
+            total = math.fsum(x.tolist())
         except (OverflowError, ValueError):  # ∞ − ∞, or larger than all doubles
-            return math.nan
+            total = math.nan
+        return torch.tensor(total, dtype=torch.float64)
 
     def values(self, hidden_ND: Tensor, head: Tensor) -> Tensor:
         """Values [N] of a value head: hidden · head[:-1] + head[-1]."""

@@ -282,6 +282,8 @@ class Learner:
         try:
             while done < self._budget or not pauses:
                 done += next(pieces)
+            if isinstance(self._trainer, Pausing):
+                self._trainer.wait()  # otherwise the next caller that waits would be charged for it
         except StopIteration as end:
             results: tuple[Any, ...] = end.value
             return results
@@ -300,13 +302,10 @@ class Learner:
 
     def _pieces(self, entries: list[_Entry]) -> Pieces[Any]:
         trainer, batch, base = self._trainer, Batch(tuple(entry.segment for entry in entries)), entries[0].base
-        if not entries[0].learns:
-            if isinstance(trainer, Pausing):
-                return trainer.score_in_pieces(batch, base=base)
-            return _at_once(lambda: trainer.forward(batch, base=base))
+        learns = entries[0].learns
         if isinstance(trainer, Pausing):
-            return trainer.train_in_pieces(batch)
-        return _at_once(lambda: trainer.forward_backward(batch))
+            return trainer.train_in_pieces(batch) if learns else trainer.score_in_pieces(batch, base=base)
+        return _at_once(lambda: trainer.forward_backward(batch) if learns else trainer.forward(batch, base=base))
 
 
 def _at_once(call: Callable[[], Any]) -> Pieces[Any]:

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from motet.algorithms.losses import at_targets, loss_and_stats
-from motet.core.batch import Batch, LossInputs, LossStats, Segment, Trained
+from motet.algorithms.losses import TokenSums, at_targets, loss_and_sums, read_stats
+from motet.core.batch import Batch, LossInputs, Segment, Trained
 from motet.core.types import FloatArray, IntArray
-from motet.model.accelerator import wait_for
+from motet.model.accelerator import send, wait_for
 from motet.model.attention import Prefix
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
@@ -125,10 +125,8 @@ class PackedPass:
             if head is not None and head.grad is not None:
                 one.add_heads(head.grad)
         wait_for(base.device)  # otherwise the next caller that waits would be charged for it
-        return tuple(
-            Trained(stats, rows.scatter(logprobs_N, segment))
-            for segment, rows, (_, stats, logprobs_N) in zip(self._batch.segments, self._rows, losses, strict=True)
-        )
+        stats = read_stats([sums for _, sums, _ in losses])
+        return tuple(map(Trained, stats, self._read([logprobs_N for _, _, logprobs_N in losses])))
 
     def score(
         self, adapters: Sequence[AdapterWeights] | None, heads: Sequence[Tensor | None] = ()
@@ -145,10 +143,14 @@ class PackedPass:
             self.in_step = True
             each = [None if head is None else head[None] for head in heads or [None] * len(spans)]
             found = yield from self._between(self._logprobs(hidden_TD, each), routing)
-        return tuple(
-            rows.scatter(outputs_N, segment)
-            for segment, rows, (outputs_N, _) in zip(self._batch.segments, self._rows, found, strict=True)
-        )
+        return tuple(self._read([outputs_N for outputs_N, _ in found]))
+
+    def _read(self, values: Sequence[Tensor]) -> Iterator[tuple[FloatArray, ...]]:
+        """Values [N] of each segment, copied from their device in one transfer, as one array [T] per sample."""
+        if values:
+            each = torch.cat(list(values)).float().cpu().split([len(values_N) for values_N in values])
+            for segment, rows, values_N in zip(self._batch.segments, self._rows, each, strict=True):
+                yield rows.scatter(values_N.numpy(), segment)
 
     def _between(self, pieces: Pieces[Result], routing: TrainerRouting) -> Pieces[Result]:
         """Restore the base's normal state while this pass is paused."""
@@ -158,7 +160,6 @@ class PackedPass:
             except StopIteration as end:
                 result: Result = end.value
                 return result
-            wait_for(self._base.device)  # otherwise the next caller that waits would be charged for it
             with self._base.aside(routing), torch.no_grad():
                 yield done
 
@@ -190,7 +191,7 @@ class PackedPass:
 
     def _segment_loss(
         self, segment: Segment, rows: _TrainableRows, logprobs_N: Tensor, entropy_N: Tensor
-    ) -> tuple[Tensor, LossStats, Tensor]:
+    ) -> tuple[Tensor, TokenSums, Tensor]:
         if segment.loss is None:
             raise ValueError(f"a segment of {segment.adapter!r} has no loss; a gradient needs one")
         inputs = LossInputs(
@@ -208,7 +209,7 @@ class PackedPass:
             by_sample=segment.by_sample,
         )
         with _one_order(self._base.device):
-            return *loss_and_stats(segment.loss, segment.denominator, inputs), logprobs_N.detach()
+            return *loss_and_sums(segment.loss, segment.denominator, inputs), logprobs_N.detach()
 
 
 @contextlib.contextmanager
@@ -297,9 +298,11 @@ class _Plan:
             token_ids.append(np.zeros(base.arithmetic.rows, np.int32))
             positions.append(np.arange(base.arithmetic.rows, dtype=np.int32))
             prefixes.append(None)
+        flat = [np.concatenate(each).astype(np.int64) for each in (token_ids, positions)]
+        token_ids_T, positions_T = send(base.device, *flat)
         return cls(
-            torch.from_numpy(np.concatenate(token_ids).astype(np.int64)).to(base.device),
-            torch.from_numpy(np.concatenate(positions).astype(np.int64)).to(base.device),
+            token_ids_T,
+            positions_T,
             [len(tokens) for tokens in token_ids],
             prefixes,
             spans,
@@ -326,28 +329,26 @@ class _TrainableRows:
             rows.append(_rows(place)[tokens - 1].repeat(sample.n_targets))
             targets.append(wanted[tokens].reshape(-1))
             owners.append(np.full(len(targets[-1]), index))
-        return cls(
-            *(torch.from_numpy(np.concatenate(part).astype(np.int64)).to(device) for part in (rows, targets, owners))
-        )
+        return cls(*send(device, *(np.concatenate(part).astype(np.int64) for part in (rows, targets, owners))))
 
     def gather(self, segment: Segment, name: str) -> Tensor:
         """A field of all samples at the trainable positions, once per target, fp32; 1 for samples without it."""
         values = [at_targets(sample, getattr(sample, name)) for sample in segment.samples]
-        return torch.from_numpy(np.concatenate(values).astype(np.float32)).to(self.row_N.device)
+        return send(self.row_N.device, np.concatenate(values).astype(np.float32))[0]
 
     def gather_optional(self, segment: Segment, name: str) -> Tensor | None:
         """`gather`; None if no sample of the segment has the field."""
         missing = all(getattr(sample, name) is None for sample in segment.samples)
         return None if missing else self.gather(segment, name)
 
-    def scatter(self, values_N: Tensor, segment: Segment) -> tuple[FloatArray, ...]:
+    def scatter(self, values_N: FloatArray, segment: Segment) -> tuple[FloatArray, ...]:
         """Convert to one array [T] per sample, or [T, K] with K targets; 0 at positions that are not trained."""
-        flat, arrays, start = values_N.float().cpu().numpy(), [], 0
+        arrays, start = [], 0
         for sample in segment.samples:
             like = sample.token_ids if sample.targets is None else sample.targets
             whole = np.zeros(like.shape, np.float32)
             stop = start + sample.n_trainable * sample.n_targets
-            whole[sample.loss_mask] = flat[start:stop].reshape(-1, *like.shape[1:])
+            whole[sample.loss_mask] = values_N[start:stop].reshape(-1, *like.shape[1:])
             arrays.append(whole)
             start = stop
         return tuple(arrays)

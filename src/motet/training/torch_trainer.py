@@ -13,6 +13,7 @@ from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.core.errors import AdapterError, BaseModelError
 from motet.core.types import FloatArray
+from motet.model.accelerator import wait_for
 from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
@@ -148,6 +149,10 @@ class TorchTrainer:
         with self._using(*valuing):
             arenas = [self._arena(name) for name in names]
             return (yield from packed.score([arena.weights for arena in arenas], [arena.values for arena in arenas]))
+
+    def wait(self) -> None:
+        """Wait until the device has done all that was begun."""
+        wait_for(self.base.device)
 
     def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""

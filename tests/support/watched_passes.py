@@ -1,0 +1,134 @@
+"""What the host waits for in training on a card. Run as a module without the interpreter; prints JSON lines.
+
+Tensors are on torch's `meta` device, where shapes are computed and no values. A read of a value is noted, and answered with
+zeros; what else asks for a value (`.nonzero()`, an index of booleans) fails. Launches are taken by Triton's hook.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from motet.algorithms.critic import ValueLoss
+from motet.config import AdapterConfig
+from motet.core.batch import AdamW, Batch, Segment
+from motet.cuda.base import CudaBase
+from motet.cuda.launches import count
+from motet.cuda.products import Products
+from motet.cuda.ways import table_for
+from motet.training.torch_trainer import TorchTrainer
+from tests.support import tiny_models as tiny
+from tests.support.launched_kernels import CPU, TARGETS, requests
+from tests.support.passes_without_values import LIKE_A_GPU, META, without_values
+from tests.support.segments import REINFORCE, make_samples
+
+
+@dataclass
+class Waits:
+    """How often the host waits for the device in one piece of work."""
+
+    work: str
+    adapters: int
+    launches: int = 0
+    reads: int = 0
+    """Reads of values after the last launch."""
+    early: int = 0
+    """Reads before it."""
+    paged: int = 0
+    """Copies to the device of memory that may be paged out, which may wait too."""
+    sent: int = 0
+    """Other copies to the device."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes at which launch values are read; memory is never pinned here, so requests for it are noted."""
+
+    def __init__(self, launches: Counter[str]) -> None:
+        super().__init__()
+        self._launches = launches
+        self._pinned: list[Tensor] = []
+        self.reads: list[int] = []
+        self.paged = self.sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name in ("pin_memory", "_pin_memory"):
+            self._pinned.append(args[0])
+            return args[0]
+        if name == "_local_scalar_dense" and args[0].device == META:
+            self.reads.append(self._launches.total())
+            return 0 if not args[0].is_floating_point() else 0.0
+        if name == "_to_copy" and kwargs.get("device") is not None and kwargs["device"] != args[0].device:
+            if args[0].device == META:
+                self.reads.append(self._launches.total())
+                return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            self._count(args[0], waits=not kwargs.get("non_blocking"))
+        if name == "copy_" and args[0].device != args[1].device:
+            self._count(args[1], waits=True)
+        return func(*args, **kwargs)
+
+    def _count(self, host: Tensor, *, waits: bool) -> None:
+        if waits or not any(host is pinned for pinned in self._pinned):
+            self.paged += 1
+        else:
+            self.sent += 1
+
+
+def watched(work: str, adapters: int, run: Callable[[], object]) -> Waits:
+    """Run it and count."""
+    with count() as launches, Watch(launches) as watch:
+        run()
+    total = launches.total()
+    late = sum(at == total for at in watch.reads)
+    return Waits(work, adapters, total, late, len(watch.reads) - late, watch.paged, watch.sent)
+
+
+def trainer_of(n_adapters: int) -> TorchTrainer:
+    """Adapters of two ranks; the last one has a value head."""
+    base = without_values()
+    base.compute_with(replace(LIKE_A_GPU, rows=1, attention="triton"))
+    base.read_keys_in_blocks(tiny.BLOCK)
+    base.kernels = own = CudaBase(base, lambda _: Products(table_for(CPU, base.dtype)))
+    base.attention = own.attention
+    trainer = TorchTrainer(base, slots=n_adapters)
+    for index in range(n_adapters):
+        shape = AdapterConfig(rank=8 + index % 2, alpha=16)
+        trainer.add_adapter(str(index), shape, seed=index, head=index == n_adapters - 1)
+    return trainer
+
+
+def batch_of(n_adapters: int) -> Batch:
+    """Samples that share no rows, and at last a critic's."""
+    segments = [
+        Segment(str(index), make_samples([(3, 6), (5, 2)], index), REINFORCE, 16.0) for index in range(n_adapters)
+    ]
+    return Batch((*segments[:-1], replace(segments[-1], loss=ValueLoss(0.2))))
+
+
+def work(n_adapters: int, found: list[Waits]) -> None:
+    """A pass of scores, one of training, and the steps of all adapters."""
+    trainer, batch = trainer_of(n_adapters), batch_of(n_adapters)
+    found.append(watched("score", n_adapters, lambda: trainer.forward(batch)))
+    found.append(watched("train", n_adapters, lambda: trainer.forward_backward(batch)))
+    due = [(str(index), AdamW(1e-3)) for index in range(n_adapters)]
+    found.append(watched("step", n_adapters, lambda: trainer.optim_steps(due)))
+
+
+def main(_words: Sequence[str] = ()) -> None:
+    for n_adapters in (2, 5):
+        found: list[Waits] = []
+        requests(TARGETS["sm_90"], [partial(work, n_adapters, found)])
+        for waits in found:
+            print(json.dumps(asdict(waits)))
+
+
+if __name__ == "__main__":
+    main()
