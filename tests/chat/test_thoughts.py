@@ -94,6 +94,7 @@ def test_a_base_whose_form_is_not_known_says_so(tmp_path: Path, opens: str, form
     assert (listed["id"], listed.get("tool_format"), shown.get("tool_format")) == ("small", form, form)
     told = [note for note in engine.notes if "writes thoughts and tool calls is not known" in note]
     assert len(told) == (form is None)
+    assert [one["note"] for one in (listed, shown) if "note" in one] == 2 * told
 
 
 @pytest.fixture(scope="module", params=TURNS)

@@ -21,7 +21,9 @@ from playwright.sync_api import Browser, Page, Route, expect
 from tests.support.browser import CHROMIUM, PATIENCE, browsing, watched
 from tests.support.cases import few
 from tests.support.misbehaving_rewards import Scorer, misbehaving
+from tests.support.scripted_service import scripted_service
 from tests.support.service_run import Json, Service, tiny
+from tests.support.speaking_bases import SPEAKERS
 
 pytestmark = [
     pytest.mark.slow,
@@ -467,6 +469,24 @@ def test_base_best_and_latest_answer_side_by_side(service: Keyed, page: Page) ->
         talk = page.get_by_role("log", name=re.compile(f"^{name}"))
         expect(talk.locator(".user")).to_have_text(asked)
         expect(talk.locator(".assistant")).to_have_text(answer or "(nothing)")
+
+
+@pytest.mark.parametrize("opens", ["<tool_call>", "<call>"])
+def test_a_base_whose_form_is_not_known_says_so(tmp_path: Path, browser: Browser, opens: str) -> None:
+    tokenizer = SPEAKERS["qwen25"].tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", opens)
+    with scripted_service(tmp_path, tokenizer, tokenizer.eos_token_id) as (house, _):
+        note = house.ask("GET", "/v1/models/small").json().get("note", "")
+        with watched(browser, str(house.http.base_url), expected=("503",)) as page:
+            page.goto(str(house.http.base_url))
+            page.get_by_label("API key").fill(house.keys["ours"])
+            page.get_by_role("button", name="Sign in with this key").click()
+            open_job(page, "ended", "Chat")
+            expect(page.get_by_role("heading", name="base · small")).to_be_visible()
+            shown = page.get_by_text("writes thoughts and tool calls is not known")
+            expect(shown).to_have_text([note] if note else [])
+            expect(page.locator(".engine")).to_have_attribute("title", re.compile(f"{re.escape(note)}$"))
+    assert bool(note) == (opens == "<call>")
 
 
 def test_an_answer_that_breaks_off_says_why(service: Keyed, page: Page) -> None:

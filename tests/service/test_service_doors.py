@@ -23,6 +23,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from motet.cluster.hosts import Hosts
+from motet.cluster.messages import HostReady
 from motet.config.service import HttpConfig
 from motet.process.apart import Apart
 from motet.service.app import ROUTES
@@ -53,7 +54,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """One for the whole file, whose base reads 1,024 tokens."""
     with open_house(tmp_path_factory.mktemp("house"), http=HTTP) as found:
         for host in found.part(Hosts).hosts:
-            host.positions = POSITIONS
+            host.told = HostReady([], positions=POSITIONS)
         yield found
 
 

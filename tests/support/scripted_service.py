@@ -117,7 +117,7 @@ def scripted_service(directory: Path, tokenizer: Any = TOKENIZER, end: int = END
             host._child = cast("Any", process)
             if process:
                 told = process.says_of_itself()
-                host.tool_format, engine.notes = told.tool_format, told.notes
+                host.told, engine.notes = told, told.notes
             host.ready = there
             (client.there[host.base].set if there else client.there[host.base].clear)()
 

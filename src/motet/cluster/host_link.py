@@ -126,8 +126,8 @@ class HostLink:
         self.used: dict[str, float] = {}
         """Tokens by tenant since its start, each divided by the weight of its job."""
         self.speed = ("", 0.0)  # its device, and tokens a second as it measured them at its start
-        self.starts, self.positions, self.tool_format = 0, 0, ""
-        """The latter two of its base: tokens of the longest sequence, and the form of turns, once it was ready."""
+        self.starts, self.told = 0, m.HostReady([])
+        """The latter is what it said when it was ready the last time."""
 
     def adopt(self, child: HostChild) -> None:
         """Have a process that was started already (`start_host`) as the first; before `start`."""
@@ -297,8 +297,7 @@ class HostLink:
                 self.failure, self.hopeless, self._signs.ready = "", False, True
                 self._ready_since = time.monotonic()
                 self.speed = (message.device, message.tokens_per_second)
-                self.positions, self.tool_format = message.positions, message.tool_format
-                self.ready = True
+                self.told, self.ready = message, True
                 self._heard(self, message)
             case m.HostFailed():
                 self.failure, self.hopeless = message.reason, not self.ready

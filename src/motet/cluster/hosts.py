@@ -277,13 +277,14 @@ class Hosts:
 
 def longest_sequence(hosts: Hosts, *bases: str) -> int:
     """Tokens of the longest sequence of any of these bases; 0 before all of them were ready once."""
-    known = [max(host.positions for host in hosts.hosts if host.base == base) for base in bases]
+    known = [max(host.told.positions for host in hosts.hosts if host.base == base) for base in bases]
     return max(known) if all(known) else 0
 
 
-def tool_format(hosts: Hosts, base: str) -> str:
-    """The form in which a base writes thoughts and calls; empty if it is not known, or no host was ready yet."""
-    return next((host.tool_format for host in hosts.hosts if host.base == base and host.tool_format), "")
+def form_of(hosts: Hosts, base: str) -> tuple[str, str]:
+    """The form in which a base writes thoughts and calls, and a note where it is not known; empty before a host was ready."""
+    told = ((host.told.tool_format, host.told.base_note) for host in hosts.hosts if host.base == base)
+    return next(filter(any, told), ("", ""))
 
 
 async def _gathered(hosts: Sequence[HostLink], look: asyncio.Event, seconds: float) -> None:

@@ -194,14 +194,14 @@ class Held(msgspec.Struct, frozen=True):
 class HostReady(ChannelMessage, frozen=True):
     """The base is loaded."""
 
-    notes: list[str]
-    """For a person; for instance, why results depend on more than the seed."""
+    notes: list[str]  # for a person; for instance, why results depend on more than the seed
     tokens_per_second: float = 0.0  # prefill speed on one prompt; 0 if unknown
     device: str = ""
     """Name of its device; hosts with equal names count as equally fast, even if other work slowed one down."""
     jobs: list[Held] = []  # unfinished jobs from an earlier service
     positions: int = 0  # tokens of the base's longest sequence; 0 if unknown
     tool_format: str = ""  # in which its base writes turns; empty if it is not known
+    base_note: str = ""  # what those who talk to its base must know, such as that its form is not known
 
 
 class HostFailed(ChannelMessage, frozen=True):

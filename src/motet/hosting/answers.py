@@ -75,9 +75,10 @@ class Answers:
     def ready(self, notes: Sequence[str], tokens_per_second: float, device: str) -> m.HostReady:
         """What this host says of itself when it can answer."""
         form = self._chat_in("{}").form
-        told, positions = [*notes, *([] if form.known else [_NO_FORM])], self._base.info.max_positions
-        known = form.name if form.known else ""
-        return m.HostReady(told, tokens_per_second, device, positions=positions, tool_format=known)
+        positions, name = self._base.info.max_positions, form.name if form.known else ""
+        note = "" if form.known else _NO_FORM
+        told = [*notes, note] if note else [*notes]
+        return m.HostReady(told, tokens_per_second, device, positions=positions, tool_format=name, base_note=note)
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:
         """Keep the task of an answer, so that `abandon` can cancel it."""

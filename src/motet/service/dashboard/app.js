@@ -11,7 +11,7 @@ const top = document.getElementById("top"), main = document.getElementById("main
 const connection = document.getElementById("connection");
 const live = new Live(), board = new Board(live);
 const engine = el("div", {class: "engine"}, el("span", {}, "…"));
-const context = {board, live, base: "", draft: "", keys: false, me: null, may: right => context.me.rights.includes(right)};
+const context = {board, live, base: "", notes: {}, draft: "", keys: false, me: null, may: right => context.me.rights.includes(right)};
 const BACK = "motet.back"; // the page that a sign-in returns to
 const links = {};
 let shown = null, asking = null, signIn = "";
@@ -62,11 +62,21 @@ async function lookAtEngine() {
     const bases = Object.keys(health.bases || {}), names = bases.join(", ") || health.base;
     several = bases.length > 1;
     context.base = names || context.base;
+    await lookAtBases(bases.length ? bases : [health.base]);
     [text, state] = response.ok ? [names, "ok"] : [health.message, /starting/.test(health.message) ? "" : "down"];
   } catch { /* shown below */ }
   engine.className = `engine ${state}`;
-  engine.title = state === "ok" ? `The engine is ready; ${several ? "its bases are" : "its base is"} ${text}.` : text;
+  const notes = Object.entries(context.notes).map(([base, note]) => note && `\n${base}: ${note}`).join("");
+  engine.title = `${state === "ok" ? `The engine is ready; ${several ? "its bases are" : "its base is"} ${text}.` : text}${notes}`;
   say(engine.firstChild, text);
+}
+
+/** Ask what people must know of each base, until it is loaded. */
+async function lookAtBases(names) {
+  for (const name of names.filter(one => one && !(one in context.notes))) {
+    const {note, tool_format} = await ask("GET", `v1/models/${encodeURIComponent(name)}`).catch(() => ({}));
+    if (note || tool_format) context.notes[name] = note || "";
+  }
 }
 
 /** Sign out: ends the key of a sign-in; a typed key is only forgotten in this tab. */

@@ -9,7 +9,8 @@ class Talk {
     this.messages = [];
     this.title = el("h3", {}, title);
     this.list = el("div", {class: "talk", role: "log", "aria-label": title, tabindex: 0});
-    this.node = el("section", {class: "card"}, el("div", {class: "head"}, this.title), this.list);
+    this.note = el("p", {class: "note", hidden: true});
+    this.node = el("section", {class: "card"}, el("div", {class: "head"}, this.title), this.note, this.list);
   }
 
   rename(title) {
@@ -92,6 +93,9 @@ export function chatTab(context, job) {
     const versions = (await ask("GET", jobPath(job.id, "/versions"))).data;
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
     const base = job.base || context.base, same = Boolean(best && latest && best.version === latest.version);
+    const note = context.notes[base];
+    talks.base.note.hidden = !note;
+    say(talks.base.note, note || "");
     talks.latest.node.hidden = same;
     return {base: [base || "base", `base · ${base}`],
       best: best && [`${job.id}@${best.version}`, `${same ? "best and latest" : "best"} · version ${best.version}`],

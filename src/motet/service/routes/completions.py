@@ -24,7 +24,7 @@ from motet.chat.completions import ChatRequest, StreamOptions, usage
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
-from motet.cluster.hosts import longest_sequence, tool_format
+from motet.cluster.hosts import form_of, longest_sequence
 from motet.cluster.messages import Complete
 from motet.core.errors import ConfigError, EngineError
 from motet.core.section import Described
@@ -158,7 +158,7 @@ def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Response:
     def model(name: str, base: str | None, created: float = 0) -> Model:
         return Model(id=name, created=int(created), base=bases.shown(base))
 
-    data = [Model(id=name, tool_format=tool_format(service.hosts, name) or None) for name in bases.names]
+    data = [_base(service, name) for name in bases.names]
     for job in service.store.jobs(who, limit=200):
         data.extend(
             model(f"{job.name}@{name}", job.base, job.created) for name in service.storage.version_names(job.id)
@@ -168,12 +168,17 @@ def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Response:
     return page(Models(data=[]), data, exclude_none=True)
 
 
+def _base(service: Service, name: str) -> Model:
+    form, note = form_of(service.hosts, name)
+    return Model(id=name, tool_format=form or None, note=note or None)
+
+
 @router.get("/models/{model:path}", response_model_exclude_none=True)
 def show_model(who: Asker, service: ServiceDep, model: str) -> Model:
     """Get a model by any name that a request may give: a base, `job`, `job@version`, an uploaded or a shared adapter."""
     adapters = service.adapters
     if (base := adapters.bases.find(model)) is not None:
-        return Model(id=base, tool_format=tool_format(service.hosts, base) or None)
+        return _base(service, base)
     named = adapters.named(who, model)
     if named is None or adapters.resolve(named) is None:
         raise Refusal(404, str(NoModelError(model)), "model")

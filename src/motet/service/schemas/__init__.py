@@ -355,6 +355,8 @@ class Model(Answer):
     """Base of an adapter, if the service has several."""
     tool_format: str | None = None
     """Of a base: the form in which it writes thoughts and tool calls. Left out while it is not known."""
+    note: str | None = None
+    """Of a base: what you must know before you talk to it, such as that its form is not known."""
 
 
 class Models(Answer):
