@@ -149,10 +149,11 @@ def saved(name: str, place: Path) -> Path:
     """A copy of the small base with the tokens of a form; its rows of unused tokens, which are all the same, are told apart."""
     tokenizer = SPEAKERS[name].tokenizer()
     model = transformers.AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         rows: Any = model.get_input_embeddings().weight
-        rows += torch.randn(rows.shape, generator=torch.Generator().manual_seed(1)) * 0.2
+        rows += torch.randn(rows.shape) * 0.2
     ends = [tokenizer.eos_token, *ENDS.get(SPEAKERS[name].form, ())]
     model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(ends)
     model.config.eos_token_id = tokenizer.eos_token_id
