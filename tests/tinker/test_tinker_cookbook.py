@@ -44,6 +44,7 @@ class Recipe:
             self.process.wait(seconds)
         finally:
             self.process.kill()
+            self.process.wait()
             self._told.close()
         assert self.process.returncode == 0, self.log.with_suffix(".out").read_text()[-4000:]
         return [json.loads(line) for line in (self.log / "metrics.jsonl").read_text().splitlines()]

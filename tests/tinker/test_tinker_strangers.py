@@ -105,9 +105,7 @@ def test_what_is_anothers_is_not_there(house: House) -> None:
     assert (cancels.status_code, kept.cancelled(2)) == (404, False)
     for listed in ("training_runs", "checkpoints"):
         assert house.ask("GET", f"{PREFIX}/{listed}", "theirs").json()[listed] == []
-    assert (
-        house.ask("POST", f"{PREFIX}/sessions/{model.partition(':')[0]}/finish", "theirs", json={}).status_code == 204
-    )
+    house.refused(404, "POST", f"{PREFIX}/sessions/{model.partition(':')[0]}/finish", "theirs", json={})
     assert (sorted(kept.path.iterdir()), json.loads((place / ABOUT).read_text())) == (before, {"number": 9})
     for number, ((method, path), body) in enumerate(everything.items()):
         answer = asked(
@@ -170,6 +168,15 @@ def test_a_session_is_its_tenants(house: House) -> None:
         assert house.ask("POST", f"{PREFIX}/{path}", json=body).is_success
     assert house.ask("GET", f"{PREFIX}/samplers/{base}").is_success
     house.refused(404, "GET", f"{PREFIX}/samplers/{base}", "theirs")
+
+
+def test_a_finished_session_is_told_to_each_heartbeat(house: House) -> None:
+    """A client whose heartbeat is answered otherwise in the moment in which it closes goes on with it for ever."""
+    sessions = [house.ask("POST", f"{PREFIX}/create_session", json={}).json()["session_id"] for _ in range(2)]
+    assert house.ask("POST", f"{PREFIX}/sessions/{sessions[0]}/finish", json={}).status_code == 204
+    for session, status in zip(sessions, (410, 200), strict=True):
+        beat = house.ask("POST", f"{PREFIX}/session_heartbeat", json={"session_id": session})
+        assert beat.status_code == status
 
 
 def cancel_of_another(house: House, name: str) -> None:

@@ -6,15 +6,19 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 
 from motet.service.database.store import Store
+from motet.service.errors import Refusal
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import SESSION, Models
 
 LEASE_SECONDS = 24 * 3600.0
 """Clients send a heartbeat every ten seconds."""
+_FINISHED = 10_000
+"""Finished sessions that are remembered."""
 _LOOK_SECONDS = 60.0
 _LOOKS = 60
 """Every so many looks, checkpoints are looked at too: there may be thousands."""
@@ -35,9 +39,22 @@ class Leases:
         self._models, self._checkpoints, self._futures = models, checkpoints, futures
         self._store, self._clock = store, clock
         self._seen: dict[str, float] = {}
+        self._finished = OrderedDict[str, None]()
+
+    def finish(self, session_id: str) -> None:
+        """Let no later heartbeat renew a session."""
+        self._finished[session_id] = None
+        while len(self._finished) > _FINISHED:
+            self._finished.popitem(last=False)
 
     def renew(self, session_id: str) -> None:
-        """Record a heartbeat."""
+        """Record a heartbeat.
+
+        Raises:
+            Refusal: the session was finished. A stock client whose heartbeat is answered otherwise as it closes may never end.
+        """
+        if session_id in self._finished:
+            raise Refusal(410, "the session was finished")
         if session_id in self._seen:  # only sessions with a model
             self._seen[session_id] = self._clock()
 

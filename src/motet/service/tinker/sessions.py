@@ -10,7 +10,6 @@ from fastapi import Response
 from motet.cluster.hosts import longest_sequence
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal
-from motet.service.tinker.models import SESSION
 from motet.service.tinker.parts import TinkerDep, new_router
 from motet.service.tinker.requests import Anything, CreateSampling, CreateSession, Heartbeat, Sample
 from motet.service.tinker.samplers import base_part, path_part, sampler_id
@@ -74,8 +73,10 @@ def telemetry(who: Asker, wanted: Anything) -> dict[str, str]:
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
 def finish(who: Asker, tinker: TinkerDep, session_id: str, wanted: Anything) -> Response:
-    """Finish the models of a session."""
-    for job in tinker.models.of_session(who, session_id) if SESSION.fullmatch(session_id) else ():
+    """Finish the models of a session, which later heartbeats are told."""
+    tinker.models.check_session(who, session_id)
+    tinker.leases.finish(session_id)
+    for job in tinker.models.of_session(who, session_id):
         tinker.models.finish(job)
     return Response(status_code=204)
 
