@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import json
 import re
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 
 from motet.config import DataConfig, JobConfig
 from motet.core.errors import DataError
+from motet.core.rules import Rules
 from motet.core.types import Message, Problem
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.plain_json import as_json
@@ -265,6 +267,41 @@ BAD_ROWS = [
     ([{"prompt": [{"role": "critic", "content": "x"}]}], {}, "role 'critic'.*system, user, assistant, tool"),
     ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
     (
+        [{"prompt": [*TURNS, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]}],
+        {},
+        "row 1: a message has function_call, the old form of a call; write tool_calls: ",
+    ),
+    (
+        [{"prompt": [*TURNS, {"role": "assistant", "content": "<think>\nHm.\n</think>\nx", "reasoning": "Hm.\n"}]}],
+        {},
+        "row 1: a thought is there twice, in reasoning and in content; take one of them out",
+    ),
+    *(
+        (
+            [{"prompt": "x"}, {"prompt": [*TURNS, {"role": "assistant", "content": "It is"}], name: " 4"}],
+            {},
+            f"row 2: the prompt ends with a turn of the assistant, and {name} follows it",
+        )
+        for name in ("completion", "chosen", "rejected")
+    ),
+    *(
+        (
+            [{name: text(TURNS), "answer": "4"}],
+            {},
+            rf"row 1: the column '{name}' has messages as a text.*'\{{{name}\}}'$",
+        )
+        for name in ("prompt", "messages", "conversations")
+        for text in (json.dumps, str)
+    ),
+    *(
+        (
+            [{"prompt": "x", "chosen": "a", "rejected": "b", name: json.dumps(TURNS)}],
+            {"template": "{prompt}"},
+            rf"row 1: the column '{name}' has messages as a text.*write \[\{{\"role\": \"assistant\"",
+        )
+        for name in ("completion", "chosen", "rejected")
+    ),
+    (
         [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
         {},
         "a message has a part of type 'image', and bases",
@@ -318,6 +355,33 @@ def test_bad_rows_are_named(tmp_path, bad, options, message):
     source = write(tmp_path / "d.jsonl", bad)
     with pytest.raises(DataError, match=message):
         load_dataset(DataConfig(**{"source": source, "holdout": 0, **options}))
+
+
+def test_a_text_that_looks_like_messages_is_one_where_that_is_meant():
+    for text in ('[{"role": "user", "content": "hi"}]', '[{"content": "hi"}]', '[{"name": "role"}]', "[1] {'role'}"):
+        row = {"prompt": text, "completion": [{"role": "assistant", "content": text}]}
+        config = DataConfig(source=[row], holdout=0, template="{prompt}" if '"role":' in text else None)
+        assert load_dataset(config).train[0].messages[0].content == text
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(
+    "text", ['{"prompt": "x", "answer": "4", "answer": "5"}', '{"prompt": "x", "y": {"z": 1, "z": 1}}']
+)
+def test_a_name_that_an_object_has_twice_is_told(tmp_path, suffix, text):
+    """Which of the values is meant, a reader of JSON cannot know."""
+    file = tmp_path / f"d{suffix}"
+    file.write_text(text if suffix == ".jsonl" else f"[{text}]")
+    where = "line 1 " if suffix == ".jsonl" else ""
+    with pytest.raises(DataError, match=f"{where}is not valid JSON: an object has '(answer|z)' twice"):
+        load_dataset(DataConfig(source=str(file), holdout=0))
+    assert load_dataset(DataConfig(source=str(file), holdout=0), rules=Rules(0)).train[0].answer in ("5", "")
+
+
+def test_a_file_may_begin_with_its_mark_and_empty_lines(tmp_path):
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(codecs.BOM_UTF8 + b'\r\n \r\n{"prompt": "x", "answer": "4"}\r\n\r\n')
+    assert load_dataset(DataConfig(source=str(file), holdout=0)).train[0].answer == "4"
 
 
 @pytest.mark.parametrize(

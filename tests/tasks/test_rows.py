@@ -11,7 +11,7 @@ import pytest
 
 from motet.config import DataConfig
 from motet.core.batch import Example
-from motet.core.errors import DataError
+from motet.core.errors import BaseModelError, DataError
 from motet.core.rules import TODAY
 from motet.core.token_ids import TokenIds
 from motet.tasks.chat import Chat
@@ -237,6 +237,39 @@ EMPTY, SAID = {"role": "user", "content": ""}, {"role": "assistant", "content": 
 def test_a_row_that_begins_with_what_is_learned_is_refused(kind: str, row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="nothing predicts its first token"):
         examples([row], kind, chat_template=False)
+
+
+REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('no system prompt') }}{% endif %}" + MARKED
+
+
+@pytest.mark.parametrize("first", [SAID, {**SAID, "weight": 0}])
+def test_a_conversation_that_the_assistant_begins_is_named(first: dict[str, Any]) -> None:
+    """As many of ShareGPT's do."""
+    with pytest.raises(DataError, match=r"data row 1 begins with a turn of the assistant, .*; take that turn out"):
+        examples([{"messages": [first, {"role": "user", "content": "y"}, SAID]}], "answer")
+
+
+def test_a_row_that_the_template_refuses_is_named() -> None:
+    talk = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
+    for kind, row in (
+        ("answer", {"prompt": [*talk, SAID]}),
+        ("pair", {"prompt": talk, "chosen": "b", "rejected": "c"}),
+    ):
+        with pytest.raises(BaseModelError, match=r"data row 2: .* refuses a conversation of system, user: no system"):
+            examples([{"prompt": "a", "answer": "b"}, row], kind, REFUSING, row=1)
+    data = load_dataset(DataConfig(source=[{"prompt": "a"}, {"prompt": talk}], holdout=0)).train
+    chat = Chat(byte_tokenizer(REFUSING))
+    for look in (lambda: chat.longest(data), lambda: chat.longer_than(data[1], 1)):
+        with pytest.raises(BaseModelError, match=r"^row 2: .* refuses a conversation of system, user: no system"):
+            look()
+
+
+@pytest.mark.parametrize(("label", "liked"), [("True", True), ("false", False)])
+def test_a_rating_may_be_a_text(label: str, liked: bool) -> None:
+    """All fields of a .csv are texts."""
+    config = DataConfig.model_validate({"source": [{"prompt": "a", "completion": "b", "label": label}], "holdout": 0})
+    chat = Chat(byte_tokenizer(MARKED))
+    assert row_of(load_dataset(config).train[0], "thumb", chat, "data").liked is liked
 
 
 def test_a_row_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:

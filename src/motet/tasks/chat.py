@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -127,14 +127,14 @@ class Chat(ReadsTurns):
 
     def longer_than(self, problem: Problem, most: int) -> bool:
         """Whether a prompt has more tokens than this."""
-        text = self._prompt(problem)
+        text = _of_row(self._prompt, problem)
         return _most_tokens(text) > most and len(self.prompt_encoded(text)) > most
 
     def longest(self, problems: Sequence[Problem]) -> tuple[int, Problem]:
         """Number of tokens of the longest prompt, and its problem; among equals, the first."""
         most, longest = 0, 0
         for index, problem in enumerate(problems):
-            text = self._prompt(problem)
+            text = _of_row(self._prompt, problem)
             if _most_tokens(text) > most and (length := len(self.prompt_encoded(text))) > most:
                 most, longest = length, index
         return most, problems[longest]
@@ -342,6 +342,14 @@ def _end_before(chat: Chat, turn: Message, replies: tuple[Message, ...]) -> str:
     _, end = chat.spellings.ended(alone)
     following = whole[len(alone) :] if whole.startswith(alone) else ""
     return end or chat.spellings.first(following.lstrip())
+
+
+def _of_row(prompt: Callable[[Problem], str], problem: Problem) -> str:
+    """The prompt. Raises BaseModelError, which names the row, if the template refuses it."""
+    try:
+        return prompt(problem)
+    except BaseModelError as error:
+        raise BaseModelError(f"row {problem.id + 1}: {error}") from error
 
 
 def _most_tokens(text: str) -> int:

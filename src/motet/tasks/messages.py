@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ ROLES = ("system", "user", "assistant", "tool")
 THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")
 CONTINUATIONS = ("completion", "chosen", "rejected")
 """Columns of turns that are learned behind a prompt."""
+_WRITTEN = re.compile(r"""\s*(?:array\()?\[?\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+_ROLE = re.compile(r"""["'](?:role|from)["']\s*:\s*["']\w+["']""")
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 _SHAREGPT_ROLES = {
     "human": "user", **dict.fromkeys(("gpt", "chatgpt", "model", "function_call"), "assistant"),
@@ -32,6 +35,28 @@ def messages_of(value: Any, where: str, column: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where}: the prompt ({column}) must be text or a list of messages, got {value!r:.80}")
     return tuple(_message(plain_turn(item, where), where, column) for item in value)
+
+
+def check_text(text: Any, column: str, where: str) -> None:
+    """Raise DataError if a column has messages as a text, as a .csv has them: the base would read their brackets."""
+    if isinstance(text, str) and _WRITTEN.match(text) and _ROLE.search(text):
+        as_text = (
+            '[{"role": "assistant", "content": …}]' if column in CONTINUATIONS else f"data.template: '{{{column}}}'"
+        )
+        raise DataError(
+            f"{where}: the column {column!r} has messages as a text, {text!r:.60}; write them as a list of objects, in .jsonl "
+            f"or .parquet. If the text itself is meant, write {as_text}"
+        )
+
+
+def check_end(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError for a prompt that ends with a turn of the assistant where something else is learned."""
+    name = next((one for one in CONTINUATIONS if row.get(one)), None)
+    if name is not None:
+        raise DataError(
+            f"{where}: the prompt ends with a turn of the assistant, and {name} follows it; end the prompt with the user's "
+            f"turn, and put that text at the beginning of {name}"
+        )
 
 
 def check_characters(messages: Iterable[Message], where: str) -> None:
@@ -113,12 +138,17 @@ def _message(item: Any, where: str, column: str) -> Message:
     if (
         not isinstance(item, dict)
         or "role" not in item
-        or not ("content" in item or any(map(item.get, ("tool_calls", *THOUGHT_NAMES))))
+        or not ("content" in item or any(map(item.get, ("tool_calls", "function_call", *THOUGHT_NAMES))))
     ):
         raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
     role = "system" if item["role"] == "developer" else item["role"]
     if role not in ROLES:
         raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
+    if item.get("function_call") and item["role"] == "assistant":
+        raise DataError(
+            f"{where}: a message has function_call, the old form of a call; write tool_calls: [{{function: …}}], and the "
+            "role tool for its result"
+        )
     called = item.get("tool_calls") or []
     if not isinstance(called, list):
         raise DataError(f"{where}: the tool_calls of a message must be a list, got {called!r:.80}")
@@ -137,6 +167,9 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
         if item.get(name):
             if not isinstance(item[name], str):
                 raise DataError(f"{where}: the {name} of a message must be text, got {item[name]!r:.80}")
+            said, thought = item.get("content"), item[name].strip()
+            if isinstance(said, str) and thought and said.lstrip().startswith("<") and thought in said:
+                raise DataError(f"{where}: a thought is there twice, in {name} and in content; take one of them out")
             return str(item[name])
     return ""
 

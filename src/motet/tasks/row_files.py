@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
 import json
@@ -121,21 +122,21 @@ def _within(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | N
 # --- JSON -------------------------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path, bounds: RowLimits | None, _: Rules) -> Iterator[Row]:
-    yield from _objects(_lines(path, bounds), path, "line", bounds)
+def _json_lines(path: Path, bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
+    yield from _objects(_lines(path, bounds), path, "line", bounds, rules)
 
 
-def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None) -> Iterator[Row]:
+def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
     for where, line in _within(lines, path, unit, bounds):
-        if line.strip():
-            yield _object(_parse(line, where), where)
+        if line.removeprefix(codecs.BOM_UTF8).strip():
+            yield _object(_parse(line, where, rules), where)
 
 
-def _json_list(path: Path, bounds: RowLimits | None, _: Rules) -> Iterator[Row]:
+def _json_list(path: Path, bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
     text = path.read_bytes()
     if bounds is not None and _values(text) > bounds.values:
         raise _too_many_values(path, bounds)
-    value = _parse(text, str(path))
+    value = _parse(text, str(path), rules)
     if not isinstance(value, list):
         raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
     for number, row in enumerate(value, 1):
@@ -150,9 +151,10 @@ def _values(text: bytes) -> int:
     return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
-def _parse(text: bytes, where: str) -> Any:
+def _parse(text: bytes, where: str, rules: Rules) -> Any:
+    once = _once if rules.reads_columns else None
     try:
-        return json.loads(_decoded(text, where).rstrip())
+        return json.loads(_decoded(text, where).rstrip(), object_pairs_hook=once)
     except json.JSONDecodeError as error:
         if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
             raise DataError(
@@ -164,6 +166,16 @@ def _parse(text: bytes, where: str) -> Any:
         raise DataError(f"{where} is not valid JSON: {error.msg} ({line}character {error.colno}){hint}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, whose names JSON allows twice; most readers then take the last value. Raises ValueError for such a one."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(
+            f"an object has {doubled_in(name for name, _ in pairs)[0]!r} twice; give each value its own name"
+        )
+    return made
 
 
 def _decoded(text: bytes, where: str) -> str:
@@ -223,7 +235,7 @@ def _parquet(path: Path, bounds: RowLimits | None, rules: Rules) -> Iterator[Row
         return
     lines = parquet_rows.read_apart(path, bounds.seconds, bounds.memory_mb, bounds.row_bytes + 1, rules)
     with contextlib.closing(lines):
-        yield from _objects(lines, path, "row", bounds)
+        yield from _objects(lines, path, "row", bounds, rules)
 
 
 READERS: dict[str, Callable[[Path, RowLimits | None, Rules], Iterator[Row]]] = {

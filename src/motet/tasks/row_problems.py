@@ -19,6 +19,8 @@ from motet.tasks.columns import FIRST_ROWS, PROMPT_COLUMNS, Columns
 from motet.tasks.messages import (
     CONTINUATIONS,
     check_characters,
+    check_end,
+    check_text,
     messages_of,
     plain_preference,
     with_special_tokens,
@@ -166,6 +168,9 @@ class Reading:
                 f"{where} has no column named {', '.join(PROMPT_COLUMNS)}. {_columns(row)}. "
                 f"Set data.prompt to one of them, or data.template to a text with {{column}} fields{texts}"
             )
+        if self._rules.reads_columns:
+            for name in filter(row.get, (columns.prompt or "", *CONTINUATIONS)):  # a template has no column
+                check_text(row[name], name, where)
         conversational = isinstance(value, list)
         if not self._rules.reads_parts:
             value = without_odd_thoughts(value)
@@ -175,6 +180,8 @@ class Reading:
         if messages[-1].role == "assistant":  # a row for supervised training: its last turn is the reference answer
             messages, continuation = messages[:-1], messages[-1:]
             answer = answer or continuation[0].content
+            if self._rules.reads_columns and columns.prompt == "prompt":
+                check_end(row, where)
         if not messages or messages[-1].role not in ("user", "tool"):
             raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
         if config.system is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from motet.core.batch import Example, Row
-from motet.core.errors import DataError
+from motet.core.errors import BaseModelError, DataError
 from motet.core.token_ids import TokenIds
 from motet.core.types import IntArray, Message, Problem
 from motet.tasks.chat import Chat, Tools
@@ -29,9 +29,14 @@ _SHORT = 360
 def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
     """A row of `source` as tokens, read as one of `KINDS`.
 
-    Raises DataError, which says what to do, if it lacks what the algorithm learns from.
+    Raises DataError, which says what to do, if it lacks what the algorithm learns from, and BaseModelError if the base's
+    template refuses it.
     """
-    return KINDS[kind][1](problem, chat.of_row(problem), f"{source} row {problem.id + 1}")
+    where = f"{source} row {problem.id + 1}"
+    try:
+        return KINDS[kind][1](problem, chat.of_row(problem), where)
+    except BaseModelError as error:
+        raise BaseModelError(f"{where}: {error}") from error
 
 
 def longest_row(
@@ -64,6 +69,8 @@ def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     """All turns of the assistant in a conversation."""
     messages = (*problem.messages, *_as_prompt(problem, answer_of(problem, where)))
     first = next(at for at, message in enumerate(messages) if message.role == "assistant")
+    if first == 0 and chat.chat_template:
+        raise DataError(f"{where} begins with a turn of the assistant, which nothing asks for; take that turn out")
     examples = tuple(_examples(chat, messages, first, problem, where))
     taught = tuple(one for one in examples if one.n_learned) or examples[-1:]
     return Row(tuple(_learned(one, where) for one in taught))
@@ -115,6 +122,8 @@ def _thumb(problem: Problem, chat: Chat, where: str) -> Row:
 
 def _thumb_of(problem: Problem, where: str) -> tuple[Continuation, bool]:
     label = problem.metadata.get("label")
+    if isinstance(label, str):  # as all fields of a .csv are
+        label = {"true": True, "false": False}.get(label.lower(), label)
     if label not in (True, False):
         raise DataError(f"{where}: label must be true or false, whether the completion was liked, got {label!r:.80}")
     return _continuation(problem, "completion", where), bool(label)
