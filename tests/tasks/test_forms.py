@@ -177,6 +177,7 @@ def test_a_prompt_may_open_a_thought() -> None:
         ("llama3", "<|python_tag|>print(3)"),
         ("mistral_old", '[TOOL_CALLS][{"name": "add", '),
         ("magistral", '[TOOL_CALLS]add[ARGS]{"n": '),
+        ("magistral", '[TOOL_CALLS]{"n": 1}'),
         ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>{n<|call|>"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{n<｜tool▁call▁end｜>"),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
@@ -229,6 +230,8 @@ def test_a_broken_call_is_a_call_that_no_tool_takes(name: str, text: str) -> Non
         ("llama3", ' {"name": "Ann", "age": 3}\n', ' {"name": "Ann", "age": 3}\n', ()),
         ("llama3", '{"a": 1} is JSON', '{"a": 1} is JSON', ()),
         ("llama3", '<|python_tag|>{"name": "add", "parameters": {"n": 1}}', "", (ToolCall("add", {"n": 1}),)),
+        ("mistral_old", 'Hi[TOOL_CALLS]{"name": "add", "arguments": {"n": 1}}', "Hi", (ToolCall("add", {"n": 1}),)),
+        ("magistral", '[TOOL_CALLS] {"name": "add", "arguments": {"n": 1}}', "", (ToolCall("add", {"n": 1}),)),
         ("magistral", 'Hi[TOOL_CALLS]add{"n": 1}', "Hi", (ToolCall("add", {"n": 1}),)),
         ("magistral", '[TOOL_CALLS]add[CALL_ID]a[ARGS]{"n": 1}', "", None),
         (

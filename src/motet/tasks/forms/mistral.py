@@ -41,9 +41,9 @@ def _read_into(calls: list[tuple[ToolCall, str]], body: Sequence[str]) -> str:
     """Add the calls behind one tag, and what is wrong with each; returns the text behind them."""
     text = joined(body).strip()
     try:
-        if text.startswith("["):
+        if text.startswith(("[", "{")):  # a list, or a call alone
             fields, end = _DECODER.raw_decode(text)
-            calls += [(call_of(one), "") for one in fields]
+            calls += [(call_of(one), "") for one in (fields if text.startswith("[") else [fields])]
             return text[end:]
         ends = next((at for at, piece in enumerate(body) if isinstance(piece, Tag)), None)
         name = text.partition("{")[0] if ends is None else joined(body[:ends])
