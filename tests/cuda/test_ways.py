@@ -210,6 +210,18 @@ def test_speeds_are_measured_once_and_kept(tmp_path: Path) -> None:
     assert again.own(SHAPE, 3) == table.start(SHAPE, 16)
 
 
+def test_processes_that_load_other_bases_at_once_keep_the_speeds_of_both(tmp_path: Path) -> None:
+    """Each has read the file before the other wrote it."""
+    path, here = tmp_path / "speeds.json", {"card": "one"}
+    bases = [{(ProductShape(n_outputs, 64), BUCKETS[0]): {"library": float(n_outputs)}} for n_outputs in (24, 48)]
+    for found in bases:
+        speeds.write(path, here, found)
+    assert speeds.read(path) == {**bases[0], **bases[1]}
+    again = {shape: {"library": 1.0} for shape in bases[0]}
+    speeds.write(path, here, again)
+    assert speeds.read(path) == {**again, **bases[1]}, "what was measured last counts"
+
+
 def test_a_load_that_has_no_time_measures_what_is_used_anyway_and_later_loads_do_not_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
