@@ -34,7 +34,9 @@ def test_a_covered_base_is_handed_over_and_exact(name: str) -> None:
     base = cuda.by_torch(name)
     hand_over(base, EngineConfig(), OWN)
     assert isinstance(base.kernels, CudaBase)
-    assert (base.info.notes, base.info.inexact) == ((), "")
+    left_out = "the library is not used", "tile "  # what a card's trial may say of ways to multiply
+    assert [note for note in base.info.notes if not note.startswith(left_out)] == []
+    assert not base.info.inexact
     assert kernels_of(base.info.processor) == "triton"
     assert len(base.pad(torch.zeros(5, 1))) == 5, "its passes have no rows of padding"
 
