@@ -22,15 +22,17 @@ KV_TOKENS = 110_000
 """Of the engine that samples for the bits, as other parts use the card beside it."""
 _ON_CARDS = re.compile(r"mark\.gpu|triton_on_cpu|kernel_cases|cuda_bases")
 """What a test file names that runs kernels on a card where there is one."""
+_SOAKS = re.compile(r"mark\.soak|few\(")
+"""What a test file names that leaves cases to the soak."""
 _KINDS = ("float32-auto", "bfloat16-auto", "bfloat16-torch")
 """Of `tests/running/test_gpu.py`: the type of the base, and `engine.kernels`."""
 
 
 def card_tests() -> list[str]:
-    """Test files whose tests run on a card."""
+    """Test files whose tests run on a card. One only compiles, for cards that are not there, and takes the processors."""
     files = sorted((ROOT / "tests").glob("*/test_*.py"))
     here = [str(file.relative_to(ROOT)) for file in files if _ON_CARDS.search(file.read_text(encoding="utf-8"))]
-    return [file for file in here if not file.startswith("tests/project/")]
+    return [file for file in here if not file.startswith("tests/project/") and file != "tests/cuda/test_compiled.py"]
 
 
 def parts(device: str, shapes: Sequence[str], place: Path, bases: Path) -> list[Part]:
@@ -45,19 +47,25 @@ def parts(device: str, shapes: Sequence[str], place: Path, bases: Path) -> list[
     for shape in shapes:
         options = _options(device, shape, place, bases, kv_tokens=KV_TOKENS)
         bits = ("-m", "bench.gpu.bits", options, str(SHORT_KEYS if device == "cpu" else KEYS))
-        found.append(Part(f"bits-{shape}", "bits in company, behind forks, in passes", bits, 100, f"base-{shape}"))
-    found += _tests(device)
+        found.append(Part(f"bits-{shape}", "bits in company, behind forks, in passes", bits, 150, f"base-{shape}"))
+    found += _tests(device, "not soak", "")
     found += [*_timings(device, shapes, place, bases), *_learning(device, shapes, place, bases)]
+    found += _tests(device, "soak", "-more")
     return [replace(part, limit=SLOWER * part.limit) for part in found] if device == "cpu" else found
 
 
-def _tests(device: str) -> list[Part]:
-    """Each file in a process; that of runs once for each kind."""
-    pytest = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", "soak or not soak")
+def _tests(device: str, marked: str, ending: str) -> list[Part]:
+    """Each file in a process; that of runs once for each kind.
+
+    Cases of the soak come last: each family is compiled for itself, and kinds of questions are worth more.
+    """
+    pytest = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", marked)
     asked = ("--collect-only",) if device == "cpu" else ("--durations", "3")
     found = []
     for file in card_tests():
-        name = f"tests-{Path(file).parent.name}-{Path(file).stem.removeprefix('test_')}"
+        name = f"tests-{Path(file).parent.name}-{Path(file).stem.removeprefix('test_')}{ending}"
+        if marked == "soak" and not _SOAKS.search((ROOT / file).read_text(encoding="utf-8")):
+            continue
         if file == "tests/running/test_gpu.py":
             found += [
                 Part(f"{name}-{kind}", f"runs on the small base, {kind}", (*pytest, *asked, file, "-k", kind), 100)
