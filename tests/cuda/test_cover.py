@@ -28,9 +28,9 @@ OWN = Choice("triton")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", cuda.DENSE[::4])
+@pytest.mark.parametrize("name", [name for name in cuda.DENSE if name != "qwen3"][::4])
 def test_a_covered_base_is_handed_over_and_exact(name: str) -> None:
-    """Of one in four; `tests/cuda/test_base.py` asks each of them for values and bits."""
+    """Of one in four, heads of 24 left out; `tests/cuda/test_base.py` asks each of them for values and bits."""
     base = cuda.by_torch(name)
     hand_over(base, EngineConfig(), OWN)
     assert isinstance(base.kernels, CudaBase)
