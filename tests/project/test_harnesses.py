@@ -22,6 +22,7 @@ JOB = {
     "reward": "exact",
     "steps": 3,
     "adapter": {"rank": 4},
+    "checkpoint": {"keep": 4},  # the untrained one, too
     "optimizer": {"lr": 0.01},
     "sampling": {"max_tokens": 8},
     "algorithm": {"group_size": 8, "groups_per_step": 4},
