@@ -108,23 +108,6 @@ def test_kernels_that_fail_in_any_way_leave_the_base_and_their_memory_to_torch()
     assert not any(alive)
 
 
-@pytest.mark.soak
-def test_a_base_whose_layers_cannot_be_computed_alone_is_left_to_torch_before_a_job_trains() -> None:
-    """A layer that needs an argument of the model's, which recomputation does not give."""
-    base = cuda.by_torch("llama_long")
-    decoder: Any = base.decoder
-    (layer,) = decoder.layers
-    forward = layer.forward
-
-    def needs_more(hidden: torch.Tensor, *, past_key_values: Any, **given: Any) -> Any:
-        return forward(hidden, past_key_values=past_key_values, **given)
-
-    layer.forward = needs_more
-    hand_over(base, EngineConfig(), OWN)
-    assert base.kernels is None
-    assert "past_key_values" in base.info.notes[-1]
-
-
 def test_jobs_keep_the_kernels_that_they_began_with_on_a_gpu() -> None:
     began = of_jobs([f"{TRITON}, NVIDIA H200"])
     assert (began.kernels, began.kept) == ("triton", True)

@@ -417,13 +417,16 @@ def addresses_within(ring: Ring) -> str:
 def code_of_ones_own(ring: Ring) -> str:
     for change in (
         {"reward": "os:system"}, {"reward": "rewards.py:f"}, {"environment": "/tmp/x.py:X"}, {"algorithm": "x.py:Mine"},
-        {"data": {"source": "x.py:rows"}}, {"data": {"source": "toy:add", "template": "{prompt.__class__.__mro__}"}},
+        {"data": {"source": "x.py:rows"}}, {"data": {"source": "toy:add", "template": "{prompt.__class__!r}"}},
         {"data": {"source": "toy:add", "chat_template_kwargs": {"chat_template": "{{ cycler.__init__.__globals__ }}"}}},
         {"data": {"source": "hf:squad"}}, {"base": "/etc"}, {"adapter": {"init": "/root"}},
     ):  # fmt: skip
         ring.refused((400, 403, 404, 422), "POST", "/v1/jobs", json=tiny("own", **change))
+    path = {"source": "toy:add", "template": "{prompt.__class__.__mro__}"}  # of nested columns, which are not there
+    assert ring.ask("POST", "/v1/jobs", json=tiny("path", data=path)).status_code == 201
+    assert "__mro__" in ring.becomes("path", "failed")["message"]
     ring.refused((400,), "POST", "/v1/fine_tuning/alpha/graders/run", json={"grader": PYTHON, "model_sample": "a"})
-    return "refused"
+    return "refused, or failed"
 
 
 def schemas_without_end(ring: Ring) -> str:
