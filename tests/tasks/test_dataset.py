@@ -364,6 +364,20 @@ def test_a_text_that_looks_like_messages_is_one_where_that_is_meant():
         assert load_dataset(config).train[0].messages[0].content == text
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": "It is 4.", "function_call": {"name": "f", "arguments": "{}"}},
+        {"content": "<think>\nHm.\n</think>\n4", "reasoning": "Hm.\n"},
+    ],
+)
+def test_jobs_that_began_before_read_the_turns_that_are_refused_today(turn):
+    config = DataConfig(source=[{"messages": [*TURNS, {"role": "assistant", **turn}]}], holdout=0)
+    with pytest.raises(DataError, match=r"row 1: a (message has function_call|thought is there twice)"):
+        load_dataset(config)
+    assert load_dataset(config, rules=Rules(0)).train[0].answer == turn["content"]
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize(
     "text", ['{"prompt": "x", "answer": "4", "answer": "5"}', '{"prompt": "x", "y": {"z": 1, "z": 1}}']

@@ -49,6 +49,22 @@ def check_text(text: Any, column: str, where: str) -> None:
         )
 
 
+def check_turns(turns: Any, where: str) -> None:
+    """Raise DataError if a turn has a call that would be left out, or a thought that would be learned twice."""
+    for item in turns if isinstance(turns, list) else ():
+        if not isinstance(item, dict) or (turn := plain_turn(item, where)).get("role") != "assistant":
+            continue
+        if turn.get("function_call"):
+            raise DataError(
+                f"{where}: a message has function_call, the old form of a call; write tool_calls: [{{function: …}}], and the "
+                "role tool for its result"
+            )
+        name = next(filter(turn.get, THOUGHT_NAMES), "")
+        said, thought = turn.get("content"), str(turn.get(name, "")).strip()
+        if isinstance(said, str) and thought and said.lstrip().startswith("<") and thought in said:
+            raise DataError(f"{where}: a thought is there twice, in {name} and in content; take one of them out")
+
+
 def check_end(row: Mapping[str, Any], where: str) -> None:
     """Raise DataError for a prompt that ends with a turn of the assistant where something else is learned."""
     name = next((one for one in CONTINUATIONS if row.get(one)), None)
@@ -138,17 +154,12 @@ def _message(item: Any, where: str, column: str) -> Message:
     if (
         not isinstance(item, dict)
         or "role" not in item
-        or not ("content" in item or any(map(item.get, ("tool_calls", "function_call", *THOUGHT_NAMES))))
+        or not ("content" in item or any(map(item.get, ("tool_calls", *THOUGHT_NAMES))))
     ):
         raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
     role = "system" if item["role"] == "developer" else item["role"]
     if role not in ROLES:
         raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
-    if item.get("function_call") and item["role"] == "assistant":
-        raise DataError(
-            f"{where}: a message has function_call, the old form of a call; write tool_calls: [{{function: …}}], and the "
-            "role tool for its result"
-        )
     called = item.get("tool_calls") or []
     if not isinstance(called, list):
         raise DataError(f"{where}: the tool_calls of a message must be a list, got {called!r:.80}")
@@ -167,9 +178,6 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
         if item.get(name):
             if not isinstance(item[name], str):
                 raise DataError(f"{where}: the {name} of a message must be text, got {item[name]!r:.80}")
-            said, thought = item.get("content"), item[name].strip()
-            if isinstance(said, str) and thought and said.lstrip().startswith("<") and thought in said:
-                raise DataError(f"{where}: a thought is there twice, in {name} and in content; take one of them out")
             return str(item[name])
     return ""
 

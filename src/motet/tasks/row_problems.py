@@ -21,6 +21,7 @@ from motet.tasks.messages import (
     check_characters,
     check_end,
     check_text,
+    check_turns,
     messages_of,
     plain_preference,
     with_special_tokens,
@@ -171,6 +172,8 @@ class Reading:
         if self._rules.reads_columns:
             for name in filter(row.get, (columns.prompt or "", *CONTINUATIONS)):  # a template has no column
                 check_text(row[name], name, where)
+            for turns in (value, *map(row.get, CONTINUATIONS)):
+                check_turns(turns, where)
         conversational = isinstance(value, list)
         if not self._rules.reads_parts:
             value = without_odd_thoughts(value)
