@@ -75,6 +75,8 @@ class Timings:
         long = {**job, "max_tokens": 8 if self.tiny else 512, "steps": 2}
         row = f"GRPO, {job['groups'] * job['each']} completions of"
         one = {**job, "jobs": 1, "after_first": True}
+        with side.WORKS["jobs"]({**job, "max_tokens": 4, "steps": 1}) as repeat:  # compiles what jobs alone use
+            repeat()
         self._timed(f"{row} {job['max_tokens']}: a step of one job", "jobs", one, warm=False)
         for args in (job, long):
             for manner, in_turn in (("at once", False), ("in turn", True)):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
 
 import tests.support.triton_on_cpu
 from motet.core.errors import BaseModelError
@@ -182,13 +183,17 @@ def test_a_base_is_not_multiplied_by_kernels_that_are_wrong(product: Callable[..
 # --- speeds -----------------------------------------------------------------------------------------------------------
 
 
-def test_speeds_are_measured_once_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("does not run here"), AssertionError("base must be 16-byte aligned"), TritonError("too large")],
+)
+def test_speeds_are_measured_once_and_kept(tmp_path: Path, error: Exception) -> None:
     weights = [ProductWeight(torch.zeros(24, 64, dtype=torch.float16, device=DEVICE)) for _ in range(3)]
     clock, library = itertools.count(1.0), BadLibrary()
 
     def stopwatch(run: Callable[[], None]) -> float:
         if (now := next(clock)) == 2.0:
-            raise RuntimeError("does not run here")
+            raise error
         return 3 * now
 
     table = table_for(DEVICE, torch.float16)

@@ -39,6 +39,8 @@ _TRIES = 3
 """Times that they are timed: the least counts, because other processes may use the card meanwhile."""
 _DIFFERENT = 1 << 28
 """Bytes of weights that a repeat reads: more than any cache holds, as a decoding step does."""
+FAILURES = (RuntimeError, AttributeError, AssertionError, TritonError)
+"""What torch, Triton and the driver raise where a way does not run; descriptors assert that addresses are aligned."""
 
 Stopwatch = Callable[[Callable[[], None]], float]
 """Microseconds that a run takes when it is replayed.
@@ -157,7 +159,7 @@ def _timed(way: Way, shape: ProductShape, same: list[ProductWeight], n_rows: int
                 way.multiply(x_TK, weight, y_TN, adapters, back=shape.back)
 
         return stopwatch(run) / len(few)
-    except (RuntimeError, AttributeError, TritonError) as error:
+    except FAILURES as error:
         return math.nan if "out of memory" in str(error) else math.inf  # so say torch, the driver and libraries
 
 

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
 
 from motet.core.errors import BaseModelError
 from motet.cuda import speeds
@@ -49,8 +48,6 @@ _CHECKED = 96
 """Rows and outputs of which values are compared with torch's."""
 _MEASURING = 30.0
 """Seconds after which a load begins to measure no other way."""
-_FAILURES = (RuntimeError, AttributeError, TritonError)
-"""What torch, Triton and the driver raise where a way does not run."""
 
 Replay = Callable[[], Tensor]
 
@@ -156,7 +153,7 @@ class Trial:
             try:
                 example = _Example.of(shape, self.sizes, self.dtype, self.device)
                 why = example.wrong_values()
-            except _FAILURES as error:
+            except speeds.FAILURES as error:
                 why = f"fails: {_first_line(error)}"
             if why:
                 raise BaseModelError(f"{_product(shape)} by Motet's kernels {why}")
@@ -180,7 +177,7 @@ class Trial:
         try:
             adapted = not example.shape.back
             unequal = [*example.unequal(way, rows), *self._unequal_in_graph(way, example, rows, adapted=adapted)]
-        except _FAILURES as error:
+        except speeds.FAILURES as error:
             return f"fails: {_first_line(error)}"
         return f"has other bits at {_numbers(unequal)} rows" if unequal else ""
 
@@ -202,7 +199,7 @@ class Trial:
         try:
             outside = example.unequal(library, rows)
             inside = self._unequal_in_graph(library, example, [n for n in decoding if n not in outside])
-        except _FAILURES as error:
+        except speeds.FAILURES as error:
             self.notes.append(f"the library is not used for {_product(shape)}: {_first_line(error)}")
             return frozenset()
         if unequal := sorted({*outside, *inside}):
