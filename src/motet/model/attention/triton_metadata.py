@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from motet.model.accelerator import send
 from motet.model.attention.backend import Prefix, Span, prefix_length
 from motet.model.kv_cache import KVCache, Writes
 
@@ -167,7 +168,7 @@ def cached_metadata(
     sequence_T = np.repeat(np.arange(len(spans)), queries)
     position_T = np.arange(int(queries.sum())) - np.repeat(rows - firsts, queries)
     blocks_T = keys[sequence_T, position_T // cache.block_size]
-    writes = torch.from_numpy(np.stack([blocks_T, position_T % cache.block_size]).astype(np.int64)).to(device)
+    (writes,) = send(device, np.stack([blocks_T, position_T % cache.block_size]).astype(np.int64))
     rows_S, queries_S, firsts_S, keys_SL = _send(device, rows, queries, firsts, keys)
     lengths = tuple(int(length) for length in queries)
     return TritonMetadata(rows_S, queries_S, firsts_S, keys_SL, lengths, cache=cache, writes=Writes(*writes))
@@ -176,5 +177,5 @@ def cached_metadata(
 def _send(device: torch.device, *arrays: _Ints) -> list[Tensor]:
     """The arrays as int32 tensors, in one copy to the device."""
     flat = np.concatenate([array.ravel() for array in arrays]).astype(np.int32)
-    parts = torch.from_numpy(flat).to(device).split([array.size for array in arrays])
+    parts = send(device, flat)[0].split([array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
