@@ -268,6 +268,28 @@ def test_an_unload_that_fails_is_logged_and_made_up_for(dialect: Any, tmp_path: 
 
 
 @both
+def test_a_version_that_the_server_refuses_to_unload_keeps_no_other_there(
+    dialect: Any, tmp_path: Path, caplog: Any
+) -> None:
+    async def test(engine: ServerEngine) -> None:
+        for version in range(3):
+            await publish(engine, trainer, version)
+        server.faults.errors, server.faults.error_status = {"unload": 6}, 400
+        await engine.unload_adapter(ref(0))
+        await until(lambda: len(stays(caplog)) == 1)
+        await engine.unload_adapter(ref(1))
+        await until(lambda: len(stays(caplog)) == 2)
+        assert set(server.entries) == {ref(0).served_name, ref(2).served_name}
+        await publish(engine, trainer, 3)
+        await engine.unload_adapter(ref(2))
+        await until(lambda: server.entries == (ref(3).served_name,))
+
+    trainer = trainer_of("job")
+    with ProtocolServer(dialect) as server:
+        drive(engine_on([server], tmp_path), test)
+
+
+@both
 def test_a_version_that_is_gone_from_the_server_is_unloaded(dialect: Any, tmp_path: Path, caplog: Any) -> None:
     async def test(engine: ServerEngine) -> None:
         await publish(engine, trainer, 0)

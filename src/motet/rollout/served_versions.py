@@ -214,12 +214,17 @@ class ServedVersions:
             perhaps: names that may be loaded there because a load got no answer.
 
         Raises:
-            EngineError: something stays loaded; the message says why.
+            EngineError: something stays loaded; the message says why. A name that the server refuses keeps no other there.
         """
-        current = {ref.served_name for ref in self._versions}
+        current, refused = {ref.served_name for ref in self._versions}, None
         for name in sorted(replica.loaded.union(replica.left, perhaps) - current):
             if f".{self._run_id}." in name or name in perhaps:
-                await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry)  # type: ignore[misc]
+                try:
+                    await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry)  # type: ignore[misc]
+                except ServerRefused as error:
+                    refused = refused or error
+        if refused is not None:
+            raise refused
 
     async def close(self) -> None:
         """Finish unloading and delete the files that are not kept."""
