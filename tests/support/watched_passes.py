@@ -27,7 +27,7 @@ from motet.cuda.ways import table_for
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import CPU, TARGETS, requests
-from tests.support.passes_without_values import LIKE_A_GPU, META, without_values
+from tests.support.passes_without_values import LIKE_A_GPU, META, Unpinned, without_values
 from tests.support.segments import REINFORCE, make_samples
 
 
@@ -115,7 +115,9 @@ def batch_of(n_adapters: int) -> Batch:
 
 def work(n_adapters: int, found: list[Waits]) -> None:
     """A pass of scores, one of training, and the steps of all adapters."""
-    trainer, batch = trainer_of(n_adapters), batch_of(n_adapters)
+    with Unpinned():
+        trainer = trainer_of(n_adapters)
+    batch = batch_of(n_adapters)
     found.append(watched("score", n_adapters, lambda: trainer.forward(batch)))
     found.append(watched("train", n_adapters, lambda: trainer.forward_backward(batch)))
     due = [(str(index), AdamW(1e-3)) for index in range(n_adapters)]
