@@ -14,7 +14,7 @@ from motet.core.types import Problem
 from motet.report.read import read_run
 from motet.runtime.progress import JobProgress
 from motet.runtime.signs import LEAST, LONGER, NORM, RECENT, Diagnosis, Signs
-from tests.support.fake_run import Setting, job, run_jobs
+from tests.support.fake_run import LINE, Setting, job, run_jobs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "not-learning.md").read_text()
 DEMO = Path(__file__).resolve().parents[2] / "tests" / "support" / "demo_metrics.jsonl"
@@ -79,17 +79,6 @@ def test_groups_without_signal_are_a_hint(tmp_path: Path) -> None:
     told = trained(tmp_path, steps=LEAST, reward=lambda problem, completion: 1.0)
     assert told.keys() == {"no-signal"}
     assert told["no-signal"].startswith("hint: no signal in 100% of the groups (mean reward 1)")
-
-
-LINE = {
-    "reward": 0.3,
-    "reward_std": 0.4,
-    "no_signal": 0.2,
-    "distinct": 0.8,
-    "rollouts": 64,
-    "groups": 8,
-    "entropy": 1.0,
-}
 
 
 def after(now: dict[str, Any], before: dict[str, Any] | None = None, held_out: float = 0.5) -> dict[str, bool]:

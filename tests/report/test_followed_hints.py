@@ -26,7 +26,7 @@ from motet.report.read import read_job, read_run, signs_of
 from motet.runtime import evaluations, signs
 from motet.runtime.learning_rate import learning_rate
 from motet.runtime.signs import LEAST, RECENT, Signs
-from tests.support.fake_run import Setting, job, run_jobs
+from tests.support.fake_run import LINE, Setting, job, run_jobs
 from tests.support.following import Tree, followed
 from tests.support.hints import never_said
 from tests.support.small_runs import REWARDS
@@ -155,15 +155,6 @@ def test_the_held_out_loss_of_preferences_rises_no_more_after_each_remedy(tmp_pa
         assert not any("loss" in said for said in read_job(tmp_path / field / "liked").warnings), field
 
 
-LINE = {
-    "reward": 0.3,
-    "reward_std": 0.4,
-    "no_signal": 0.2,
-    "distinct": 0.8,
-    "rollouts": 64,
-    "groups": 8,
-    "entropy": 1.0,
-}
 NOW: dict[str, Tree] = {
     "failed": {"failed": 3, "errors": {"KeyError (rewards.py:1)": 3}},
     "thought": {"in_thought": 60, "truncated": 0.9},

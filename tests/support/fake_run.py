@@ -40,6 +40,17 @@ from motet.tasks.reward_pool import RewardPool
 from motet.training.fake import FakeTrainer
 from tests.support.waiting import PATIENCE
 
+LINE = {
+    "reward": 0.3,
+    "reward_std": 0.4,
+    "no_signal": 0.2,
+    "distinct": 0.8,
+    "rollouts": 64,
+    "groups": 8,
+    "entropy": 1.0,
+}
+"""Metrics of a step of a job that learns well."""
+
 
 def vowels(problem: Problem, completion: str) -> float:
     """The default reward: the share of vowels and a little for length; it differs nearly always."""

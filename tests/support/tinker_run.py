@@ -59,6 +59,7 @@ class Script:
             told, _ = self._process.communicate(timeout=SECONDS)
         finally:
             self._process.kill()
+            self._process.wait()
         assert self._process.returncode == 0, f"status {self._process.returncode}: {told}"
         return json.loads(self._out.read_text())
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from motet.algorithms.losses import TokenSums, at_targets, loss_and_sums, read_stats
 from motet.core.batch import Batch, LossInputs, Segment, Trained
 from motet.core.types import FloatArray, IntArray
-from motet.model.accelerator import send, wait_for
+from motet.model.accelerator import send
 from motet.model.attention import Prefix
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
@@ -124,8 +124,7 @@ class PackedPass:
         for one, head in zip(adapters, heads, strict=True):  # in the order of the segments, whatever the batches
             if head is not None and head.grad is not None:
                 one.add_heads(head.grad)
-        wait_for(base.device)  # otherwise the next caller that waits would be charged for it
-        stats = read_stats([sums for _, sums, _ in losses])
+        stats = read_stats([sums for _, sums, _ in losses])  # waits for the whole pass
         return tuple(map(Trained, stats, self._read([logprobs_N for _, _, logprobs_N in losses])))
 
     def score(

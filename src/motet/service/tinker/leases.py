@@ -54,7 +54,7 @@ class Leases:
             Refusal: the session was finished. A stock client whose heartbeat is answered otherwise as it closes may never end.
         """
         if session_id in self._finished:
-            raise Refusal(410, "the session was finished")
+            raise Refusal(410, "the session was finished; create_session makes another")
         if session_id in self._seen:  # only sessions with a model
             self._seen[session_id] = self._clock()
 
