@@ -24,6 +24,8 @@ from motet.native.cover import hand_over
 from tests.support import cuda_bases as cuda
 from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
+
 OWN = Choice("triton")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import math
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from triton.compiler.errors import CompilationError  # type: ignore[import-untyped, unused-ignore]
+from triton.runtime.errors import OutOfResources, PTXASError  # type: ignore[import-untyped, unused-ignore]
 
 from motet.core.types import AdapterRef, FinishReason, GenerateRequest, SamplingParams
 from motet.model.device_steps import BLOCKS, DRAWN, KEY, PLAIN, POSITION, TEMPERATURE, TOKEN, TOP_P, DeviceStep, Flight
@@ -265,13 +268,21 @@ def test_steps_use_a_library_on_the_stream_on_which_it_was_tried() -> None:
     assert drawn_by_a_library(splits=True) == drawn_by_a_library(splits=False)
 
 
+NO_GRAPHS = [
+    (RuntimeError("this device has no graphs"), "this device has no graphs"),
+    (OutOfResources(250_000, 232_448, "shared memory"), "shared memory"),
+    (PTXASError("ptxas ended"), "ptxas ended"),
+    (CompilationError(None, ast.Pass(), "no such product"), "no such product"),
+]
+
+
 def test_a_step_that_cannot_be_recorded_runs_and_is_told() -> None:
     """Recorders run a step before they record it: the row is not moved on by that."""
     base, weights = small(), (version(1),)
     found, notes = [], len(base.info.notes)
-    for refuses in (True, False):
+    for error, _ in [*NO_GRAPHS, (None, "")]:
         cache, queue = KVCache(2, base.block_size, base.device, clean=False), LateQueue(base.device)
-        recorder = RefusingRecorder(base.device, queue) if refuses else queue.recorder
+        recorder = queue.recorder if error is None else RefusingRecorder(base.device, queue, error)
         steps = CudaSteps(cuda.own(base), cache, queue, recorder)
         table = StepTable(1, 2)
         steps.hold(table)
@@ -280,8 +291,10 @@ def test_a_step_that_cannot_be_recorded_runs_and_is_told() -> None:
             steps.launch(DeviceStep(PLAIN, 1, own, weights, 1, truncates=False)) for own in (changes, changes[:0])
         ]
         found.append([flight.tokens().logprobs_N.tolist() for flight in flights])
-    assert found[0] == found[1]
-    assert [note.rpartition(": ")[2] for note in base.info.notes[notes:]] == ["this device has no graphs"]
+    assert all(each == found[-1] for each in found)
+    for note, (_, reason) in zip(base.info.notes[notes:], NO_GRAPHS, strict=True):
+        assert note.startswith("slower than it could be")
+        assert reason in note.rpartition(": decoding steps are not recorded as graphs: ")[2]
 
 
 class FailingQueue(LateQueue):

@@ -315,6 +315,30 @@ def test_rows_have_the_same_bits_by_both_ways(with_adapters: bool) -> None:
     assert not found[1][2].isnan().any()
 
 
+def at(address: int, rows: int, columns: int) -> torch.Tensor:
+    """Zeros whose first byte is at this address, modulo 256."""
+    memory = torch.zeros(rows * columns + 256, dtype=torch.float16, device=DEVICE)
+    first = (address - memory.data_ptr()) % 256 // 2
+    return memory[first : first + rows * columns].view(rows, columns)
+
+
+@pytest.mark.parametrize("addresses", [(0, 0, 0), (16, 0, 0), (0, 128, 0), (0, 0, 64)])
+def test_a_library_gets_no_address_that_its_trial_did_not_have(addresses: tuple[int, int, int]) -> None:
+    """It may choose another kernel for it."""
+    counted = list[int]()
+
+    def count(n_rows: int, _biased: bool) -> bool:
+        counted.append(n_rows)
+        return False
+
+    library = BadLibrary(count, 256)
+    table = replace(table_for(DEVICE, torch.float16), library=library, tried={SHAPE: frozenset({8})})
+    table.speeds[SHAPE, BUCKETS[0]] = {library.name: 1.0, table.own(SHAPE, 8).name: 9.0}
+    x, weight, y = (at(*given) for given in zip(addresses, (8, 24, 8), (64, 64, 24), strict=True))
+    Products(table).multiply(x, ProductWeight(weight), y)
+    assert len(counted) == (not any(addresses))
+
+
 CARDS = {8: 166912, 9: 232448, 10: 232448, 12: 101376}
 """Bytes of shared memory of a program, by major compute capability."""
 

@@ -19,6 +19,7 @@ class BadLibrary:
     """Has the bits of Motet's own, but splits K in two where it is faulty: by number of rows, and with a bias."""
 
     faulty: Callable[[int, bool], bool] = lambda n_rows, biased: False
+    alignment: int = 1
     rounds_twice: bool = False
     """Where it is faulty, it rounds the product before it adds the bias; K is whole."""
 

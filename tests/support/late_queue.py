@@ -96,9 +96,9 @@ class LateRecorder(Recorder):
 class RefusingRecorder(LateRecorder):
     """Runs what it is to record, as recorders do before, and then fails: for lack of memory at first."""
 
-    def __init__(self, place: torch.device, queue: LateQueue) -> None:
+    def __init__(self, place: torch.device, queue: LateQueue, error: Exception) -> None:
         super().__init__(place, queue)
-        self._tried = False
+        self._tried, self._error = False, error
 
     def capture(self, run: Replay, *, first: bool) -> Replay:
         self.catch_up()
@@ -107,4 +107,4 @@ class RefusingRecorder(LateRecorder):
         if not self._tried:
             self._tried = True
             raise torch.OutOfMemoryError("no memory for a graph")
-        raise RuntimeError("this device has no graphs")
+        raise self._error

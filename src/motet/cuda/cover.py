@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from motet.core.errors import BaseModelError
 from motet.core.model_info import TRITON
@@ -35,10 +36,16 @@ def refusal(base: LoraModel) -> str:
     return refusal_of_all(base)
 
 
+def reason_of(error: BaseException) -> str:
+    """A line that says why kernels fail. Triton's errors begin with where they are, and have what is wrong by itself."""
+    text = str(getattr(error, "error_message", None) or error).strip()
+    return next(iter(text.splitlines()), type(error).__name__)
+
+
 def compute_with(base: LoraModel) -> None:
     """Let the kernels compute a base's passes, if their logits are near torch's and no row's bits depend on other rows.
 
-    A training step must run, too.
+    A training step must run, too, and decoding steps must give the logprobs of a pass.
 
     Raises:
         BaseModelError: the kernels cannot compute the base, or they failed a check; the message says which.
@@ -50,12 +57,19 @@ def compute_with(base: LoraModel) -> None:
         compute_by(base, lambda: _kernels(base), f"{TRITON}, {processor_of(base.device)}")
         if base.info.inexact:
             raise BaseModelError(f"{base.info.name}: own kernels are {base.info.inexact}; {INSTEAD}")
-        check_training(base, proof_sequences(base.model)[0].to(base.device))
+        sequence = proof_sequences(base.model)[0].to(base.device)
+        check_training(base, sequence)
+        _check_steps(base, sequence)
     except BaseModelError:
         raise
     except Exception as error:  # Triton is missing, or its compiler, the C compiler or the driver fails: of any kind
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise BaseModelError(f"{base.info.name}: own kernels fail: {reason}; {INSTEAD}") from error
+        raise BaseModelError(f"{base.info.name}: own kernels fail: {reason_of(error)}; {INSTEAD}") from error
+
+
+def _check_steps(base: LoraModel, sequence: Tensor) -> None:
+    from motet.cuda.step_trial import check_steps  # see `_kernels`
+
+    check_steps(base, sequence)
 
 
 def _kernels(base: LoraModel) -> Kernels:

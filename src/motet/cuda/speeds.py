@@ -40,7 +40,7 @@ _TRIES = 3
 _DIFFERENT = 1 << 28
 """Bytes of weights that a repeat reads: more than any cache holds, as a decoding step does."""
 FAILURES = (RuntimeError, AttributeError, AssertionError, TritonError)
-"""What torch, Triton and the driver raise where a way does not run; descriptors assert that addresses are aligned."""
+"""What torch, Triton and the driver raise where a kernel does not compile or run; descriptors assert aligned addresses."""
 
 Stopwatch = Callable[[Callable[[], None]], float]
 """Microseconds that a run takes when it is replayed.

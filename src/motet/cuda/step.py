@@ -23,10 +23,12 @@ from torch import Tensor
 from motet.core.types import BoolArray
 from motet.cuda.adapters import AdapterTables, Places, most_tiles, widths_of
 from motet.cuda.attention import PIECE, CudaAttention, CudaPass
+from motet.cuda.cover import reason_of
 from motet.cuda.draws import Drawn, Head, RowSettings, Truncation, draw
 from motet.cuda.kernels import steps as kernels
 from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan
+from motet.cuda.speeds import FAILURES
 from motet.cuda.step_memory import AdapterSlots, Changes, StepMemory
 from motet.cuda.ways import ROWS_OF_DECODING
 from motet.model.accelerator import Recorder, WorkQueue, device_of
@@ -353,16 +355,22 @@ class CudaSteps:
         self._queue.begin(functools.partial(_clear, head))  # the recorder runs the step, of no rows
         try:
             graph.replay = self._recorder.capture(graph.compute, first=not self._graphs)
-        except torch.OutOfMemoryError:
-            return False
-        except RuntimeError as error:
-            cause = error.__context__ if isinstance(error.__context__, Exception) else error
-            reason = next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-            self._own.base.revise(f"slower than it could be: decoding steps are not recorded as graphs: {reason}")
+        except FAILURES as error:
+            cause = _cause_of(error)
+            if isinstance(cause, torch.OutOfMemoryError):
+                return False
+            why = f"decoding steps are not recorded as graphs: {reason_of(cause)}"
+            self._own.base.revise(f"slower than it could be: {why}")
             _log.warning("%s", self._own.base.info.notes[-1])
             self._records = False
             self._graphs.clear()
         return True
+
+
+def _cause_of(error: Exception) -> Exception:
+    """Torch raises an error of its own where a recording ends that failed before."""
+    before, of_torch = error.__context__, isinstance(error, RuntimeError)
+    return before if of_torch and type(error) is not torch.OutOfMemoryError and isinstance(before, Exception) else error
 
 
 def _clear(number: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from motet.core.errors import BaseModelError
 from motet.cuda import speeds
 from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
+from motet.cuda.cover import reason_of
 from motet.cuda.decoder_shape import pieces_of
 from motet.cuda.products import Products
 from motet.cuda.ways import (
@@ -154,7 +155,7 @@ class Trial:
                 example = _Example.of(shape, self.sizes, self.dtype, self.device)
                 why = example.wrong_values()
             except speeds.FAILURES as error:
-                why = f"fails: {_first_line(error)}"
+                why = f"fails: {reason_of(error)}"
             if why:
                 raise BaseModelError(f"{_product(shape)} by Motet's kernels {why}")
             self._try_own(table, example)
@@ -178,7 +179,7 @@ class Trial:
             adapted = not example.shape.back
             unequal = [*example.unequal(way, rows), *self._unequal_in_graph(way, example, rows, adapted=adapted)]
         except speeds.FAILURES as error:
-            return f"fails: {_first_line(error)}"
+            return f"fails: {reason_of(error)}"
         return f"has other bits at {_numbers(unequal)} rows" if unequal else ""
 
     def _unequal_in_graph(
@@ -200,7 +201,7 @@ class Trial:
             outside = example.unequal(library, rows)
             inside = self._unequal_in_graph(library, example, [n for n in decoding if n not in outside])
         except speeds.FAILURES as error:
-            self.notes.append(f"the library is not used for {_product(shape)}: {_first_line(error)}")
+            self.notes.append(f"the library is not used for {_product(shape)}: {reason_of(error)}")
             return frozenset()
         if unequal := sorted({*outside, *inside}):
             self.notes.append(
@@ -293,10 +294,6 @@ class _Example:
 
 def _bits(numbers: Tensor) -> Tensor:
     return numbers.view(torch.int16 if numbers.element_size() == 2 else torch.int32)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _product(shape: ProductShape) -> str:

@@ -72,6 +72,11 @@ class Way(Protocol):
         """Whether its machine code is the same for all numbers of rows; if not, it is used only at tried numbers."""
         ...
 
+    @property
+    def alignment(self) -> int:
+        """Bytes that divided all addresses when it was tried; for others it might choose another machine code."""
+        ...
+
     def multiply(
         self, x_TK: Tensor, weight: ProductWeight, y_TN: Tensor, adapters: Adapters | None, *, back: bool
     ) -> None:
@@ -94,6 +99,7 @@ class OwnTile:
     by_descriptors: bool = False
 
     any_rows = True
+    alignment = 1
 
     @property
     def name(self) -> str:
@@ -167,6 +173,8 @@ class Library:
 
     name = "library"
     any_rows = False
+    alignment = 256
+    """cuBLASLt chooses a kernel also by what divides the addresses, up to this."""
 
     def multiply(
         self, x_TK: Tensor, weight: ProductWeight, y_TN: Tensor, adapters: Adapters | None, *, back: bool
