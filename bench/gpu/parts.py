@@ -20,6 +20,8 @@ KEYS, SHORT_KEYS = 1500, 200
 """Keys of a row whose bits are compared, on a card and in a rehearsal."""
 KV_TOKENS = 110_000
 """Of the engine that samples for the bits, as other parts use the card beside it."""
+MEASURING_SECONDS = 15
+"""Of each shape."""
 _ON_CARDS = re.compile(r"mark\.gpu|triton_on_cpu|kernel_cases|cuda_bases")
 """What a test file names that runs kernels on a card where there is one."""
 _SOAKS = re.compile(r"mark\.soak|few\(")
@@ -47,8 +49,10 @@ def parts(device: str, shapes: Sequence[str], place: Path, bases: Path) -> list[
     for shape in shapes:
         options = _options(device, shape, place, bases, kv_tokens=KV_TOKENS)
         bits = ("-m", "bench.gpu.bits", options, str(SHORT_KEYS if device == "cpu" else KEYS))
-        found.append(Part(f"bits-{shape}", "bits in company, behind forks, in passes", bits, 150, f"base-{shape}"))
+        found.append(Part(f"bits-{shape}", "bits in company, behind forks, in passes", bits, 110, f"base-{shape}"))
     found += _tests(device, "not soak", "")
+    measuring = ("-m", "bench.gpu.speeds", device, str(MEASURING_SECONDS), *shapes)
+    found.append(Part("speeds", "what products take by each way, which later loads read", measuring, 40, alone=True))
     found += [*_timings(device, shapes, place, bases), *_learning(device, shapes, place, bases)]
     found += _tests(device, "soak", "-more")
     return [replace(part, limit=SLOWER * part.limit) for part in found] if device == "cpu" else found
@@ -59,7 +63,7 @@ def _tests(device: str, marked: str, ending: str) -> list[Part]:
 
     Cases of the soak come last: each family is compiled for itself, and kinds of questions are worth more.
     """
-    pytest = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-m", marked)
+    pytest = ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60", "-m", marked)
     asked = ("--collect-only",) if device == "cpu" else ("--durations", "3")
     found = []
     for file in card_tests():

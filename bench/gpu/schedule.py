@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +26,12 @@ LEAST_SECONDS = 3.0
 _LOOK_SECONDS = 0.05
 _NO_TESTS = 5
 """pytest's exit code where all tests were deselected."""
+_GRACE_SECONDS = 5.0
+"""In which a part that is cut may say what it knows, such as the failures of its tests."""
+_BESIDE = {"MOTET_MEASURE_PRODUCTS": "0"}
+"""Variables of parts that others may run beside: what they measure would be wrong."""
+_TEST = re.compile(r"^tests/\S+::.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
+_TESTS = re.compile(r"\bcollected (?:\d+ items? / .*?/ )?(\d+) (?:items?|selected)")
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Schedule:
                 time.sleep(_LOOK_SECONDS)
         finally:
             for running in self._running:
-                _end(running.process)
+                end(running.process)
         return self.results
 
     def _start(self) -> None:
@@ -125,7 +133,7 @@ class Schedule:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **OFFLINE, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **OFFLINE, "PYTHONUNBUFFERED": "1", **({} if part.alone else _BESIDE)},
             )
         now = time.monotonic()
         self._running.append(_Running(part, process, now, min(now + part.limit, self._end)))
@@ -144,7 +152,7 @@ class Schedule:
             code, now = running.process.poll(), time.monotonic()
             if code is None and now < running.ends:
                 continue
-            _end(running.process)
+            end(running.process, signal.SIGINT)
             self._running.remove(running)
             log = (self._place / f"{running.part.name}.log").read_text(errors="replace")
             self._keep(running.part, result_of(running.part, code, log, now - running.began))
@@ -166,17 +174,30 @@ class Schedule:
 def result_of(part: Part, code: int | None, log: str, seconds: float) -> Result:
     """The result of a part that ended with this code; None if it was ended."""
     lines = [line.strip() for line in log.splitlines() if line.strip(" =-.") and not line.startswith('{"group"')]
-    said = lines[-1][:200] if lines else ""
+    said = lines[-1].strip(" =")[:200] if lines else ""
     state = {0: "passed", SKIPPED: "not here", _NO_TESTS: "not here", None: "cut"}.get(code, "failed")
     if state == "passed" and " skipped" in said and " passed" not in said:
         state = "not here"
     if state == "cut":
-        said = f"ended after {seconds:.0f} s"
+        said = f"ended after {seconds:.0f} s{_tests_in(log)}"
     return Result(part.name, state, round(seconds, 1), said, tuple(figures_in(log)))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a part and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _tests_in(log: str) -> str:
+    """What became of tests until then."""
+    if (every := _TESTS.search(log)) is None:
+        return ""
+    counts = Counter(state.lower() for state in _TEST.findall(log))
+    return f": {', '.join(f'{n} {state}' for state, n in counts.items()) or '0 ended'} of {every[1]} tests"
+
+
+def end(
+    process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGKILL, seconds: float = _GRACE_SECONDS
+) -> None:
+    """End a part and all that it started; with SIGINT `first` it has some seconds to say what it knows."""
+    for sent in (first, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
     process.wait()

@@ -215,6 +215,11 @@ def test_speeds_are_measured_once_and_kept(tmp_path: Path, error: Exception) -> 
     assert again.own(SHAPE, 3) == table.start(SHAPE, 16)
 
 
+def test_processes_beside_others_are_told_to_measure_nothing() -> None:
+    """The tests are such processes."""
+    assert speeds.seconds_to_measure() == 0
+
+
 def test_processes_that_load_other_bases_at_once_keep_the_speeds_of_both(tmp_path: Path) -> None:
     """Each has read the file before the other wrote it."""
     path, here = tmp_path / "speeds.json", {"card": "one"}

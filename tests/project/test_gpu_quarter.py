@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,14 @@ from bench.gpu.figures import Figure, figures_in
 from bench.gpu.gradients import gradient_questions
 from bench.gpu.parts import INSTALL_SECONDS, card_tests, parts
 from bench.gpu.products import compared, rows_unequal
-from bench.gpu.schedule import Part, Result, Schedule, kept, result_of
+from bench.gpu.schedule import Part, Result, Schedule, end, kept, result_of
 from bench.speed.shapes import SHAPES
 from bench.speed.workers.job_files import figures
 
 import gpu_kit
 from motet.model.frozen_weight import FrozenWeight
 from tests.support import tiny_models as tiny
+from tests.support.waiting import PATIENCE, wait_until
 
 SAYS = "import json, sys; print(json.dumps(dict(group='speed', row=sys.argv[1], value=1234.5, unit='tokens/s')), flush=True)"
 HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -138,6 +142,36 @@ def test_a_part_that_is_cut_keeps_the_figures_that_it_has_printed() -> None:
     whole = json.dumps({"group": "bits", "row": "rows", "value": 1})
     cut = result_of(Part("bits", "", (), 9), None, f"{whole}\nnoise\n{whole[:-9]}", 9.0)
     assert cut == Result("bits", "cut", 9.0, "ended after 9 s", (Figure("bits", "rows", 1),))
+
+
+SLOW_TESTS = """
+import time, pytest
+@pytest.mark.parametrize("number", range(4))
+def test_slow(number):
+    assert number != 1, "what a card showed"
+    if number == 2:
+        open("begun", "w").close()
+        time.sleep(600)
+"""
+
+
+def test_tests_that_are_cut_say_how_far_they_came_and_what_failed(tmp_path: Path) -> None:
+    """What is cut is the part whose log says that the third test has begun; no clock decides."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_card.py").write_text(SLOW_TESTS)
+    part = Part("tests", "", ("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests"), 1)
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *part.words], cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        wait_until((tmp_path / "begun").exists, process=process)
+        end(process, signal.SIGINT, PATIENCE)
+    said = (tmp_path / "log").read_text()
+    cut = result_of(part, None, said, 100.2)
+    assert (cut.state, cut.said) == ("cut", "ended after 100 s: 1 passed, 1 failed of 4 tests")
+    assert "what a card showed" in said.partition("FAILURES")[2]
+    of_some = said.replace("collected 4 items", "collected 9 items / 5 deselected / 4 selected")
+    assert result_of(part, None, of_some, 100.2) == cut
 
 
 def test_a_whole_run_takes_thirteen_minutes_by_its_own_limits(

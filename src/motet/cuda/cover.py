@@ -12,6 +12,7 @@ from torch import Tensor
 
 from motet.core.errors import BaseModelError
 from motet.core.model_info import TRITON
+from motet.cuda.launches import reason_of
 from motet.model.accelerator import Recorder, device_of, processor_of
 from motet.model.lora_model import Kernels, LoraModel
 from motet.model.own_kernels import INSTEAD, compute_by
@@ -34,12 +35,6 @@ def refusal(base: LoraModel) -> str:
     if base.quantised:
         return f"its files are quantised ({base.quantised}), and own kernels on GPUs read whole numbers"
     return refusal_of_all(base)
-
-
-def reason_of(error: BaseException) -> str:
-    """A line that says why kernels fail. Triton's errors begin with where they are, and have what is wrong by itself."""
-    text = str(getattr(error, "error_message", None) or error).strip()
-    return next(iter(text.splitlines()), type(error).__name__)
 
 
 def compute_with(base: LoraModel) -> None:

@@ -1,4 +1,4 @@
-"""All launches of this room's kernels, so that they can be counted."""
+"""All launches of this room's kernels, so that they can be counted, and why they fail."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def launch(kernel: Any, grid: Sequence[int], first: Tensor, /, *arguments: Any, 
         called(kernel.__name__)
     with device_of(first):
         kernel[tuple(grid)](first, *arguments, **options)
+
+
+def reason_of(error: BaseException) -> str:
+    """A line that says why kernels fail. Triton's errors begin with where they are, and have what is wrong by itself."""
+    text = str(getattr(error, "error_message", None) or error).strip()
+    return next(iter(text.splitlines()), type(error).__name__)
 
 
 def called(name: str) -> None:

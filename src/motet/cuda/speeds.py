@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,9 @@ _DIFFERENT = 1 << 28
 """Bytes of weights that a repeat reads: more than any cache holds, as a decoding step does."""
 FAILURES = (RuntimeError, AttributeError, AssertionError, TritonError)
 """What torch, Triton and the driver raise where a kernel does not compile or run; descriptors assert aligned addresses."""
+
+_MEASURING = 30.0
+"""Seconds after which a load begins to measure no other way."""
 
 Stopwatch = Callable[[Callable[[], None]], float]
 """Microseconds that a run takes when it is replayed.
@@ -103,6 +107,29 @@ def write(path: Path, identity: Mapping[str, str], speeds: Speeds) -> None:
         Path(file.name).replace(path)
     except OSError:
         return
+
+
+def seconds_to_measure() -> float:
+    """Of a load. With `MOTET_MEASURE_PRODUCTS=0` none: what is measured beside others is wrong, and would be kept."""
+    return 0.0 if os.environ.get("MOTET_MEASURE_PRODUCTS") == "0" else _MEASURING
+
+
+def bring(
+    table: WayTable,
+    weights: Iterable[ProductWeight],
+    library: Way | None,
+    capture: Callable[..., Callable[[], Tensor]],
+    device: torch.device,
+    seconds: float,
+) -> None:
+    """Give the table the speeds that are kept for this card, and those of `weights`, measured now if there is time."""
+    identity = software_and_card(device)
+    path = file_of(identity)
+    table.speeds = read(path)
+    end = time.monotonic() + seconds
+    stopwatch = stopwatch_of(capture, device)
+    if seconds and measure(table, weights, library, stopwatch, lambda: time.monotonic() < end, back=True):
+        write(path, identity, table.speeds)
 
 
 def measure(

@@ -23,10 +23,9 @@ from torch import Tensor
 from motet.core.types import BoolArray
 from motet.cuda.adapters import AdapterTables, Places, most_tiles, widths_of
 from motet.cuda.attention import PIECE, CudaAttention, CudaPass
-from motet.cuda.cover import reason_of
 from motet.cuda.draws import Drawn, Head, RowSettings, Truncation, draw
 from motet.cuda.kernels import steps as kernels
-from motet.cuda.launches import launch
+from motet.cuda.launches import launch, reason_of
 from motet.cuda.layers import DecoderPlan
 from motet.cuda.speeds import FAILURES
 from motet.cuda.step_memory import AdapterSlots, Changes, StepMemory

@@ -9,7 +9,6 @@ Legend: T packed rows, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -20,8 +19,8 @@ from torch import Tensor
 from motet.core.errors import BaseModelError
 from motet.cuda import speeds
 from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
-from motet.cuda.cover import reason_of
 from motet.cuda.decoder_shape import pieces_of
+from motet.cuda.launches import reason_of
 from motet.cuda.products import Products
 from motet.cuda.ways import (
     A_COLUMNS,
@@ -47,8 +46,6 @@ _ROOM = 1 << 30
 """Most bytes of a product's outputs."""
 _CHECKED = 96
 """Rows and outputs of which values are compared with torch's."""
-_MEASURING = 30.0
-"""Seconds after which a load begins to measure no other way."""
 
 Replay = Callable[[], Tensor]
 
@@ -86,13 +83,7 @@ def tried_products(
     if device.type == "cpu":
         return Products(table), []
     library = Library() if dtype == torch.bfloat16 else None
-    identity = speeds.software_and_card(device)
-    path = speeds.file_of(identity)
-    table.speeds = speeds.read(path)
-    stopwatch = speeds.stopwatch_of(recorder.capture, device)
-    end = time.monotonic() + _MEASURING
-    if speeds.measure(table, weights, library, stopwatch, lambda: time.monotonic() < end, back=True):
-        speeds.write(path, identity, table.speeds)
+    speeds.bring(table, weights, library, recorder.capture, device, speeds.seconds_to_measure())
     trial = Trial(device, dtype, recorder)
     shapes = {ProductShape.of(weight, back=back) for weight in weights for back in (False, True)}
     trial.run(table, shapes, library)
