@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from motet.cluster.host_link import HostChild, HostHandlers, HostLink
+from motet.cluster.host_link import HostChild, HostHandlers, HostLink, OfHost
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
+    Answered,
     Complete,
     EventKept,
     FromHost,
@@ -168,6 +170,51 @@ def test_a_host_that_does_not_end_is_killed(tmp_path: Path) -> None:
         return deaf.sent
 
     assert asyncio.run(go()) == [], "it was not killed"
+
+
+def test_an_answer_does_not_wait_until_events_are_written_down(tmp_path: Path) -> None:
+    """A job of many short steps, or a database that is away, would hold up the chats of everybody."""
+    free, heard = threading.Event(), list[OfHost | None]()
+    steps = [JobStepped("small", {"step": number}) for number in range(1000)]
+
+    async def go() -> None:
+        played: Any = Played()
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast(HostChild, played)
+
+        start = replace(START, takeover_seconds=60.0)
+        host = HostLink(0, start, tmp_path / "engine.log", ThreadPoolExecutor(1), launch)
+        host.start(HostHandlers(list, lambda _: cast(None, free.wait())), lambda _, message: heard.append(message))
+        played.says.put_nowait(HostReady([]))
+        await until(lambda: host.ready)
+        for step in steps[:3]:
+            played.says.put_nowait(step)
+        question = Complete("us", None, 1, 0, False, False, SamplingParams(), prompt="a")
+        asked = asyncio.ensure_future(anext(host.ask(question), "answered"))
+        await until(lambda: isinstance(played.sent[-1], Complete))
+        played.says.put_nowait(Answered(played.sent[-1].key))
+        async with asyncio.timeout(PATIENCE):
+            assert await asked == "answered"
+        assert EventKept() not in played.sent
+        for step in steps[3:]:
+            played.says.put_nowait(step)
+        played.close_input()
+        # one is being written, one waits for room, and the end is no step
+        await until(lambda: played.says.qsize() <= len(steps) - 257)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert played.says.qsize() > len(steps) - 300, "any number of events is held in memory"
+        free.set()
+        await until(lambda: None in heard, PATIENCE)
+        await host.kill()
+        assert played.sent.count(EventKept()) == len(steps)
+
+    try:
+        asyncio.run(go())
+    finally:
+        free.set()
+    assert heard[: len(steps) + 2] == [HostReady([]), *steps, None], "it ended before all that it said was written"
 
 
 def test_a_question_that_is_too_long_for_a_host_leaves_nothing_open(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +80,10 @@ class HostHandlers:
 
 OfHost = m.HostReady | m.HostFailed | m.Progress | m.JobChanged | m.JobStepped | m.Released
 """Messages of a host about itself or a job."""
+InOrder = OfJob | m.UsageWindow | m.Obeyed | m.Released | m.HostReady | m.HostFailed | m.Stopped
+"""What is written down, and what is understood only after that; answers to questions do not wait for it."""
+_MOST_UNWRITTEN = 256
+"""Such messages of a host that may wait for the database. With more of them nothing else is read from it either."""
 Heard = Callable[["HostLink", OfHost | None], None]
 """Called with it in the event loop; with `Progress` when servers left or returned, with None when the process ended."""
 
@@ -254,16 +258,17 @@ class HostLink:
         self.heard_at = -math.inf
         self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
         self._child.send(self._start)
-        self._signs = signs = LifeSigns(LONG_SILENT if self._child.over_network else SILENT)
-        watching = asyncio.create_task(self._end_silent(self._child, signs))
+        self._signs = LifeSigns(LONG_SILENT if self._child.over_network else SILENT)
+        watching = asyncio.create_task(self._end_silent(self._child, self._signs))
         try:
-            async for message in self._child.messages():
-                self.heard_at = time.monotonic()
-                with signs.heard():  # none is waited for: the database may be away, which is not its fault
-                    await self._handle(message)
+            await _answers_first(self._child.messages(), self._handle, self._hearing)
             self._how = await self._child.how_it_ended()
         finally:
             watching.cancel()
+
+    def _hearing(self) -> contextlib.AbstractContextManager[None]:
+        self.heard_at = time.monotonic()
+        return self._signs.heard()
 
     async def _end_silent(self, child: HostChild, signs: LifeSigns) -> None:
         """End the process when it does not answer; the next one resumes its jobs from their last commits."""
@@ -336,6 +341,26 @@ class HostLink:
                 self._heard(self, message)
             case _:
                 self.hear(message)
+
+
+async def _answers_first(
+    messages: AsyncIterator[m.FromHost],
+    handle: Callable[[m.FromHost], Awaitable[None]],
+    hearing: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """Handle messages as they come; what is `InOrder` waits for the one before it, which waits for the database."""
+    unwritten = asyncio.Queue[m.FromHost | None](_MOST_UNWRITTEN)
+
+    async def in_order() -> None:
+        while (message := await unwritten.get()) is not None:
+            await handle(message)
+
+    async with asyncio.TaskGroup() as both:
+        both.create_task(in_order())
+        async for message in messages:
+            with hearing():  # none is waited for: the database may be away, which is not its fault
+                await (unwritten.put(message) if isinstance(message, InOrder) else handle(message))
+        await unwritten.put(None)
 
 
 def _begin(
