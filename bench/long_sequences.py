@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--offload", type=Path, help="a directory for the inputs of layers (engine.offload)")
     asked = parser.parse_args()
     base = load_base(asked.base, dtype=asked.dtype)
-    trainer = TorchTrainer(base, slots=1, recompute=not asked.keep, inputs=asked.offload)
+    trainer = TorchTrainer(base, slots=1, kept_tokens=None if asked.keep else 0, inputs=asked.offload)
     trainer.add_adapter("a", AdapterConfig(rank=16, alpha=32.0), seed=0)
     print(
         f"{base.info.name} in {base.info.dtype}, exact: {base.info.exact}; {peak_gib():.2f} GiB once loaded", flush=True

@@ -64,6 +64,16 @@ def test_what_an_h200_showed_lies_within_the_estimate() -> None:
     assert not fit(read(BASES["Qwen3 30B-A3B"]), H200, SHORT).modelled
 
 
+def test_a_sequence_longer_than_a_pass_is_counted_as_computed_again() -> None:
+    """Kept whole, it would not fit. Gradients are slower for it."""
+    base, long = read(SHAPE_8B), Work(rows=1, tokens=40_000)
+    assert own_pass_bytes(base, long.tokens, 16, recompute=False) > H200.memory
+    short, found = fit(base, H200, Work(rows=1)), fit(base, H200, long)
+    assert short.way == found.way == "bfloat16"
+    assert found.weights + own_pass_bytes(base, long.tokens, 16, recompute=True) < H200.memory
+    assert found.trained < 0.85 * short.trained
+
+
 def test_a_base_is_packed_where_it_does_not_fit_whole() -> None:
     base = read(SHAPE_8B)
     ways = [fit(base, card, Work(adapters=8)).way for card in chosen(["RTX 4090", "A100 40", "H100"])]

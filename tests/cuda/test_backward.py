@@ -18,6 +18,7 @@ from motet.cuda.attention import CudaPass
 from motet.cuda.base import CudaBase
 from motet.cuda.forward import DOWN, DecoderForward, KeptLayer, LayerValues
 from motet.cuda.kernels.gates import gate_and_up, gate_and_up_back
+from motet.cuda.launches import count
 from motet.cuda.math import CudaMath
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
@@ -25,8 +26,9 @@ from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.unit_sums import UnitSums
 from tests.support import cuda_bases as cuda
 from tests.support import tiny_models as tiny
+from tests.support.cases import few
 from tests.support.critics import critic_trainer, value_segment
-from tests.support.segments import ADAMW, gradient, make_segment, make_trainer, masters
+from tests.support.segments import ADAMW, gradient, make_samples, make_segment, make_trainer, masters
 from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
@@ -222,6 +224,26 @@ def test_a_layer_is_computed_again_with_the_same_bits(name: str) -> None:
         again._add(index, DOWN, again._product(index, layer, DOWN, few.gated_TI), layer.norm_done)
         again._normed(own.plan.layers[index + 1].norm_in)
         assert torch.equal(again.x, kept[index + 1].x_TD)
+
+
+@pytest.mark.parametrize(
+    ("name", "again"), few([("llama_long", 7), ("llama", 7), ("gemma2", 9), ("olmo2", 9)], ("llama_long", 7))
+)
+def test_a_pass_over_the_limit_alone_computes_its_layers_again_with_the_same_bits(name: str, again: int) -> None:
+    """42 launches a layer in place of 35, or 48 in place of 39; a pass within the limit takes what it took."""
+    base, launches, found = cuda.base(name), list[int](), list[Tensor]()
+    n_layers = len(cuda.own(base).plan.layers)
+    for kept_tokens in (None, 12):
+        trainer = make_trainer(base, "a", kept_tokens=kept_tokens)
+        for length in (12, 13):
+            segment = replace(make_segment("a"), samples=make_samples([(4, length - 4)], seed=1))
+            with count() as made:
+                trainer.forward_backward(Batch((segment,)))
+            launches.append(made.total())
+        found.append(gradient(trainer, "a"))
+    assert torch.equal(*found)
+    assert found[0].any()
+    assert [more - less for less, more in zip(launches[:2], launches[2:], strict=True)] == [0, again * n_layers]
 
 
 @pytest.mark.parametrize("tanh", [False, True])

@@ -20,7 +20,7 @@ from motet.core.batch import AdamW, Batch
 from motet.core.errors import ConfigError
 from motet.core.types import AdapterRef
 from motet.hosting.launch import assemble, load
-from motet.hosting.sample_memory import check_samples
+from motet.hosting.sample_memory import SampleMemory
 from motet.hosting.slot_memory import SlotMemory, check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
 from motet.model.unit_sums import UnitSums
@@ -150,11 +150,19 @@ def test_a_sample_that_alone_does_not_fit_is_refused_before_a_step(base: Any, tm
             assemble(base, config, [Need(64, 16), Need(64, 16, least=10**9)], run, config.jobs).close()
     if base.kernels is None:
         return
-    engine, free = EngineConfig(), pass_memory(base, recompute=False).of(100)
-    check_samples(base, engine, free, [Need(64, 16, least=100), Need(900, 900)])
-    with pytest.raises(
-        ConfigError, match=r"one of 100 can be trained; set engine\.recompute, with which .* fit, or shorten"
-    ):
-        check_samples(base, engine, free, [Need(64, 16, least=101)])
+    free = pass_memory(base, recompute=False).of(100)
+    kept, limited = (SampleMemory.of(base, engine, free) for engine in (EngineConfig(recompute=False), limits_of(100)))
+    assert kept is not None
+    assert limited is not None
+    kept.check([Need(64, 16, least=100), Need(900, 900)])
+    told = r"one of 100 can be trained; set engine\.recompute to true, with which .* fit, or shorten"
+    with pytest.raises(ConfigError, match=told):
+        kept.check([Need(64, 16, least=101)])
+    limited.check([Need(64, 16, least=limited.recomputed)])
+    assert limited.recomputed == limited.longest > 100
     with pytest.raises(ConfigError, match=r"one of .* can be trained; shorten such rows, or leave"):
-        check_samples(base, EngineConfig(recompute=True), free, [Need(64, 16, least=10**5)])
+        limited.check([Need(64, 16, least=limited.recomputed + 1)])
+
+
+def limits_of(n: int) -> EngineConfig:
+    return EngineConfig(train_tokens=n, micro_batch_tokens=n)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import socket
@@ -23,7 +25,7 @@ from motet.cluster.local_hosts import LocalHosts, code_of
 from motet.config import EngineConfig, HostConfig, RewardConfig
 from motet.config.service import ANY_SIZE
 from motet.core.errors import DeviceLost, ScorerAway
-from motet.core.types import JobState
+from motet.core.types import JobState, Wanted
 from motet.hosting import line as lines
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.process import HostProcess
@@ -32,6 +34,7 @@ from motet.native.choice import Choice
 from motet.process.alive import Pulse
 from motet.process.channel import Alive, ChannelMessage, decode, encode
 from motet.runtime.rundir import RunDirectory
+from motet.runtime.slots import Rule
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.service_run import LASTING, Service, tiny
 from tests.support.waiting import PATIENCE, until, wait_until
@@ -274,6 +277,39 @@ def test_a_host_whose_device_breaks_down_ends(short_path: Path) -> None:
                 host.workshop.device.wake()
                 with pytest.raises(DeviceLost, match="illegal memory access"):
                     await asyncio.wait_for(serving, PATIENCE)
+            first.dies()
+
+    asyncio.run(work())
+
+
+def test_a_later_job_whose_rows_cannot_be_trained_fails_before_it_begins(short_path: Path) -> None:
+    """In the memory of a small card; its neighbour is taken."""
+
+    async def work() -> None:
+        config = HostConfig(base="small", engine=EngineConfig(threads=1))
+        async with begun(short_path) as (made, first, _):
+            host = HostProcess(config, RunDirectory(short_path / "run"), START, made.line)
+            assert host.workshop.samples is not None
+            host.workshop.samples = dataclasses.replace(host.workshop.samples, longest=30, recomputed=100)
+            with contextlib.closing(host):
+                serving = asyncio.create_task(host.serve(Pulse(lambda still: None)))
+                for name, words in (("short", "add 1 and 2"), ("long", "add " * 34)):
+                    rows = short_path / f"{name}.jsonl"
+                    rows.write_text(json.dumps({"prompt": words, "answer": "3"}) + "\n")
+                    job = tiny(name, data={"source": str(rows), "holdout": 0}, steps=1)
+                    host.handle(m.AddJob(job, Wanted.RUN, 0, "", Rule()))
+                changed = list[m.JobChanged]()
+                while {one.job for one in changed if one.state.final} != {"short", "long"}:
+                    (heard,) = await asyncio.to_thread(first.hears, 1)
+                    changed += [heard] if isinstance(heard, m.JobChanged) else []
+                ends = {one.job: one for one in changed if one.state.final}
+                assert ends["short"].state is JobState.SUCCEEDED
+                assert ends["long"].state is JobState.FAILED
+                assert "a sample of at least 78 tokens" in ends["long"].message
+                assert "set engine.recompute to true, with which 100 fit" in ends["long"].message
+                assert [one.job for one in changed if one.state is JobState.RUNNING] == ["short"]
+                serving.cancel()
+                await asyncio.wait([serving])
             first.dies()
 
     asyncio.run(work())

@@ -45,7 +45,7 @@ TARGETS = {"a": ["all-linear", "experts"], "b": ["experts"], "c": ["q_proj", "ex
 
 
 def make_trainer(base: LoraModel, names: str, *, recompute: bool = False) -> TorchTrainer:
-    trainer = TorchTrainer(base, slots=8, recompute=recompute)
+    trainer = TorchTrainer(base, slots=8, kept_tokens=0 if recompute else None)
     for name in names:
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=TARGETS[name]), seed=ord(name))

@@ -38,7 +38,7 @@ def test_three_hundred_publishes_leave_nothing_behind(tmp_path: Path) -> None:
     directory = tmp_path / "served"
     config = RolloutConfig(engine="vllm", launch=launch(), directory=str(directory))
     engine = servers.build_servers(base.info, config, WANTED, "soak0000", tmp_path)
-    trainer = TorchTrainer(base, slots=2, recompute=False)
+    trainer = TorchTrainer(base, slots=2)
     trainer.add_adapter("job", AdapterConfig(rank=16), 1)
     sync, probe = FileSync(engine, trainer), np.array(base.info.tokenizer.encode("Sort the letters: d a c"), np.int32)
     found = asyncio.run(_publish_often(engine, sync, probe, directory))

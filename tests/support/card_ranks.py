@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> None:
     route = [(one.adapter, own, 0) for one, own in zip(whole.segments, ranks, strict=True)]
     places = [place for place, own in enumerate(ranks) if own == rank]
     for update in range(2):
-        trainer.train(Batch(tuple(whole.segments[place] for place in places)), places, route)
+        trainer.train(Batch(tuple(whole.segments[place] for place in places)), places, route, whole.n_tokens)
         for name in NAMES if update == 0 else "":
             trainer.step(name, ADAMW)
     for name in NAMES:

@@ -95,11 +95,12 @@ def make_trainer(
     names: str = "abc",
     *,
     recompute: bool = False,
+    kept_tokens: int | None = None,
     targets: str | list[str] = "all-linear",
     inputs: Path | None = None,
 ) -> TorchTrainer:
     """Adapters whose B is random, so that both halves have gradients."""
-    trainer = TorchTrainer(base, slots=8, recompute=recompute, inputs=inputs)
+    trainer = TorchTrainer(base, slots=8, kept_tokens=0 if recompute else kept_tokens, inputs=inputs)
     for name in names:
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=targets), seed=ord(name))

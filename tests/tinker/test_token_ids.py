@@ -54,7 +54,17 @@ def test_every_id_with_a_token_is_taken(chat: Chat, token: int) -> None:
     assert misfit_of([5, token], [token, 5]) is None
 
 
-def misfit_of(tokens: list[int], targets: list[int]) -> str | None:
+def test_a_datum_without_memory_for_its_gradient_is_told_before_it_is_computed() -> None:
+    """A forward pass keeps nothing; where the memory is not known, nothing is refused."""
+    tokens = [5] * 9
+    assert misfit_of(tokens, tokens) is misfit_of(tokens, tokens, longest=9) is None
+    assert misfit_of(tokens, tokens, longest=8, forward_only=True) is None
+    assert (misfit := misfit_of(tokens, tokens, longest=8)) is not None
+    assert misfit.startswith("data[0] has 9 tokens; there is memory for the gradient of 8: shorten it")
+
+
+def misfit_of(tokens: list[int], targets: list[int], longest: int | None = None, **fields: Any) -> str | None:
     read, wanted = (np.array(one, "<i4").tobytes() for one in (tokens, targets))
-    services: Any = SimpleNamespace(positions=64, vocabulary=IDS)
-    return _misfit(services, j.ForwardBackward(data=[j.Datum(read, wanted, 0)], loss="cross_entropy", settings={}))
+    services: Any = SimpleNamespace(positions=64, vocabulary=IDS, longest=longest)
+    data = [j.Datum(read, wanted, 0)]
+    return _misfit(services, j.ForwardBackward(data=data, loss="cross_entropy", settings={}, **fields))

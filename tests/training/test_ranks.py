@@ -114,6 +114,7 @@ def stored(kind: str, place: Path) -> str:
                 ("falcon_h1", "bfloat16", {"ranks": 2}),
                 ("nf4", "bfloat16", {"ranks": 2, "base_format": "packed"}),
                 ("mxfp4", "bfloat16", {"ranks": 4, "shard": 2, "base_format": "packed"}),
+                ("llama", "float32", {"shard": 2, "train_tokens": 64, "micro_batch_tokens": 64}),
                 ("llama", "float32", {"shard": 2, "recompute": True, "offload": ".", "resident": 1, "parking": "."}),
             )
         ),

@@ -154,19 +154,16 @@ def _longest(base: LoraModel | ShardedBase, engine: EngineConfig, needed: int) -
     """The longest sequence that can be trained in the memory that is free now; jobs allow one of `needed` tokens."""
     from motet.model.accelerator import free_memory
     from motet.model.lora_model import LoraModel
-    from motet.training.memory import pass_memory
+    from motet.training.memory import longest_sample, pass_memory
 
     if not isinstance(base, LoraModel):
         return "longest sequence that can be trained: not estimated for several ranks"
     free, most = free_memory(base.device), base.info.max_positions
-    ways = {"": (False, False), "recompute": (True, False), "offload": (True, True)}
-    if base.kernels is not None:  # they do not know it
-        del ways["offload"]
-    fits = {
-        option: min(most, pass_memory(base, recompute=recompute, offload=offload).longest(free))
-        for option, (recompute, offload) in ways.items()
-    }
-    now = "offload" if engine.offload else "recompute" if engine.recompute else ""
+    fits = {"": longest_sample(base, engine.kept_tokens, free), "recompute": longest_sample(base, 0, free)}
+    if base.kernels is None:  # own kernels do not know it
+        fits["offload"] = pass_memory(base, recompute=True, offload=True).longest(free)
+    fits = {option: min(most, longest) for option, longest in fits.items()}
+    now = "offload" if engine.offload else ""
     others = "".join(
         f", with engine.{option} {longer:,}"
         for option, longer in fits.items()

@@ -31,6 +31,8 @@ _KEPT_WIDTHS, _KEPT_INNER = 10, 4
 """Vectors of a token that a layer of torch's keeps for its gradient: hidden states, and hidden states inside the MLP."""
 _PASSING = 4
 """Vectors of both sizes that the layer under way needs beside them."""
+_KEPT_TOKENS = EngineConfig().train_tokens
+"""Tokens of the largest pass that computes nothing again, unless memory asks."""
 _LOGIT_ROWS = 256
 """Rows whose logits and their slopes are in memory at a time, in float32 and bfloat16."""
 _LAYER_SECONDS, _READ_TIMES = 0.00045, 4.7
@@ -138,25 +140,30 @@ def _logit_bytes(base: BaseOutline) -> int:
 def fit(base: BaseOutline, card: Card, work: Work) -> Fit:
     """How a base fits on a card: in bfloat16, else with `recompute`, else packed in 8 or 4 bits."""
     size = base.adapter_size(ALL_LINEAR, work.rank)
-    tokens = max(EngineConfig().train_tokens, work.tokens)
     decode, reached = _decode(base, card, work)
     gradients = card.computed / (4 * base.active + 6 * size)
     for way, weights, recompute in _ways(base):
         packed = way.endswith("bits")
         own = _by_own_kernels(base) and not packed
-        left = card.memory - weights - (
-            own_pass_bytes(base, tokens, work.rank, recompute=recompute) if own
-            else pass_bytes(base, tokens, recompute=recompute)
-        )  # fmt: skip
+        left = card.memory - weights - _largest_pass(base, work, own=own, recompute=recompute)
         rows = _sequences(base, left, work)
         cache = rows * (work.tokens * base.kv_bytes_per_token + base.state_bytes)
         slots = SlotMemory.of_size(size, 2, whole=own).fitting(1000, 0, max(0, left - cache), None) if rows else 0
         if slots >= work.adapters:
             if packed:
                 return Fit(way, weights, slots, rows, decode, 0.0, 0.0, gradients, 0.0)
-            modelled, trained = _modelled(base, card, work, tokens, recompute=recompute)
+            modelled, trained = _modelled(base, card, work, recompute=recompute)
             return Fit(way, weights, slots, rows, decode, reached, modelled, gradients, trained)
     return Fit("", base.weight_bytes, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _largest_pass(base: BaseOutline, work: Work, *, own: bool, recompute: bool) -> int:
+    """Bytes of a pass of `engine.train_tokens`, or of one sample if that takes more."""
+    passes = [(_KEPT_TOKENS, recompute), *([(work.tokens, True)] if work.tokens > _KEPT_TOKENS else [])]
+    return max(
+        own_pass_bytes(base, tokens, work.rank, recompute=again) if own else pass_bytes(base, tokens, recompute=again)
+        for tokens, again in passes
+    )
 
 
 def _ways(base: BaseOutline) -> Iterator[tuple[str, int, bool]]:
@@ -192,16 +199,19 @@ def _decode(base: BaseOutline, card: Card, work: Work) -> tuple[float, float]:
     return work.rows / least, work.rows / max(today, least)
 
 
-def _modelled(base: BaseOutline, card: Card, work: Work, tokens: int, *, recompute: bool) -> tuple[float, float]:
+def _modelled(base: BaseOutline, card: Card, work: Work, *, recompute: bool) -> tuple[float, float]:
     """Tokens a second of Motet's kernels for GPUs: of decoding all rows, half of their tokens read; and of gradients.
 
-    Gradients are those of `tokens` tokens, of which all pass the head, with a step of one adapter.
+    Gradients are those of a pass whose tokens all go through the head, with a step of one adapter.
     """
+    tokens = max(_KEPT_TOKENS, work.tokens)
     if not card.hopper or not _by_own_kernels(base):
         return 0.0, 0.0
     shape, adapters, half = _shape(base, work.rank), min(work.adapters, work.rows), work.tokens // 2
     step = step_time(shape, work.rows, half, adapters, card.read, card.computed)
-    trained = pass_time(shape, tokens, half, tokens, 1, card.read, card.computed, recompute=recompute)
+    trained = pass_time(
+        shape, tokens, half, tokens, 1, card.read, card.computed, recompute=recompute or tokens > _KEPT_TOKENS
+    )
     return work.rows / step.total, tokens / trained.total
 
 

@@ -70,8 +70,9 @@ class EngineConfig(Config):
     """Tokens in a packed training batch, which micro-batches of several jobs share."""
     micro_batch_tokens: int = Field(1024, ge=64, le=10**7)
     """Tokens in a micro-batch of one job. The cut depends only on the samples of that job."""
-    recompute: bool = False
-    """Recompute activations in the backward pass: less memory, more time, the same bits."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass: less memory, more time, the same bits. `auto` does so in passes of one
+    sample that is longer than `train_tokens` and `micro_batch_tokens`."""
     offload: str | None = None
     """With `recompute`, a directory for the inputs of layers, which otherwise stay on the device until the backward pass.
     Use a disk, or `/dev/shm` (host memory) for a GPU. The bits are those of `kernels: torch`, which it needs."""
@@ -128,7 +129,7 @@ class EngineConfig(Config):
             )
         if self.kernels != "auto" and (reason := self.excludes(self.kernels)):
             raise ValueError(f"kernels is {self.kernels}, and {reason}, which do not go together: change one of them")
-        if self.offload is not None and not self.recompute:
+        if self.offload is not None and self.recompute is not True:
             raise ValueError("offload moves what recompute keeps: set recompute to true, or leave offload out")
         if self.parking is not None and not self.resident:
             raise ValueError(
@@ -147,6 +148,13 @@ class EngineConfig(Config):
     def n_ranks(self) -> int:
         """The number of processes that train together."""
         return self.ranks or self.shard
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """Tokens of the largest training pass that keeps its activations; None if all do."""
+        if self.recompute == "auto":
+            return max(self.train_tokens, self.micro_batch_tokens)
+        return 0 if self.recompute else None
 
     def excludes(self, kernels: NamedKernels) -> str:
         """The setting that excludes these kernels; empty if there is none."""

@@ -75,6 +75,7 @@ class Host:
             engine_suffix=f"{directory.run_id}.{directory.attempt}",
             threads=budgets.threads_of(engine),
             positions=self.info.max_positions,
+            longest=None if workshop.samples is None else workshop.samples.longest,
             vocabulary=self.info.vocabulary,
             functions=base.math,
             exact_logs=served,
@@ -82,13 +83,28 @@ class Host:
         )
 
     def take(
-        self, job: Job, known: Mapping[str, Any], *, accept_changes: bool = False, accept_damage: bool = False
+        self,
+        job: Job,
+        known: Mapping[str, Any],
+        needs: Sequence[budgets.Need] = (),
+        *,
+        accept_changes: bool = False,
+        accept_damage: bool = False,
     ) -> None:
-        """Open the directory of a prepared job. `known` is what `identity.of_config` says of the job.
+        """Open the directory of a prepared job.
+
+        Args:
+            job: the job.
+            known: what `identity.of_config` says of it.
+            needs: what it needs, if it was not there when this host was made.
+            accept_changes: resume it with other settings than it began with.
+            accept_damage: resume it from a commit before a damaged one.
 
         Raises:
+            ConfigError: its longest sample cannot be trained.
             RunError: the directory belongs to a different job or is damaged; the message says what to do.
         """
+        self.workshop.check(needs)
         described = identity(job, self.info, self.config, known)
         job.directory.materials = Materials(described, self.info.name, job.data)
         changes = open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_damage)

@@ -16,7 +16,7 @@ from motet.config.service import Largest
 from motet.core.device import Device
 from motet.core.errors import ConfigError
 from motet.core.model_info import ModelInfo
-from motet.hosting.sample_memory import check_samples
+from motet.hosting.sample_memory import SampleMemory
 from motet.hosting.slot_memory import check_slots
 from motet.hosting.workshop import FreeMemory, Workshop
 from motet.model import lean_import
@@ -162,8 +162,9 @@ def assemble(
         group.watch(workshop.device.lose)
     workshop.notes = [*base.info.notes, *budgets.idle_gpus(config, base.info.device, budgets.gpus())]
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
+        workshop.samples = SampleMemory.of(base, config.engine, workshop.memory.of_device)
         try:
-            check_samples(base, config.engine, workshop.memory.of_device, needs)
+            workshop.check(needs)
             workshop.notes += check_slots(base, config, workshop.memory, wanted)
         except ConfigError:
             workshop.close()

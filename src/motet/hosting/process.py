@@ -251,11 +251,11 @@ class HostProcess:
         config = JobConfig.model_validate(message.job)
         known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
         rules = rules_at(self.directory.job(config.name), known, Rules(clock=moment()))
-        job, _ = prepare(config, info, self.directory, sources, rules, self._read)
+        job, need = prepare(config, info, self.directory, sources, rules, self._read)
         if message.until is not None and (why := too_few(job.config.data, len(job.data.holdout))):
             raise ConfigError(why)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
-        self.host.take(job, known, **accepts)
+        self.host.take(job, known, [need], **accepts)
         if (committed := job.directory.newest()) is not None:
             job.progress.step = committed.step
         report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731

@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from motet.config.budgets import Need
 from motet.core.device import Device
 from motet.core.types import ServerLoad
+from motet.hosting.sample_memory import SampleMemory
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class Workshop:
     """Capacity of this process's KV cache in tokens; servers have their own."""
     memory: FreeMemory | None = None
     """None if servers sample and ranks train."""
+    samples: SampleMemory | None = None
+    """None if that is not known, or other hosts use the memory, too."""
     inexact: tuple[str, ...] = ()
     """Why the bytes of every job may depend on more than the job."""
 
@@ -78,6 +82,11 @@ class Workshop:
     def loads(self) -> Sequence[ServerLoad]:
         """The load of each server; empty without servers."""
         return () if self.servers is None else self.servers.loads()
+
+    def check(self, needs: Sequence[Need]) -> None:
+        """Raise ConfigError if jobs have a sample that alone cannot be trained."""
+        if self.samples is not None:
+            self.samples.check(needs)
 
     def close(self) -> None:
         """End the device's thread and the sampling processes."""

@@ -291,7 +291,7 @@ class ClientLoop(Driver):
 
 
 def _misfit(services: Services, command: j.ForwardBackward) -> str | None:
-    """Why the data do not fit the base; None if they do."""
+    """Why the data do not fit the base or its memory; None if they do."""
     positions, vocabulary = services.positions, services.vocabulary
     for index, datum in enumerate(command.data):
         unknown = (vocabulary.unknown(np.frombuffer(ids, "<i4")) for ids in (datum.tokens, datum.targets))
@@ -299,6 +299,11 @@ def _misfit(services: Services, command: j.ForwardBackward) -> str | None:
             return f"data[{index}] has the token id {token}; {vocabulary.bounds}"
         if datum.length >= positions:
             return f"data[{index}] has {datum.length} tokens; this base has positions for {positions - 1}"
+        if not command.forward_only and services.longest is not None and datum.length > services.longest:
+            return (
+                f"data[{index}] has {datum.length} tokens; there is memory for the gradient of {services.longest}: shorten "
+                "it, or ask whoever runs this service for a larger device"
+            )
     return None
 
 

@@ -115,6 +115,8 @@ class Services:
     """Torch threads; 0 without torch."""
     positions: int = 0
     """Longest sequence of the base."""
+    longest: int | None = None
+    """Tokens of the longest sample for whose gradient there is memory; None if that is not known."""
     vocabulary: TokenIds = field(default_factory=lambda: TokenIds(0))
     """Token ids of the base."""
     functions: LossFunctions | None = None

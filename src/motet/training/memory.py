@@ -15,6 +15,7 @@ from torch import Tensor
 from motet.model.attention.torch_attention import KEPT_SCORES
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
+from motet.model.recompute import recomputes
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.training.head import HEAD_ROWS
 
@@ -53,6 +54,22 @@ class PassMemory:
         whole, tiled = range(1, self.long_rows + 1), range(self.long_rows + 1, _MOST)
         in_tiles = bisect.bisect_right(tiled, n_bytes, key=self.of)
         return self.long_rows + in_tiles if in_tiles else bisect.bisect_right(whole, n_bytes, key=self.of)
+
+
+def longest_sample(base: LoraModel, kept_tokens: int | None, n_bytes: int) -> int:
+    """Tokens of the longest sample that can be trained in `n_bytes`.
+
+    Args:
+        base: the base.
+        kept_tokens: as of `TorchTrainer`; a pass of as many must fit, too, or no longer sample is counted on.
+        n_bytes: the memory.
+    """
+    again = recomputes(base) and kept_tokens is not None
+    if kept_tokens != 0 or not again:
+        whole = pass_memory(base, recompute=False).longest(n_bytes)
+        if kept_tokens is None or not again or whole < kept_tokens:
+            return whole
+    return pass_memory(base, recompute=True).longest(n_bytes)
 
 
 def pass_memory(base: LoraModel, *, recompute: bool, offload: bool = False) -> PassMemory:
@@ -124,16 +141,9 @@ def _kept(base: LoraModel, rows: int) -> int:
             held.append(tensor)  # keep a reference, so that its address is not reused
         return tensor
 
-    training = [module for module in base.model.modules() if module.training]
-    for module in training:
-        module.training = False  # the hooks do not see what recomputed layers keep
     places = torch.arange(rows, device=base.device)
-    try:
-        with base.routed(routing), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):
-            base.hidden(places % base.info.vocab_size, places, base.attention.packed([rows]))
-    finally:
-        for module in training:
-            module.training = True
+    with base.routed(routing), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, _same):
+        base.hidden(places % base.info.vocab_size, places, base.attention.packed([rows]))
     return sum(sizes.values())
 
 

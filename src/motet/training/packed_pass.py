@@ -24,6 +24,7 @@ from motet.model.accelerator import send
 from motet.model.attention import Prefix
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
+from motet.model.recompute import recomputing
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.unit_sums import UnitSums
 from motet.protocols import Pieces, Result
@@ -73,16 +74,19 @@ class Learning:
 class PackedPass:
     """A batch laid out for one pass; computed by `train` or `score`."""
 
-    def __init__(self, base: LoraModel, batch: Batch, *, share: bool, inputs: Path | None = None) -> None:
+    def __init__(
+        self, base: LoraModel, batch: Batch, *, share: bool, recompute: bool = False, inputs: Path | None = None
+    ) -> None:
         """A batch without segments is a pass of padding.
 
         Args:
             base: the base of the adapters.
             batch: the batch to lay out.
             share: run the shared prefix of neighbouring samples (`Segment.shared`) once; no effect on logprobs.
-            inputs: a directory to which `train` moves the inputs of recomputed layers.
+            recompute: whether `train` keeps the inputs of layers alone; no effect on bits.
+            inputs: a directory to which it then moves these inputs.
         """
-        self._base, self._batch = base, batch
+        self._base, self._batch, self._recompute = base, batch, recompute
         self._inputs = LayerInputs(inputs)
         self.in_step = False
         """Whether `train` or `score` has run every gather that other ranks wait for."""
@@ -104,7 +108,7 @@ class PackedPass:
         heads = [one.heads(len(segment.samples)) for one, segment in each]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
         with base.routed(routing), torch.enable_grad(), self._inputs.kept():
-            with self._inputs.moved(len(self._plan.token_ids_T)):
+            with self._inputs.moved(len(self._plan.token_ids_T)), recomputing(base, self._recompute):
                 hidden_TD = self._hidden()
             try:
                 found = yield from self._between(self._logprobs(hidden_TD, heads), routing)
@@ -113,9 +117,10 @@ class PackedPass:
                     for segment, rows, outputs in zip(self._batch.segments, self._rows, found, strict=True)
                 ]
             except Exception:
-                self._keep_step(hidden_TD)
+                with recomputing(base, self._recompute):
+                    self._keep_step(hidden_TD)
                 raise
-            with _one_order(base.device):
+            with _one_order(base.device), recomputing(base, self._recompute):
                 if losses:
                     torch.autograd.backward([loss for loss, _, _ in losses])
                     self.in_step = True

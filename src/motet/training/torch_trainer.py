@@ -17,6 +17,7 @@ from motet.model.accelerator import wait_for
 from motet.model.lora import AdapterWeights, LoraMatrices, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.peft_io import flatten, read_adapter, write_adapter
+from motet.model.recompute import prepare, recomputes
 from motet.model.unit_sums import UnitSums
 from motet.protocols import Pieces
 from motet.training.arena import AdapterArena, step_all
@@ -33,7 +34,7 @@ class TorchTrainer:
         base: LoraModel,
         *,
         slots: int,
-        recompute: bool = False,
+        kept_tokens: int | None = None,
         share_prompts: bool = True,
         resident: int = 0,
         parking: Path | None = None,
@@ -44,22 +45,26 @@ class TorchTrainer:
         Args:
             base: the base of the adapters.
             slots: most adapters at a time.
-            recompute: compute activations again in the backward pass.
+            kept_tokens: tokens of the largest pass that keeps its activations; larger ones compute them again. None keeps
+                all.
             share_prompts: run the prompt of neighbouring samples once; logprobs have the same bits either way.
             resident: adapters that keep masters and moments on the device; 0 keeps all there.
             parking: a directory for the masters and moments of the others; None uses host memory.
-            inputs: with `recompute`, a directory for layer inputs; None keeps them on the device.
+            inputs: a directory for the inputs of layers that are computed again; None keeps them on the device.
 
         Raises:
-            BaseModelError: the base cannot recompute.
+            BaseModelError: the base cannot compute its layers again, and `kept_tokens` is 0.
         """
         self.base = base
-        self._share_prompts, self.inputs = share_prompts, inputs
+        self._share_prompts, self._inputs = share_prompts, inputs
         self.slots = slots
         self._residence = Residence(resident, parking)
         self._arenas = self._residence.arenas
-        if recompute:
-            _recompute(base)
+        if kept_tokens == 0 and not recomputes(base):
+            raise BaseModelError(f"{base.info.name} cannot compute its layers again; set engine.recompute to false")
+        self._kept_tokens = kept_tokens if recomputes(base) else None
+        if self._kept_tokens is not None:
+            prepare(base)
 
     @classmethod
     def of(cls, base: LoraModel, engine: EngineConfig) -> TorchTrainer:
@@ -72,7 +77,7 @@ class TorchTrainer:
         return cls(
             base,
             slots=engine.slots,
-            recompute=engine.recompute,
+            kept_tokens=engine.kept_tokens,
             resident=engine.resident,
             parking=parking,
             inputs=inputs,
@@ -106,12 +111,17 @@ class TorchTrainer:
 
     def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
         """`forward_backward` as a generator of pieces."""
-        packed = PackedPass(self.base, batch, share=self._share_prompts, inputs=self.inputs)
+        packed = self.packed(batch, batch.n_tokens, share=self._share_prompts)
         with self._using(*(segment.adapter for segment in batch.segments)) as arenas:
             trained = yield from packed.train(list(map(self._learning, arenas, batch.segments)))
             for arena in arenas:
                 arena.pending = True
         return trained
+
+    def packed(self, batch: Batch, n_tokens: int, *, share: bool = True) -> PackedPass:
+        """A batch laid out to be trained, as part of a pass of so many tokens."""
+        recompute = self._kept_tokens is not None and n_tokens > self._kept_tokens
+        return PackedPass(self.base, batch, share=share, recompute=recompute, inputs=self._inputs)
 
     def _learning(self, arena: AdapterArena, segment: Segment) -> Learning:
         """Where a segment's gradient is added."""
@@ -215,19 +225,6 @@ class TorchTrainer:
                 f"there is no adapter {name!r} in the trainer; there are: {', '.join(self._arenas) or 'none'}"
             )
         return arena
-
-
-def _recompute(base: LoraModel) -> None:
-    """Enable recomputation. Only the layers enter training mode, because their modules may add noise there."""
-    model = base.model
-    if not model.supports_gradient_checkpointing:
-        raise BaseModelError(f"{base.info.name} cannot compute its layers again; set engine.recompute to false")
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        module.training = getattr(module, "gradient_checkpointing", False)
 
 
 def adds_whole(base: LoraModel, *, by_sample: bool) -> bool:

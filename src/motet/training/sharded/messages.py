@@ -103,6 +103,8 @@ class Train(ChannelMessage, frozen=True):
     parts: tuple[RankSegment, ...]
     route: tuple[Place, ...]
     """Of every segment of the batch, in order."""
+    n_tokens: int
+    """Of the batch."""
 
 
 class Forward(ChannelMessage, frozen=True):

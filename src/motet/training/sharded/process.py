@@ -104,7 +104,8 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
         case m.RemoveAdapter():
             trainer.remove_adapter(message.name)
         case m.Train():
-            trained = trainer.train(_batch(message.parts), [part.place for part in message.parts], message.route)
+            places = [part.place for part in message.parts]
+            trained = trainer.train(_batch(message.parts), places, message.route, message.n_tokens)
             pairs = zip(message.parts, trained, strict=True)
             return m.RankResult(tuple(m.SegmentResult(part.place, one.logprobs, one.stats) for part, one in pairs))
         case m.Forward():

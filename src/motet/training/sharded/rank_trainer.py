@@ -102,18 +102,19 @@ class RankTrainer:
             del self._copies[name]
             self._heads.pop(name, None)
 
-    def train(self, batch: Batch, places: Sequence[int], route: Sequence[Place]) -> tuple[Trained, ...]:
+    def train(self, batch: Batch, places: Sequence[int], route: Sequence[Place], n_tokens: int) -> tuple[Trained, ...]:
         """Run this rank's segments, and add the gradients of the adapters that it owns.
 
         Args:
             batch: this rank's segments; may be empty.
             places: their indices in the whole batch.
             route: of every segment of the whole batch.
+            n_tokens: of the whole batch, so that all ranks compute layers again or none does.
 
         Raises:
             InStep: a segment failed on some rank; nothing was added on any.
         """
-        packed, fault = self._packed(batch)
+        packed, fault = self._packed(batch, n_tokens)
         learning, gradients = [], {}
         for place, segment in zip(places, () if fault else batch.segments, strict=not fault):
             weights, flat = self._weights(segment.adapter), self._head(segment.adapter)
@@ -140,7 +141,7 @@ class RankTrainer:
         Raises:
             InStep: a segment failed on some rank.
         """
-        packed, fault = self._packed(batch)
+        packed, fault = self._packed(batch, 0)
         segments = () if fault is not None else batch.segments
         logprobs: tuple[tuple[FloatArray, ...], ...] = ()
         if segments or self.base.shards is not None:
@@ -197,16 +198,16 @@ class RankTrainer:
     def _head(self, name: str) -> Tensor | None:
         return self._owned.values(name) if self._owners[name] == self.rank else self._heads.get(name)
 
-    def _packed(self, batch: Batch) -> tuple[PackedPass, Exception | None]:
+    def _packed(self, batch: Batch, n_tokens: int) -> tuple[PackedPass, Exception | None]:
         """This rank's pass; if its segments cannot be laid out, a pass of padding and the error."""
         try:
             for segment in batch.segments:
                 ids = np.concatenate([sample.token_ids for sample in segment.samples])
                 if (token := self.base.info.vocabulary.unknown(ids)) is not None:
                     raise ValueError(f"{segment.adapter!r} has token {token}; {self.base.info.vocabulary.bounds}")
-            return PackedPass(self.base, batch, share=True, inputs=self._owned.inputs), None
+            return self._owned.packed(batch, n_tokens), None
         except Exception as error:  # a tenant's samples must not stop the ranks
-            return PackedPass(self.base, Batch(()), share=False), error
+            return self._owned.packed(Batch(()), n_tokens), error
 
     def _agree(self, fault: Exception | None) -> None:
         """Continue if no rank has an error.

@@ -50,7 +50,7 @@ class ShardedTrainer:
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         parts, route = self._parts(batch, learns=True)
-        ran = self._run({rank: m.Train(own, route) for rank, own in parts.items()})
+        ran = self._run({rank: m.Train(own, route, batch.n_tokens) for rank, own in parts.items()})
         return tuple(Trained(one.stats, one.logprobs) for one in ran if one.stats is not None)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
