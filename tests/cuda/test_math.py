@@ -108,7 +108,7 @@ def test_rows_that_are_not_finite_show_in_logprobs_entropies_and_gradients() -> 
 
 
 def test_adapters_learn_by_the_steps_of_torch() -> None:
-    """Within the rounding of fp32; a gradient that is not finite changes nothing."""
+    """Within the rounding of fp32; a gradient that is not finite changes nothing, and no step a version that there is."""
     layout, shape = make_layout({"q": (24, 16)}, 4), AdapterConfig(rank=4, alpha=3)
     masters = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     kinds = [(torch.float32, None), (torch.float32, CudaMath())]
@@ -117,9 +117,11 @@ def test_adapters_learn_by_the_steps_of_torch() -> None:
         gradient = torch.randn(layout.size, generator=torch.Generator().manual_seed(step + 1)) * scale
         found = []
         for arena in arenas:
+            published = arena.weights.flat, arena.weights.flat.clone()
             arena.gradient.copy_(gradient)
             found.append(arena.step(AdamW(0.01, weight_decay=0.1)))
             assert not arena.gradient.any()
+            assert torch.equal(*published), "rows in flight may read it"
         theirs, ours = found
         assert theirs.skipped == ours.skipped == math.isnan(scale)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-6, nan_ok=True)
