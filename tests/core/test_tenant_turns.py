@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from motet.core.tenant_turns import SLACK, Cost, Payer, TenantTurns
+from motet.core.tenant_turns import LEAD, SLACK, Cost, Payer, TenantTurns
 
 
 def payer(tenant: str, share: float = 1.0) -> Payer:
@@ -16,7 +16,7 @@ def ticked(turns: TenantTurns, rows: dict[str, int], shares: dict[str, float], s
     had = dict.fromkeys(rows, 0)
     while seconds > 0:
         turns.come(rows)
-        due = turns.due(rows)
+        due = [name for name in rows if turns.had(name) <= turns.most(rows)]
         cost = 0.002 + 0.0002 * sum(rows[name] for name in due)
         turns.charge(cost, [(payer(name, shares.get(name, 1.0)), rows[name]) for name in due])
         seconds -= cost
@@ -86,7 +86,7 @@ def test_seconds_are_charged_by_parts_and_counted_by_job() -> None:
     }
     assert (turns.had("a"), turns.had("b")) == (1.0, 0.5)
     assert turns.charge(2.0, [(one, 0)]) == turns.charge(2.0, []) == {}
-    assert (turns.had("a"), turns.due([]), turns.due(["a", "b"])) == (1.0, set(), {"b"})
+    assert (turns.had("a"), turns.most(["a", "b"])) == (1.0, 0.5 + SLACK)
 
 
 def test_a_tenant_that_is_hardly_ahead_shares_the_tick() -> None:
@@ -94,8 +94,19 @@ def test_a_tenant_that_is_hardly_ahead_shares_the_tick() -> None:
     turns.come(["a", "b"])
     for seconds in (SLACK, 1e-5):
         turns.charge(seconds, [(payer("a"), 1)])
-        found.append(turns.due(["a", "b"]))
-    assert found == [{"a", "b"}, {"b"}]
+        found.append(turns.had("a") <= turns.most(["a", "b"]))
+    assert found == [True, False]
+
+
+def test_who_is_asked_may_be_ahead_of_others_but_not_of_its_own_work() -> None:
+    turns = TenantTurns()
+    turns.come(["asked", "other"], "calls")
+    turns.come(["asked"], "decodes", frozenset(["asked"]))
+    turns.charge(LEAD / 2, [(payer("asked"), 1)])
+    assert turns.ahead("other", "decodes") == pytest.approx(LEAD / 2), "the other waits, though it had less"
+    assert turns.ahead("asked", "decodes") == 0.0, "calls of its own job take turns with its answers"
+    turns.charge(LEAD, [(payer("asked"), 1)])
+    assert turns.ahead("other", "decodes") == pytest.approx(-LEAD / 2)
 
 
 def test_company_is_several_tenants_within_seconds() -> None:

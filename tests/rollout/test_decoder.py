@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from motet.core.device import DECODES, Device
 from motet.core.errors import DeviceError, DeviceLost, EngineError
-from motet.core.tenant_turns import Payer, TenantTurns
+from motet.core.tenant_turns import LEAD, Payer, TenantTurns
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
@@ -40,7 +41,7 @@ from tests.support.decoding import (
     finish,
     outcomes,
 )
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 
 def make_decoder(
@@ -427,7 +428,12 @@ def test_a_completion_that_comes_back_is_told_too(device):
 
 
 def test_at_a_lost_device_nobody_waits() -> None:
+    """Nor who comes while it is examined."""
+    failing, asked = threading.Event(), threading.Event()
+
     def check() -> None:
+        failing.set()
+        assert asked.wait(PATIENCE)
         raise OSError("an illegal memory access was encountered")
 
     base = tiny.base("llama")
@@ -437,8 +443,13 @@ def test_at_a_lost_device_nobody_waits() -> None:
         requests = [as_request(f"r{i}", Ask(19, 30, seeds=(1, 2)), stop=STOP) for i in range(3)]
 
         async def run() -> None:
-            jobs = [asyncio.wait_for(collect(engine, request), PATIENCE) for request in requests]
-            results = await asyncio.gather(*jobs, return_exceptions=True)
+            jobs = [asyncio.create_task(collect(engine, request)) for request in requests]
+            await until(failing.is_set)
+            jobs.append(asyncio.create_task(collect(engine, as_request("late", Ask(19, 30)))))
+            await asyncio.sleep(0)  # it has arrived
+            asked.set()
+            async with asyncio.timeout(PATIENCE):
+                results = await asyncio.gather(*jobs, return_exceptions=True)
             assert {type(result) for result in results} == {DeviceLost}, results
             with pytest.raises(DeviceLost, match="an illegal memory access"):
                 await asyncio.wait_for(collect(engine, requests[0]), PATIENCE)
@@ -491,6 +502,26 @@ def test_who_waits_for_a_row_holds_up_nobodys_calls() -> None:
     turns.charge(2.0, [(Payer("other", "long"), 1.0)])
     decoder.tick()
     assert turns.ahead("caller", DECODES) <= 0
+
+
+@pytest.mark.parametrize(("ahead", "answered"), [(LEAD / 2, True), (2 * LEAD, False)])
+def test_an_answer_comes_though_its_tenants_job_has_used_the_device(ahead: float, answered: bool) -> None:
+    """By no more than the lead; rows of the job itself wait for their turn, and the other's rows go on beside it."""
+    turns = TenantTurns(itertools.count(0, 1e-6).__next__)
+    decoder = Decoder(tiny.base("llama"), KVCache(64, BLOCK, CPU, slots=9), max_rows=8, prefill_tokens=64, turns=turns)
+    for name in ("other", "job"):
+        add(decoder, replace(as_request(name, Ask(5, 30)), tenant=name), None)
+    for _ in range(4):
+        decoder.tick()
+    turns.charge(ahead, [(Payer("job", "job"), 1.0)])
+    add(decoder, replace(as_request("asked", Ask(5, 30)), tenant="job", interactive=True), None)
+    before = {item.prompt.request.id: len(item.tokens) for item in decoder.rows.running}
+    for _ in range(4):
+        decoder.tick()
+    more = {
+        one.prompt.request.id: len(one.tokens) - before.get(one.prompt.request.id, 0) for one in decoder.rows.running
+    }
+    assert more == ({"other": 3, "job": 0, "asked": 4} if answered else {"other": 4, "job": 0})
 
 
 class Busy:

@@ -221,7 +221,18 @@ def test_requests_survive_the_way() -> None:
     prompt = np.array([1, 2**31 - 1], np.int32)
     ref, episodes = AdapterRef("x.y", 3), ("j/0", "j/1", "é")
     whole = GenerateRequest(
-        "r/1", "jöb", prompt, ref, sampling, seeds, True, True, episodes, tenant="team-ä", share=2.5
+        "r/1",
+        "jöb",
+        prompt,
+        ref,
+        sampling,
+        seeds,
+        True,
+        True,
+        episodes,
+        tenant="team-ä",
+        share=2.5,
+        interactive=True,
     )
     for value in (sampling, whole):
         assert_no_field_is_at_its_default(value)

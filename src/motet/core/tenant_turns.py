@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 SLACK = 0.003
 """Seconds by which a tenant may be ahead of others and still share their tick: rows that are decoded together cost less."""
+LEAD = 0.1
+"""Seconds by which a tenant may be ahead of others and still get its interactive requests: its own job took them."""
 QUANTUM = 0.003
 """Seconds that a piece of work should take while other tenants use the device too: nobody can interrupt it."""
 _COMPANY_SECONDS = 2.0
@@ -36,6 +38,8 @@ class TenantTurns:
         self.clock = clock
         self._had: dict[str, float] = {}
         self._there: dict[str, set[str]] = {}
+        self._leads: dict[str, frozenset[str]] = {}
+        """Of the tenants at a place, those with an interactive request."""
         self._seen: dict[str, float] = {}
         self._level = 0.0
 
@@ -44,13 +48,13 @@ class TenantTurns:
         """Whether several tenants requested something in the last seconds."""
         return len(self._seen) > 1
 
-    def come(self, tenants: Iterable[str], place: str = "") -> None:
-        """Set the tenants that have work at one place, such as the decoder."""
+    def come(self, tenants: Iterable[str], place: str = "", leads: frozenset[str] = frozenset()) -> None:
+        """Set the tenants that have work at one place, such as the decoder, and those that may be `LEAD` ahead there."""
         tenants, before, now = set(tenants), set[str]().union(*self._there.values()), self.clock()
         self._level = max(self._level, min((self._had[name] for name in before), default=0.0))
         for name in tenants - before:
             self._had[name] = max(self._had.get(name, 0.0), self._level)
-        self._there[place] = tenants
+        self._there[place], self._leads[place] = tenants, leads
         there = set[str]().union(*self._there.values())
         self._had = {name: had for name, had in self._had.items() if name in there or had > self._level}
         seen = {name: at for name, at in self._seen.items() if now - at < _COMPANY_SECONDS}
@@ -61,17 +65,17 @@ class TenantTurns:
         return self._had[tenant]
 
     def ahead(self, tenant: str, place: str) -> float:
-        """Seconds by which a tenant is ahead of the one with the least at a place; 0 if nobody has work there."""
-        there = self._there.get(place, ())
-        return self._had[tenant] - min((self._had[name] for name in there), default=self._had[tenant])
+        """Seconds by which a tenant is ahead of the one with the least at a place; 0 if nobody has work there.
 
-    def due(self, tenants: Iterable[str]) -> set[str]:
-        """Those of the given tenants whose turn it is; all of them if they have used about the same."""
-        names = set(tenants)
-        if not names:
-            return names
-        least = min(self._had[name] for name in names)
-        return {name for name in names if self._had[name] <= least + SLACK}
+        Others at the place may be `LEAD` ahead of it; its own work takes turns without.
+        """
+        there, leads = self._there.get(place, ()), self._leads.get(place, frozenset()) - {tenant}
+        least = min((self._had[name] - LEAD * (name in leads) for name in there), default=self._had[tenant])
+        return self._had[tenant] - least
+
+    def most(self, tenants: Iterable[str]) -> float:
+        """The seconds that one of these tenants may have used if it is its turn: about as much as the one with the least."""
+        return min((self._had[name] for name in set(tenants)), default=0.0) + SLACK
 
     def charge(self, seconds: float, parts: Iterable[tuple[Payer, float]]) -> Counter[str]:
         """Charge seconds to payers in proportion to their parts; returns microseconds by job."""

@@ -228,6 +228,8 @@ class GenerateRequest:
     """The job's tenant: tenants take turns if a device samples for several."""
     share: float = 1.0
     """The tenant's share among others."""
+    interactive: bool = False
+    """Whether somebody waits for the answer: its tenant's turn comes earlier, by `LEAD` (`motet.core.tenant_turns`)."""
 
 
 @dataclass(frozen=True)

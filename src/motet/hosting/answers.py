@@ -140,6 +140,7 @@ class Answers:
             tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
             stream=question.stream,
             keep_aborted=True,  # an answer that is abandoned is charged
+            interactive=True,
         )
         self._send(m.PromptRead(key, len(prompt_ids), prompt_ids.tolist() if question.prompt_ids else []))
         self._sampling[key] = set()

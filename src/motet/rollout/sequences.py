@@ -132,6 +132,11 @@ def tenant_of(item: Prompt | SampledSequence) -> str:
     return item.prompt.tenant if isinstance(item, SampledSequence) else item.tenant
 
 
+def is_interactive(item: Prompt | SampledSequence) -> bool:
+    """Whether somebody waits for the answer."""
+    return (item.prompt if isinstance(item, SampledSequence) else item).request.interactive
+
+
 def aborted(index: int) -> Chunk:
     """The final chunk of a completion that never began."""
     nothing = np.empty(0, np.int32)

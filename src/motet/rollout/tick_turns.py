@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from motet.core.device import DECODES, WAITS
-from motet.core.tenant_turns import Cost, Payer, TenantTurns
-from motet.rollout.sequences import Prompt, SampledSequence, tenant_of
+from motet.core.tenant_turns import LEAD, Cost, Payer, TenantTurns
+from motet.rollout.sequences import Prompt, SampledSequence, is_interactive, tenant_of
+
+Item = TypeVar("Item", Prompt, SampledSequence, Prompt | SampledSequence)
 
 
 class TickTurns:
@@ -50,21 +53,27 @@ class TickTurns:
 
     def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
         """Report the tenants of items that the next tick could serve."""
-        self._turns.come(map(tenant_of, items), DECODES)
+        items = list(items)
+        leads = filter(is_interactive, items) if self.company else ()
+        self._turns.come(map(tenant_of, items), DECODES, frozenset(map(tenant_of, leads)))
 
     def had(self, item: Prompt | SampledSequence) -> float:
-        """Device seconds that the item's tenant has used, divided by its share; tenants with less come first."""
-        return self._turns.had(tenant_of(item))
+        """Device seconds that the item's tenant has used, divided by its share, less its lead; those with less come first."""
+        return self._turns.had(tenant_of(item)) - LEAD * is_interactive(item)
 
-    def due(self, items: Iterable[Prompt | SampledSequence]) -> set[str]:
+    def due(self, items: Sequence[Prompt | SampledSequence]) -> set[str]:
         """The tenants among these whose turn it is."""
-        return self._turns.due(map(tenant_of, items))
+        return set(map(tenant_of, self._due(items)))
+
+    def _due(self, items: Sequence[Item]) -> list[Item]:
+        most = self._turns.most(map(tenant_of, items))
+        return [item for item in items if self.had(item) <= most]
 
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
         """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
-        due = self.due(running)
-        chosen = [item for item in running if tenant_of(item) in due]
+        chosen = list(running)
         if self.company:
+            chosen = self._due(running)
             chosen.sort(key=lambda item: (self.had(item), item.tick))
             del chosen[self.rows :]
         self._ticks += 1
