@@ -147,8 +147,8 @@ class EmbeddedEngine:
                 return
             for sequence in prompt.waiting:
                 sequence.grammar = grammar.begun()
-        self._device.require()
         self._arrivals.append(prompt)
+        self._device.require()  # behind it: whoever loses the device tells all that have arrived
         self._device.wake()
         left = len(request.seeds)
         try:
@@ -271,7 +271,10 @@ class EmbeddedEngine:
     def _fail(self, error: Exception) -> None:
         """Inform all callers, which wait in other threads."""
         error = self._device.examine(error)
-        for prompt in self.decoder.fail_all():
+        waiting = self.decoder.fail_all()
+        if isinstance(error, DeviceLost):  # no tick takes them any more
+            waiting += self._arrivals
+        for prompt in waiting:
             prompt.emit(error)
 
     def _report(self, started: float, *, full: bool) -> None:
