@@ -20,6 +20,8 @@ from motet.cuda.forward import DOWN, DecoderForward, KeptLayer, LayerValues
 from motet.cuda.kernels.gates import gate_and_up, gate_and_up_back
 from motet.cuda.launches import count
 from motet.cuda.math import CudaMath
+from motet.cuda.products import Products
+from motet.cuda.ways import table_for
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
@@ -180,6 +182,27 @@ def test_a_bfloat16_pass_is_as_near_to_fp32_as_that_of_torch() -> None:
         exact = by_autograd(wide, replace(trained, weights=replace(weights, flat=weights.flat.float())))
         theirs = by_autograd(torchs, trained)
         assert float((own.total() - exact).norm()) <= NEAR * float((theirs - exact).norm())
+
+
+@pytest.mark.parametrize("name", few(cuda.DENSE))
+def test_an_fp16_pass_is_as_near_to_fp32_as_that_of_torch(name: str) -> None:
+    """Of each family; beside fp32 with the same numbers."""
+    base, torchs, wide = (tiny.load(name, device=DEVICE.type) for _ in range(3))
+    for one in (base, torchs):
+        one.model.half()
+        one.dtype = torch.float16
+    wide.model.half().float()
+    base.compute_with(replace(base.arithmetic, rows=1))
+    base.kernels = kernels = CudaBase(base, lambda _: Products(table_for(DEVICE, torch.float16)))
+    base.attention = kernels.attention
+    trained = Trained(tiny.adapter(base, rank=18, seed=1), [(12, 0), (20, 1)])
+    exact = by_autograd(wide, replace(trained, weights=replace(trained.weights, flat=trained.weights.flat.float())))
+    ours, theirs = (
+        float((found.cpu() - exact.cpu()).norm() / exact.norm())
+        for found in (alone(base, trained).total(), by_autograd(torchs, trained))
+    )
+    print(f"{name}: relative error {ours:.4f}, of torch {theirs:.4f}")
+    assert ours <= min(1.25 * theirs, 0.01)
 
 
 def by_autograd(base: LoraModel, trained: Trained) -> Tensor:
