@@ -185,8 +185,55 @@ def test_an_abandoned_answer_sends_the_tokens_that_it_has(base: Any, begun: bool
             await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(scenario())
-    counts = [len(message.chunk.token_ids) for message in sent if isinstance(message, Tokens)]
-    assert ([count > 0 for count in counts], type(sent[-1])) == ([True] if begun else [], Answered)
+    count = sum(len(message.chunk.token_ids) for message in sent if isinstance(message, Tokens))
+    assert (count > 0, type(sent[-1])) == (begun, Answered)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_open_answer_has_sent_all_but_its_last_tokens(base: Any, stream: bool) -> None:
+    """They are charged as they arrive, so that a host that dies loses no more; the answer is the same."""
+    given, most = [50, 100, 100, 47], 1 if stream else 64
+
+    class Engine:
+        """Tells, before each token, how many have been sent of those before."""
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """Tokens of four completions, by turns."""
+            for place in range(max(given)):
+                for index, n_tokens in enumerate(given):
+                    held = min(place, n_tokens) - tokens().get(index, 0)
+                    assert held < (most if request.stream else 100), "these would not be charged"
+                    if place < n_tokens:
+                        reason = FinishReason.LENGTH if place == n_tokens - 1 else None
+                        yield Chunk(
+                            index, np.array([5 + index]), np.array([-float(place)]), np.array([-1]), "x", reason
+                        )
+            assert request.stream
+
+    sent = list[FromHost]()
+
+    def tokens() -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for message in sent:
+            if isinstance(message, Tokens):
+                counts[message.chunk.index] = counts.get(message.chunk.index, 0) + len(message.chunk.token_ids)
+        return counts
+
+    shared: Any = SimpleNamespace(engine=Engine(), scheduler=FairScheduler(4), engine_suffix="x")
+    sampling = SamplingParams(max_tokens=100)
+    question = Complete("us", None, 4, 0, stream, False, sampling, prompt=[1], key=7)
+    asyncio.run(Answers(base, shared, 200, sent.append).answer(question))
+    assert sent[-1] == Answered(7)
+    assert tokens() == dict(enumerate(given))
+    chunks = [message.chunk for message in sent if isinstance(message, Tokens)]
+    assert len(chunks) == (sum(given) if stream else 1 + 2 + 2 + 1)
+    for index, n_tokens in enumerate(given):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert np.concatenate([chunk.logprobs for chunk in own]).tolist() == [
+            -float(place) for place in range(n_tokens)
+        ]
+        assert "".join(chunk.text for chunk in own) == "x" * n_tokens
+        assert [chunk.finish_reason for chunk in own][-1] is FinishReason.LENGTH
 
 
 def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None:

@@ -120,8 +120,24 @@ def a_request(chance: random.Random, name: str, *, tenants: int, longest: int = 
     episodes = tuple(f"{name}/{index}" for index in range(len(seeds))) if chance.random() < 0.5 else ()
     return GenerateRequest(
         name, f"job {job}", prompt, adapter, sampling, seeds, chance.random() < 0.3, episodes=episodes,
-        tenant=f"tenant {job % tenants}",
+        tenant=f"tenant {job % tenants}", chunk_tokens=chance.choice((1, 1, 4)),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_chunk_of_a_stream_comes_when_its_tokens_are_there(ahead: bool) -> None:
+    stage, ids = Stage(random.Random(0) if ahead else None, 64, 8), np.array([5, 6, 7], np.int32)
+    sampling, sizes = SamplingParams(max_tokens=30), dict[str, list[int]]()
+    for name, n_tokens in (("each", 1), ("parts", 8)):
+        stage.ask(GenerateRequest(name, "job 0", ids, None, sampling, (1,), stream=True, chunk_tokens=n_tokens))
+    stage.finish()
+    for name, chunks in stage.chunks.items():
+        sizes[name] = [len(chunk.token_ids) for chunk in chunks]
+    assert sizes["each"] == [1] * 30 or ahead
+    assert sum(sizes["each"]) == 30
+    reached = np.cumsum(sizes["parts"]).tolist()
+    assert [place // 8 for place in reached] == [1, 2, 3, 3]
+    assert [place % 8 for place in reached] == [0, 0, 0, 6] or (ahead and all(place % 8 < 3 for place in reached[:3]))
 
 
 def in_turn(request: GenerateRequest) -> list[Any]:

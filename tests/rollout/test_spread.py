@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -233,6 +233,7 @@ def test_requests_survive_the_way() -> None:
         tenant="team-ä",
         share=2.5,
         interactive=True,
+        chunk_tokens=3,
     )
     for value in (sampling, whole):
         assert_no_field_is_at_its_default(value)
@@ -487,8 +488,35 @@ def test_what_goes_wrong_there_is_sampled_here(
         assert engine._choose(request("wanted", None)) == 1
         assert bits(await collect(engine, request("wanted", None))) == wanted
         if links[0].ready:
-            with pytest.raises(DeviceError, match="out of memory"):  # some tokens of a stream may be out already
-                await collect(engine, request("wanted", None, stream=True))
+            again = request("wanted", None, stream=True)
+            assert bits(await collect(engine, again)) == bits(await collect(here, again))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("n_chunks", [1, 5, 30])
+def test_a_stream_goes_on_here_after_what_was_delivered(here: EmbeddedEngine, n_chunks: int) -> None:
+    class Link:
+        """A process that dies after some chunks."""
+
+        ready, on_ready = True, None
+
+        async def generate(self, asked: GenerateRequest) -> AsyncIterator[Chunk]:
+            """What the process would sample."""
+            left = n_chunks
+            elsewhere = dataclasses.replace(asked, id="elsewhere")  # closed below, which aborts what has this id
+            async for chunk in here.generate(elsewhere):
+                yield chunk
+                left -= 1
+                if not left:
+                    raise DeviceError("it died")
+
+    async def run() -> None:
+        asked = request("wanted", None, (1, 2), stream=True, sampling={"stop": ("e",), "max_tokens": 40})
+        wanted = await collect(here, asked)
+        engine = SpreadEngine(here, [cast(Any, Link())])
+        engine._open[0]["somebody"] = 7
+        assert bits(await collect(engine, asked)) == bits(wanted)
 
     asyncio.run(run())
 

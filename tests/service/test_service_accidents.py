@@ -23,6 +23,7 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
 import motet
+from motet.cluster.charged import Charged
 from motet.cluster.host_link import HostHandlers, HostLink
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
@@ -301,7 +302,7 @@ class Judging(Hosts):
 
     asked = 0
 
-    async def ask(self, question: Complete | ExamineAdapter) -> AsyncIterator[Answer]:
+    async def ask(self, question: Complete | ExamineAdapter, charged: Charged | None = None) -> AsyncIterator[Answer]:
         """An answer in one piece."""
         self.asked += 1
         yield PromptRead(0, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import sqlite3
@@ -15,6 +16,7 @@ import httpx2
 import openai
 import pytest
 
+from motet.service.tinker.parts import PREFIX
 from tests.support.commands import Motet
 from tests.support.service_run import ENGINE, FINAL, LASTING, Json, Service, serving, tiny
 from tests.support.waiting import PATIENCE
@@ -81,6 +83,39 @@ def test_usage_is_what_the_jobs_did_and_all_of_the_time(service: Service) -> Non
         return clock is not None and seconds == pytest.approx(float(clock[1]), rel=0.05)
 
     service.until(charged, PATIENCE)
+
+
+def test_open_answers_are_charged_as_they_are_sampled_and_once_where_they_are_repeated(service: Service) -> None:
+    """Nothing is streamed. A sample is repeated when the engine dies."""
+
+    def charged() -> Counter[str]:
+        lines = [one for one in service.ask("GET", "/v1/usage")["data"] if one["kind"] == "completions"]
+        return Counter({kind: sum(one[kind] for one in lines) for kind in ("tokens_prompt", "tokens_sampled")})
+
+    def begun(rows: int = 16) -> tuple[Counter[str], Counter[str], str]:
+        """What was charged before a sample that is not done, what it will cost, and its id."""
+        assert rows < 1000, "nothing is charged before the end"
+        before, whole = charged(), Counter(tokens_prompt=3, tokens_sampled=rows * 1000)
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 16, 27]}]}
+        asked = {"base_model": "small", "num_samples": rows, "prompt": prompt}
+        asked |= {"sampling_params": {"max_tokens": 1000, "stop": []}}
+        promise = service.ask("POST", f"{PREFIX}/asample", json=asked)["request_id"]
+        service.until(lambda: charged()["tokens_sampled"] > before["tokens_sampled"])
+        if charged() - before < whole:
+            return before, whole, promise
+        return begun(4 * rows)  # usage is stored once a second, and this machine is fast
+
+    before, whole, promise = begun()  # no answer of an earlier test is open
+    service.engine().kill()
+    poll = functools.partial(httpx2.post, f"{service.url}{PREFIX}/retrieve_future", timeout=PATIENCE, trust_env=False)
+    service.until(lambda: b"try_again" not in poll(json={"request_id": promise}).content)
+    service.until(lambda: charged() - before >= whole)
+    assert charged() - before == whole
+    begun()
+    counted = charged()
+    service.http().kill()
+    service.until(lambda: service.answers("/readyz"))
+    assert charged() >= counted
 
 
 def test_tokens_of_an_answer_that_nobody_waits_for_are_counted(service: Service) -> None:

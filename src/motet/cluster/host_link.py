@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from motet.agents import episode_messages as e
 from motet.cluster import messages as m
+from motet.cluster.charged import Bill, Charged
 from motet.core.errors import ConfigError, EngineError, HostGone, MotetError
 from motet.process.alive import LONG_SILENT, SILENT, LifeSigns
 from motet.process.channel import Alive, Child
@@ -112,7 +113,7 @@ class HostLink:
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
-        self._payers: dict[int, str] = {}  # of completions by key, also of abandoned ones, until they are answered
+        self._payers: dict[int, Bill] = {}  # of completions by key, also of abandoned ones, until they are answered
         self._keys = itertools.count(secrets.randbits(32) << 20)  # different from keys of an earlier service
         self._stopped, self._closing = asyncio.Event(), asyncio.Event()
         self._ready_since, self.ready = math.inf, False
@@ -153,8 +154,8 @@ class HostLink:
         """Questions that it answers now."""
         return len(self._open)
 
-    async def ask(self, question: m.Question) -> AsyncGenerator[m.Answer, None]:
-        """Yield the answers to a question.
+    async def ask(self, question: m.Question, charged: Charged | None = None) -> AsyncGenerator[m.Answer, None]:
+        """Yield the answers to a question; `charged` is what earlier hosts charged for it.
 
         Raises:
             HostGone: it is not running, or ended meanwhile.
@@ -166,7 +167,7 @@ class HostLink:
         key, answers = next(self._keys), asyncio.Queue[m.Answer]()
         self._open[key] = answers
         if isinstance(question, m.Complete):
-            self._payers[key] = question.tenant
+            self._payers[key] = Bill(question.tenant, charged or Charged())
         done = False
         try:
             self.send(replace(question, key=key))
@@ -185,11 +186,7 @@ class HostLink:
     def hear(self, answer: m.Answer) -> None:
         """Charge an answer's tokens, and pass it on unless its question is abandoned."""
         if self._handlers is not None and (payer := self._payers.get(answer.key)) is not None:
-            read = answer.tokens if isinstance(answer, m.PromptRead) else 0
-            if isinstance(answer, m.PromptScored):  # each pass reads the prompt again
-                read = len(answer.logprobs) * (1 + (answer.top_ids is not None))
-            sampled = len(answer.chunk.token_ids) if isinstance(answer, m.Tokens) else 0
-            self._handlers.tokens(payer, self.base, read, sampled)
+            self._handlers.tokens(payer.tenant, self.base, *payer.hear(answer))
         if isinstance(answer, m.Answered | m.QuestionRefused):
             self._payers.pop(answer.key, None)
         if (answers := self._open.get(answer.key)) is not None:

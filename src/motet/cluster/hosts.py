@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments, even_out
+from motet.cluster.charged import Charged
 from motet.cluster.host_link import HostChild, HostHandlers, HostLink, Launch, OfHost
 from motet.cluster.placement import HostLoad
 from motet.core.errors import EngineError, HostGone
@@ -134,14 +135,16 @@ class Hosts:
         for host in self.hosts:
             host.refuse(reason)
 
-    async def ask(self, question: m.Complete | m.ExamineAdapter) -> AsyncIterator[m.Answer]:
+    async def ask(
+        self, question: m.Complete | m.ExamineAdapter, charged: Charged | None = None
+    ) -> AsyncIterator[m.Answer]:
         """Yield the answers of any host of the base: stored versions are files. Raises as `HostLink.ask`."""
         base = question.base
         answering = self._answering(base)
         if not self.there[base].is_set() or not answering:
             raise HostGone(self.failure_of(base))
         host = min(answering, key=lambda host: (host.asked, host.number))
-        async with contextlib.aclosing(host.ask(question)) as answers:
+        async with contextlib.aclosing(host.ask(question, charged)) as answers:
             async for answer in answers:
                 yield answer
 

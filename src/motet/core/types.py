@@ -230,6 +230,8 @@ class GenerateRequest:
     """The tenant's share among others."""
     interactive: bool = False
     """Whether somebody waits for the answer: its tenant's turn comes earlier, by `LEAD` (`motet.core.tenant_turns`)."""
+    chunk_tokens: int = 1
+    """A streamed chunk comes for each so many tokens; an engine may return more of them, with fewer tokens each."""
 
 
 @dataclass(frozen=True)

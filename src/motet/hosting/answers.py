@@ -24,7 +24,7 @@ from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineEr
 from motet.core.rules import TODAY
 from motet.core.stops import met
 from motet.core.token_ids import TokenIds
-from motet.core.types import AdapterRef, FinishReason, GenerateRequest, IntArray, Message
+from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, Message
 from motet.hosting.loaded_versions import LoadedVersions
 from motet.runtime.alternating import Alternating
 from motet.runtime.generation import together
@@ -46,6 +46,8 @@ _NO_FORM = (
 )
 _CHATS = 16
 """Ways to use the template that are kept."""
+_CHARGED = 64
+"""Sampled tokens of a completion that are charged together, because they are sent together; a stream sends each."""
 Send = Callable[[m.FromHost], None]
 """Sends one message."""
 
@@ -138,7 +140,8 @@ class Answers:
             ref,
             sampling,
             tuple(seeds.key(question.seed, "chat", index) for index in range(question.n)),
-            stream=question.stream,
+            stream=question.stream or sampling.max_tokens > _CHARGED,
+            chunk_tokens=1 if question.stream else _CHARGED,
             keep_aborted=True,  # an answer that is abandoned is charged
             interactive=True,
         )
@@ -169,7 +172,7 @@ class Answers:
         """`first` is the index of the request's first completion."""
         sampled, stopped, stop = defaultdict[int, list[int]](list), "", request.sampling.stop
         turns, chat = dict[int, SpokenTurn](), self._chat(question)
-        async for chunk in self._engine.generate(request):
+        async for chunk in _joined(self._engine.generate(request), request.chunk_tokens):
             self._scheduler.spend(request.job, len(chunk.token_ids))
             ids = chunk.token_ids.tolist()
             texts = [token_bytes(chat.tokenizer, token) for token in ids] if question.logprobs else []
@@ -242,6 +245,30 @@ class Answers:
             self._send(m.QuestionRefused(key, reason(error)))
         finally:
             self._open.pop(key, None)
+
+
+async def _joined(chunks: AsyncIterator[Chunk], n_tokens: int) -> AsyncIterator[Chunk]:
+    """Join chunks until they have the next multiple of so many tokens, or end a completion."""
+    held, known, sent = defaultdict[int, list[Chunk]](list), Counter[int](), Counter[int]()
+    async for chunk in chunks:
+        parts, index = held[chunk.index], chunk.index
+        parts.append(chunk)
+        known[index] += len(chunk.token_ids)
+        if chunk.finish_reason is None and known[index] // n_tokens == sent[index] // n_tokens:
+            continue
+        sent[index] = known[index]
+        del held[chunk.index]
+        yield (
+            chunk
+            if len(parts) == 1
+            else replace(
+                chunk,
+                token_ids=np.concatenate([part.token_ids for part in parts]),
+                logprobs=np.concatenate([part.logprobs for part in parts]),
+                versions=np.concatenate([part.versions for part in parts]),
+                text="".join(part.text for part in parts),
+            )
+        )
 
 
 def _examined(base: LoraModel | ShardedBase, directory: Path) -> AdapterConfig:

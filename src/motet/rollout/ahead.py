@@ -47,6 +47,7 @@ class _Rows:
     """Whether some row asks for top-k, top-p or min-p."""
 
 
+_NEVER = 2**40
 _NOBODY = _Rows((), np.empty(0, np.int64), (), np.empty(0, np.bool_), (), (), truncates=False)
 
 
@@ -83,6 +84,10 @@ class StepsAhead:
         self._gone_R = np.zeros(n_rows, np.bool_)
         """Whether a row has ended and its token in flight is dropped."""
         self._looked_at_R = np.zeros(n_rows, np.bool_)
+        self._begun_R = np.zeros(n_rows, np.int64)
+        """Tokens of the prompt."""
+        self._chunk_R = np.full(n_rows, _NEVER)
+        """Tokens of a chunk of a stream; at its end, a row is looked at."""
         self._payer_R = np.zeros(n_rows, np.int64)
         """Index in `_payers`."""
         self._payers: dict[Payer, int] = {}
@@ -178,6 +183,8 @@ class StepsAhead:
         self._last_R[row] = len(sequence.prompt.request.prompt_ids) + sampling.max_tokens
         self._room_R[row] = len(sequence.blocks) * self._block_size
         self._gone_R[row], self._looked_at_R[row] = False, _is_looked_at(sequence)
+        self._begun_R[row] = len(sequence.prompt.request.prompt_ids)
+        self._chunk_R[row] = sequence.prompt.request.chunk_tokens if sequence.prompt.request.stream else _NEVER
         self._payer_R[row] = self._payers.setdefault(sequence.prompt.payer, len(self._payers))
         self._stops_V[self._stop_ids(sequence)] += 1
         self._table.join(row, sequence)
@@ -235,6 +242,7 @@ class StepsAhead:
             counted = rows.rows_N[counts_N]
             self._known_R[counted] += 1
             looked_at_N = rows.looked_at_N | ~drawn.usable_N | (self._known_R[rows.rows_N] >= self._last_R[rows.rows_N])
+            looked_at_N |= (self._known_R - self._begun_R)[rows.rows_N] % self._chunk_R[rows.rows_N] == 0
             looked_at_N |= self._stops_V[np.where(drawn.usable_N, drawn.tokens_N, 0)] > 0
             tokens, logprobs = drawn.tokens_N.tolist(), drawn.logprobs_N.tolist()
             for place in np.nonzero(counts_N & ~looked_at_N)[0].tolist():
@@ -256,4 +264,5 @@ class StepsAhead:
 
 def _is_looked_at(item: SampledSequence) -> bool:
     request = item.prompt.request
-    return item.grammar is not None or request.stream or bool(request.sampling.stop)
+    each = request.stream and request.chunk_tokens == 1
+    return item.grammar is not None or each or bool(request.sampling.stop)

@@ -46,6 +46,10 @@ class GrowingCompletion:
     _sent_text: int = 0
     _streamed: GrowingText = field(default_factory=GrowingText)
 
+    def due(self, n_tokens: int) -> bool:
+        """Whether the next chunk of a stream that has one for each so many tokens is there."""
+        return len(self.tokens) // n_tokens > self._sent_tokens // n_tokens
+
     def undelivered(self, request: GenerateRequest, index: int, decode: Decode) -> Chunk:
         """The part that was not delivered; text that may begin a stop string is held back until the end."""
         version = -1 if request.adapter is None else request.adapter.version

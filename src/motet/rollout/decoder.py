@@ -221,7 +221,7 @@ class Decoder:
         for sequence in touched:
             if sequence.finish is not None:
                 self._end(sequence, sequence.finish)
-            elif sequence.prompt.request.stream:
+            elif (request := sequence.prompt.request).stream and sequence.due(request.chunk_tokens):
                 sequence.prompt.emit(sequence.chunk(self.runner.text))
         self.rows.drop_finished()
 

@@ -134,22 +134,26 @@ class SpreadEngine:
     async def _there(self, request: GenerateRequest, sampler: int) -> AsyncIterator[Chunk]:
         """Sample in another process; if it dies, this process samples the remaining completions, with the same bits."""
         left = list(range(len(request.seeds)))
+        n_tokens, n_letters = Counter[int](), Counter[int]()
         try:
             async for chunk in self.links[sampler - 1].generate(request):
                 if chunk.finish_reason is not None:
                     left.remove(chunk.index)
+                n_tokens[chunk.index] += len(chunk.token_ids)
+                n_letters[chunk.index] += len(chunk.text)
                 yield chunk
             return
         except DeviceError:
-            if request.stream:  # some of its tokens may be delivered already
-                raise
+            pass
         rest = replace(
             request,
             seeds=tuple(request.seeds[index] for index in left),
             episodes=tuple(request.episodes[index] for index in left if request.episodes),
         )
-        async for chunk in self.here.generate(rest):
-            yield replace(chunk, index=left[chunk.index])
+        async for again in self.here.generate(rest):
+            chunk = _after(replace(again, index=left[again.index]), n_tokens, n_letters)
+            if len(chunk.token_ids) or chunk.finish_reason is not None:
+                yield chunk
 
     def _with_free_rows(self) -> list[int]:
         return [sampler for sampler in self._samplers() if self._open[sampler].total() < self.here.capacity]
@@ -214,6 +218,20 @@ class SpreadEngine:
         """End the processes."""
         for link in self.links:
             link.close()
+
+
+def _after(chunk: Chunk, n_tokens: Counter[int], n_letters: Counter[int]) -> Chunk:
+    """What a chunk has beyond tokens and letters that were delivered before; takes off those that it has."""
+    known, read = min(n_tokens[chunk.index], len(chunk.token_ids)), min(n_letters[chunk.index], len(chunk.text))
+    n_tokens[chunk.index] -= known
+    n_letters[chunk.index] -= read
+    return replace(
+        chunk,
+        token_ids=chunk.token_ids[known:],
+        logprobs=chunk.logprobs[known:],
+        versions=chunk.versions[known:],
+        text=chunk.text[read:],
+    )
 
 
 def _adapter(request: GenerateRequest) -> str:

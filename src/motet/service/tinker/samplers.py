@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from motet.cluster.charged import Charged
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Complete, PromptScored, Tokens
 from motet.core import seeds
@@ -207,6 +208,7 @@ class Samplers:
         Raises:
             Refusal, EngineError, ConfigError: it cannot be answered; the message says why.
         """
+        charged = Charged()
         for left in reversed(range(_TRIES)):
             sampler = await asyncio.to_thread(self.of, who, wanted) if source is None else source
             source = None  # it may be gone at the next try
@@ -214,18 +216,18 @@ class Samplers:
                 await there.wait()
                 sampler = await asyncio.to_thread(self.of, who, wanted)  # the source may be gone now
             try:
-                return await self._answer(who, sampler, wanted)
+                return await self._answer(who, sampler, wanted, charged)
             except HostGone:  # another host takes over
                 if not left:
                     raise
         raise AssertionError
 
-    async def _answer(self, who: Principal, sampler: Sampler, wanted: Sample) -> bytes:
+    async def _answer(self, who: Principal, sampler: Sampler, wanted: Sample, charged: Charged) -> bytes:
         completions = [SampleBytes() for _ in range(wanted.num_samples)]
         scores, top = None, None
         last = wanted.prompt_logprobs_last_n
         hidden = slice(1 if last is None else -last)
-        async for answer in self._hosts.ask(question(who, sampler, wanted)):
+        async for answer in self._hosts.ask(question(who, sampler, wanted), charged):
             if isinstance(answer, PromptScored):
                 scores = answer.logprobs.copy()
                 scores[hidden] = np.nan
