@@ -131,7 +131,7 @@ class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
 
     async def versions(self, job: str) -> list[Version]:
         """The saved versions of a job's adapter, oldest first."""
-        return (await self._ask(Versions, "GET", f"{path_of('jobs', job)}/versions")).data
+        return [one async for one in self._all_pages(Versions, f"{path_of('jobs', job)}/versions")]
 
     async def rollouts(
         self,
@@ -187,7 +187,7 @@ class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
 
     async def models(self) -> list[Model]:
         """Models for completions: the base, and `job@version`."""
-        return (await self._ask(Models, "GET", "/v1/models")).data
+        return [one async for one in self._all_pages(Models, "/v1/models")]
 
     async def rewards(self) -> list[Reward]:
         """Rewards that jobs may use: built in, installed by the operator, and scored elsewhere."""

@@ -16,6 +16,7 @@ from motet.process.apart import Apart, WorkLimits
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
+from motet.service.adapters.listing import Listing
 from motet.service.database.store import Store
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import (
@@ -71,6 +72,7 @@ class Service:
         bases.known = store.known_bases(bases.places if bases.several else {})
         self.log = EventLog(store, self.bus)
         self.adapters = Adapters(store, self.storage, bases)
+        self.listing = Listing(store, self.storage, self.adapters)
         starts = (_start(settings, self.storage, store, name) for name in settings.hosts)
         launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
         self.hosts = Hosts(starts_of(*zip(starts, settings.hosts.values(), strict=True)), settings.directory, launch)

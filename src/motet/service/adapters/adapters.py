@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, func, select
+from sqlalchemy import ColumnElement, delete, func, select, tuple_
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import aliased
 
@@ -26,6 +26,7 @@ from motet.service.storage import Storage
 ALL = "*"
 """Shares with all tenants."""
 _OF_TEMPLATE = ("chat_template", "chat_template_kwargs", "tool_format")
+_PLACE = Share.created, Share.id
 MOST_SHARES = 1000
 """Most shares that a tenant gives."""
 
@@ -226,11 +227,14 @@ class Adapters:
         """Shares by a tenant (an admin: all), oldest first."""
         return self._shares() if who.admin else self._shares(Share.tenant_id == who.tenant_id)
 
-    def received(self, who: Principal) -> list[Shared]:
-        """Shares of others with a tenant, oldest first."""
-        return self._shares(Share.tenant_id != who.tenant_id, Share.with_tenant.in_((who.tenant_id, ALL)))
+    def received(
+        self, who: Principal, since: tuple[float, str] | None = None, limit: int | None = None
+    ) -> list[Shared]:
+        """Shares of others with a tenant, oldest first, from the one that was created then and has this id."""
+        own = Share.tenant_id != who.tenant_id, Share.with_tenant.in_((who.tenant_id, ALL))
+        return self._shares(*own, *([] if since is None else [tuple_(*_PLACE) >= since]), limit=limit)
 
-    def _shares(self, *which: ColumnElement[bool]) -> list[Shared]:
+    def _shares(self, *which: ColumnElement[bool], limit: int | None = None) -> list[Shared]:
         owner, other = aliased(Tenant), aliased(Tenant)
         name = func.coalesce(StoredJob.name, UploadedAdapter.name, "")
         base = func.coalesce(StoredJob.base, UploadedAdapter.base)
@@ -243,7 +247,8 @@ class Adapters:
             .outerjoin(StoredJob, StoredJob.id == Share.object)
             .outerjoin(UploadedAdapter, UploadedAdapter.id == Share.object)
             .where(*which)
-            .order_by(Share.created, Share.id)
+            .order_by(*_PLACE)
+            .limit(limit)
         )
         with self._store.transaction() as session:
             return [Shared(*row) for row in session.execute(query)]

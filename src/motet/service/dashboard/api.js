@@ -59,6 +59,17 @@ export async function ask(method, path, body, headers) {
 /** URL of a job's resources. */
 export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${rest}`;
 
+/** All stored versions of a job, oldest first. */
+export async function versionsOf(id) {
+  const all = [];
+  for (let after = ""; after !== null;) {
+    const {data, next} = await ask("GET", jobPath(id, `/versions${after && `?after=${after}`}`));
+    all.push(...data);
+    after = next;
+  }
+  return all;
+}
+
 /** Yield the server-sent events of a response as {id, event, data}; a keep-alive has no data. */
 export async function* streamed(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,5 +1,5 @@
 // Conversations with the base, the best and the latest version, side by side.
-import {ask, jobPath, request, streamed} from "./api.js";
+import {ask, jobPath, request, streamed, versionsOf} from "./api.js";
 import {add, el, fill, say} from "./dom.js";
 
 /** One of the three conversations; each has its own history, because answers differ. */
@@ -90,7 +90,7 @@ export function chatTab(context, job) {
 
   /** [model, title] by column; undefined for versions that do not exist yet. */
   async function models() {
-    const versions = (await ask("GET", jobPath(job.id, "/versions"))).data;
+    const versions = await versionsOf(job.id);
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
     const base = job.base || context.base, same = Boolean(best && latest && best.version === latest.version);
     const note = context.notes[base];

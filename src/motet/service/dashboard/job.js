@@ -1,5 +1,5 @@
 // The page of one job: its state, its buttons, and its tabs.
-import {ask, jobPath, request} from "./api.js";
+import {ask, jobPath, request, versionsOf} from "./api.js";
 import {chatTab} from "./chat.js";
 import {columns, jobCurves} from "./curves.js";
 import {add, copyOf, el, fill, say, sure} from "./dom.js";
@@ -60,7 +60,7 @@ function configurationTab(context, job) {
 
 /** Open a dialog to download saved versions, as archives of PEFT directories. */
 async function download(job, complain) {
-  const {data} = await ask("GET", jobPath(job.id, "/versions"));
+  const data = await versionsOf(job.id);
   const list = el("ul", {class: "versions"});
   const dialog = el("dialog", {"aria-labelledby": "take"}, el("h2", {id: "take"}, "Take the adapter home"),
     el("p", {class: "soft"}, data.length ? "A .tar.gz of a PEFT directory." : "No version is saved yet."), list,

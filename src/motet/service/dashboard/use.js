@@ -1,5 +1,5 @@
 // How to call the adapter from other programs: a request with curl, and with OpenAI's client.
-import {ask, jobPath} from "./api.js";
+import {versionsOf} from "./api.js";
 import {copyOf, el, fill, say} from "./dom.js";
 
 const shell = text => `'${text.replaceAll("'", "'\\''")}'`;
@@ -31,7 +31,7 @@ export function useTab(context, job) {
   }
 
   async function begin() {
-    const {data} = await ask("GET", jobPath(job.id, "/versions"));
+    const data = await versionsOf(job.id);
     say(status, data.length ? "" : "No version is saved yet.");
     both.hidden = !data.length;
     if (!data.length) return;

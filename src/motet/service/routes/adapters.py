@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import IO, Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, UploadFile
+from fastapi import APIRouter, Query, Request, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import Response
 
@@ -40,10 +40,16 @@ WithReceipts = Annotated[
 
 
 @router.get("/jobs/{job}/versions")
-def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
+def list_versions(
+    service: ServiceDep,
+    job: NamedJob,
+    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 200,
+) -> Versions:
     """List the stored versions."""
     storage = service.storage
     directory, best, latest = storage.job(job.id), storage.version(job.id, "best"), storage.version(job.id, "latest")
+    numbers = [number for number in directory.versions() if after is None or number > int(after)]
     trained = first_trained(lines_of(directory.metrics))
     return Versions(
         data=[
@@ -55,8 +61,9 @@ def list_versions(service: ServiceDep, job: NamedJob) -> Versions:
                 model=f"{job.name}@{number}",
                 bytes=_size(directory.version(number)),
             )
-            for number in directory.versions()
-        ]
+            for number in numbers[:limit]
+        ],
+        next=str(numbers[limit - 1]) if len(numbers) > limit else None,
     )
 
 
@@ -202,10 +209,6 @@ class ShareAnswers:
             created=one.share.created,
         )  # fmt: skip
 
-    def received_models(self, who: Principal) -> dict[str, str | None]:
-        """Names of the models that others share with a tenant, with the stored base of each."""
-        return {name: one.base for one in self._adapters.received(who) for name in self._models(one)}
-
     def _models(self, one: Shared) -> list[str]:
         if not one.name:
             return []
@@ -213,15 +216,8 @@ class ShareAnswers:
         return [f"{name}@{version}" for version in self._versions(one.share.object)] if one.is_job else [name]
 
 
-async def _share_answers(service: ServiceDep) -> ShareAnswers:
-    return ShareAnswers(service)
-
-
-SharesDep = Annotated[ShareAnswers, Depends(_share_answers)]
-
-
 @router.post("/shares", status_code=201)
-def share(who: Asker, service: ServiceDep, shown: SharesDep, wanted: ShareRequest) -> Share:
+def share(who: Asker, service: ServiceDep, wanted: ShareRequest) -> Share:
     """Share a job's versions or an uploaded adapter with another tenant, or with all. Nothing else becomes visible."""
     thing = service.store.job(who, wanted.name) or service.adapters.uploaded(who, wanted.name)
     if thing is None:
@@ -236,13 +232,13 @@ def share(who: Asker, service: ServiceDep, shown: SharesDep, wanted: ShareReques
         StoredShare(id=new_id("share"), tenant_id=thing.tenant_id, object=thing.id, with_tenant=other)
     )
     service.store.audit(who, "share", f"{made.share.id} {thing.id}")
-    return shown(made)
+    return ShareAnswers(service)(made)
 
 
 @router.get("/shares", response_model=Shares)
-def list_shares(who: Asker, service: ServiceDep, shown: SharesDep) -> Response:
+def list_shares(who: Asker, service: ServiceDep) -> Response:
     """List the tenant's shares, and those that others share with it."""
-    given, received = service.adapters.given(who), service.adapters.received(who)
+    given, received, shown = service.adapters.given(who), service.adapters.received(who), ShareAnswers(service)
     return page(Shares(given=[], received=[]), given=map(shown, given), received=map(shown, received))
 
 

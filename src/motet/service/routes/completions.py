@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, model_validator
@@ -30,6 +30,7 @@ from motet.core.errors import ConfigError, EngineError
 from motet.core.section import Described
 from motet.core.types import SamplingParams
 from motet.service.adapters.adapters import Answerer, NoModelError
+from motet.service.adapters.listing import PLACE
 from motet.service.answers import StoredVersion, all_whole, ask
 from motet.service.composition import Service
 from motet.service.database.tables import new_id
@@ -37,7 +38,6 @@ from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, bad_field
 from motet.service.http.pages import page
-from motet.service.routes.adapters import SharesDep
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Asked, Model, Models
 from motet.service.schemas.token_ids import SomeIds
@@ -151,21 +151,18 @@ async def _answerer(service: Service, who: Principal, model: str) -> Answerer:
 
 
 @router.get("/models", response_model=Models)
-def models(who: Asker, service: ServiceDep, shares: SharesDep) -> Response:
+def models(
+    who: Asker,
+    service: ServiceDep,
+    after: Annotated[str | None, Query(pattern=PLACE, description="`next` of the previous page.")] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+) -> Response:
     """List the bases, the versions of the tenant's jobs, uploaded adapters, and adapters that others share."""
     bases = service.adapters.bases
-
-    def model(name: str, base: str | None, created: float = 0) -> Model:
-        return Model(id=name, created=int(created), base=bases.shown(base))
-
-    data = [_base(service, name) for name in bases.names]
-    for job in service.store.jobs(who, limit=200):
-        data.extend(
-            model(f"{job.name}@{name}", job.base, job.created) for name in service.storage.version_names(job.id)
-        )
-    data.extend(model(one.name, one.base, one.created) for one in service.adapters.all(who))
-    data.extend(model(name, base) for name, base in shares.received_models(who).items())
-    return page(Models(data=[]), data, exclude_none=True)
+    data = [] if after is not None else [_base(service, name) for name in bases.names]
+    listed, following = service.listing.page(who, after, limit)
+    data.extend(Model(id=one.name, created=int(one.created), base=bases.shown(one.base)) for one in listed)
+    return page(Models(data=[], next=following), data, exclude_none=True)
 
 
 def _base(service: Service, name: str) -> Model:

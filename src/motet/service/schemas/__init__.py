@@ -220,9 +220,11 @@ class Version(Answer):
 
 
 class Versions(Answer):
-    """Stored versions, oldest first."""
+    """A page of stored versions, oldest first."""
 
     data: list[Version]
+    next: str | None = None
+    """Send it as `after` for the next page; null on the last."""
 
 
 class File(Answer):
@@ -360,10 +362,12 @@ class Model(Answer):
 
 
 class Models(Answer):
-    """The bases and the versions of the tenant's adapters."""
+    """A page of models: the bases, then adapters."""
 
     object: Literal["list"] = "list"
     data: list[Model]
+    next: str | None = None
+    """Send it as `after` for the next page; left out on the last."""
 
 
 class ErrorDetail(Answer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -67,6 +68,41 @@ class Checkpoint:
         }
 
 
+_Saved = tuple[float, str, str]
+"""When a checkpoint was saved, its kind and its name."""
+_Place = tuple[str, str | None, _Saved]
+"""A job, the id of its model, and a checkpoint of it."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The checkpoints of a model, oldest first."""
+
+    stamp: tuple[float, ...]
+    """When it ended, or when its directories changed."""
+    saved: list[_Saved]
+
+
+def _saved(job: Path, kinds: Iterable[str]) -> list[_Saved]:
+    """Named checkpoints of a job, oldest first, expired ones too."""
+    saved = []
+    for kind in kinds:
+        for place in (job / "checkpoints" / kind).glob("[!.]*"):
+            if not _SNAPSHOT.fullmatch(place.name):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    saved.append(((place / ABOUT).stat().st_mtime, kind, place.name))
+    return sorted(saved)
+
+
+def _times(job: Path) -> tuple[float, ...]:
+    """When a checkpoint of each kind came or went last; of the last second, a time that is never told again."""
+    times, now = list[int](), time.time_ns()
+    for kind in _TYPES:
+        with contextlib.suppress(FileNotFoundError):
+            times.append((job / "checkpoints" / kind).stat().st_mtime_ns)
+    return (now,) if any(now - one < 1e9 for one in times) else tuple(times)  # file systems count in milliseconds
+
+
 def iso(seconds: float) -> str:
     """A time in the clients' format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
@@ -83,6 +119,9 @@ class Checkpoints:
     def __init__(self, models: Models, storage: Storage) -> None:
         self._models, self._storage = models, storage
         self._saying = threading.Lock()
+        self._known: dict[str, dict[str, _Known]] = {}
+        """Checkpoints by tenant and model: those of ended ones are not looked for again."""
+        self._changes = 0
 
     def remove_expired(self) -> None:
         """Delete the expired checkpoints of all models: nobody may ask for them again."""
@@ -93,13 +132,34 @@ class Checkpoints:
 
     def of(self, job: StoredJob) -> Iterator[Checkpoint]:
         """Named checkpoints of a model, oldest first; deletes expired ones."""
-        kept = []
-        for kind in _TYPES:
-            for place in (self._models.directory(job) / "checkpoints" / kind).glob("[!.]*"):
-                if not _SNAPSHOT.fullmatch(place.name) and (one := self._there(job, kind, place.name)):
-                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                        kept.append(((one.directory / ABOUT).stat().st_mtime, kind, place.name, one))
-        yield from (one for *_, one in sorted(kept, key=lambda entry: entry[:3]))
+        yield from self._those(job, _saved(self._models.directory(job), _TYPES))
+
+    def newest(self, job: StoredJob, kind: str) -> Iterator[Checkpoint]:
+        """The newest named checkpoint of a kind, if there is one."""
+        yield from itertools.islice(self._those(job, reversed(_saved(self._models.directory(job), [kind]))), 1)
+
+    def page(self, who: Principal, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
+        """Some checkpoints of a tenant's models, those of the newest model first, and the number of all."""
+        changes, before = self._changes, self._known.get(who.tenant_id, {})
+        known, shown, total = dict[str, _Known](), list[_Place](), 0
+        for job, key, ended in self._models.ends(who):
+            directory = self._storage.job(job).path
+            stamp = _times(directory) if ended is None else (ended,)
+            if (found := before.get(job)) is None or found.stamp != stamp:
+                found = _Known(stamp, _saved(directory, _TYPES))
+            known[job] = found
+            first = max(0, offset - total)
+            shown += [(job, key, one) for one in found.saved[first : max(0, offset + limit - total)]]
+            total += len(found.saved)
+        self._known[who.tenant_id] = known if changes == self._changes else {}
+        jobs = ((StoredJob(id=job, idempotency_key=key), one) for job, key, one in shown)
+        return [there for job, one in jobs for there in self._those(job, [one])], total
+
+    def _those(self, job: StoredJob, saved: Iterable[_Saved]) -> Iterator[Checkpoint]:
+        """Those that are still there; deletes expired ones."""
+        for _, kind, name in saved:
+            if (one := self._there(job, kind, name)) is not None:
+                yield one
 
     @staticmethod
     def shown(checkpoints: Iterable[Checkpoint]) -> list[dict[str, Any]]:
@@ -146,7 +206,14 @@ class Checkpoints:
 
     def _remove(self, directory: Path, job: str) -> None:
         shutil.rmtree(directory, ignore_errors=True)
+        self._changed(job)
+
+    def _changed(self, job: str) -> None:
+        """Checkpoints of a model came or went."""
         self._models.stored.changed(job)
+        self._changes += 1
+        for known in list(self._known.values()):
+            known.pop(job, None)
 
     def copy(self, source: Checkpoint, job: StoredJob, ttl: int | None) -> Checkpoint:
         """Copy a checkpoint to another model."""
@@ -169,7 +236,7 @@ class Checkpoints:
         shutil.rmtree(copied.directory, ignore_errors=True)
         draft.rename(copied.directory)
         sync(copied.directory.parent)
-        self._models.stored.changed(job.id)
+        self._changed(job.id)
         return copied
 
     def expire(self, checkpoint: Checkpoint, seconds: int | None) -> None:

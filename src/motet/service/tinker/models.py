@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, func, select
-from sqlalchemy.orm import load_only
+from sqlalchemy import ColumnElement, Row, func, select
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Nudge
@@ -33,6 +33,7 @@ from motet.service.tinker.requests import Lora
 
 SESSION = re.compile(r"(session-[0-9a-f]{16})([0-9a-f]{16})")
 """An id, and a signature that binds it to its tenant."""
+_SESSION_LETTERS = len("session-") + 32
 STEPS = 1_000_000
 ALPHA = 32.0
 MOST_WAITING = 2**31
@@ -166,16 +167,22 @@ class Models:
         query = select(StoredJob).where(*_models(who)).order_by(_NEWEST).limit(limit).offset(offset)
         return self._store.scalars(query), self._store.scalar(select(func.count()).where(*_models(who))) or 0
 
-    def ids(self, who: Principal, session_id: str | None = None) -> list[str]:
-        """Ids of a tenant's models, of one session or all, newest first."""
-        of = _models(who, OF_CLIENTS if session_id is None else f"{session_id}:train:")
-        found = self._store.scalars(select(StoredJob.idempotency_key).where(*of).order_by(_NEWEST))
-        return list(filter(None, found))
+    def ids(self, who: Principal, session_id: str) -> list[str]:
+        """Ids of the models of one session, newest first."""
+        of = select(StoredJob.idempotency_key).where(*_models(who, f"{session_id}:train:"))
+        return list(filter(None, self._store.scalars(of.order_by(_NEWEST))))
 
-    def without_specs(self, who: Principal) -> list[StoredJob]:
-        """All of a tenant's models, newest first, of which only the ids are read: there may be many."""
-        only = load_only(StoredJob.id, StoredJob.idempotency_key, raiseload=True)
-        return self._store.scalars(select(StoredJob).where(*_models(who)).order_by(_NEWEST).options(only))
+    def sessions(self, who: Principal, limit: int, offset: int) -> list[str]:
+        """Some ids of a tenant's sessions with models, that of the newest model first."""
+        session = func.substr(StoredJob.idempotency_key, 1, _SESSION_LETTERS)
+        query = select(session).where(*_models(who)).group_by(session).order_by(func.max(StoredJob.number).desc())
+        return self._store.scalars(query.limit(limit).offset(offset))
+
+    def ends(self, who: Principal) -> Sequence[Row[str, str | None, float | None]]:
+        """The job, the id and the end of each of a tenant's models, newest first: no more is read of many."""
+        query = select(StoredJob.id, StoredJob.idempotency_key, StoredJob.ended).where(*_models(who)).order_by(_NEWEST)
+        with self._store.transaction() as session:
+            return session.execute(query).all()
 
     def directory(self, job: StoredJob) -> Path:
         """The directory of a model's job."""

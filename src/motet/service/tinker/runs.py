@@ -68,8 +68,7 @@ _CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
 def _run(models: Models, checkpoints: Checkpoints, owner: str, job: StoredJob) -> dict[str, Any]:
-    saved = list(checkpoints.of(job))
-    last = {kind: checkpoints.shown([one for one in saved if one.kind == kind][-1:]) for kind in (WEIGHTS, SAMPLER)}
+    last = {kind: checkpoints.shown(checkpoints.newest(job, kind)) for kind in (WEIGHTS, SAMPLER)}
     return {
         "training_run_id": job.idempotency_key,
         "base_model": job.base or models.bases.first,
@@ -107,9 +106,9 @@ def checkpoints_of(who: Asker, tinker: TinkerDep, run: str) -> dict[str, Any]:
 @router.get("/checkpoints")
 def all_checkpoints(who: Asker, tinker: TinkerDep, limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
     """List the checkpoints of all the requester's models."""
-    kept = [one for job in tinker.models.without_specs(who) for one in tinker.checkpoints.of(job)]
-    cursor = {"offset": offset, "limit": limit, "total_count": len(kept)}
-    return {"checkpoints": tinker.checkpoints.shown(kept[offset : offset + limit]), "cursor": cursor}
+    kept, total = tinker.checkpoints.page(who, limit, offset)
+    cursor = {"offset": offset, "limit": limit, "total_count": total}
+    return {"checkpoints": tinker.checkpoints.shown(kept), "cursor": cursor}
 
 
 @router.post("/weights_info")
@@ -243,8 +242,7 @@ for (_method, _path), _words in ELSEWHERE.items():
 @router.get("/sessions")
 def sessions(who: Asker, tinker: TinkerDep, limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
     """List sessions with models, newest first."""
-    ids = list(dict.fromkeys(model_id.partition(":")[0] for model_id in tinker.models.ids(who)))
-    return {"sessions": ids[offset : offset + limit]}
+    return {"sessions": tinker.models.sessions(who, limit, offset)}
 
 
 @router.get("/sessions/{session_id}")

@@ -1,0 +1,161 @@
+"""Lists that a tenant, or another one, can make long: a page costs what it shows, and pages together show all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from motet.runtime.client_loop import ABOUT
+from motet.service.adapters.adapters import ALL
+from motet.service.database.tables import Share, StoredJob, UploadedAdapter
+from motet.service.database.tenants import Principal
+from motet.service.routes.adapters import list_versions
+from motet.service.tinker.checkpoints import Checkpoints
+from motet.service.tinker.models import Models
+from motet.service.tinker.parts import PREFIX
+from motet.service.tinker.runs import _run
+from tests.support.counting import calls
+from tests.support.house import House
+from tests.support.service_run import Json
+
+MANY = 230
+
+
+def pages(house: House, path: str, limit: int, key: str = "ours") -> list[Json]:
+    """All rows, page by page."""
+    rows = list[Json]()
+    after: str | None = ""
+    while after is not None:
+        answer = house.ask("GET", f"{path}?limit={limit}{after and f'&after={after}'}", key).json()
+        assert len(answer["data"]) <= limit + (path == "/v1/models" and not after), "bases come first"
+        rows += answer["data"]
+        after = answer.get("next")
+    return rows
+
+
+def jobs(house: House, tag: str, key: str | None = None) -> list[str]:
+    """Ids of many jobs that have ended; `key` has a place for a number."""
+    common: Any = {"tenant_id": house.store.tenants.made("us").id, "spec": {}, "steps": 1, "ended": 1.0}
+    common |= {"state": "cancelled", "wanted": "cancel"}
+    with house.store.transaction() as session:
+        for n in range(MANY):
+            idempotency = None if key is None else key.format(n)
+            session.add(StoredJob(id=f"job-{tag}-{n}", name=f"{tag}-{n}", idempotency_key=idempotency, **common))
+    return [f"job-{tag}-{n}" for n in range(MANY)]
+
+
+def version(house: House, job: str, number: int) -> Path:
+    """A stored version."""
+    path = house.storage.job(job).path / "versions" / f"v{number}"
+    path.mkdir(parents=True)
+    (path / "adapter_config.json").write_text("{}")
+    return path
+
+
+def test_a_page_of_versions_looks_into_those_that_it_shows(house: House) -> None:
+    job = house.store.job_by_id(house.job["id"])
+    assert job is not None
+    path, few = "/v1/jobs/ended/versions", pages(house, "/v1/jobs/ended/versions", 200)
+    for number in range(100, 100 + MANY):
+        version(house, job.id, number)
+    numbers = [*(one["version"] for one in few), *range(100, 100 + MANY)]
+    assert [one["version"] for one in pages(house, path, 7)] == numbers
+    assert [one["version"] for one in house.ask("GET", path).json()["data"]] == numbers[:200]
+    with calls() as counted:
+        assert len(list_versions(house.service, job, None, 2).data) == 2
+    assert counted["_size"] == 2
+    assert counted["stat"] < 20
+    house.refused(422, "GET", f"{path}?after=best")
+
+
+@pytest.mark.parametrize("key", ["ours", "theirs"])
+def test_a_page_of_models_looks_into_as_many_jobs_as_it_shows(house: House, key: str) -> None:
+    """Of one's own, and of those that a stranger shares with all."""
+    tag = f"many-{key}"
+    many, store, us = jobs(house, tag), house.store, house.store.tenants.made("us")
+    with store.transaction() as session:
+        session.add_all(
+            Share(id=f"share-{tag}-{n}", tenant_id=us.id, object=one, with_tenant=ALL, created=float(n % 3))
+            for n, one in enumerate(many)
+        )
+        common: Any = {"tenant_id": us.id, "bytes": 1, "rank": 1, "alpha": 1.0, "target_modules": []}
+        for n in range(9):
+            name = f"{key}-up-{n}"
+            session.add(UploadedAdapter(id=f"adapter-{name}", name=name, created=float(n % 3), **common))
+    for n, one in enumerate(many):
+        for number in range(n % 3):  # a third of them have none
+            version(house, one, number)
+    before = "" if key == "ours" else "us/"
+    names = {
+        f"{before}{tag}-{n}@{version}" for n in range(MANY) for version in [*range(n % 3), "latest", "best"] if n % 3
+    }
+    listed = [one["id"] for one in pages(house, "/v1/models", 1000, key)]
+    assert names <= set(listed)
+    assert key != "ours" or {f"{key}-up-{n}" for n in range(9)} <= set(listed)
+    for limit in (1, 7, 200):
+        assert [one["id"] for one in pages(house, "/v1/models", limit, key)] == listed
+    tenant, read = store.tenants.made("us" if key == "ours" else "them"), list[Share]()
+    listened: Any = Share, "load", lambda one, _: read.append(one)
+    event.listen(*listened)
+    try:
+        with calls() as counted:
+            found, following = house.service.listing.page(Principal.member_of(tenant.id), None, 7)
+    finally:
+        event.remove(*listened)
+    assert len(found) <= 7
+    assert following
+    assert 0 < counted["Storage.version_names"] <= 7
+    assert len(read) < 10
+    house.refused(422, "GET", "/v1/models?after=many-1")
+
+
+def test_pages_of_a_tinker_client_read_what_they_show(house: House) -> None:
+    many = jobs(house, "model", "session-{0:032d}:train:0")
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    for n, job in enumerate(many):
+        for kind in ("weights", "sampler_weights")[: n % 3]:
+            place = house.storage.job(job).path / "checkpoints" / kind / "w"
+            place.mkdir(parents=True)
+            (place / ABOUT).write_text('{"number": 9}')
+    read, checkpoints, models = list[StoredJob](), house.part(Checkpoints), house.part(Models)
+    listened: Any = StoredJob, "load", lambda one, _: read.append(one)
+    event.listen(*listened)
+    try:
+        with calls() as counted:
+            whole, total = checkpoints.page(who, 10**6, 0)
+        assert counted["_saved"] == MANY
+        read.clear()
+        with calls() as counted:
+            found, _ = checkpoints.page(who, 10, 30)
+        assert [one.path for one in found] == [one.path for one in whole[30:40]]
+        assert len(read) <= 10
+        assert counted["Checkpoints._there"] == 10
+        assert counted["_saved"] == 0, "ended models are not looked into again"
+        read.clear()
+        assert len(models.sessions(who, 10, 5)) == 10
+        assert not read
+    finally:
+        event.remove(*listened)
+    assert total == len(whole) == sum(n % 3 for n in range(MANY))
+    checkpoints.remove(whole[0])
+    cursor = house.ask("GET", f"{PREFIX}/checkpoints?limit=3&offset=2").json()["cursor"]
+    assert cursor == {"limit": 3, "offset": 2, "total_count": total - 1}
+
+
+def test_a_model_shows_its_newest_checkpoint_without_a_look_at_the_others(house: House) -> None:
+    (job, *_), checkpoints = jobs(house, "saving"), house.part(Checkpoints)
+    for n in range(50):
+        place = house.storage.job(job).path / "checkpoints" / "weights" / f"w{n:02d}"
+        place.mkdir(parents=True)
+        (place / ABOUT).write_text('{"number": 9}')
+    row = house.store.job_by_id(job)
+    assert row is not None
+    row.spec = {"adapter": {"rank": 4}}
+    with calls() as counted:
+        shown = _run(house.part(Models), checkpoints, "us", row)
+    assert shown["last_checkpoint"]["checkpoint_id"] == "weights/w49"
+    assert counted["Checkpoint.about"] == counted["Checkpoints._there"] == 1
