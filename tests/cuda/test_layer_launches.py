@@ -44,14 +44,30 @@ def test_a_layer_is_trained_by_at_most_48_launches_with_any_number_of_adapters(m
 
 def test_the_host_reads_once_after_a_pass_or_a_step_and_waits_for_nothing_before(both: list[list[Any]]) -> None:
     """Logprobs and sums of all segments, or norms of all adapters; whatever is sent is in memory that is not paged out."""
-    assert {(line["work"], line["adapters"]) for line in both[1]} == {
+    trained = [line for line in both[1] if not line["work"].startswith("decode")]
+    assert {(line["work"], line["adapters"]) for line in trained} == {
         (work, n) for work in ("score", "train", "step") for n in (2, 5)
     }
-    for line in both[1]:
+    for line in trained:
         assert line["reads"] == {"score": 1, "train": 2, "step": 1}[line["work"]]
         assert line["launches"] > 0
         assert line["sent"] > 0
         assert line["early"] == line["paged"] == 0, line
+
+
+def test_the_host_waits_for_nothing_in_a_decoding_step_and_fetches_its_tokens_by_one_copy(
+    both: list[list[Any]],
+) -> None:
+    """It sends one piece of memory if rows join, with their records and their adapters' addresses, and else nothing."""
+    steps = [line for line in both[1] if line["work"].startswith("decode")]
+    assert {(line["work"], line["adapters"]) for line in steps} == {
+        (work, n) for work in ("decode", "decode again") for n in (2, 5)
+    }
+    for line in steps:
+        assert line["launches"] > 0
+        assert line["reads"] == line["early"] == line["paged"] == 0, line
+        assert line["fetched"] == 1
+        assert line["sent"] == (line["work"] == "decode")
 
 
 def test_every_pass_asks_the_compiler_for_the_same_kernels(made: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the host waits for in training on a card. Run as a module without the interpreter; prints JSON lines.
+"""What the host waits for in training and decoding on a card. Run as a module without the interpreter; prints JSON lines.
 
 Tensors are on torch's `meta` device, where shapes are computed and no values. A read of a value is noted, and answered with
 zeros; what else asks for a value (`.nonzero()`, an index of booleans) fails. Launches are taken by Triton's hook.
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,11 +24,17 @@ from motet.core.batch import AdamW, Batch, Segment
 from motet.cuda.base import CudaBase
 from motet.cuda.launches import count
 from motet.cuda.products import Products
+from motet.cuda.step import CudaSteps
 from motet.cuda.ways import table_for
+from motet.model.accelerator import Recorder, WorkQueue
+from motet.model.device_steps import BLOCKS, PLAIN, TOKEN, DeviceStep
+from motet.model.kv_cache import KVCache
+from motet.model.lora_model import LoraModel
+from motet.rollout.step_table import StepTable
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import CPU, TARGETS, requests
-from tests.support.passes_without_values import LIKE_A_GPU, META, Unpinned, without_values
+from tests.support.passes_without_values import LIKE_A_GPU, META, Unpinned, adapter, without_values
 from tests.support.segments import REINFORCE, make_samples
 
 
@@ -46,6 +53,8 @@ class Waits:
     """Copies to the device of memory that may be paged out, which may wait too."""
     sent: int = 0
     """Other copies to the device."""
+    fetched: int = 0
+    """Copies to the host that only their reader waits for."""
 
 
 class Watch(TorchDispatchMode):
@@ -63,7 +72,7 @@ class Watch(TorchDispatchMode):
         if name in ("pin_memory", "_pin_memory"):
             self._pinned.append(args[0])
             return args[0]
-        if name == "_local_scalar_dense" and args[0].device == META:
+        if name in ("_local_scalar_dense", "item") and args[0].device == META:
             self.reads.append(self._launches.total())
             return 0 if not args[0].is_floating_point() else 0.0
         if name == "_to_copy" and kwargs.get("device") is not None and kwargs["device"] != args[0].device:
@@ -91,13 +100,61 @@ def watched(work: str, adapters: int, run: Callable[[], object]) -> Waits:
     return Waits(work, adapters, total, late, len(watch.reads) - late, watch.paged, watch.sent)
 
 
-def trainer_of(n_adapters: int) -> TorchTrainer:
-    """Adapters of two ranks; the last one has a value head."""
+class Queue(WorkQueue):
+    """Begins work at once, and counts copies of its own memory, which a card's queue does not wait for."""
+
+    sent = fetched = 0
+
+    def host_memory(self, n_bytes: int) -> Tensor:
+        """See `WorkQueue`."""
+        return torch.zeros(n_bytes, dtype=torch.uint8)
+
+    def begin(self, work: Callable[[], None]) -> Callable[[], None]:
+        """See `WorkQueue`."""
+        work()
+        return lambda: None
+
+    def send(self, host: Tensor) -> Tensor:
+        """See `WorkQueue`."""
+        self.sent += 1
+        return torch.empty(host.shape, dtype=host.dtype, device=META)
+
+    def fetch(self, device: Tensor, host: Tensor) -> None:
+        """See `WorkQueue`."""
+        self.fetched += 1
+
+
+def base_on_meta() -> tuple[LoraModel, CudaBase]:
+    """A base by the kernels for cards."""
     base = without_values()
     base.compute_with(replace(LIKE_A_GPU, rows=1, attention="triton"))
     base.read_keys_in_blocks(tiny.BLOCK)
     base.kernels = own = CudaBase(base, lambda _: Products(table_for(CPU, base.dtype)))
     base.attention = own.attention
+    return base, own
+
+
+def decoding(n_adapters: int, found: list[Waits]) -> None:
+    """A step of a row for each adapter, whose rows join; and one in which nothing changes."""
+    with Unpinned():
+        base, own = base_on_meta()
+    rows = range(n_adapters)
+    cache, queue = KVCache(n_adapters, tiny.BLOCK, META), Queue(META)
+    steps, table = CudaSteps(own, cache, queue, Recorder(CPU)), StepTable(n_adapters, 1)
+    steps.hold(table)
+    records = [(row * table.width + column, value) for row in rows for column, value in ((TOKEN, 7), (BLOCKS, row))]
+    joined = np.array([*records, *((table.order_at(PLAIN) + row, row) for row in rows)], np.int64)
+    weights = tuple(adapter(base, 8 + row % 2) for row in rows)
+    for work, changes in (("decode", joined), ("decode again", joined[:0])):
+        queue.sent = queue.fetched = 0
+        step = DeviceStep(PLAIN, n_adapters, changes, weights, 1, truncates=False)
+        waits = watched(work, n_adapters, partial(steps.launch, step))
+        found.append(replace(waits, sent=waits.sent + queue.sent, fetched=queue.fetched))
+
+
+def trainer_of(n_adapters: int) -> TorchTrainer:
+    """Adapters of two ranks; the last one has a value head."""
+    base, _ = base_on_meta()
     trainer = TorchTrainer(base, slots=n_adapters)
     for index in range(n_adapters):
         shape = AdapterConfig(rank=8 + index % 2, alpha=16)
@@ -127,7 +184,7 @@ def work(n_adapters: int, found: list[Waits]) -> None:
 def main(_words: Sequence[str] = ()) -> None:
     for n_adapters in (2, 5):
         found: list[Waits] = []
-        requests(TARGETS["sm_90"], [partial(work, n_adapters, found)])
+        requests(TARGETS["sm_90"], [partial(each, n_adapters, found) for each in (work, decoding)])
         for waits in found:
             print(json.dumps(asdict(waits)))
 
