@@ -251,13 +251,35 @@ def test_a_name_is_looked_for_on_the_service_before_the_hub() -> None:
     assert not is_served(url, None, "mine"), "nothing answers there any more"
 
 
-def test_a_hub_that_does_not_answer_is_asked_once_and_said_so_in_words() -> None:
+@pytest.mark.parametrize(
+    ("script", "what", "cure"),
+    [
+        (
+            "from motet.model.find import find_files; find_files('no-such/model')",
+            "base 'no-such/model' is not on this machine",
+            "run `hf download` where there is a network, and give the directory here",
+        ),
+        (
+            "from motet.model.outline import outline; outline('no-such/model')",
+            "base 'no-such/model' is not on this machine",
+            "run `hf download` where there is a network, and give the directory here",
+        ),
+        (
+            "from motet.config import DataConfig; from motet.tasks.sources import read_rows; "
+            "list(read_rows(DataConfig(source='no-such/rows'))[0])",
+            "data.source 'no-such/rows': it is not on this machine",
+            "use a file (.jsonl, .json, .csv, .parquet), a local directory, toy:NAME or reasoning-gym:NAME",
+        ),
+    ],
+    ids=["base", "configuration", "data"],
+)
+def test_a_hub_that_does_not_answer_is_asked_once_and_said_so_in_words(script: str, what: str, cure: str) -> None:
     """In a process of its own: the hub's client reads its address when it is imported."""
-    script = "from motet.model.find import find_files\nfind_files('no-such/model')"
     with socket.socket() as taken:  # nobody listens there
         taken.bind(("127.0.0.1", 0))
         env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
         ended = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
     told = ended.stderr.splitlines()[-1]
-    assert "base 'no-such/model' is not on this machine, and the hub does not answer (" in told
-    assert told.endswith("run `hf download` where there is a network, and give the directory here")
+    assert f"{what}, and the hub does not answer (" in told
+    assert told.endswith(cure)
+    assert "Retrying" not in ended.stderr

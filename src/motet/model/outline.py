@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from motet.core.errors import BaseModelError
 from motet.model.checkpoint import empty_model
 from motet.model.covered_decoder import linears_of, norms_of, refusal_of
-from motet.model.find import find_base
+from motet.model.find import find_files
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.packed_forms import Float8Blocks, Form, Nf4Blocks
 
@@ -117,7 +117,7 @@ def outline(name: str) -> BaseOutline:
         BaseModelError: there is no such configuration, or Motet does not know the sizes of such a base.
     """
     path = Path(os.path.expanduser(name))
-    source = str(path) if path.suffix == ".json" else find_base(name)[0]
+    source = str(path) if path.suffix == ".json" else find_files(name)[0]
     try:
         config = AutoConfig.from_pretrained(source)
     except Exception as error:  # configurations fail in many ways

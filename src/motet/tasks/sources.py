@@ -16,6 +16,7 @@ from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
 from motet.tasks.row_files import READERS, Row, RowLimits, rows_of
 
+_HUB_SECONDS = 10
 _ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
@@ -137,6 +138,37 @@ def _toy(config: DataConfig, name: str) -> Iterator[Row]:
     return iter(make_rows(name, config.size or GENERATED_ROWS, config.seed))
 
 
+def _ask_hub(source: str) -> None:
+    """Ask once whether the hub answers, where it would be asked for half a minute. Raises DataError if it does not."""
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # the last is of the client that it uses
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,
+        OfflineModeIsEnabled,
+    )
+
+    kept = (
+        Path(HF_DATASETS_CACHE) / source.replace("/", "___"),
+        Path(HF_HUB_CACHE) / f"datasets--{source.replace('/', '--')}",
+    )
+    if any(map(Path.is_dir, kept)):
+        return
+    instead = "use a file (.jsonl, .json, .csv, .parquet), a local directory, toy:NAME or reasoning-gym:NAME"
+    try:
+        HfApi().dataset_info(source, timeout=_HUB_SECONDS)
+    except (HFValidationError, HfHubHTTPError):  # no name, or an answer: `datasets` says what is wrong
+        return
+    except OfflineModeIsEnabled as error:
+        reason = "HF_HUB_OFFLINE forbids to ask the hub; unset it"
+        raise DataError(f"it is not on this machine, and {reason}, or {instead}") from error
+    except (HTTPError, OSError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"it is not on this machine, and the hub does not answer ({reason:.200}); {instead}") from error
+
+
 def _datasets(config: DataConfig, rules: Rules) -> Iterator[Row]:
     import datasets
 
@@ -147,6 +179,8 @@ def _datasets(config: DataConfig, rules: Rules) -> Iterator[Row]:
             loaded = datasets.load_from_disk(str(saved))
             table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
+            if not saved.exists():
+                _ask_hub(source)
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
         yield from tables.of_datasets(table) if rules.reads_columns else (dict(table[i]) for i in range(len(table)))
     except DataError as error:
