@@ -310,11 +310,20 @@ def test_a_run_goes_on_where_tensorboard_events_cannot_be_written(here: Path, sa
 
 
 def test_check_fails_where_no_answer_gets_a_reward(here: Path, says: Motet) -> None:
-    (here / "rewards.py").write_text("def broken(problem, completion):\n    raise KeyError('level')\n")
-    (here / "jobs.yaml").write_text("base: small\njobs: [{name: a, data: 'toy:add', reward: 'rewards.py:broken'}]\n")
+    (here / "rewards.py").write_text(
+        "def broken(problem, completion):\n    raise KeyError('level')\n\n"
+        "def silent(completions):\n    return [1.0] + [None] * (len(completions) - 1)\n"
+    )
+    (here / "jobs.yaml").write_text(
+        "base: small\ndefaults: {data: 'toy:add'}\njobs: [{name: a, reward: 'rewards.py:broken'}, "
+        "{name: b, reward: 'rewards.py:silent'}]\n"
+    )
     code, out, err = says("check", "jobs.yaml", "--rollouts", "2")
+    said = " ".join(out.split())
     assert code == 1, out + err
-    assert "job a: 8 of 8 answers got no reward: reward rewards.py:broken: KeyError: 'level'" in " ".join(out.split())
+    assert "job a: 8 of 8 answers got no reward: reward rewards.py:broken: KeyError: 'level'" in said
+    assert "job b: 4 of 8 answers got no reward: no reward applies: rewards.py:silent returned None" in said
+    assert "too hard or too easy" not in said, "nobody has judged the problems"
 
 
 @pytest.mark.usefixtures("here")

@@ -101,6 +101,15 @@ def test_answers_that_nothing_rewards_are_not_judged() -> None:
     )
 
 
+def test_problems_are_not_blamed_where_most_answers_have_no_reward() -> None:
+    lost = {"reward": [0.9] * RECENT + [0.1] * RECENT, "reward_std": 0.4, "no_signal": [0.1] * RECENT + [1.0] * RECENT}
+    for figures in ({"reward": 1.0, "reward_std": 0.0, "no_signal": 1.0}, lost):
+        (blamed,) = warnings(2 * RECENT, rollouts=16, failed=7, **figures)[1:]
+        assert blamed.startswith(("no signal", "had signal and lost it"))
+        (failed,) = warnings(2 * RECENT, rollouts=16, failed=14, **figures)
+        assert failed.endswith("rollouts have no reward")
+
+
 def test_what_has_been_learned_has_no_signal_left() -> None:
     learned = [min(0.1 + 0.1 * step, 0.98) for step in range(2 * RECENT)]
     assert warnings(reward=learned, no_signal=0.9, distinct=[0.8] * RECENT + [0.2] * RECENT) == ()

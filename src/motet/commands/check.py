@@ -240,14 +240,15 @@ def _say_tokens(console: Console, job: Job, kind: str | None, groups: Sequence[G
 
 
 def _no_signal(job: Job, groups: Sequence[Group]) -> str:
-    """The warnings of `motet run` that a few groups can show; none if no answer has a reward, or most cannot be read."""
+    """The warning of `motet run` that a few groups can show; none if most answers have no reward or cannot be read."""
     scored = [rollout for group in groups for rollout in group.scored]
-    if 2 * sum(any(turn.parts.unread for turn in one.turns) for one in scored) > len(scored):
+    unread = sum(any(turn.parts.unread for turn in one.turns) for one in scored)
+    if 2 * len(scored) <= sum(len(group.rollouts) for group in groups) or 2 * unread > len(scored):
         return ""
     rewards = [rollout.reward for rollout in scored]
     share = sum(not group.has_signal for group in groups) / len(groups)
     own = job.config.algorithm.model_dump(mode="json")
-    return no_signal(share, fmean(rewards), pstdev(rewards), own) if rewards else ""
+    return no_signal(share, fmean(rewards), pstdev(rewards), own)
 
 
 def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:

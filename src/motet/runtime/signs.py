@@ -149,7 +149,8 @@ class Signs:
         answers, inside = (sum(_numbers(self.recent, name)) for name in ("rollouts", "in_thought"))
         if thought := in_thought(inside, answers, _mean(self.recent, "truncated"), self._section("sampling")):
             return {"thought": thought}
-        if lost := self._lost():
+        unjudged = 0 < answers <= 2 * sum(_numbers(self.recent, "failed"))  # such groups show nothing of the problems
+        if not unjudged and (lost := self._lost()):
             return {"lost": lost}
         if self._section("algorithm").get("teacher"):  # it teaches by each token, whatever the rewards are
             return {}
@@ -157,7 +158,7 @@ class Signs:
             return {"identical": identical}
         share, reward, spread = (_mean(self.recent, name) for name in ("no_signal", "reward", "reward_std"))
         return {
-            "no-signal": no_signal(share, reward, spread, self._section("algorithm")),
+            "no-signal": "" if unjudged else no_signal(share, reward, spread, self._section("algorithm")),
             "alike": self._alike(),
             "entropy": self._no_entropy(),
         }
