@@ -34,6 +34,8 @@ _MOST_PAIRS = 2**15
 _MOST_KINDS_OF_ROWS = 64
 _MOST_LINES = 120
 """Of a prompt that a person reads token by token."""
+_MOST_LETTERS = 2000
+"""Of the middle of such a prompt."""
 _ENDS_OF_CALLS = {"<|eot_id|>": "<|eom_id|>"}
 """By a token that a template writes: one that ends calls without being in the template (Llama 3)."""
 _CHANCE = re.compile(r"\{[{%](?:(?![%}]\}).)*?(?P<by>\|\s*random\b|\blipsum\s*\()", re.DOTALL)
@@ -210,13 +212,16 @@ class Chat(ReadsTurns):
             return False
 
     def readable(self, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
-        """One line per token: position, id and text; `*` marks trained tokens. The middle of a long text is one line."""
+        """One line per token: position, id and text; `*` marks trained tokens. The middle of a long text is one line, cut."""
         mask = np.zeros(len(token_ids), np.bool_) if loss_mask is None else loss_mask
         rows = list(zip(range(len(token_ids)), token_ids.tolist(), mask.tolist(), strict=True))
         lines = [f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows]
         if len(lines) > _MOST_LINES:
             half = _MOST_LINES // 2
             left = self._decode(token_ids[half:-half].tolist())
+            if len(left) > _MOST_LETTERS:
+                cut = _MOST_LETTERS // 2
+                left = f"{left[:cut]} … {len(left) - 2 * cut} characters … {left[-cut:]}"
             lines[half:-half] = [f"{'…':>6}   {len(lines) - 2 * half} tokens: {left!r}"]
         return "\n".join(lines)
 
