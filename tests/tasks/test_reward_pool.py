@@ -88,7 +88,7 @@ FAULTS = [
     ("value nan", "returned nan, not a finite number"),
     ("value inf", "returned inf"),
     ("value none", "returned None"),
-    ("value text", "returned str, not a number"),
+    ("value text", r"returned str, not a number: return a float, such as float\(text\)"),
     ("value huge", "returned int that is not a number: OverflowError"),
 ]
 

@@ -113,6 +113,15 @@ def _loop() -> asyncio.AbstractEventLoop:
 _event_loop: asyncio.AbstractEventLoop | None = None
 
 
+# Types that people return for a number, and what the number is.
+_INSTEAD: dict[type, str] = {
+    str: ", such as float(text)",
+    tuple: ", which is one of its values",
+    list: ", which is one of its values; a function with `completions` returns one for each",
+    dict: ", which is one of its values; a function with verl's `solution_str` may return a dictionary with `score`",
+}
+
+
 def _number(value: Any) -> float | BaseException:
     """A finite float, or an error that describes the value."""
     if isinstance(value, BaseException):
@@ -120,7 +129,9 @@ def _number(value: Any) -> float | BaseException:
     if value is None:
         return ValueError("returned None, not a number: return 0.0 for no reward; a path without `return` gives None")
     if isinstance(value, str | bytes | complex) or not hasattr(value, "__float__"):
-        return ValueError(f"returned {type(value).__name__}, not a number")
+        return ValueError(
+            f"returned {type(value).__name__}, not a number: return a float{_INSTEAD.get(type(value), '')}"
+        )
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
