@@ -218,10 +218,7 @@ class Chat(ReadsTurns):
         lines = [f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows]
         if len(lines) > _MOST_LINES:
             half = _MOST_LINES // 2
-            left = self._decode(token_ids[half:-half].tolist())
-            if len(left) > _MOST_LETTERS:
-                cut = _MOST_LETTERS // 2
-                left = f"{left[:cut]} … {len(left) - 2 * cut} characters … {left[-cut:]}"
+            left = _shortened(self._decode(token_ids[half:-half].tolist()))
             lines[half:-half] = [f"{'…':>6}   {len(lines) - 2 * half} tokens: {left!r}"]
         return "\n".join(lines)
 
@@ -393,3 +390,9 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 def _is_special(tokenizer: Any, token: int) -> bool:
     return token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder
+
+
+def _shortened(text: str) -> str:
+    """A text without its middle, if it is long."""
+    cut, more = _MOST_LETTERS // 2, len(text) - _MOST_LETTERS
+    return text if more <= 0 else f"{text[:cut]} … {more} characters … {text[-cut:]}"
