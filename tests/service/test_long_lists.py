@@ -109,7 +109,8 @@ def test_a_page_of_models_looks_into_as_many_jobs_as_it_shows(house: House, key:
     assert following
     assert 0 < counted["Storage.version_names"] <= 7
     assert len(read) < 10
-    house.refused(422, "GET", "/v1/models?after=many-1")
+    for after in ("many-1", "0/e//", "0/1.5//", "1/1e3/adapter-x/", "2/./share-x/", "1/1.0//"):
+        house.refused(422, "GET", f"/v1/models?after={after}")
 
 
 def test_pages_of_a_tinker_client_read_what_they_show(house: House) -> None:

@@ -251,13 +251,14 @@ async def _joined(chunks: AsyncIterator[Chunk], n_tokens: int) -> AsyncIterator[
     """Join chunks until they have the next multiple of so many tokens, or end a completion."""
     held, known, sent = defaultdict[int, list[Chunk]](list), Counter[int](), Counter[int]()
     async for chunk in chunks:
-        parts, index = held[chunk.index], chunk.index
+        index = chunk.index
+        parts = held[index]
         parts.append(chunk)
         known[index] += len(chunk.token_ids)
         if chunk.finish_reason is None and known[index] // n_tokens == sent[index] // n_tokens:
             continue
         sent[index] = known[index]
-        del held[chunk.index]
+        del held[index]
         yield (
             chunk
             if len(parts) == 1

@@ -51,9 +51,8 @@ class TickTurns:
         """Report that the same tenants have work."""
         self._turns.come(self._there, WAITS)
 
-    def can_go_on(self, items: Iterable[Prompt | SampledSequence]) -> None:
+    def can_go_on(self, items: Sequence[Prompt | SampledSequence]) -> None:
         """Report the tenants of items that the next tick could serve."""
-        items = list(items)
         leads = filter(is_interactive, items) if self.company else ()
         self._turns.come(map(tenant_of, items), DECODES, frozenset(map(tenant_of, leads)))
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from starlette.concurrency import run_in_threadpool
 
 from motet.service.composition import Service
@@ -27,6 +27,7 @@ async def _service(request: Request) -> Service:
 
 
 ServiceDep = Annotated[Service, Depends(_service)]
+After = Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")]
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -13,7 +13,7 @@ from motet.service.database.tables import StoredJob, UploadedAdapter
 from motet.service.database.tenants import Principal
 from motet.service.storage import Storage
 
-PLACE = r"^[0-2]/[0-9.e+-]{1,40}/[0-9A-Za-z_.-]{0,60}/([0-9]{1,9}|latest|best)?$"
+PLACE = r"^(0/[0-9]{1,15}//|[12]/[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}/)([0-9]{1,9}|latest|best)?$"
 """A place in the list: a section, a row of it in two parts, and the last version of the row that was listed."""
 
 

@@ -24,7 +24,7 @@ from motet.service.composition import Service
 from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
-from motet.service.depends import Asker, NamedJob, ServiceDep, worked
+from motet.service.depends import After, Asker, NamedJob, ServiceDep, worked
 from motet.service.errors import Refusal, existing
 from motet.service.http.pages import page
 from motet.service.routing import TenantRoute
@@ -43,7 +43,7 @@ WithReceipts = Annotated[
 def list_versions(
     service: ServiceDep,
     job: NamedJob,
-    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 200,
 ) -> Versions:
     """List the stored versions."""

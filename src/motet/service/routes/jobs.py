@@ -19,7 +19,7 @@ from motet.service.composition import Service
 from motet.service.database.store import jobs_of, size_of
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.depends import Asker, NamedJob, ServiceDep, while_there
+from motet.service.depends import After, Asker, NamedJob, ServiceDep, while_there
 from motet.service.errors import Refusal
 from motet.service.http.bodies import hold
 from motet.service.http.pages import page
@@ -120,7 +120,7 @@ def list_jobs(
     who: Asker,
     service: ServiceDep,
     state: JobState | None = None,
-    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Response:
     """List jobs, newest first."""

@@ -13,7 +13,7 @@ from motet.runtime.bracket import bracket_rows, order, verdict
 from motet.service.composition import Service
 from motet.service.database.tables import StoredRace
 from motet.service.database.tenants import Principal
-from motet.service.depends import Asker, ServiceDep
+from motet.service.depends import After, Asker, ServiceDep
 from motet.service.errors import existing
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Bracket, Race, Races
@@ -49,7 +49,7 @@ NamedRace = Annotated[StoredRace, Depends(_named_race)]
 def list_races(
     who: Asker,
     service: ServiceDep,
-    after: Annotated[str | None, Query(pattern=r"^\d{1,15}$", description="`next` of the previous page.")] = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Races:
     """List races, newest first."""
