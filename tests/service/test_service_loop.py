@@ -8,12 +8,13 @@ import dataclasses
 import gc
 import hashlib
 import inspect
+import itertools
 import json
 import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ from sqlalchemy import event
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from motet.config.service import RateConfig
+from motet.config.service import HttpConfig, RateConfig
 from motet.core.errors import ConfigError
 from motet.core.json_text import rough_size
 from motet.service.app import ROUTES
 from motet.service.database.tables import StoredFile
 from motet.service.http.auth import FEW_BYTES
 from motet.service.http.bodies import BYTES_OF_A_REQUEST, _Body
+from motet.service.http.connections import QUEUE, Connections
 from motet.service.http.forms import FormReader
 from motet.service.http.json_size import BYTES_OF_A_REQUEST as JSON_OF_A_REQUEST
 from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
@@ -151,6 +153,66 @@ def test_requests_behind_one_another_are_answered_in_turn(house: House) -> None:
     with connected(house) as one:  # its limits hold for those behind the first, too
         one.sendall(ask + b"\r\n" + ask + b"a:\r\n" * (MOST_LINES + 1) + b"\r\n")
         assert rest_of(one).count(b"HTTP/1.1 200 ") == 1
+
+
+@contextlib.contextmanager
+def turns_of(loop: asyncio.AbstractEventLoop, look: Callable[[], int]) -> Iterator[list[int]]:
+    """What is seen at each turn of a loop, while the block runs."""
+    seen, over = list[int](), threading.Event()
+
+    def turn() -> None:
+        seen.append(look())
+        if not over.is_set():
+            loop.call_soon(turn)
+
+    loop.call_soon_threadsafe(turn)
+    try:
+        yield seen
+    finally:
+        over.set()
+
+
+def test_large_pieces_that_arrive_together_are_handled_in_many_turns(house: House) -> None:
+    """Connections are opened in peace, and all bodies come in one moment: others are answered between them."""
+    size, handled, begins = 2**16, house.connections.handled, threading.Event()
+    head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % size
+    with turns_of(house.app.state.loop, lambda: handled.bytes) as seen, contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(connected(house)) for _ in range(40)]
+        wait_until(lambda: house.connections._open >= len(lines))
+        house.app.state.loop.call_soon_threadsafe(begins.wait)
+        before = handled.bytes
+        for line in lines:
+            line.sendall(head + b" " * size)
+        begins.set()
+        for line in lines:
+            assert rest_of(line).startswith(b"HTTP/1.1 4")
+    assert handled.bytes - before == len(lines) * (len(head) + size)
+    most = max(after - before for before, after in itertools.pairwise(seen))
+    assert size < most <= 2**17 + 2**18, "what a turn handles, and the piece that was too much"
+
+
+def test_few_connections_are_accepted_in_a_turn() -> None:
+    made = 0
+
+    class Counted(asyncio.Protocol):
+        def connection_made(self, _: asyncio.BaseTransport) -> None:
+            nonlocal made
+            made += 1
+
+    async def serve() -> list[int]:
+        loop, backlog = asyncio.get_running_loop(), Connections(HttpConfig(), 2**16).backlog
+        with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
+            async with await loop.create_server(Counted, sock=listening, backlog=backlog):
+                listening.listen(QUEUE)
+                for _ in range(100):
+                    stack.enter_context(socket.create_connection(listening.getsockname()))
+                with turns_of(loop, lambda: made) as seen:
+                    while made < 100:
+                        await asyncio.sleep(0)
+        return seen
+
+    seen = asyncio.run(serve())
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= 8
 
 
 # --- before a body is read, and what it may cost ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import resource
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from http import HTTPStatus
 from typing import Any
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 _MOST_FILES = 2**16
 _SHARE = 0.75
 """Share of open files for connections; the rest is for the database, uploads and other processes."""
-_AT_ONCE = 64
+_AT_ONCE = 4
 """Connections accepted in one turn of the event loop; each takes about 0.1 ms."""
 QUEUE = 2048
 """Connections that wait in the kernel to be accepted."""
@@ -35,6 +35,8 @@ _SMALL, _FREE_READS = 4096, 16
 """Bytes of a small piece, and how many of them a request may have before its connection is read seldom."""
 _REST_SECONDS, _READS_PER_SECOND = 0.02, 1000.0
 """Shortest time between two reads of small pieces, and the most of these reads of all connections together."""
+_LARGE, _LARGE_IN_A_TURN = 2**14, 2**17
+"""Bytes of a large piece, and how many bytes of them are handled in one turn of the event loop: about 1 ms."""
 _SLICE = 2048
 """Bytes of chunks, heads and trailers that are parsed at once."""
 _LOG_SECONDS = 10.0
@@ -81,7 +83,7 @@ class Connections:
         """`files` is the process's limit of open files."""
         self.config = config
         self.most = min(config.connections or files, int(files * _SHARE))
-        self.backlog = max(16, min(_AT_ONCE, (files - self.most) // 2))
+        self.backlog = max(1, min(_AT_ONCE, (files - self.most) // 2))
         """Connections accepted at once."""
         self._of_address = Counter[str]()
         self._half = OrderedDict[_Guarded, None]()
@@ -91,6 +93,10 @@ class Connections:
         self.handled = Handled()
         self._held = 0
         """Connections that are not read for a moment."""
+        self._room = _LARGE_IN_A_TURN
+        """Bytes of large pieces that this turn of the event loop has room for."""
+        self._put_off = deque[tuple[_Guarded, bytes]]()
+        """Large pieces for later turns. Their connections are not read."""
         for name, kinds in (("asyncio", (_NO_FILES,)), ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade"))):
             logging.getLogger(name).addFilter(Seldom(*kinds))
         _log.addFilter(Seldom("connections are refused"))
@@ -143,6 +149,29 @@ class Connections:
         one.flow.hold()
         asyncio.get_running_loop().call_later(max(_REST_SECONDS, self._held / _READS_PER_SECOND), self._rested, one)
 
+    def puts_off(self, one: _Guarded, data: bytes) -> bool:
+        """Whether a piece is handled in a later turn of the event loop, because it is large, as were those before it."""
+        if len(data) < _LARGE:
+            return False
+        if self._room == _LARGE_IN_A_TURN:
+            asyncio.get_running_loop().call_soon(self._turn)
+        if self._room > 0:
+            self._room -= len(data)
+            return False
+        one.flow.hold()
+        self._put_off.append((one, data))
+        return True
+
+    def _turn(self) -> None:
+        self._room = _LARGE_IN_A_TURN
+        while self._put_off and self._room > 0:
+            one, data = self._put_off.popleft()
+            self._room -= len(data)
+            one.flow.release()
+            one.handle(data)
+        if self._room < _LARGE_IN_A_TURN:
+            asyncio.get_running_loop().call_soon(self._turn)
+
     def _rested(self, one: _Guarded) -> None:
         self._held -= 1
         one.flow.release()
@@ -192,7 +221,12 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
 
     def data_received(self, data: bytes) -> None:
         """Receive a part of a request."""
-        if not self._counted:
+        if not self._all.puts_off(self, data):
+            self.handle(data)
+
+    def handle(self, data: bytes) -> None:
+        """Handle a part of a request in this turn of the event loop."""
+        if not self._counted or self.transport.is_closing():
             return
         self._all.handled.reads += 1
         self._all.handled.bytes += len(data)
