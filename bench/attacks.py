@@ -39,6 +39,8 @@ ROWS = 1000
 """Steps of the job whose steps are read."""
 TENSORS = 800_000
 """Empty ones, in the header of an uploaded adapter."""
+BURST, BURST_BYTES = 500, 131_072
+"""Connections, and bytes of each one's body."""
 LONG_ROWS, ROW_CHARACTERS = 180_000, 5_000
 """Of a file of half a megabyte that jobs prepare."""
 
@@ -118,22 +120,24 @@ def sparse(service: Service, key: str) -> Iterator[None]:
 @contextlib.contextmanager
 def steps(service: Service, key: str) -> Iterator[None]:
     """Threads that read all steps of a job."""
+    name = f"read-{time.monotonic_ns()}"
     with client(service.url, key) as http:
-        job = tiny("read", ROWS, algorithm={"group_size": 2, "groups_per_step": 1}, sampling={"max_tokens": 1})
+        job = tiny(name, ROWS, algorithm={"group_size": 2, "groups_per_step": 1}, sampling={"max_tokens": 1})
         http.post("/v1/jobs", json=job).raise_for_status()
-        with sent_again(lambda one: one.get("/v1/jobs/read/steps?points=5000"), service.url, key, 16):
+        with sent_again(lambda one: one.get(f"/v1/jobs/{name}/steps?points=5000"), service.url, key, 16):
             yield
-        http.post("/v1/jobs/read/cancel")
+        http.post(f"/v1/jobs/{name}/cancel")
 
 
 @contextlib.contextmanager
 def slots(service: Service, key: str) -> Iterator[None]:
     """As many jobs as slots, each one step of many rollouts."""
-    names = [f"slot-{number}" for number in range(16)]
+    names = [f"slot-{number}-{time.monotonic_ns()}" for number in range(16)]
     with client(service.url, key) as http:
         for name in names:
             job = tiny(name, 1, algorithm={"group_size": 8, "groups_per_step": 2048}, sampling={"max_tokens": 32})
-            http.post("/v1/jobs", json={**job, "data": {"source": "toy:sort_letters", "size": 4096, "holdout": 4}})
+            job = {**job, "data": {"source": "toy:sort_letters", "size": 4096, "holdout": 4}}
+            http.post("/v1/jobs", json=job).raise_for_status()
         yield
         for name in names:
             http.post(f"/v1/jobs/{name}/cancel")
@@ -210,6 +214,38 @@ def bodies(service: Service, key: str) -> Iterator[None]:
             line.close()
 
 
+@contextlib.contextmanager
+def bursts(service: Service, key: str) -> Iterator[None]:
+    """Hundreds of connections that are opened in peace, and whose bodies arrive in one moment."""
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {BURST_BYTES}\r\n\r\n"
+    )
+    body = head.encode() + b" " * (BURST_BYTES - 1)  # one byte is missing
+    stop = threading.Event()
+
+    def send() -> None:
+        while not stop.is_set():
+            with contextlib.ExitStack() as open_, contextlib.suppress(OSError):
+                lines = [socket.create_connection(("127.0.0.1", service.port), 10) for _ in range(BURST)]
+                for line in lines:
+                    open_.enter_context(line)
+                stop.wait(0.5)
+                for line in lines:
+                    line.setblocking(False)
+                    with contextlib.suppress(OSError):
+                        line.send(body)
+                stop.wait(2)
+
+    sending_ = threading.Thread(target=send, daemon=True)
+    sending_.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        sending_.join()
+
+
 def _masks() -> dict[str, object]:
     words = [f"{number:x}" * 4 for number in range(400)]
     schema = {
@@ -234,6 +270,7 @@ ATTACKS: dict[str, Callable[[Service, str], contextlib.AbstractContextManager[No
     "tensors": tensors,
     "rows": rows,
     "bodies": bodies,
+    "bursts": bursts,
 }
 
 
