@@ -146,7 +146,7 @@ def run(asks: Sequence[Ask], *, rows: int, cache: KVCache, executor: ModelRunner
 
 
 ASKS = (
-    Ask(0, 14, 1, (1, 2), SamplingParams(max_tokens=4)),
+    Ask(0, 14, 1, (1, 2), SamplingParams(max_tokens=6)),
     Ask(0, 14, 0, (3,), SamplingParams(max_tokens=4, temperature=0.0)),
     Ask(0, 9, 2, (4,), SamplingParams(max_tokens=2, temperature=0.8, top_p=0.9)),
     Ask(0, 6, 1, (5,), SamplingParams(max_tokens=3, grammar="third")),

@@ -57,13 +57,14 @@ class Stage:
         rows: int,
         host: int = 0,
         executor: type[LateExecutor] = LateExecutor,
+        prefill: int = 40,
     ) -> None:
         """Without `chance`, steps run in turn."""
         self.cache, self.turns = PoisonedCache(n_blocks, BLOCK, rows + 1), CountingTurns()
         ahead = None if chance is None else executor(self.cache, N_VOCAB, chance)
         self.executor = ahead or AnsweringExecutor(self.cache, N_VOCAB)
         self.decoder = Decoder(
-            tiny.base("llama"), self.cache, max_rows=rows, prefill_tokens=40, kept_blocks=n_blocks // 3,
+            tiny.base("llama"), self.cache, max_rows=rows, prefill_tokens=prefill, kept_blocks=n_blocks // 3,
             host_bytes=host, turns=self.turns, executor=self.executor,
         )  # fmt: skip
         if ahead is not None:
@@ -153,12 +154,18 @@ def is_beginning(part: Any, whole: Any) -> bool:
     return bool(part[0] == whole[0][:n_tokens] and part[1] == whole[1][:n_tokens])
 
 
-@pytest.mark.parametrize("seed", few(range(24), *range(8)))
+@pytest.mark.parametrize("seed", few(range(48), *range(8), *range(24, 36)))
 def test_whatever_happens_beside_it_a_request_gets_what_it_gets_in_turn(seed: int) -> None:
-    """Requests come and are aborted, few blocks preempt, groups fork, episodes go on, versions are unloaded in flight."""
+    """Requests come and are aborted, few blocks preempt, groups fork, episodes go on, versions are unloaded in flight.
+
+    Half of them read prompts in parts of a few tokens.
+    """
     chance = random.Random(seed)
     rows, tenants = chance.randrange(1, 9), chance.randrange(1, 3)
-    stage = Stage(random.Random(seed + 1), chance.choice((12, 20, 64)), rows, chance.choice((0, 1 << 20)))
+    n_blocks, host, part = chance.choice((12, 20, 64)), chance.choice((0, 1 << 20)), 40
+    if seed >= 24:
+        tenants, part = 3, 1 + seed % 20
+    stage = Stage(random.Random(seed + 1), n_blocks, rows, host, prefill=part)
     asked, aborted = list[GenerateRequest](), set[str]()
     for tick in range(150):
         if tick < 100 and chance.random() < 0.2:

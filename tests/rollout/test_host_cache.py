@@ -257,11 +257,11 @@ def test_a_fault_while_a_copy_comes_back_holds_no_block_for_ever():
     blocks = BlockAllocator(cache, host, KeptSequences(cache, host, 0, stateful=True))
     request = GenerateRequest("r", "job", np.arange(13, dtype=np.int32), None, SamplingParams(max_tokens=1), (1,))
     prompt = Prompt(request, None, lambda chunk: None)
-    assert blocks.begin(prompt, 0, None) == 0
+    assert blocks.begin(prompt, 0)
     blocks.page_out(prompt)
     host.refuses = True
     with pytest.raises(RuntimeError):
-        blocks.begin(prompt, 0, None)
+        blocks.begin(prompt, 0)
     blocks.give_back(prompt)
     assert (host.used, cache.n_free, cache.states.n_free) == (0, cache.n_blocks, cache.states.n_slots)
 

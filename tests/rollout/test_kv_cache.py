@@ -124,7 +124,7 @@ def test_a_sequence_whose_states_cannot_be_had_gives_its_blocks_back():
     prompt = Prompt(request, None, lambda chunk: None)
     sequence = SampledSequence(prompt, 0, 1)
     with pytest.raises(RuntimeError, match="inference"):
-        blocks.begin(prompt, 0, None)
+        blocks.begin(prompt, 0)
     with pytest.raises(RuntimeError, match="inference"):
         blocks.resume(sequence)
     blocks.give_back(prompt)

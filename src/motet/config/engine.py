@@ -62,7 +62,7 @@ class EngineConfig(Config):
     """Tokens in a KV block. Attention adds blocks in a fixed order, so results depend on this size, equally for all
     jobs."""
     prefill_tokens: int = Field(2048, ge=64, le=10**7)
-    """Prompt tokens prefilled in one forward pass."""
+    """Most prompt tokens that one pass reads. Longer prompts are read in parts; rows get a token between two parts."""
     speculate: bool = True
     """Guess tokens from earlier answers and check several at a time, where that is faster: [the same bits](speculation.md),
     sooner."""

@@ -1,12 +1,14 @@
 """Brings preempted sequences and waiting prompts into the batch: allocates their blocks, and reads what is not computed.
 
-Legend: N sampled rows, V vocabulary.
+What a tick reads is limited, so that rows that run wait for one pass at most: long prompts are read in parts, each behind
+the one before. Legend: N items that are read, V vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import torch
 
@@ -14,9 +16,12 @@ from motet.core.stops import Decode
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.executor import Executor, NewTokens
-from motet.rollout.sequences import Prompt, SampledSequence, tenant_of, waits_for_grammar
+from motet.rollout.sequences import Prompt, SampledSequence, prompt_of, tenant_of, waits_for_grammar
 from motet.rollout.steps import sample
 from motet.rollout.tick_turns import TickTurns
+
+Item = Prompt | SampledSequence
+Parts = dict[Item, NewTokens]
 
 
 class Admission:
@@ -31,10 +36,12 @@ class Admission:
         self.prefilled_tokens = 0
         """Tokens computed in these prefills, without reused ones."""
         self._no_blocks = False  # whether a waiting prompt found no free blocks in the last tick
+        self._held_up: set[str] = set()  # tenants with rows that had no step since a part was read
 
-    def opens(self) -> set[str]:
-        """Tenants whose prompts the next tick could start."""
-        return set() if self._no_blocks or self._rows.free <= 0 else self._rows.may_begin()
+    def able(self) -> list[Item]:
+        """What the next tick could start or read."""
+        prompts = self._rows.startable() if self._rows.free > 0 else []
+        return [*self._rows_to_read(), *(one for one in prompts if one.blocks or not self._no_blocks)]
 
     def release(self, prompt: Prompt) -> None:
         """Free what a prompt holds."""
@@ -42,103 +49,136 @@ class Admission:
         prompt.logits = None
 
     def admit(self, *, in_flight: bool) -> tuple[list[SampledSequence], list[tuple[Prompt, int]]]:
-        """Resume preempted sequences, then admit prompts while there is room; sample their first tokens.
+        """Resume preempted sequences, read prompts while there is room, and sample the first tokens of completions.
 
         With steps `in_flight`, these land before: prefills would wait for them and be charged with their time, and rows
         that end leave blocks.
 
         Returns:
-            The sequences, and the number of tokens read for each prompt.
+            The completions that begin, and the number of tokens read for each prompt.
         """
         self._rows.share_out()
         if in_flight and self._may_start() and self._rows.land():
             self._rows.share_out()
-        inputs: list[NewTokens] = []
-        read: list[tuple[Prompt, int]] = []
-        resumed, budget = self._resume(inputs, self._turns.tokens)
-        read.extend((sequence.prompt, sequence.length) for sequence in resumed)
-        opened = self._open_prompts(inputs, budget)
-        if inputs:
-            logits_NV = self._executor.logits(inputs)
-            self.prefills += len(inputs)
-            self.prefilled_tokens += sum(len(new.token_ids) for new in inputs)
-            for offset, prompt in enumerate(opened):
-                read.append((prompt, len(inputs[len(resumed) + offset].token_ids)))
-                prompt.logits = logits_NV[len(resumed) + offset : len(resumed) + offset + 1].clone()
-            sample(self._executor, resumed, logits_NV[: len(resumed)], self._text)
+        self._resume()
+        parts = self._choose()
+        self._read(parts)
         born = self._fork()
-        read.extend((item.prompt, 1) for item in born)
-        return [*resumed, *born], read
+        read = [(prompt_of(item), len(new.token_ids)) for item, new in parts.items()]
+        return born, [*read, *((item.prompt, 1) for item in born)]
 
     def _may_start(self) -> bool:
-        """Whether this tick may resume a sequence or start a prompt, once masks are ready."""
-        return any(map(self._rows.may_resume, self._rows.preempted)) or (self._rows.free > 0 and bool(self._due()))
+        """Whether this tick may resume a sequence, or read or start a prompt."""
+        if self._rows_to_read() or any(map(self._rows.may_resume, self._rows.preempted)):
+            return True
+        waiting = self._startable()
+        due = self._due(waiting)
+        return any(one.is_read or tenant_of(one) in due for one in waiting)
 
-    def _due(self) -> list[Prompt]:
-        """The prompts that may start, of tenants whose turn it is; sorts those that wait by what their tenants had."""
+    def _rows_to_read(self) -> list[SampledSequence]:
+        """Rows that were preempted, and are not wholly read again."""
+        return [item for item in self._rows.running if item.unread]
+
+    def _startable(self) -> list[Prompt]:
+        """The prompts that may start or go on; sorts those that wait by what their tenants had."""
+        if self._rows.free <= 0:
+            return []
         self._rows.waiting = deque(sorted(self._rows.waiting, key=self._turns.had))
-        may_begin = self._rows.may_begin()
-        waiting = [prompt for prompt in self._rows.waiting if tenant_of(prompt) in may_begin]
-        due = self._turns.due((*self._rows.running, *waiting[:1]))
-        return [prompt for prompt in waiting if prompt.blocks or tenant_of(prompt) in due]
+        return self._rows.startable()
 
-    def _resume(self, inputs: list[NewTokens], budget: int) -> tuple[list[SampledSequence], int]:
-        """Resume preempted sequences of tenants with free rows; returns those to compute, and the remaining budget."""
-        resumed: list[SampledSequence] = []
+    def _due(self, waiting: Sequence[Prompt]) -> set[str]:
+        """The tenants that may read: whose turn it is, of those with rows that can go on and the first prompt to be read.
+
+        In company a tick reads or decodes: nobody reads while it is the turn of rows that waited for a part before.
+        """
+        rows = [item for item in self._rows.running if item.unread or _can_step(item)]
+        readers: list[Item] = [*rows, *[one for one in waiting if not one.is_read][:1]]
+        due = self._turns.due(readers)
+        if self._turns.company and not self._held_up.isdisjoint(map(tenant_of, filter(_can_step, due))):
+            return set()
+        return set(map(tenant_of, due))
+
+    def stepped(self, rows: Sequence[SampledSequence]) -> None:
+        """Report the rows that had a step."""
+        self._held_up.difference_update(map(tenant_of, rows))
+
+    def _resume(self) -> None:
+        """Resume preempted sequences of tenants with free rows, as long as less than a tick reads is unread."""
+        unread = sum(item.unread for item in self._rows_to_read())
         for sequence in sorted(self._rows.preempted, key=self._turns.had):  # a stable sort keeps each tenant's order
-            if not self._rows.may_resume(sequence) or waits_for_grammar(sequence):
+            if not self._rows.may_resume(sequence):
                 continue
-            computes = sequence.copy is None
-            if computes and inputs and sequence.length > budget:
+            if sequence.unread and unread >= self._turns.tokens:
                 break
             if not self._rows.with_room(sequence, functools.partial(self._blocks.resume, sequence)):
                 break
-            if computes:
-                weights = sequence.prompt.weights
-                inputs.append(NewTokens(weights, sequence.read_ids(), 0, sequence.blocks, sequence.slot))
-                budget -= sequence.length
-                resumed.append(sequence)
+            unread += sequence.unread
             self._rows.preempted.remove(sequence)
             self._rows.start(sequence)  # before anything can fail, so that `fail_all` finds it
-        return resumed, budget
 
-    def _open_prompts(self, inputs: list[NewTokens], budget: int) -> list[Prompt]:
-        """Allocate blocks for prompts to prefill now; leaves room for at least one completion of each."""
-        opened, self._no_blocks = [], False
+    def _choose(self) -> Parts:
+        """Choose what to read, at most a tick's tokens: of rows and prompts partly read, and of prompts that begin.
+
+        Those begin only while there are rows, and blocks for at least one completion of each.
+        """
+        parts: Parts = {}
+        self._rows.reading, budget = parts, self._turns.tokens
+        self._no_blocks, full = False, False
         rows, reserved, taken = self._rows.free, 0, Counter[str]()
-        for prompt in self._due():
-            if rows <= 0:
+        waiting = self._startable()
+        due = self._due(waiting)
+        items: list[Item] = [*self._rows_to_read(), *waiting]
+        for item in sorted(items, key=self._turns.had):
+            if budget <= 0:
                 break
-            left = min(rows, self._rows.left(prompt) - taken[tenant_of(prompt)])
-            if left <= 0:
+            if isinstance(item, Prompt):
+                left = min(rows, self._rows.left(item) - taken[tenant_of(item)])
+                if left <= 0 or not (item.is_read or tenant_of(item) in due):
+                    continue
+                more = reserved + bool(parts or self._rows.running)
+                if not item.blocks and (full or not self._begin(item, more, waiting)):
+                    if not full:  # what cannot begin lets others go on
+                        full, due = True, self._due([one for one in waiting if one.blocks])
+                    continue
+                begins = min(left, len(item.waiting))
+                taken[tenant_of(item)] += begins
+                rows -= begins
+                reserved += len(item.waiting)
+            elif tenant_of(item) not in due or not item.blocks:  # it may have given way
                 continue
-            if not prompt.blocks:
-                more = reserved + bool(inputs or self._rows.running)
-                begin = functools.partial(self._blocks.begin, prompt, more, budget if inputs else None)
-                # exceeds this tick's token budget: preempting others would not help
-                short = bool(inputs) and len(prompt.request.prompt_ids) > budget
-                known = begin() if short else self._rows.with_room(prompt, begin, more)
-                if known is None:
-                    self._no_blocks = not inputs
-                    break
-                token_ids = prompt.request.prompt_ids[known:].tolist()
-                if token_ids:
-                    inputs.append(NewTokens(prompt.weights, token_ids, known, prompt.blocks, prompt.slot))
-                    opened.append(prompt)
-                budget -= len(token_ids)
-            begins = min(left, len(prompt.waiting))
-            taken[tenant_of(prompt)] += begins
-            rows -= begins
-            reserved += len(prompt.waiting)
-        return opened
+            if item.unread:
+                ids = item.token_ids(item.known, min(item.whole, item.known + budget))
+                parts[item] = NewTokens(prompt_of(item).weights, ids, item.known, item.blocks, item.slot)
+                budget -= len(ids)
+        self._no_blocks = full and not parts
+        return parts
+
+    def _begin(self, prompt: Prompt, more: int, waiting: Sequence[Prompt]) -> bool:
+        """Allocate a prompt's blocks; leaves `more` free, and a row for each of those `waiting` that has begun."""
+        if sum(bool(one.blocks) for one in waiting) >= self._rows.free:
+            return False
+        return self._rows.with_room(prompt, functools.partial(self._blocks.begin, prompt, more), more)
+
+    def _read(self, parts: Parts) -> None:
+        """Compute these parts, and the logits of prompts of which they are the last."""
+        if parts:
+            logits_NV = self._executor.logits(list(parts.values()))
+            for place, (item, new) in enumerate(parts.items()):
+                item.unread -= len(new.token_ids)
+                self.prefilled_tokens += len(new.token_ids)
+                self.prefills += not item.unread
+                if isinstance(item, Prompt) and not item.unread:
+                    item.logits = logits_NV[place : place + 1].clone()
+            if any(item.unread for item in parts):
+                self._held_up = set(map(tenant_of, filter(_can_step, self._rows.running)))
+        self._rows.reading = {}
 
     def _fork(self) -> list[SampledSequence]:
         """Start completions of prefilled prompts and sample their first tokens."""
         born: list[SampledSequence] = []
         logits = []
-        may_begin = self._rows.may_begin()
-        able = [prompt for prompt in self._rows.waiting if prompt.blocks and tenant_of(prompt) in may_begin]
-        due, most = self._turns.due(able), self._turns.rows
+        able = [prompt for prompt in self._rows.startable() if prompt.is_read]
+        due, most = set(map(tenant_of, self._turns.due(able))), self._turns.rows
         for prompt in [prompt for prompt in able if tenant_of(prompt) in due]:
             while (
                 prompt.waiting
@@ -161,3 +201,7 @@ class Admission:
         if born:
             sample(self._executor, born, torch.cat(logits), self._text)
         return born
+
+
+def _can_step(item: Item) -> bool:
+    return isinstance(item, SampledSequence) and not (item.unread or waits_for_grammar(item))

@@ -28,6 +28,8 @@ class BatchRows:
         self.preempted: deque[SampledSequence] = deque()
         self.running: list[SampledSequence] = []
         """Oldest first."""
+        self.reading: Mapping[Prompt | SampledSequence, object] = {}
+        """What the next pass reads parts of; its blocks stay until then."""
         self.preemptions = 0
         self._cache, self._blocks = cache, blocks
         self._limits: Mapping[str, int] = {}
@@ -54,7 +56,8 @@ class BatchRows:
         had.update(map(tenant_of, self.running))
         whole = sum(shares.values())
         self._had, self._shares = had, {tenant: share / whole for tenant, share in shares.items()}
-        self._limits = row_limits(wanted, had, self._shares, self.most)
+        begun = {tenant_of(prompt): 1 for prompt in self.waiting if prompt.blocks}  # as good as a row, till it has one
+        self._limits = row_limits(wanted, begun | had, self._shares, self.most)
         if any(n > self._limits[tenant] for tenant, n in had.items()):
             if self.land():
                 self.share_out()
@@ -97,16 +100,27 @@ class BatchRows:
         self.preempted.clear()
         self.running.clear()
         self._preemptible.clear()
-        self._large = None
+        self._large, self.reading = None, {}
         self._had.clear()
 
-    def may_begin(self) -> set[str]:
-        """Tenants whose prompts may start; preempted sequences precede all but tenants below their cache share."""
-        names = {tenant_of(item) for item in self.waiting if self.left(item) > 0}
+    def startable(self) -> list[Prompt]:
+        """Prompts that may start or go on; preempted sequences precede all but tenants below their cache share.
+
+        A prompt that has blocks goes on even if it fills the share: else it would give way to what it made give way.
+        """
+        waiting = [item for item in self.waiting if self.left(item) > 0]
         if self._large is not None and self._large_waits:
-            return names & {tenant_of(self._large)} if isinstance(self._large, Prompt) else set()
+            tenant = tenant_of(self._large) if isinstance(self._large, Prompt) else None
+            return [item for item in waiting if tenant_of(item) == tenant]
         stuck = {tenant_of(item) for item in self.preempted if self.left(item) > 0}
-        return (names - stuck) & self._below_share() if stuck else names
+        if not stuck:
+            return waiting
+        below, fills = self._below_share(), self._below_share(filled=True)
+        return [
+            item
+            for item in waiting
+            if tenant_of(item) not in stuck and tenant_of(item) in (fills if item.blocks else below)
+        ]
 
     def may_resume(self, sequence: SampledSequence) -> bool:
         """Whether a preempted sequence may take a row and blocks."""
@@ -136,15 +150,15 @@ class BatchRows:
         return taken
 
     def _candidates(self, item: Prompt | SampledSequence, more: int) -> list[Prompt | SampledSequence]:
-        """Candidates for preemption: prompts that may not start now, then other tenants' youngest rows, then prompts.
+        """Candidates for preemption: prompts that may not go on now, then other tenants' youngest rows, then prompts.
 
         Other tenants' rows and prompts qualify only if their tenant exceeds its share of the cache, and if the item's
         tenant stays within its own; otherwise the item would be preempted next. An item that needs more than its
         tenant's share becomes the large one, if there is none.
         """
-        may_begin, held = self.may_begin(), self._held()
-        prompts = [one for one in self.waiting if one is not item and one.logits is not None and one.blocks]
-        candidates: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) not in may_begin]
+        startable, held = set(self.startable()), self._held()
+        prompts = [one for one in self.waiting if one is not item and one.blocks and one not in self.reading]
+        candidates: list[Prompt | SampledSequence] = [one for one in prompts if one not in startable]
         for one in candidates:
             _drop(held[tenant_of(one)], one.blocks)
         tenant, needs = tenant_of(item), 1 if item.blocks else self._blocks.needs(item)
@@ -152,8 +166,8 @@ class BatchRows:
         if len(self._limits) > 1 and self._large is None and needs + 1 > fair_blocks > len(held[tenant]):
             self._large = item
         if len(self._limits) > 1 and (item is self._large or len(held[tenant]) + needs + more <= fair_blocks):
-            rest: list[Prompt | SampledSequence] = [one for one in prompts if tenant_of(one) in may_begin]
-            for one in [*reversed(self._preemptible), *rest]:
+            rest: list[Prompt | SampledSequence] = [one for one in prompts if one in startable]
+            for one in [*(row for row in reversed(self._preemptible) if row not in self.reading), *rest]:
                 name = tenant_of(one)
                 if name != tenant and one is not self._large and len(held[name]) > self._fair_blocks(name):
                     _drop(held[name], one.blocks)
@@ -163,7 +177,8 @@ class BatchRows:
     def grow(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
         """Give the chosen sequences blocks for their next tokens, oldest first; preempts the youngest if none is free.
 
-        If blocks are short, the large item comes first, and tenants below their cache share come before others.
+        If blocks are short, the large item comes first, and tenants below their cache share come before others. A prompt
+        that is partly read is younger than its tenant's sequences.
         """
         n_free = self._cache.n_free
         if n_free < len(chosen) and n_free < sum(map(self._blocks.lacks, chosen)) and self.land():
@@ -174,19 +189,24 @@ class BatchRows:
                 self._blocks.grow(item)
             return running
         kept: set[SampledSequence] = set()
-        queue = deque(self.running)
-        if len(self._limits) > 1 and self._cache.n_free < len(chosen):
-            below_share = self._below_share()
-            queue = deque(
-                sorted(self.running, key=lambda item: (item is not self._large, tenant_of(item) not in below_share))
-            )
+        parts = [one for one in self.waiting if one.blocks and one.unread]
+        queue = deque[Prompt | SampledSequence]((*self.running, *parts))
+        if len(self._limits) > 1:
+            below = self._below_share()
+            queue = deque(sorted(queue, key=lambda item: (item is not self._large, tenant_of(item) not in below)))
         while queue:
             sequence = queue.popleft()
+            if isinstance(sequence, Prompt):
+                continue
             if sequence not in chosen:
                 kept.add(sequence)
                 continue
             while not (grown := self._blocks.grow(sequence)) and queue:
-                self._preempt(queue.pop())
+                youngest = queue.pop()
+                if isinstance(youngest, Prompt):
+                    self._reclaim(youngest)
+                else:
+                    self._preempt(youngest)
             if not grown:
                 for prompt in self.waiting:
                     self._reclaim(prompt)
@@ -198,9 +218,10 @@ class BatchRows:
         self.running = [item for item in self.running if item in kept]
         return [item for item in self.running if item in chosen]
 
-    def _below_share(self) -> set[str]:
-        """Tenants that hold less than their share of the cache."""
-        return {name for name, blocks in self._held().items() if len(blocks) < self._fair_blocks(name)}
+    def _below_share(self, *, filled: bool = False) -> set[str]:
+        """Tenants that hold less than their share of the cache, and those that hold just this if it may be `filled`."""
+        held = {name: len(blocks) for name, blocks in self._held().items()}
+        return {name for name, n in held.items() if n < (fair := self._fair_blocks(name)) or (filled and n == fair)}
 
     def _held(self) -> dict[str, Counter[int]]:
         """For each tenant, the blocks that it holds, and how many of its sequences and prompts hold each."""

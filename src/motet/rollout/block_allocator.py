@@ -19,28 +19,24 @@ class BlockAllocator:
     def __init__(self, cache: KVCache, host: HostCache, kept: KeptSequences) -> None:
         self._cache, self._host, self._kept = cache, host, kept
 
-    def begin(self, prompt: Prompt, more: int, budget: int | None) -> int | None:
-        """Allocate a prompt's blocks and slot. Returns how many of its tokens are already computed; None if it must wait.
+    def begin(self, prompt: Prompt, more: int) -> bool:
+        """Allocate a prompt's blocks and slot, and find what of it is computed already; False if it must wait.
 
-        Leaves `more` further blocks free; `budget` is the largest number of tokens to compute.
+        Leaves `more` further blocks free.
         """
-        n_tokens = len(prompt.request.prompt_ids)
-        n_blocks = self._blocks_of(n_tokens)
+        n_blocks = self._blocks_of(prompt.whole)
         if prompt.copy is not None:
-            return n_tokens if self._come_back(prompt, n_tokens, n_blocks, more) else None
+            return self._come_back(prompt, n_blocks, more)
         kept, known = self._kept.find(prompt)
-        if budget is not None and n_tokens - known > budget:
-            return None
         if kept is not None and self._go_on(prompt, kept, known, n_blocks, more):
-            return known
-        if budget is not None and n_tokens > budget:
-            return None
+            prompt.unread = prompt.whole - known
+            return True
         if not self._kept.make_room(n_blocks + more, 1):
-            return None
+            return False
         # assigned before the next call can fail, so that they are freed then
         prompt.blocks = self._cache.take(n_blocks)
         prompt.slot = self._cache.states.take()
-        return 0
+        return True
 
     def fork(self, prompt: Prompt, *, alone: bool) -> SampledSequence | None:
         """Start the prompt's next completion; None if it must wait. Full blocks are shared, states are copied.
@@ -71,7 +67,7 @@ class BlockAllocator:
         """Allocate a preempted sequence's blocks, including one for its next token, and its slot; False if it must wait."""
         n_blocks = self._blocks_of(sequence.length)
         if sequence.copy is not None:
-            return self._come_back(sequence, sequence.length - 1, n_blocks)
+            return self._come_back(sequence, n_blocks)
         if not self._kept.make_room(n_blocks, 1):
             return False
         sequence.blocks = self._cache.take(n_blocks)  # as in `begin`
@@ -84,14 +80,10 @@ class BlockAllocator:
 
     def suffices(self, item: Prompt | SampledSequence, more: int, giving: Iterable[Prompt | SampledSequence]) -> bool:
         """Whether freeing the blocks of `giving` would leave enough for this item and `more` further blocks."""
-        n_blocks, present, copy = self.needs(item), list[int](), item.copy
+        n_blocks, present, copy, known = self.needs(item), list[int](), item.copy, item.known
         if item.blocks:
             n_blocks = 1
-        elif isinstance(item, SampledSequence):
-            known = item.length - 1
-        elif copy is not None:
-            known = len(item.request.prompt_ids)
-        else:
+        elif copy is None and isinstance(item, Prompt):
             kept, known = self._kept.find(item)
             if kept is not None:
                 copy, present = kept.copy, kept.blocks[: known // self._cache.block_size]
@@ -126,10 +118,10 @@ class BlockAllocator:
 
     def page_out(self, owner: Prompt | SampledSequence) -> None:
         """Free the owner's blocks and slot, after copying them to host memory if there is room."""
-        n_tokens = owner.length - 1 if isinstance(owner, SampledSequence) else len(owner.request.prompt_ids)
-        copy = self._host.put(owner.blocks, owner.slot, n_tokens)
+        copy, unread = self._host.put(owner.blocks, owner.slot, owner.known), owner.unread
         self.give_back(owner)
-        owner.copy = copy
+        if copy is not None:
+            owner.copy, owner.unread = copy, unread
 
     def give_back(self, owner: Prompt | SampledSequence) -> None:
         """Free the owner's blocks, slot and host copy."""
@@ -138,10 +130,10 @@ class BlockAllocator:
             owner.copy = None
         self._cache.give_back(owner.blocks)
         self._cache.states.give_back(owner.slot)
-        owner.blocks, owner.slot = [], self._cache.states.no_slot
+        owner.blocks, owner.slot, owner.unread = [], self._cache.states.no_slot, owner.whole
 
-    def _come_back(self, owner: Prompt | SampledSequence, n_tokens: int, n_blocks: int, more: int = 0) -> bool:
-        if owner.copy is None or not self._copy_back(owner, owner.copy, n_tokens, n_blocks, more):
+    def _come_back(self, owner: Prompt | SampledSequence, n_blocks: int, more: int = 0) -> bool:
+        if owner.copy is None or not self._copy_back(owner, owner.copy, owner.known, n_blocks, more):
             return False
         self._host.forget(owner.copy)
         owner.copy = None

@@ -1,7 +1,7 @@
 """Continuous batching on the embedded base: admission, prefill, decode, preemption. Synchronous; one tick at a time.
 
-A tick prefills what can be admitted, then decodes one token for every running sequence. Sharing a tick affects speed,
-never tokens.
+A tick prefills a part of what can be admitted, then decodes one token for every running sequence. Sharing a tick affects
+speed, never tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from motet.rollout.executor import AheadExecutor, Executor
 from motet.rollout.grammars import Grammars
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import runner_for
-from motet.rollout.sequences import Prompt, SampledSequence, tenant_of, waits_for_grammar
+from motet.rollout.sequences import Prompt, SampledSequence, waits_for_grammar
 from motet.rollout.steps import Steps, SynchronousSteps
 from motet.rollout.tick_turns import TickTurns
 
@@ -158,7 +158,7 @@ class Decoder:
 
     @torch.inference_mode()
     def tick(self) -> None:
-        """Admit and prefill what fits, then decode one token for sequences of the tenants whose turn it is.
+        """Admit what fits, prefill a part of it, then decode one token for sequences of the tenants whose turn it is.
 
         While several tenants use the device, a tick is short: it prefills or decodes, and only for a limited time.
         """
@@ -168,8 +168,8 @@ class Decoder:
         self._begin_masks()
         before = self.prefilled_tokens
         self._turns.begin()
-        fresh, read = self._admission.admit(in_flight=self._steps.in_flight)
-        self._settle(fresh)
+        born, read = self._admission.admit(in_flight=self._steps.in_flight)
+        self._settle(born)
         self.spent += self._turns.read(read, self.prefilled_tokens - before)
         running: list[SampledSequence] = []
         if self.prefilled_tokens == before or not self._turns.company:
@@ -178,11 +178,11 @@ class Decoder:
                 self.rows.grow(self._turns.chosen(self._able())), key=lambda item: item.prompt.adapter_order
             )
             landed = self._steps.step(running, self.drafts, self._turns.spare(len(running)))
+            self._admission.stepped(running)
             self._settle(landed.touched)
             self.spent += self._turns.decoded(landed.parts)
         self.stuck = self._begin_masks() and not (running or read or self._steps.in_flight)
-        opens = self._admission.opens()
-        self._turns.can_go_on((*(item for item in self.rows.waiting if tenant_of(item) in opens), *self._able()))
+        self._turns.can_go_on((*self._admission.able(), *self._able()))
         all_run = len(running) == len(self.rows.running) and not (self._constrained or self.rows.preempted)
         self._settled = all_run and not (self.rows.waiting and self.rows.free > 0)
 
@@ -210,7 +210,7 @@ class Decoder:
         running = self.rows.running
         if self._steps.in_flight:
             running = [item for item in running if item.may_step]
-        return [item for item in running if not waits_for_grammar(item)] if self._constrained else running
+        return [item for item in running if not (item.unread or waits_for_grammar(item))]
 
     def _settle(self, touched: Sequence[SampledSequence]) -> None:
         """Deliver new tokens of streams, remove finished sequences from the batch, and free what no step writes."""

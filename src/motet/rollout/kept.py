@@ -52,7 +52,7 @@ class KeptSequences:
         """Take ownership of the blocks and slot of a finished sequence, and drop the one that it continued."""
         if not self._most:
             return
-        ids = np.array(sequence.read_ids()[:-1], np.int32)
+        ids = np.array(sequence.token_ids(0, sequence.whole), np.int32)
         request, slot = sequence.prompt.request, sequence.slot
         if not self._stateful:
             self._cache.states.give_back(slot)

@@ -36,8 +36,33 @@ class Prompt:
     """Slot of its states after the last token."""
     copy: HostCopy | None = None
     """Host copy of its cache, after it was preempted."""
+    unread: int = field(init=False)
+    """Its last tokens, which neither the cache nor the host copy has."""
     logits: Any = None
-    """Logits of the last prompt token, [1, V], from prefill until the last completion is admitted."""
+    """Logits of the last prompt token, [1, V], from the end of its prefill until the last completion is admitted."""
+
+    def __post_init__(self) -> None:
+        self.unread = self.whole
+
+    @property
+    def whole(self) -> int:
+        """Tokens to read before a completion begins."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def known(self) -> int:
+        """Tokens in the cache or the host copy."""
+        return self.whole - self.unread
+
+    @property
+    def is_read(self) -> bool:
+        """Whether completions can begin: all its tokens are in the cache."""
+        return bool(self.blocks) and not self.unread
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Some of its tokens."""
+        ids: list[int] = self.request.prompt_ids[start:end].tolist()
+        return ids
 
     @functools.cached_property
     def tenant(self) -> str:
@@ -67,6 +92,8 @@ class SampledSequence(GrowingCompletion):
     slot: int = 0
     copy: HostCopy | None = None
     """Host copy of its cache, after it was preempted."""
+    unread: int = 0
+    """Tokens before the last that neither the cache nor the host copy has: it was preempted, and is read again."""
     grammar: Grammar | None = None
     """Grammar state; None without a grammar."""
     tick: int = 0
@@ -80,15 +107,26 @@ class SampledSequence(GrowingCompletion):
         return len(self.prompt.request.prompt_ids) + len(self.tokens)
 
     @property
+    def whole(self) -> int:
+        """Tokens to read before its next step, which reads the last."""
+        return self.length - 1
+
+    @property
+    def known(self) -> int:
+        """Tokens in the cache or the host copy."""
+        return self.whole - self.unread
+
+    @property
     def may_step(self) -> bool:
         """Whether the next step can compute a token of it: masks of a grammar need the tokens in flight."""
         if not self.in_flight:
             return True
         return self.grammar is None and len(self.tokens) + self.in_flight < self.prompt.request.sampling.max_tokens
 
-    def read_ids(self) -> list[int]:
-        """Prompt and completion tokens, which a prefill after preemption reads again."""
-        return [*self.prompt.request.prompt_ids.tolist(), *self.tokens]
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Some of the tokens of prompt and completion."""
+        n_prompt = len(self.prompt.request.prompt_ids)
+        return [*self.prompt.token_ids(start, end), *self.tokens[max(0, start - n_prompt) : max(0, end - n_prompt)]]
 
     def append(self, token: int, logprob: float, usable: bool, decode: Decode) -> None:
         """Append a drawn token and check whether the completion ends."""
@@ -122,19 +160,24 @@ def payer_of(request: GenerateRequest) -> Payer:
     return Payer(request.job, request.tenant, request.share)
 
 
-def waits_for_grammar(item: Prompt | SampledSequence) -> bool:
+def waits_for_grammar(item: SampledSequence) -> bool:
     """Whether the mask of its next token is not ready."""
-    return isinstance(item, SampledSequence) and item.grammar is not None and not item.grammar.ready
+    return item.grammar is not None and not item.grammar.ready
+
+
+def prompt_of(item: Prompt | SampledSequence) -> Prompt:
+    """The item's prompt."""
+    return item.prompt if isinstance(item, SampledSequence) else item
 
 
 def tenant_of(item: Prompt | SampledSequence) -> str:
     """The item's tenant."""
-    return item.prompt.tenant if isinstance(item, SampledSequence) else item.tenant
+    return prompt_of(item).tenant
 
 
 def is_interactive(item: Prompt | SampledSequence) -> bool:
     """Whether somebody waits for the answer."""
-    return (item.prompt if isinstance(item, SampledSequence) else item).request.interactive
+    return prompt_of(item).request.interactive
 
 
 def aborted(index: int) -> Chunk:

@@ -60,11 +60,8 @@ class TickTurns:
         """Device seconds that the item's tenant has used, divided by its share, less its lead; those with less come first."""
         return self._turns.had(tenant_of(item)) - LEAD * is_interactive(item)
 
-    def due(self, items: Sequence[Prompt | SampledSequence]) -> set[str]:
-        """The tenants among these whose turn it is."""
-        return set(map(tenant_of, self._due(items)))
-
-    def _due(self, items: Sequence[Item]) -> list[Item]:
+    def due(self, items: Sequence[Item]) -> list[Item]:
+        """Those of these items whose turn it is."""
         most = self._turns.most(map(tenant_of, items))
         return [item for item in items if self.had(item) <= most]
 
@@ -72,7 +69,7 @@ class TickTurns:
         """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
         chosen = list(running)
         if self.company:
-            chosen = self._due(running)
+            chosen = self.due(running)
             chosen.sort(key=lambda item: (self.had(item), item.tick))
             del chosen[self.rows :]
         self._ticks += 1
