@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
+import motet
 from motet.runtime.client_loop import ABOUT
 from motet.service.adapters.adapters import ALL
 from motet.service.database.tables import Share, StoredJob, UploadedAdapter
@@ -111,6 +112,55 @@ def test_a_page_of_models_looks_into_as_many_jobs_as_it_shows(house: House, key:
     assert len(read) < 10
     for after in ("many-1", "0/e//", "0/1.5//", "1/1e3/adapter-x/", "2/./share-x/", "1/1.0//"):
         house.refused(422, "GET", f"/v1/models?after={after}")
+
+
+@pytest.mark.parametrize("key", ["ours", "theirs", "admin"])
+def test_a_page_of_shares_looks_at_as_many_as_it_shows(house: House, key: str) -> None:
+    """Given by the tenant, and by strangers with all."""
+    store, many = house.store, jobs(house, f"lent-{key}")
+    us, them = (store.tenants.made(name).id for name in ("us", "them"))
+    with store.transaction() as session:
+        session.add_all(
+            Share(id=f"lent-{key}-{n}", tenant_id=(us, them)[n % 2], object=one, with_tenant=ALL, created=float(n % 3))
+            for n, one in enumerate(many)
+        )
+    given, received = whole = paged_shares(house, 200, key)
+    for limit in (37, min(200, len(given))):  # the last one ends a page with what is given
+        assert paged_shares(house, limit, key) == whole
+    for shares in whole:
+        assert len(set(shares)) == len(shares)
+    mine = {f"lent-{key}-{n}" for n in range(MANY) if key == "admin" or n % 2 == (key == "theirs")}
+    assert mine <= set(given)
+    if key != "admin":
+        assert not mine & set(received)
+    assert {f"lent-{key}-{n}" for n in range(MANY)} <= {*given, *received}
+    assert len(house.ask("GET", "/v1/shares", key).json()["given"]) <= 200
+    read = list[Share]()
+    listened: Any = Share, "load", lambda one, _: read.append(one)
+    event.listen(*listened)
+    try:
+        house.service.adapters.listed(Principal.member_of(them), None, 3)
+    finally:
+        event.remove(*listened)
+    assert 0 < len(read) <= 4
+    with motet.Client(str(house.http.base_url), house.keys[key]) as client:
+        known = client.shares()
+    assert ([one.id for one in known.given], [one.id for one in known.received]) == whole
+    for after in ("7", "given/1/x", "other/1.0/x", "given/1e3/x", "received/1.0/"):
+        house.refused(422, "GET", f"/v1/shares?after={after}")
+
+
+def paged_shares(house: House, limit: int, key: str) -> tuple[list[str], list[str]]:
+    """Ids of all shares, given and received, page by page."""
+    given, received = list[str](), list[str]()
+    after: str | None = ""
+    while after is not None:
+        answer = house.ask("GET", f"/v1/shares?limit={limit}{after and f'&after={after}'}", key).json()
+        assert 0 < len(answer["given"]) + len(answer["received"]) <= limit
+        given += (one["id"] for one in answer["given"])
+        received += (one["id"] for one in answer["received"])
+        after = answer.get("next")
+    return given, received
 
 
 def test_pages_of_a_tinker_client_read_what_they_show(house: House) -> None:

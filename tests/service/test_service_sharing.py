@@ -289,7 +289,7 @@ def test_what_is_shared_can_be_used_and_nothing_else_is_seen(house: House, name:
     assert [one["id"] for one in listed["received"]] == [shared.json()["id"]]
     assert listed["given"] == []
     assert theirs in listed["received"][0]["models"]
-    assert house.ask("GET", "/v1/shares", "third").json() == {"given": [], "received": []}
+    assert house.ask("GET", "/v1/shares", "third").json() == {"given": [], "received": [], "next": None}
     for path in ("", "/events", "/rollouts", "/versions", "/versions/best/download"):
         house.refused(404, "GET", f"/v1/jobs/{house.job['id']}{path}", "theirs")
     house.refused(404, "DELETE", f"/v1/shares/{shared.json()['id']}", "theirs")

@@ -10,7 +10,7 @@ import tarfile
 import zlib
 from pathlib import Path
 
-from motet.client.connection import Connection, path_of
+from motet.client.connection import PAGE, Connection, path_of
 from motet.core.errors import DataError, ServiceError
 from motet.core.types import ADAPTER_FILES
 from motet.service.adapters.archive import pack
@@ -62,7 +62,11 @@ class AdapterMethods(Connection):
 
     async def shares(self) -> Shares:
         """Shares with others, and of others."""
-        return await self._ask(Shares, "GET", "/v1/shares")
+        whole = await self._ask(Shares, "GET", "/v1/shares", params={"limit": PAGE})
+        while whole.next is not None:
+            more = await self._ask(Shares, "GET", "/v1/shares", params={"after": whole.next, "limit": PAGE})
+            whole = Shares(given=whole.given + more.given, received=whole.received + more.received, next=more.next)
+        return whole
 
     async def unshare(self, share: str) -> None:
         """End a share by its id."""

@@ -26,7 +26,9 @@ from motet.service.storage import Storage
 ALL = "*"
 """Shares with all tenants."""
 _OF_TEMPLATE = ("chat_template", "chat_template_kwargs", "tool_format")
-_PLACE = Share.created, Share.id
+_PLACE = tuple_(Share.created, Share.id)
+PLACE_OF_SHARE = r"^(given|received)/[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}$"
+"""A place in a tenant's list of shares: which kind, and the row after which to go on."""
 MOST_SHARES = 1000
 """Most shares that a tenant gives."""
 
@@ -223,16 +225,28 @@ class Adapters:
             session.delete(share)
             return share
 
-    def given(self, who: Principal) -> list[Shared]:
-        """Shares by a tenant (an admin: all), oldest first."""
-        return self._shares() if who.admin else self._shares(Share.tenant_id == who.tenant_id)
+    def listed(self, who: Principal, after: str | None, limit: int) -> tuple[list[Shared], list[Shared], str | None]:
+        """Shares by a tenant (an admin: all), then those of others with it, oldest first; `after` matches `PLACE_OF_SHARE`.
+
+        Returns:
+            both, and the place after which there are more.
+        """
+        kind, created, share_id = (after or "given/0.0/").split("/")
+        since = (float(created), share_id) < _PLACE
+        by = [] if who.admin else [Share.tenant_id == who.tenant_id]
+        given = self._shares(*by, since, limit=limit + 1) if kind == "given" else []
+        later = [since] if kind == "received" else []
+        received = self._shares(*_with(who), *later, limit=limit + 1 - len(given))
+        rows = [("given", one) for one in given] + [("received", one) for one in received]
+        last, one = rows[limit - 1] if len(rows) > limit else ("", None)
+        place = None if one is None else f"{last}/{one.share.created!r}/{one.share.id}"
+        return given[:limit], received[: max(0, limit - len(given))], place
 
     def received(
         self, who: Principal, since: tuple[float, str] | None = None, limit: int | None = None
     ) -> list[Shared]:
         """Shares of others with a tenant, oldest first, from the one that was created then and has this id."""
-        own = Share.tenant_id != who.tenant_id, Share.with_tenant.in_((who.tenant_id, ALL))
-        return self._shares(*own, *([] if since is None else [tuple_(*_PLACE) >= since]), limit=limit)
+        return self._shares(*_with(who), *([] if since is None else [since <= _PLACE]), limit=limit)
 
     def _shares(self, *which: ColumnElement[bool], limit: int | None = None) -> list[Shared]:
         owner, other = aliased(Tenant), aliased(Tenant)
@@ -247,7 +261,7 @@ class Adapters:
             .outerjoin(StoredJob, StoredJob.id == Share.object)
             .outerjoin(UploadedAdapter, UploadedAdapter.id == Share.object)
             .where(*which)
-            .order_by(*_PLACE)
+            .order_by(Share.created, Share.id)
             .limit(limit)
         )
         with self._store.transaction() as session:
@@ -261,3 +275,8 @@ class Adapters:
     def _shared(self, thing_id: str, who: Principal) -> bool:
         query = select(Share.id).where(Share.object == thing_id, Share.with_tenant.in_((who.tenant_id, ALL)))
         return self._store.scalar(query.limit(1)) is not None
+
+
+def _with(who: Principal) -> tuple[ColumnElement[bool], ...]:
+    """Of shares that others give to a tenant."""
+    return Share.tenant_id != who.tenant_id, Share.with_tenant.in_((who.tenant_id, ALL))

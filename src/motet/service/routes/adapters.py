@@ -17,7 +17,7 @@ from motet.cluster.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.core.errors import DataError
 from motet.core.types import ADAPTER_FILES
 from motet.runtime.held_out import first_trained, lines_of
-from motet.service.adapters.adapters import ALL, Shared
+from motet.service.adapters.adapters import ALL, PLACE_OF_SHARE, Shared
 from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.composition import Service
@@ -236,10 +236,16 @@ def share(who: Asker, service: ServiceDep, wanted: ShareRequest) -> Share:
 
 
 @router.get("/shares", response_model=Shares)
-def list_shares(who: Asker, service: ServiceDep) -> Response:
-    """List the tenant's shares, and those that others share with it."""
-    given, received, shown = service.adapters.given(who), service.adapters.received(who), ShareAnswers(service)
-    return page(Shares(given=[], received=[]), given=map(shown, given), received=map(shown, received))
+def list_shares(
+    who: Asker,
+    service: ServiceDep,
+    after: Annotated[str | None, Query(pattern=PLACE_OF_SHARE, description="`next` of the previous page.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 200,
+) -> Response:
+    """List the tenant's shares, then those that others share with it."""
+    given, received, following = service.adapters.listed(who, after, limit)
+    shown = ShareAnswers(service)
+    return page(Shares(given=[], received=[], next=following), given=map(shown, given), received=map(shown, received))
 
 
 @router.delete("/shares/{share}", status_code=204)

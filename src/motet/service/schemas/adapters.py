@@ -64,3 +64,5 @@ class Shares(Answer):
     """Shares of the tenant; for admins, all shares."""
     received: list[Share]
     """Shares of others with the tenant."""
+    next: str | None = None
+    """Send it as `after` for the next page; null on the last."""
