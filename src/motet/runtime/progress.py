@@ -15,7 +15,7 @@ from motet.runtime.held_out import REWARD, figure_of
 from motet.runtime.signs import Signs
 from motet.tasks.reward_elsewhere import weights_of
 
-_EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", "errors"}
+_EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", "errors", "adapter_norm"}
 """Fields of a job's last line, which belongs to no step."""
 STOPPED_EARLY = "stopped early"
 """What the message of a job begins with that a rule of `stop_when` ended."""
