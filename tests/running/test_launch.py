@@ -201,18 +201,28 @@ def test_the_record_of_a_job_that_has_ended_never_changes(base: Any, tmp_path: P
     first, second = (f"def score(problem, completion):\n    return {value}\n" for value in ("len(completion)", "0.0"))
     rewards.write_text(first)
     one = job("a", reward=f"{rewards}:score", steps=1)
+    other = job("b", reward=f"{rewards}:score", steps=1)
     assert run(base, tmp_path / "run", one).ok
     before = record.read_bytes()
     rewards.write_text(second)
     tree = {"base": "small", "run": str(tmp_path / "run"), "jobs": [one]}
-    again = run_config(validate(tree, "test"), base=base, accept_changes=True)
-    assert again.jobs["a"].message == "done before"
-    assert "job a: it has ended, so your changes do not apply to it; train it in another --run" in again.notes
+    told = r"(?s)job a: .*run/a was made by a different job.*rewards\.py:2 was edited\nIt has ended, so nothing.*name"
+    for accepted in (False, True):
+        with pytest.raises(RunError, match=told):
+            run_config(validate(tree, "test"), base=base, accept_changes=accepted)
+    both = run_config(validate({**tree, "jobs": [one, other]}, "test"), base=base, accept_changes=True)
+    assert both.jobs["a"].message == "done before; your changes do not apply to it"
+    assert "job a: it has ended, so your changes do not apply to it; train it under another name" in both.notes
+    assert (both.jobs["b"].message, both.jobs["b"].rewards) == ("", (0.0,))
     assert record.read_bytes() == before
-    with pytest.raises(RunError, match="made by a different job"):
-        run(base, tmp_path / "run", one)
     rewards.write_text(first)
     assert run(base, tmp_path / "run", one).jobs["a"].message == "done before"
+
+
+def test_each_step_is_counted_once_where_a_job_got_more_steps(base: Any, tmp_path: Path) -> None:
+    """The line of a last evaluation, which stays in the middle, is no step."""
+    steps = [len(run(base, tmp_path, job("a", steps=n)).jobs["a"].rewards) for n in (2, 3, 3)]
+    assert steps == [2, 3, 3]
 
 
 def test_a_job_that_has_done_no_step_starts_over_when_it_changes(base: Any, tmp_path: Path) -> None:

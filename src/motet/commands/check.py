@@ -27,7 +27,7 @@ from motet.config.candidates import RacePlan, raced
 from motet.core.batch import Batch, Segment
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import Group
-from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading
+from motet.hosting.before_loading import Checked, auto_kernels, changes_of, check_before_loading
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.preparing import left_out, prepare_all
@@ -37,7 +37,6 @@ from motet.runtime.held_out import LOG_LIKELIHOOD
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
-from motet.runtime.opening import check_identity
 from motet.runtime.race import check_prepared
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
@@ -143,7 +142,7 @@ def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set
     for job in config.jobs:
         try:
             directory = JobDirectory(Path(config.run) / job.name)
-            check_identity(directory, checked.identities[job.name], accept_changes=False)
+            changes_of(directory, job, checked.identities[job.name], accept_changes=False)
         except RunError as error:
             refused.add(job.name)
             console.print(f"motet run refuses this: {error}", style="red", soft_wrap=True)

@@ -29,7 +29,7 @@ from motet.runtime.beginning import rules_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.opening import check_identity
+from motet.runtime.opening import check_identity, of_another_job
 from motet.runtime.own_environment import check_environment
 from motet.runtime.stopping import ended_early
 from motet.tasks import judge_http, reward_elsewhere
@@ -50,6 +50,11 @@ _AT_ONCE = 4
 """Most processes that load a person's code at the same time."""
 _NOWHERE = Path(os.devnull)
 """Discards the output of code that is only checked."""
+
+TOO_LATE = (
+    "It has ended, so nothing of the changed job would be trained. Give it another name or run directory (--run; in Python and "
+    "notebooks directory=…) to train it, or undo the change to see what it gave."
+)
 
 MOST_NAMED = 8
 """Most jobs named with a mistake that they share."""
@@ -108,8 +113,8 @@ class Checked:
     """Those of each job, by name."""
     today: Rules = field(default_factory=lambda: Rules(clock=moment()))
     """Those of jobs that begin now: all of a run have one time."""
-    changed: set[str] = field(default_factory=set)
-    """Names of the jobs that differ from their directories, if that is accepted."""
+    changed: dict[str, list[str]] = field(default_factory=dict)
+    """How jobs differ from their directories, by name, if that is accepted."""
 
     def identity(self, job: JobConfig) -> dict[str, Any]:
         """The identity of a job; a race adds candidates after the checks."""
@@ -176,8 +181,8 @@ def check_before_loading(
     for job in config.jobs:
         directory = JobDirectory(Path(config.run) / job.name)
         with refusals.of(job.name):
-            if check_identity(directory, checked.identity(job), accept_changes=accept_changes):
-                checked.changed.add(job.name)
+            if changes := changes_of(directory, job, checked.identity(job), accept_changes=accept_changes):
+                checked.changed[job.name] = changes
             checked.rules_of(job, begun or directory)
         rules = checked.rules.get(job.name, checked.today)
         with refusals.of(job.name):
@@ -191,7 +196,7 @@ def check_before_loading(
                 _check_start(job, made_by_others, names)
             with refusals.of(job.name):
                 data = check_data(job, checked.sources, rules)
-        if not _has_ended(directory, job):
+        if not has_ended(directory, job):
             with refusals.of(job.name):
                 for key, load in _own_code(job, data, pool, rules).items():
                     code.setdefault(key, (load, []))[1].append(job.name)
@@ -277,8 +282,27 @@ def check_data(job: JobConfig, sources: Sources, rules: Rules) -> Dataset:
     return data
 
 
-def _has_ended(directory: JobDirectory, job: JobConfig) -> bool:
-    """Whether a job is finished, so that its code needs no check."""
+def changes_of(
+    directory: JobDirectory, job: JobConfig, identity: Mapping[str, Any], *, accept_changes: bool
+) -> list[str]:
+    """The accepted differences of a job from its directory. Raises RunError for others, and says what to do."""
+    ended = has_ended(directory, job)
+    changes = check_identity(directory, identity, accept_changes=accept_changes or ended)
+    if changes and ended and not accept_changes:
+        raise RunError(f"{of_another_job(directory, changes)}{TOO_LATE}")
+    return changes
+
+
+def check_something_is_left(config: RunConfig, checked: Checked) -> None:
+    """Refuse accepted changes that no job can take up any more. Raises RunError."""
+    places = {job.name: JobDirectory(Path(config.run) / job.name) for job in config.jobs}
+    if checked.changed and all(has_ended(places[job.name], job) for job in config.jobs):
+        told = (f"job {name}: {of_another_job(places[name], changes)}" for name, changes in checked.changed.items())
+        raise RunError("".join(told) + TOO_LATE)
+
+
+def has_ended(directory: JobDirectory, job: JobConfig) -> bool:
+    """Whether a job is finished: it is not trained again, and its code needs no check."""
     state, done = directory.read_status().get("state"), directory.steps()
     if state != JobState.SUCCEEDED or not done:
         return bool(state == JobState.CANCELLED)

@@ -16,7 +16,7 @@ from motet.config.candidates import RacePlan, raced
 from motet.config.team import NOT_ON_HOSTS
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import HostNow, JobState
-from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading
+from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading, check_something_is_left
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.preparing import left_out, prepare, prepare_all
@@ -115,10 +115,9 @@ def _check(
     *,
     accept_changes: bool,
 ) -> Checked:
-    loaded, recorded = base is not None, original is not None
-    checked = check_before_loading(
-        config, accept_changes=accept_changes, loaded=loaded, recorded=recorded, begun=original
-    )
+    known = {"loaded": base is not None, "recorded": original is not None}
+    checked = check_before_loading(config, accept_changes=accept_changes, begun=original, **known)
+    check_something_is_left(config, checked)
     for plan in plans:
         first = plan.candidates[0]
         check_rows(plan, len(checked.sources.split(first.data, checked.rules[first.name]).holdout))
@@ -154,7 +153,7 @@ def _run_on_hosts(
             def join(one: JobConfig) -> HostedJob:
                 at = directory.job(one.name)
                 job = HostedJob(one, at, JobProgress.of(one, setting_of(checked.identity(one))))
-                job.lines.update(_take_up(at, job.progress, one.stop_when))
+                job.lines.update(_take_up(at, job.progress, one.stop_when, changed=one.name in checked.changed))
                 jobs.append(job)
                 return job
 
@@ -207,7 +206,10 @@ def _notes(checked: Checked, jobs: Sequence[JobProgress]) -> list[str]:
     """Which jobs have ended although they were changed, and why a change of the jobs' code may go unnoticed."""
     ended = [job.name for job in jobs if job.name in checked.changed and job.state.final]
     return [
-        *(f"job {name}: it has ended, so your changes do not apply to it; train it in another --run" for name in ended),
+        *(
+            f"job {name}: it has ended, so your changes do not apply to it; train it under another name"
+            for name in ended
+        ),
         *(f"job {name}: {why}" for name, one in checked.identities.items() for why in one.get(NOT_FOLLOWED, ())),
     ]
 
@@ -216,10 +218,10 @@ def _take(host: Host, job: Job, checked: Checked, *, accept_changes: bool) -> No
     known = checked.identity(job.config)
     job.progress.setting = setting_of(known)
     host.take(job, known, accept_changes=accept_changes, accept_damage=accept_changes)
-    _take_up(job.directory, job.progress, job.config.stop_when)
+    _take_up(job.directory, job.progress, job.config.stop_when, changed=job.name in checked.changed)
 
 
-def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig) -> list[int]:
+def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig, *, changed: bool) -> list[int]:
     """Start from what an earlier process left: jobs that ended stay ended (unless more steps are wanted), others go on.
 
     Gives the steps that are recorded.
@@ -236,6 +238,7 @@ def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig) -
     if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and (early or committed.step >= progress.steps)):
         progress.state = JobState(state)
         progress.message = (early or "done before") if state == JobState.SUCCEEDED else "cancelled before"
+        progress.message += "; your changes do not apply to it" if changed else ""
     return [int(line["step"]) for line in lines]
 
 
@@ -383,14 +386,11 @@ def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> 
     console = plain_console()
     view = make_view(console, config.base)
     view.start()
+    seen: dict[str, Any] = {"observe": view.update, "notify": view.print_line, "watch": view.watch}
     try:
-        return run_config(
-            config,
-            sequential=sequential,
-            accept_changes=accept_changes,
-            observe=view.update,
-            notify=view.print_line,
-            watch=view.watch,
-        )
+        result = run_config(config, sequential=sequential, accept_changes=accept_changes, **seen)
+        for note in result.notes:
+            view.print_line(f"note: {note}")
+        return result
     finally:
         view.stop()

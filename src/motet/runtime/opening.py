@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -48,7 +47,7 @@ def open_job(
         RunError: it belongs to a different job or is damaged; the message says what to do.
     """
     accept_changes = accept_changes or (directory.path / FORKED).exists()
-    text, before, steps = _as_yaml(identity), _read_identity(directory.path / "job.yaml"), directory.steps()
+    text, before, steps = _as_yaml(identity), identity_in(directory), directory.steps()
     now = _values(text)
     if steps == [0] and not accept_changes and before is not None and _changes(before, now):
         directory.delete()
@@ -79,7 +78,11 @@ def changed_since(directory: JobDirectory, known: Mapping[str, Any]) -> bool:
 
 def identity_in(directory: JobDirectory) -> dict[str, Any] | None:
     """The content of job.yaml; None if it cannot be read."""
-    return _read_identity(directory.path / "job.yaml")
+    try:
+        values = _values((directory.path / "job.yaml").read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return values if isinstance(values, dict) else None
 
 
 def _accept_changes(directory: JobDirectory, described: bytes) -> None:
@@ -118,7 +121,7 @@ def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, acce
         return []
     accept_changes = accept_changes or (directory.path / FORKED).exists()
     now = _values(_as_yaml(identity))
-    return _check_same(directory, _read_identity(path), now, steps[-1], accept_changes=accept_changes)
+    return _check_same(directory, identity_in(directory), now, steps[-1], accept_changes=accept_changes)
 
 
 def _check_same(
@@ -137,13 +140,17 @@ def _check_same(
         raise RunError(f"{path} is damaged: put it back, or use --accept-changes to continue with the job as it is")
     changes = _changes(before, now) if step else []
     if changes and not accept_changes:
-        listed = "\n  ".join(changes)
         raise RunError(
-            f"{directory.path} was made by a different job, and has done {step} steps of it:\n  {listed}\n"
-            "Use another run directory (--run; in Python and notebooks directory=…), undo the change, or continue with the "
-            "changed job by --accept-changes (accept_changes=True in Python)."
+            f"{of_another_job(directory, changes)}Use another run directory (--run; in Python and notebooks directory=…), undo "
+            "the change, or continue with the changed job by --accept-changes (accept_changes=True in Python)."
         )
     return changes
+
+
+def of_another_job(directory: JobDirectory, changes: Iterable[str]) -> str:
+    """Say how the job of a directory differs, each difference on a line."""
+    listed = "".join(f"  {change}\n" for change in changes)
+    return f"{directory.path} was made by a different job, and has done {directory.steps()[-1]} steps of it:\n{listed}"
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -159,15 +166,6 @@ def shared_fields(before: Any, now: Any) -> Any:
     if isinstance(before, dict) and isinstance(now, dict):
         return {key: shared_fields(before[key], value) for key, value in now.items() if key in before}
     return now
-
-
-def _read_identity(path: Path) -> dict[str, Any] | None:
-    """The content of job.yaml; None if it cannot be read."""
-    try:
-        values = _values(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return values if isinstance(values, dict) else None
 
 
 def _more_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -253,7 +251,7 @@ def identity_damage(directory: JobDirectory) -> Iterator[Damage]:
     if not path.exists() and allowed:
         yield Damage(path, "is missing", remedy)
     elif path.exists() and sum_of(path) not in allowed:
-        if _read_identity(path) is None:
+        if identity_in(directory) is None:
             yield Damage(path, "is damaged", remedy)
         elif allowed:
             yield Damage(path, "is not what was saved", remedy)
