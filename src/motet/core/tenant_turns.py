@@ -73,7 +73,7 @@ class TenantTurns:
         least = min((self._had[name] - LEAD * (name in leads) for name in there), default=self._had[tenant])
         return self._had[tenant] - least
 
-    def most(self, tenants: Iterable[str]) -> float:
+    def due_until(self, tenants: Iterable[str]) -> float:
         """The seconds that one of these tenants may have used if it is its turn: about as much as the one with the least."""
         return min((self._had[name] for name in set(tenants)), default=0.0) + SLACK
 

@@ -62,7 +62,7 @@ class TickTurns:
 
     def due(self, items: Sequence[Item]) -> list[Item]:
         """Those of these items whose turn it is."""
-        most = self._turns.most(map(tenant_of, items))
+        most = self._turns.due_until(map(tenant_of, items))
         return [item for item in items if self.had(item) <= most]
 
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
