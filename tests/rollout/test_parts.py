@@ -223,3 +223,25 @@ def test_a_prompt_that_ends_partly_read_frees_its_blocks(ends: str, ticks: int) 
     again = stage.add("again", LONG)
     stage.finish()
     assert outcomes(again, 3) == at_once(BASES[3], LONG)
+
+
+class AskedTurns(TenantTurns):
+    """Counts how often somebody asks what a tenant had."""
+
+    asked = 0
+
+    def had(self, tenant: str) -> float:
+        self.asked += 1
+        return super().had(tenant)
+
+
+def test_a_step_beside_another_tenant_asks_once_for_each_row_what_its_tenant_had() -> None:
+    model, cache, turns = tiny.base(*BASES[0]), KVCache(100, BLOCK, CPU), AskedTurns(lambda: 0.0)
+    decoder = Decoder(model, cache, max_rows=6, prefill_tokens=64, turns=turns)
+    for name in ("one", "other"):
+        add(decoder, replace(as_request(name, Ask(5, 90, seeds=(1, 2, 3))), tenant=name), None)
+    while len(decoder.rows.running) < 6:
+        decoder.tick()
+    turns.asked = 0
+    decoder.tick()
+    assert turns.asked == 6

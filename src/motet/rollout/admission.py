@@ -91,8 +91,10 @@ class Admission:
 
         In company a tick reads or decodes: nobody reads while it is the turn of rows that waited for a part before.
         """
-        rows = [item for item in self._rows.running if item.unread or _can_step(item)]
-        readers: list[Item] = [*rows, *[one for one in waiting if not one.is_read][:1]]
+        first = [one for one in waiting if not one.is_read][:1]
+        if not (first or self._rows_to_read()):
+            return set()
+        readers: list[Item] = [*(item for item in self._rows.running if item.unread or _can_step(item)), *first]
         due = self._turns.due(readers)
         if self._turns.company and not self._held_up.isdisjoint(map(tenant_of, filter(_can_step, due))):
             return set()

@@ -62,15 +62,19 @@ class TickTurns:
 
     def due(self, items: Sequence[Item]) -> list[Item]:
         """Those of these items whose turn it is."""
-        most = self._turns.due_until(map(tenant_of, items))
-        return [item for item in items if self.had(item) <= most]
+        return list(self._had_by_due(items))
+
+    def _had_by_due(self, items: Sequence[Item]) -> dict[Item, float]:
+        until = self._turns.due_until(map(tenant_of, items))
+        had = {item: self.had(item) for item in items}
+        return {item: seconds for item, seconds in had.items() if seconds <= until}
 
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
         """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
         chosen = list(running)
         if self.company:
-            chosen = self.due(running)
-            chosen.sort(key=lambda item: (self.had(item), item.tick))
+            had = self._had_by_due(running)
+            chosen = sorted(had, key=lambda item: (had[item], item.tick))
             del chosen[self.rows :]
         self._ticks += 1
         for item in chosen:
