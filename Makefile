@@ -32,25 +32,25 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Motet needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
+INSTALL = $(BIN)/python scripts/install.py --constraint constraints.txt --editable
 # Python compiles what it imports. Compiled here is what processes import that may not write; all would take twice as long.
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
-	@echo "installing Motet, PyTorch and what they need into $(VENV): a minute or two without a line"
-	$(INSTALL) '.[serve]'
+	@echo "installing Motet, PyTorch and what they need into $(VENV): a minute or two"
+	@$(INSTALL) '.[serve]'
 	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-reasoning: $(INSTALLED_FROM) | $(BIN)/python
-	$(INSTALL) '.[serve,reasoning]'
+	@$(INSTALL) '.[serve,reasoning]'
 	@$(COMPILE)
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
-	@echo "installing Motet, PyTorch and the tools to develop it into $(VENV): some minutes without a line"
-	$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
+	@echo "installing Motet, PyTorch and the tools to develop it into $(VENV): some minutes"
+	@$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
 	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet $(TRITON)
 	@$(COMPILE)
@@ -101,7 +101,8 @@ IN_MEMORY = $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt
 
 .PHONY: test
 test:  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
-	@$(MAKE) -j3 --output-sync=target lint vllm tinker agents
+	@# several install at once: lines instead of one that changes
+	@$(MAKE) -j3 lint vllm tinker agents 2>&1 | cat
 	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak

@@ -130,7 +130,7 @@ def install(peer: Peer, envs: Path) -> None:
         pins.write_text(peer.constraints)
         for packages in peer.install:
             # Python compiles what it imports; compiling everything takes half of the time
-            _run([*pip, "install", "--quiet", "--no-compile", "--constraint", str(pins), *packages])
+            _run([pip[0], str(ROOT / "scripts" / "install.py"), "--constraint", str(pins), *packages])
         if peer.remove:
             _run([*pip, "uninstall", "--quiet", "--yes", *peer.remove])
         stamp.write_text(peer.stamp)

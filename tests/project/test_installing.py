@@ -1,0 +1,103 @@
+"""What a person sees while `make` installs: how far pip is, its errors in full, and its exit status."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.support.waiting import PATIENCE
+
+_BACKEND = """
+import pathlib, time, zipfile
+
+def build_wheel(directory, settings=None, metadata=None):
+    until = time.monotonic() + {patience}
+    while not pathlib.Path({go!r}).exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    {then}
+    with zipfile.ZipFile(pathlib.Path(directory) / "slow-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("slow.py", "")
+        wheel.writestr("slow-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: slow\\nVersion: 1\\n")
+        wheel.writestr("slow-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr("slow-1.dist-info/RECORD", "")
+    return "slow-1-py3-none-any.whl"
+"""
+
+
+def _begin(place: Path, output: int, then: str = "pass") -> subprocess.Popen[bytes]:
+    """Install a package that is built when `place/go` is there."""
+    project = place / "slow"
+    project.mkdir()
+    (project / "backend.py").write_text(_BACKEND.format(patience=PATIENCE, go=str(place / "go"), then=then))
+    (project / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[project]\nname = "slow"\nversion = "1"\n'
+    )
+    command = [sys.executable, str(ROOT / "scripts" / "install.py"), "--no-index", "--target", str(place / "there")]
+    return subprocess.Popen([*command, str(project)], stdout=output, stderr=subprocess.STDOUT, close_fds=True)
+
+
+def _lines(reads: int) -> Iterator[str]:
+    with os.fdopen(reads, errors="replace") as file:
+        yield from file
+
+
+def test_without_a_terminal_a_line_says_what_pip_does(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    process = _begin(tmp_path, writes)
+    os.close(writes)
+    lines = _lines(reads)
+    assert re.search(r"\d+ s, .*(slow|metadata)", next(lines), re.IGNORECASE), "what pip printed last"
+    (tmp_path / "go").touch()
+    last = list(lines)[-1]
+    assert "1 packages installed" in last
+    assert process.wait() == 0
+    assert (tmp_path / "there" / "slow.py").is_file()
+
+
+def test_on_a_terminal_one_line_changes(tmp_path: Path) -> None:
+    reads, writes = pty.openpty()
+    process = _begin(tmp_path, writes)
+    os.close(writes)
+    seen = b""
+    while seen.count(b"\r\x1b[K") < 2:
+        seen += os.read(reads, 1000)
+    assert b"\n" not in seen.partition(b"\r\x1b[K")[2], "the same line"
+    (tmp_path / "go").touch()
+    try:
+        while piece := os.read(reads, 1000):
+            seen += piece
+    except OSError:  # Linux ends a terminal thus
+        pass
+    assert seen.rstrip().endswith(b"installed")
+    assert process.wait() == 0
+    os.close(reads)
+
+
+def test_errors_are_told_in_full_with_the_exit_status_of_pip(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    reads, writes = os.pipe()
+    process = _begin(tmp_path, writes, "raise OSError('no compiler ' + 'x' * 300)")
+    os.close(writes)
+    text = "".join(_lines(reads))
+    assert "no compiler " + "x" * 300 in text
+    assert "pip failed" in text.splitlines()[-1]
+    assert process.wait() == 1
+
+
+@pytest.mark.parametrize("target", ["demo", "unit", "test"])
+def test_make_shows_what_pip_does(target: str) -> None:
+    """All that a newcomer calls installs by the script, and nothing holds its lines back."""
+    command = ["make", "--dry-run", "--always-make", target]
+    recipes = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "python scripts/install.py --constraint constraints.txt --editable" in recipes
+    assert "output-sync" not in recipes
