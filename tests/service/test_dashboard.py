@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
@@ -345,6 +346,38 @@ def test_a_warning_is_seen_on_both_pages(service: Keyed, page: Page) -> None:
     open_job(page, "warned")
     expect(page.locator(".note")).to_contain_text(warning)
     service.steer("warned", "cancel")
+
+
+def test_a_job_that_hardly_learned_says_so_with_a_link_to_the_cure(service: Keyed, page: Page) -> None:
+    service.submit(tiny("still", 12, optimizer={"lr": 1e-12}, eval={"every": 4}))
+    assert service.ended("still") == "succeeded"
+    says = re.compile("hint: (hardly learned|nothing was learned).*#flat")
+    expect(page.locator(".jobs tr.why", has_text=says)).to_be_visible()
+    expect(page.locator(".jobs tr.why").get_by_role("link", name="docs/not-learning.md#flat")).to_have_count(1)
+    shown = subprocess.run(
+        [sys.executable, "-m", "motet", "ls", "--url", service.url],
+        env={**os.environ, "MOTET_API_KEY": service.keys["us"], "COLUMNS": "160"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert re.search(r"still +succeeded, hardly learned", shown.stdout), shown.stdout
+    open_job(page, "still", "Events")
+    expect(page.locator(".happened li").first.get_by_role("link", name="docs/not-learning.md#flat")).to_be_visible()
+    expect(page.locator(".note")).to_contain_text(says)
+    with page.expect_popup() as opening:
+        page.locator(".note").get_by_role("link", name="docs/not-learning.md#flat").click()
+    opened = opening.value
+    expect(opened.get_by_role("heading", level=1)).to_have_text("My job does not learn")
+    expect(opened.locator("tr", has=opened.locator("#flat"))).to_be_in_viewport()
+    assert opened.locator("a[href]").evaluate_all(
+        "all => all.every(one => one.getAttribute('href').startsWith('#') && document.querySelector(one.getAttribute('href')))"
+    )
+
+
+def test_each_kind_of_hint_has_its_place_on_the_page_of_the_service(service: Keyed) -> None:
+    kinds = re.findall(r'<a id="([a-z-]+)">', Path("docs/not-learning.md").read_text(encoding="utf-8"))
+    text = httpx2.get(f"{service.url}/dashboard/not-learning.html").raise_for_status().text
+    assert len(kinds) > 10
+    assert re.findall(r'<a id="([a-z-]+)">', text) == kinds
 
 
 def test_what_is_copied_asks_the_adapter(service: Keyed, browser: Browser) -> None:

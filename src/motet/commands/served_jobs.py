@@ -26,6 +26,7 @@ from motet.hosting.before_loading import check_data
 from motet.hosting.preparing import Sources
 from motet.runtime.held_out import figure_of, rule_text
 from motet.runtime.progress import JobProgress
+from motet.runtime.signs import PAGE
 from motet.service.schemas import Health, Job, JobEvent, Race, Version
 from motet.tasks.clock import DATE
 from motet.tasks.row_files import READERS
@@ -321,7 +322,9 @@ def _best(job: Job) -> str:
 
 
 def _state(job: Job) -> str:
-    """The state, and the worker that the job waits for, if any."""
+    """The state, the worker that the job waits for, and whether a job that has ended hardly learned."""
+    if job.state == JobState.SUCCEEDED and f"{PAGE}#flat" in (job.message or ""):
+        return f"{job.state}, hardly learned"
     phase = str((job.progress or {}).get("phase") or "")
     return f"{job.state}, {phase}" if phase.startswith("waits for") and job.state == JobState.RUNNING else job.state
 
