@@ -1,10 +1,11 @@
-"""Write the pages of docs/ that are made from what they describe: configuration.md, cli.md, http.md and doors.md.
+"""Write the pages that are made from what they describe: in docs/ and, for its hints, in the dashboard.
 
     python scripts/make_reference.py           # write (make docs)
     python scripts/make_reference.py --check   # fail when a page is stale
 
 Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.commands.cli`,
-HTTP from the service's OpenAPI document (`http_reference.py`), doors and engines from the marks of the tests (`doors_page.py`).
+HTTP from the service's OpenAPI document (`http_reference.py`), doors and engines from the marks of the tests (`doors_page.py`),
+the dashboard's page from docs/not-learning.md (`help_page.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from doors_page import doors
+from help_page import help_page
 from http_reference import cell, http
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
@@ -215,6 +217,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "cli.md": command_line,
     "http.md": http,
     "doors.md": doors,
+    "../src/motet/service/dashboard/not-learning.html": help_page,
 }
 """Each without the notice that it is generated."""
 

@@ -32,6 +32,13 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** Set an element's text if it differs; the page that diagnoses name is a link to the service's copy of it. */
+export function explain(element, text) {
+  if (element.textContent === text) return;
+  fill(element, text.split(/(docs\/not-learning\.md#[a-z-]+)/).map((part, place) => place % 2 === 0 ? part
+    : el("a", {href: `dashboard/not-learning.html#${part.split("#")[1]}`, target: "_blank", rel: "noopener"}, part)));
+}
+
 /** Make these nodes, in this order, the children of an element; nodes that stay are not touched and keep the focus. */
 export function arrange(parent, nodes) {
   const wanted = new Set(nodes);

@@ -2,7 +2,7 @@
 import {ask, jobPath, request, versionsOf} from "./api.js";
 import {chatTab} from "./chat.js";
 import {columns, jobCurves} from "./curves.js";
-import {add, copyOf, el, fill, say, sure} from "./dom.js";
+import {add, copyOf, el, explain, fill, say, sure} from "./dom.js";
 import {raceTab} from "./race.js";
 import {rolloutsTab} from "./rollouts.js";
 import {useTab} from "./use.js";
@@ -21,7 +21,9 @@ function eventLine(event) {
     text = parts.filter(([, value]) => Number.isFinite(value)).map(([name, value]) => `${name} ${measured(value)}`).join(" · ");
   }
   const what = event.kind === "step" ? `step ${data.step}` : el("span", {class: `state ${data.state}`}, data.state);
-  return el("li", {}, el("span", {class: "soft number"}, clock(event.time)), el("span", {}, what), el("span", {class: "text"}, text));
+  const told = el("span", {class: "text"});
+  explain(told, text);
+  return el("li", {}, el("span", {class: "soft number"}, clock(event.time)), el("span", {}, what), told);
 }
 
 function eventsTab(job, live) {
@@ -134,7 +136,7 @@ function makeHead(context, refreshed, complain, leaving) {
     const text = notes(job);
     note.hidden = !text;
     note.className = `note ${job.state}`;
-    say(note, text);
+    explain(note, text);
     const ended = FINAL.includes(job.state), steers = context.may("jobs");
     buttons.pause.hidden = !steers || !["running", "queued"].includes(job.state);
     buttons.resume.hidden = !steers || !["paused", "failed"].includes(job.state);

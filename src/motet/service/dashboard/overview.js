@@ -1,7 +1,7 @@
 // All jobs: their rewards in one chart, a table, and the device time of today.
 import {ask, jobPath} from "./api.js";
 import {Chart, curves, dot, look} from "./charts.js";
-import {add, arrange, choice, el, fill, say} from "./dom.js";
+import {add, arrange, choice, el, explain, fill, say} from "./dom.js";
 import {age, count, FINAL, measured, notes, span} from "./words.js";
 
 const STATES = ["running", "queued", "paused", "succeeded", "failed", "cancelled"];
@@ -109,7 +109,7 @@ function makeRow(board, hidden, changed) {
     say(row.tenant, job.tenant || "");
     row.warnings = notes(job);
     row.reason.className = {failed: "bad", running: "warm", succeeded: "warm"}[job.state] || "soft";
-    say(row.reason, row.warnings);
+    explain(row.reason, row.warnings);
   };
   return row;
 }
