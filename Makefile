@@ -34,7 +34,7 @@ $(BIN)/python:
 
 INSTALL = $(BIN)/python scripts/install.py --constraint constraints.txt --editable
 # Python compiles what it imports. Compiled here is what processes import that may not write; all would take twice as long.
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
+COMPILE = echo "compiling what processes import"; $(BIN)/python -m compileall -qq -j 0 -x '/(plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
@@ -52,7 +52,7 @@ $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
 	@echo "installing Motet, PyTorch and the tools to develop it into $(VENV): some minutes"
 	@$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
-	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python -m pip install --quiet $(TRITON)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python scripts/install.py $(TRITON)
 	@$(COMPILE)
 	@touch $(VENV)/.installed $(VENV)/.installed-reasoning $@
 

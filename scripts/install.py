@@ -91,4 +91,7 @@ def install(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(install(sys.argv[1:]))
+    try:
+        sys.exit(install(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ def build_wheel(directory, settings=None, metadata=None):
 """
 
 
-def _begin(place: Path, output: int, then: str = "pass") -> subprocess.Popen[bytes]:
+def _begin(place: Path, output: int, then: str = "pass", *, session: bool = False) -> subprocess.Popen[bytes]:
     """Install a package that is built when `place/go` is there."""
     project = place / "slow"
     project.mkdir()
@@ -43,7 +44,9 @@ def _begin(place: Path, output: int, then: str = "pass") -> subprocess.Popen[byt
         '[project]\nname = "slow"\nversion = "1"\n'
     )
     command = [sys.executable, str(ROOT / "scripts" / "install.py"), "--no-index", "--target", str(place / "there")]
-    return subprocess.Popen([*command, str(project)], stdout=output, stderr=subprocess.STDOUT, close_fds=True)
+    return subprocess.Popen(
+        [*command, str(project)], stdout=output, stderr=subprocess.STDOUT, close_fds=True, start_new_session=session
+    )
 
 
 def _lines(reads: int) -> Iterator[str]:
@@ -101,3 +104,16 @@ def test_make_shows_what_pip_does(target: str) -> None:
     recipes = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "python scripts/install.py --constraint constraints.txt --editable" in recipes
     assert "output-sync" not in recipes
+    assert not re.search(r"pip install .*--quiet", recipes)
+    assert re.search(r'echo "compiling [^"]*"; \S+ -m compileall', recipes), "half a minute or more"
+
+
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    process = _begin(tmp_path, writes, session=True)
+    os.close(writes)
+    lines = _lines(reads)
+    next(lines)
+    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
+    assert "scripts/install.py" not in "".join(lines), "a traceback"
+    assert process.wait() == 130
