@@ -104,7 +104,7 @@ def test_the_time_of_rewards_is_part_of_a_forecast_and_does_not_follow_the_lengt
     others, rewards = 10 * 2.0 + 3 * 3.0, 10 * 100.0 + 3 * 50.0
     assert slow.seconds == (others / 4 + rewards, others * 2 + rewards)
     assert slow.step_seconds == (100.5, 104.0)
-    cure = "score more at once (engine.reward_processes), or make the function async"
+    cure = "score more at once (engine.reward_processes), or make the function async if it is not"
     assert slow.text(PricesConfig()).endswith(f"; rewards take 98% of the time: {cure}")
     assert "rewards" not in forecast(config, mixed, Seconds(1.5, 0.5, 3.0, 0.1, 0.1), {}, 16).text(PricesConfig())
 

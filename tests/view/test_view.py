@@ -326,7 +326,7 @@ def test_a_job_whose_rewards_run_says_so_once_a_minute_and_what_helps() -> None:
             (line,) = log.lines(add)
             assert line.endswith(
                 "(evaluation)  after 3m02s: rewards are slow: score more at once (engine.reward_processes), "
-                "or make the function async"
+                "or make the function async if it is not"
             )
             assert "rewards are slow" in drawn_of(add, log.view.clock)
             with add.training.sampled(8):

@@ -141,7 +141,7 @@ class Forecast:
         line += f", cost {_range(f'{cost:.2f}' for cost in costs)}" if any(costs) else ""
         if self.rewards < _SLOW_REWARDS:
             return line
-        cure = "score more at once (engine.reward_processes), or make the function async"
+        cure = "score more at once (engine.reward_processes), or make the function async if it is not"
         return f"{line}; rewards take {self.rewards:.0%} of the time: {cure}"
 
     def against(self, steps: FirstSteps) -> str:

@@ -36,7 +36,7 @@ class RunClock:
         """What to do if rewards hold up a job; empty if they do not, or have not yet for long."""
         if self._now() - self._scoring.get(job.name, math.inf) < _SLOW_SECONDS:
             return ""
-        return "rewards are slow: score more at once (engine.reward_processes), or make the function async"
+        return "rewards are slow: score more at once (engine.reward_processes), or make the function async if it is not"
 
     def begin(self) -> None:
         """Count the elapsed time from now."""
