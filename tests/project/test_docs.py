@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 import yaml
 from pydantic import BaseModel
 
@@ -18,6 +19,7 @@ from doors_page import BY_HAND, doors, proofs
 from motet.core.errors import RewardError
 from plant_faults import FAULTS
 from tests.support.pages import FENCE, fences
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\n]+)\)")
@@ -249,6 +251,47 @@ def test_reward_examples_score(number: int, tmp_path: Path) -> None:
     assert not right.error, right.error
     assert not wrong.error, wrong.error
     assert right.reward > wrong.reward
+
+
+def tiny_classifier(directory: Path) -> None:
+    """A random classifier of transformers, with labels as the page has them."""
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "7", "eight"]
+    BertTokenizerFast(vocab={word: number for number, word in enumerate(words)}).save_pretrained(directory)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    labels = {0: "NEGATIVE", 1: "POSITIVE"}
+    BertForSequenceClassification(BertConfig(**sizes, intermediate_size=16, id2label=labels)).save_pretrained(directory)
+
+
+def test_the_classifier_of_the_page_scores(tmp_path: Path) -> None:
+    from motet.config import RewardConfig
+    from motet.core.types import Message, Problem
+    from motet.tasks.reward_answers import ScoreOutcome
+    from motet.tasks.reward_pool import RewardPool
+
+    (text,) = fences(page_text("bring-rewards"), "py")
+    tiny_classifier(tmp_path / "classifier")
+    file = tmp_path / "rewards.py"
+    file.write_text(text.replace("path/or/hub-id", str(tmp_path / "classifier")), encoding="utf-8")
+    problem = Problem(0, (Message("user", "What is 3 + 4?"),), "7", {})
+
+    async def scores() -> list[ScoreOutcome]:
+        pool = RewardPool(1)
+        try:
+            reward = RewardConfig(name=f"{file}:reward", wall_seconds=PATIENCE)
+            await pool.register("job", [reward], log=tmp_path / "rewards.log")
+            return await pool.score("job", problem, ["7", "eight"])
+        finally:
+            await pool.close()
+
+    outcomes = asyncio.run(scores())
+    assert not any(one.error for one in outcomes), outcomes
+    seven, eight = (one.reward for one in outcomes)
+    assert 0 < seven < 1
+    assert 0 < eight < 1
+    assert seven != eight
 
 
 def test_the_page_about_rewards_has_every_built_in_one() -> None:
