@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import get_args
@@ -292,6 +294,24 @@ def test_the_classifier_of_the_page_scores(tmp_path: Path) -> None:
     assert 0 < seven < 1
     assert 0 < eight < 1
     assert seven != eight
+
+
+def test_the_base_alone_fails_at_the_question_of_the_first_run() -> None:
+    """Else the tutorial shows nothing: the adapter's answer has to be better than the base's."""
+    words = " ".join(page_text("first-run").split())
+    found = re.search(r"Type `(.+? (\w+) .+?)`: the adapter answers `(\w+)`.+? gets it wrong: `(.+?)`", words)
+    assert found, "the page has another question"
+    question, word, right, wrong = found.groups()
+    assert right == word[::-1]
+    asked = subprocess.run(
+        [sys.executable, "-m", "motet", "chat", "small"],
+        input=f"{question}\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert wrong in asked.stdout, asked.stdout
+    assert right not in wrong
 
 
 def test_the_page_about_rewards_has_every_built_in_one() -> None:
