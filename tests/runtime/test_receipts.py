@@ -27,6 +27,7 @@ from motet.core.errors import ConfigError, RunError
 from motet.core.types import ADAPTER_FILES
 from motet.hosting.running import run_config
 from motet.model.find import SMALL_BASE
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.receipts import Materials, dependencies_of, subjects_of, version_before
 from motet.service.storage import Storage
@@ -404,6 +405,16 @@ def test_a_run_moved_from_a_card_says_what_is_no_longer_promised(project: Path, 
     assert (code, bool(re.search(told, " ".join(output.split())))) == (0, True), output
     result = run_config(load_jobs(project / "new/jobs.yaml"))
     assert any(re.match(rf"{told}.*\(from step 2 on\)$", why) for why in result.jobs["words"].inexact), result
+
+
+@pytest.mark.parametrize("version", ["best", "latest"])
+def test_a_fork_begins_at_the_version_that_other_commands_call_so(version: str, project: Path) -> None:
+    step = JobDirectory(project / "run/words").version_named(version).name.removeprefix("v")
+    code, output = motet("fork", project / "jobs.yaml", f"words@{version}", project / "new")
+    assert (code, f"words begins at step {step} of " in output) == (0, True), output
+    committed = JobDirectory(project / "new/words").newest()
+    assert committed is not None
+    assert committed.step == int(step)
 
 
 def test_a_replay_takes_the_automatic_rate_of_the_run_after_the_formula_has_changed(project: Path) -> None:

@@ -181,7 +181,12 @@ def replay(
 def fork(
     jobs: JobFile,
     step: Annotated[
-        str, typer.Argument(metavar="JOB@STEP", help="The job and a step whose commit it keeps.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="JOB@STEP",
+            help="The job and a step whose commit it keeps, JOB@best or JOB@latest.",
+            show_default=False,
+        ),
     ],
     run: Annotated[Path, typer.Argument(help="Run directory of the new job.", show_default=False)],
     name: Annotated[

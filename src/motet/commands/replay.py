@@ -299,11 +299,16 @@ def _first_difference(old: Any, new: Any, field: str = "") -> str | None:
 def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequence[str]) -> None:
     """Begin a new job at a commit of another, with its job file beside it."""
     there = [one for one in overrides if one.startswith("run=")]  # of the old job: the new one's is given
-    wanted, config = Range.of(text), load_jobs(path, there)
-    if wanted.last is None or wanted.first is not None:
-        raise ConfigError(f"{text!r} must name one step, such as {wanted.job}@8")
+    named, _, version = text.partition("@")
+    chosen = version in ("best", "latest")
+    wanted, config = Range.of(named if chosen else text), load_jobs(path, there)
+    if not chosen and (wanted.last is None or wanted.first is not None):
+        raise ConfigError(f"{text!r} must name one step, such as {wanted.job}@8 or {wanted.job}@best")
     own = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / own.name)
+    step = int(
+        (original.version_named(version) if chosen else original.version(wanted.last or 0)).name.removeprefix("v")
+    )
     tree = _tree(config.model_copy(update={"run": str(run), "jobs": [own]}))
     (fields,) = tree["jobs"]
     same = {"name": name or own.name, "seed": own.effective_seed}  # a name counts only by its seed
@@ -315,10 +320,10 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
     with (run / ".lock.forks").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # another fork would replace the file that this one reads
         content = _job_file(_with_others(new, file))
-        fork(original, wanted.last, run / job.name, job.algorithm.lag, same)
+        fork(original, step, run / job.name, job.algorithm.lag, same)
         replace_file(file, content)
         file.chmod(0o600)  # a reward's arguments may be secret
-    say(f"{job.name} begins at step {wanted.last} of {original.path}; train it: motet run {file}")
+    say(f"{job.name} begins at step {step} of {original.path}; train it: motet run {file}")
 
 
 def _with_others(new: RunConfig, file: Path) -> RunConfig:
