@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -257,12 +257,12 @@ def test_reward_examples_score(number: int, tmp_path: Path) -> None:
 
 def tiny_classifier(directory: Path) -> None:
     """A random classifier of transformers, with labels as the page has them."""
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "7", "eight"]
-    BertTokenizerFast(vocab={word: number for number, word in enumerate(words)}).save_pretrained(directory)
+    BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(directory)
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: Any = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     labels = {0: "NEGATIVE", 1: "POSITIVE"}
     BertForSequenceClassification(BertConfig(**sizes, intermediate_size=16, id2label=labels)).save_pretrained(directory)
 
