@@ -9,10 +9,11 @@ and when a row ends and another begins in every fourth step.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,8 +70,8 @@ def drawn(n_rows: int) -> DrawnTokens:
     return DrawnTokens(np.full(n_rows, 5, np.int64), np.full(n_rows, -1.0, np.float32), np.ones(n_rows, np.bool_))
 
 
-def step_seconds(executor: Executor, n_rows: int, tenants: int, max_tokens: int, steps: int) -> list[float]:
-    """CPU seconds of each step of a full batch."""
+def before_steps(executor: Executor, n_rows: int, tenants: int, max_tokens: int) -> Iterator[Decoder]:
+    """The decoder of a full batch before each step; with `max_tokens`, some row ends in every so many / `n_rows` steps."""
     cache = KVCache(n_rows * 16, BLOCK, torch.device("cpu"), slots=n_rows + 1)
     decoder = Decoder(tiny.base("llama"), cache, max_rows=n_rows, prefill_tokens=1 << 20, executor=executor)
     asked = 0
@@ -92,10 +93,16 @@ def step_seconds(executor: Executor, n_rows: int, tenants: int, max_tokens: int,
         ask(max_tokens * (row + 1) // n_rows or 100_000, GROUP if not max_tokens else 1)
     while len(decoder.rows.running) < n_rows:
         decoder.tick()
-    seconds = []
-    for _ in range(steps):
+    while True:
         while max_tokens and len(decoder.rows.waiting) < 2:
             ask(max_tokens, 1)
+        yield decoder
+
+
+def step_seconds(executor: Executor, n_rows: int, tenants: int, max_tokens: int, steps: int) -> list[float]:
+    """CPU seconds of each step of a full batch."""
+    seconds = []
+    for decoder in itertools.islice(before_steps(executor, n_rows, tenants, max_tokens), steps):
         begun = time.thread_time()
         decoder.tick()
         seconds.append(time.thread_time() - begun)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from motet.core.stops import Decode
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.executor import Executor, NewTokens
-from motet.rollout.sequences import Prompt, SampledSequence, prompt_of, tenant_of, waits_for_grammar
+from motet.rollout.sequences import Prompt, SampledSequence, prompt_of, tenant_of
 from motet.rollout.steps import sample
 from motet.rollout.tick_turns import TickTurns
 
@@ -94,9 +94,10 @@ class Admission:
         first = [one for one in waiting if not one.is_read][:1]
         if not (first or self._rows_to_read()):
             return set()
-        readers: list[Item] = [*(item for item in self._rows.running if item.unread or _can_step(item)), *first]
+        rows = [one for one in self._rows.running if one.unread or one.grammar is None or one.grammar.ready]
+        readers: list[Item] = [*rows, *first]
         due = self._turns.due(readers)
-        if self._turns.company and not self._held_up.isdisjoint(map(tenant_of, filter(_can_step, due))):
+        if self._held_up and self._turns.company and not self._held_up.isdisjoint(_steppers(due)):
             return set()
         return set(map(tenant_of, due))
 
@@ -172,7 +173,7 @@ class Admission:
                 if isinstance(item, Prompt) and not item.unread:
                     item.logits = logits_NV[place : place + 1].clone()
             if any(item.unread for item in parts):
-                self._held_up = set(map(tenant_of, filter(_can_step, self._rows.running)))
+                self._held_up = set(_steppers(self._rows.running))
         self._rows.reading = {}
 
     def _fork(self) -> list[SampledSequence]:
@@ -205,5 +206,7 @@ class Admission:
         return born
 
 
-def _can_step(item: Item) -> bool:
-    return isinstance(item, SampledSequence) and not (item.unread or waits_for_grammar(item))
+def _steppers(items: Sequence[Item]) -> Iterator[str]:
+    """The tenants of rows that can step."""
+    rows = (item for item in items if isinstance(item, SampledSequence) and not item.unread)
+    return (item.tenant for item in rows if item.grammar is None or item.grammar.ready)

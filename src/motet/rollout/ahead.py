@@ -84,6 +84,7 @@ class StepsAhead:
         self._gone_R = np.zeros(n_rows, np.bool_)
         """Whether a row has ended and its token in flight is dropped."""
         self._looked_at_R = np.zeros(n_rows, np.bool_)
+        self._truncates_R = np.zeros(n_rows, np.bool_)
         self._begun_R = np.zeros(n_rows, np.int64)
         """Tokens of the prompt."""
         self._chunk_R = np.full(n_rows, _NEVER)
@@ -149,20 +150,19 @@ class StepsAhead:
 
     def _take_rows(self, group: int, chosen: list[SampledSequence]) -> None:
         """Make these sequences the rows of the group's next steps."""
-        same = self._groups[group].sequences == chosen
+        rows, same = self._row, self._groups[group].sequences == chosen
         for sequence in chosen:
-            row = self._row.get(sequence)
-            if row is not None and self._held[row] is not sequence.blocks:  # it was preempted, and came back
-                self._leave(sequence)
-                row = None
-            if row is None:
+            if (row := rows.get(sequence)) is None or self._held[row] is not sequence.blocks:
+                if row is not None:  # it was preempted, and came back
+                    self._leave(sequence)
                 self._join(sequence)
                 same = False
-            elif (n_known := int(self._room_R[row]) // self._block_size) < len(sequence.blocks):
-                self._grow(row, sequence, n_known)
         if not same:
             self._groups[group] = self._compose(chosen)
             self._table.order(group, self._groups[group].rows_N)
+        n_blocks_N = np.array([len(item.blocks) for item in chosen])
+        room_N = self._room_R[self._groups[group].rows_N]
+        self._grow(self._groups[group], np.nonzero(n_blocks_N * self._block_size > room_N)[0].tolist())
 
     def _compose(self, chosen: list[SampledSequence]) -> _Rows:
         rows_N = np.array([self._row[item] for item in chosen], np.int64)
@@ -173,25 +173,28 @@ class StepsAhead:
             self._looked_at_R[rows_N],
             [item.tokens.append for item in chosen],
             [item.logprobs.append for item in chosen],
-            any(item.prompt.request.sampling.truncates for item in chosen),
+            bool(self._truncates_R[rows_N].any()),
         )
 
     def _join(self, sequence: SampledSequence) -> None:
         row, sampling = self._free.pop(), sequence.prompt.request.sampling
         self._row[sequence], self._held[row] = row, sequence.blocks
         self._reached_R[row] = self._known_R[row] = sequence.length
-        self._last_R[row] = len(sequence.prompt.request.prompt_ids) + sampling.max_tokens
+        self._last_R[row] = sequence.most
         self._room_R[row] = len(sequence.blocks) * self._block_size
         self._gone_R[row], self._looked_at_R[row] = False, _is_looked_at(sequence)
-        self._begun_R[row] = len(sequence.prompt.request.prompt_ids)
+        self._begun_R[row], self._truncates_R[row] = sequence.n_prompt, sampling.truncates
         self._chunk_R[row] = sequence.prompt.request.chunk_tokens if sequence.prompt.request.stream else _NEVER
         self._payer_R[row] = self._payers.setdefault(sequence.prompt.payer, len(self._payers))
         self._stops_V[self._stop_ids(sequence)] += 1
         self._table.join(row, sequence)
 
-    def _grow(self, row: int, sequence: SampledSequence, n_known: int) -> None:
-        self._table.grow(row, sequence.blocks, n_known)
-        self._room_R[row] = len(sequence.blocks) * self._block_size
+    def _grow(self, rows: _Rows, places: Sequence[int]) -> None:
+        """Tell the table of new blocks of some rows."""
+        for place in places:
+            row, blocks = int(rows.rows_N[place]), rows.sequences[place].blocks
+            self._table.grow(row, blocks, int(self._room_R[row]) // self._block_size)
+            self._room_R[row] = len(blocks) * self._block_size
 
     def _leave(self, sequence: SampledSequence) -> None:
         self._free.append(self._row.pop(sequence))
@@ -212,11 +215,10 @@ class StepsAhead:
         reached_N = self._reached_R[rows.rows_N]
         if (reached_N >= self._last_R[rows.rows_N]).any():
             return False
-        for place in np.nonzero(reached_N > self._room_R[rows.rows_N])[0].tolist():
-            sequence, n_known = rows.sequences[place], len(rows.sequences[place].blocks)
-            if not self._blocks.grow(sequence):
-                return False
-            self._grow(int(rows.rows_N[place]), sequence, n_known)
+        full = np.nonzero(reached_N > self._room_R[rows.rows_N])[0].tolist()
+        if full and not self._blocks.grow([rows.sequences[place] for place in full]):
+            return False
+        self._grow(rows, full)
         return True
 
     def _launch(self, group: int) -> None:

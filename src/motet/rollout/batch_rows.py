@@ -46,14 +46,12 @@ class BatchRows:
 
     def share_out(self) -> None:
         """Set each tenant's row limit from current demand; sequences above it are preempted, youngest first."""
-        had, wanted, shares = Counter[str](), Counter[str](), dict[str, float]()
-        for item in (*self.running, *self.preempted):
-            wanted[tenant_of(item)] += 1
-            shares[tenant_of(item)] = item.prompt.request.share
+        sequences = (*self.running, *self.preempted)
+        had, wanted = Counter(map(tenant_of, self.running)), Counter(map(tenant_of, sequences))
+        shares = {item.tenant: item.prompt.request.share for item in sequences}
         for prompt in self.waiting:
             wanted[tenant_of(prompt)] += len(prompt.waiting)
             shares[tenant_of(prompt)] = prompt.request.share
-        had.update(map(tenant_of, self.running))
         whole = sum(shares.values())
         self._had, self._shares = had, {tenant: share / whole for tenant, share in shares.items()}
         begun = {tenant_of(prompt): 1 for prompt in self.waiting if prompt.blocks}  # as good as a row, till it has one
@@ -181,12 +179,11 @@ class BatchRows:
         that is partly read is younger than its tenant's sequences.
         """
         n_free = self._cache.n_free
-        if n_free < len(chosen) and n_free < sum(map(self._blocks.lacks, chosen)) and self.land():
+        if n_free < len(chosen) and n_free < len(self._blocks.lacking(chosen)) and self.land():
             chosen = {item for item in chosen if item.finish is None}
         if self._cache.n_free >= len(chosen):  # each finds a block
             running = [item for item in self.running if item in chosen]
-            for item in running:
-                self._blocks.grow(item)
+            self._blocks.grow(running)
             return running
         kept: set[SampledSequence] = set()
         parts = [one for one in self.waiting if one.blocks and one.unread]
@@ -201,7 +198,7 @@ class BatchRows:
             if sequence not in chosen:
                 kept.add(sequence)
                 continue
-            while not (grown := self._blocks.grow(sequence)) and queue:
+            while not (grown := self._blocks.grow((sequence,))) and queue:
                 youngest = queue.pop()
                 if isinstance(youngest, Prompt):
                     self._reclaim(youngest)
@@ -210,7 +207,7 @@ class BatchRows:
             if not grown:
                 for prompt in self.waiting:
                     self._reclaim(prompt)
-                grown = self._blocks.grow(sequence)
+                grown = self._blocks.grow((sequence,))
             if grown:
                 kept.add(sequence)
             else:
@@ -243,10 +240,10 @@ class BatchRows:
 
     def _preempt_running(self, sequence: SampledSequence) -> None:
         self.running.remove(sequence)
-        self._had[tenant_of(sequence)] -= 1
         self._preempt(sequence)
 
     def _preempt(self, sequence: SampledSequence) -> None:
+        self._had[tenant_of(sequence)] -= 1
         self._blocks.page_out(sequence)
         self.preempted.appendleft(sequence)
         self.preemptions += 1

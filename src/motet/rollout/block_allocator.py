@@ -91,17 +91,19 @@ class BlockAllocator:
             present = self._host.present(copy, known)
         return n_blocks + more - len(present) <= self._kept.most_free((one.blocks for one in giving), present)
 
-    def grow(self, sequence: SampledSequence) -> bool:
-        """Ensure that a running sequence has a block for its next step; False if none is free."""
-        if self.lacks(sequence):
-            if not self._kept.make_room(1):
-                return False
-            sequence.blocks += self._cache.take(1)
+    def grow(self, running: Iterable[SampledSequence]) -> bool:
+        """Ensure that running sequences have a block for their next step; False, for all, if too few are free."""
+        lacking = self.lacking(running)
+        if lacking and not self._kept.make_room(len(lacking)):
+            return False
+        for sequence, block in zip(lacking, self._cache.take(len(lacking)), strict=True):
+            sequence.blocks.append(block)
         return True
 
-    def lacks(self, sequence: SampledSequence) -> bool:
-        """Whether a running sequence needs a block more for its next step."""
-        return self._blocks_of(sequence.length + sequence.in_flight) > len(sequence.blocks)
+    def lacking(self, running: Iterable[SampledSequence]) -> list[SampledSequence]:
+        """The running sequences that need a block more for their next step."""
+        size = self._cache.block_size
+        return [one for one in running if one.n_prompt + len(one.tokens) + one.in_flight > size * len(one.blocks)]
 
     def reach(self, sequence: SampledSequence, n_tokens: int) -> int:
         """Allocate blocks for further tokens while some are free; returns the number of tokens that fit."""

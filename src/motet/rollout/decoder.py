@@ -25,7 +25,7 @@ from motet.rollout.executor import AheadExecutor, Executor
 from motet.rollout.grammars import Grammars
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import runner_for
-from motet.rollout.sequences import Prompt, SampledSequence, waits_for_grammar
+from motet.rollout.sequences import Prompt, SampledSequence, adapter_order_of, can_step
 from motet.rollout.steps import Steps, SynchronousSteps
 from motet.rollout.tick_turns import TickTurns
 
@@ -97,7 +97,7 @@ class Decoder:
         """Queue a request; completions are admitted in order of arrival."""
         self._constrained += sum(item.grammar is not None for item in prompt.waiting)
         self.rows.waiting.append(prompt)
-        self._settled = False
+        self._settled &= self.rows.free <= 0 and self._turns.has_work(prompt.tenant)
 
     def abort(self, matches: set[str]) -> None:
         """End the open completions of these requests (ids or job names); they keep their tokens.
@@ -174,15 +174,13 @@ class Decoder:
         running: list[SampledSequence] = []
         if self.prefilled_tokens == before or not self._turns.company:
             self._turns.begin()
-            running = sorted(
-                self.rows.grow(self._turns.chosen(self._able())), key=lambda item: item.prompt.adapter_order
-            )
+            running = sorted(self.rows.grow(self._turns.chosen(can_step(self.rows.running))), key=adapter_order_of)
             landed = self._steps.step(running, self.drafts, self._turns.spare(len(running)))
             self._admission.stepped(running)
             self._settle(landed.touched)
             self.spent += self._turns.decoded(landed.parts)
         self.stuck = self._begin_masks() and not (running or read or self._steps.in_flight)
-        self._turns.can_go_on((*self._admission.able(), *self._able()))
+        self._turns.can_go_on((*self._admission.able(), *can_step(self.rows.running)))
         all_run = len(running) == len(self.rows.running) and not (self._constrained or self.rows.preempted)
         self._settled = all_run and not (self.rows.waiting and self.rows.free > 0)
 
@@ -205,13 +203,6 @@ class Decoder:
         items = (*self.rows.running, *self.rows.preempted) if self._constrained else ()
         return self.grammars.begin((item.grammar, item.prompt.payer) for item in items if item.grammar)
 
-    def _able(self) -> list[SampledSequence]:
-        """The running sequences that can get a token now."""
-        running = self.rows.running
-        if self._steps.in_flight:
-            running = [item for item in running if item.may_step]
-        return [item for item in running if not (item.unread or waits_for_grammar(item))]
-
     def _settle(self, touched: Sequence[SampledSequence]) -> None:
         """Deliver new tokens of streams, remove finished sequences from the batch, and free what no step writes."""
         landed = [item for item in self._leaving if not item.in_flight]
@@ -223,7 +214,8 @@ class Decoder:
                 self._end(sequence, sequence.finish)
             elif (request := sequence.prompt.request).stream and sequence.due(request.chunk_tokens):
                 sequence.prompt.emit(sequence.chunk(self.runner.text))
-        self.rows.drop_finished()
+        if any(item.finish for item in touched):
+            self.rows.drop_finished()
 
     def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
         sequence.finish = reason

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ from motet.rollout.completion import GrowingCompletion
 from motet.rollout.grammars import Grammar
 
 Emit = Callable[[Chunk | Exception], None]
+Standing = tuple[str, bool]
+"""A tenant, and whether somebody waits for the answer."""
 _TAIL = 16
 """Number of last tokens, in addition to one per byte of a stop string, that are decoded to find it."""
 
@@ -65,6 +68,11 @@ class Prompt:
         return ids
 
     @functools.cached_property
+    def standing(self) -> Standing:
+        """What its turns depend on."""
+        return self.request.tenant, self.request.interactive
+
+    @functools.cached_property
     def tenant(self) -> str:
         """The request's tenant."""
         return self.request.tenant
@@ -101,10 +109,18 @@ class SampledSequence(GrowingCompletion):
     in_flight: int = 0
     """Steps in flight that compute a token of it, which it does not have yet."""
 
+    def __post_init__(self) -> None:
+        # as plain attributes, because each tick looks at every row's
+        self.tenant, self.standing, self.adapter_order = (
+            self.prompt.tenant, self.prompt.standing, self.prompt.adapter_order
+        )  # fmt: skip
+        self.n_prompt = len(self.prompt.request.prompt_ids)
+        self.most = self.n_prompt + self.prompt.request.sampling.max_tokens
+
     @property
     def length(self) -> int:
         """Tokens of prompt and completion."""
-        return len(self.prompt.request.prompt_ids) + len(self.tokens)
+        return self.n_prompt + len(self.tokens)
 
     @property
     def whole(self) -> int:
@@ -116,17 +132,10 @@ class SampledSequence(GrowingCompletion):
         """Tokens in the cache or the host copy."""
         return self.whole - self.unread
 
-    @property
-    def may_step(self) -> bool:
-        """Whether the next step can compute a token of it: masks of a grammar need the tokens in flight."""
-        if not self.in_flight:
-            return True
-        return self.grammar is None and len(self.tokens) + self.in_flight < self.prompt.request.sampling.max_tokens
-
     def token_ids(self, start: int, end: int) -> list[int]:
         """Some of the tokens of prompt and completion."""
-        n_prompt = len(self.prompt.request.prompt_ids)
-        return [*self.prompt.token_ids(start, end), *self.tokens[max(0, start - n_prompt) : max(0, end - n_prompt)]]
+        first, last = (max(0, place - self.n_prompt) for place in (start, end))
+        return [*self.prompt.token_ids(start, end), *self.tokens[first:last]]
 
     def append(self, token: int, logprob: float, usable: bool, decode: Decode) -> None:
         """Append a drawn token and check whether the completion ends."""
@@ -160,9 +169,15 @@ def payer_of(request: GenerateRequest) -> Payer:
     return Payer(request.job, request.tenant, request.share)
 
 
-def waits_for_grammar(item: SampledSequence) -> bool:
-    """Whether the mask of its next token is not ready."""
-    return item.grammar is not None and not item.grammar.ready
+def can_step(items: Iterable[SampledSequence]) -> list[SampledSequence]:
+    """Those of which the next step can compute a token: masks of a grammar need the tokens in flight."""
+    return [
+        item
+        for item in items
+        if not item.unread
+        and item.n_prompt + len(item.tokens) + item.in_flight < item.most
+        and (item.grammar is None or (item.grammar.ready and not item.in_flight))
+    ]
 
 
 def prompt_of(item: Prompt | SampledSequence) -> Prompt:
@@ -170,14 +185,9 @@ def prompt_of(item: Prompt | SampledSequence) -> Prompt:
     return item.prompt if isinstance(item, SampledSequence) else item
 
 
-def tenant_of(item: Prompt | SampledSequence) -> str:
-    """The item's tenant."""
-    return prompt_of(item).tenant
-
-
-def is_interactive(item: Prompt | SampledSequence) -> bool:
-    """Whether somebody waits for the answer."""
-    return prompt_of(item).request.interactive
+tenant_of: Callable[[Prompt | SampledSequence], str] = operator.attrgetter("tenant")
+standing_of: Callable[[Prompt | SampledSequence], Standing] = operator.attrgetter("standing")
+adapter_order_of: Callable[[SampledSequence], tuple[str, int]] = operator.attrgetter("adapter_order")
 
 
 def aborted(index: int) -> Chunk:

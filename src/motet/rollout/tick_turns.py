@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from motet.core.device import DECODES, WAITS
 from motet.core.tenant_turns import LEAD, Cost, Payer, TenantTurns
-from motet.rollout.sequences import Prompt, SampledSequence, is_interactive, tenant_of
+from motet.rollout.sequences import Prompt, SampledSequence, Standing, standing_of, tenant_of
 
 Item = TypeVar("Item", Prompt, SampledSequence, Prompt | SampledSequence)
 
@@ -47,35 +47,44 @@ class TickTurns:
         self._there = set(map(tenant_of, there))
         self.stay()
 
+    def has_work(self, tenant: str) -> bool:
+        """Whether the tenant was reported to have work."""
+        return tenant in self._there
+
     def stay(self) -> None:
         """Report that the same tenants have work."""
         self._turns.come(self._there, WAITS)
 
     def can_go_on(self, items: Sequence[Prompt | SampledSequence]) -> None:
         """Report the tenants of items that the next tick could serve."""
-        leads = filter(is_interactive, items) if self.company else ()
-        self._turns.come(map(tenant_of, items), DECODES, frozenset(map(tenant_of, leads)))
+        there = set(map(standing_of, items))
+        leads = frozenset(tenant for tenant, interactive in there if interactive and self.company)
+        self._turns.come((tenant for tenant, _ in there), DECODES, leads)
 
     def had(self, item: Prompt | SampledSequence) -> float:
         """Device seconds that the item's tenant has used, divided by its share, less its lead; those with less come first."""
-        return self._turns.had(tenant_of(item)) - LEAD * is_interactive(item)
+        return self._had(standing_of(item))
+
+    def _had(self, standing: Standing) -> float:
+        tenant, interactive = standing
+        return self._turns.had(tenant) - LEAD * interactive
 
     def due(self, items: Sequence[Item]) -> list[Item]:
         """Those of these items whose turn it is."""
-        return list(self._had_by_due(items))
-
-    def _had_by_due(self, items: Sequence[Item]) -> dict[Item, float]:
-        until = self._turns.due_until(map(tenant_of, items))
-        had = {item: self.had(item) for item in items}
-        return {item: seconds for item, seconds in had.items() if seconds <= until}
+        there = set(map(standing_of, items))
+        until = self._turns.due_until(tenant for tenant, _ in there)
+        due = {each for each in there if self._had(each) <= until}
+        return [item for item in items if item.standing in due]
 
     def chosen(self, running: Sequence[SampledSequence]) -> set[SampledSequence]:
         """The sequences that get a token in this tick: those of tenants whose turn it is, the longest waiting first."""
         chosen = list(running)
         if self.company:
-            had = self._had_by_due(running)
-            chosen = sorted(had, key=lambda item: (had[item], item.tick))
-            del chosen[self.rows :]
+            chosen = self.due(running)
+            if len(chosen) > self.rows:
+                had = {each: self._had(each) for each in set(map(standing_of, chosen))}
+                chosen.sort(key=lambda item: (had[item.standing], item.tick))
+                del chosen[self.rows :]
         self._ticks += 1
         for item in chosen:
             item.tick = self._ticks
