@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import h11
@@ -524,6 +525,37 @@ def test_the_loop_looks_at_many_values_at_once(house: House, path: str, body: An
 
 async def _profiled(count: Any) -> None:
     sys.setprofile(count)
+
+
+@pytest.mark.parametrize(
+    ("path", "request_", "elsewhere"),
+    [
+        (
+            "/v1/files",
+            {"files": {"file": ("rows.jsonl", b'{"prompt": "a", "answer": "b"}\n' * 200)}},
+            "FormReader._body",
+        ),
+        ("/v1/submissions", {"json": {"jobs": [[0.5] * 10_000]}}, "JSONDecoder.decode"),
+    ],
+    ids=["form", "numbers"],
+)
+def test_what_takes_long_for_a_long_body_is_done_elsewhere(
+    house: House, path: str, request_: Any, elsewhere: str
+) -> None:
+    """Forms are searched in threads, and many values are not read by Python's parser."""
+    loop, called = house.app.state.loop, set[str]()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code.co_qualname)
+
+    asyncio.run_coroutine_threadsafe(_profiled(note), loop).result()
+    try:
+        house.ask("POST", path, **request_)
+    finally:
+        asyncio.run_coroutine_threadsafe(_profiled(None), loop).result()
+    assert "_Body.receive" in called
+    assert elsewhere not in called
 
 
 @pytest.mark.parametrize("query", ["limit=1", "limit=1&after=many-60", "limit=1&after=many-60&order=asc"])
