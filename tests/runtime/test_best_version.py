@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
 from rich.console import Console
@@ -28,7 +28,16 @@ from motet.report.comparison import evaluated, side_of_job
 from motet.report.page import _job
 from motet.report.read import read_job
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.runtime.held_out import best_after, figure_of, first_trained, lines_of, named_best, unchanged, untrained
+from motet.runtime.held_out import (
+    best_after,
+    figure_of,
+    first_trained,
+    lines_of,
+    named_best,
+    ranked,
+    unchanged,
+    untrained,
+)
 from motet.runtime.journal import Journal, Load, OptimStep
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
@@ -72,9 +81,8 @@ def written(path: Path, history: Any) -> tuple[JobDirectory, list[dict[str, Any]
     for version, pair in enumerate(figures):
         line: dict[str, Any] = {"step": version, "version": version, "eval": evaluation(kind, *pair)}
         name, figure = figure_of(line["eval"])
-        loss = -line["eval"].get("loss", 0.0)
-        score, tie = (loss, 0.0) if old and kind == "accuracy" else (figure, loss)
-        done = replace(best_after(done, version, score, tie, trained=trained), evaluated=version)
+        decided = ranked(line["eval"], done.best_by)
+        done = replace(best_after(done, version, *decided, trained=trained), evaluated=version)
         if math.isfinite(figure):
             best = done.best_version == version
             stored = newer_evaluation(stored, version, (name, figure), best=best, best_by=done.best_by)
@@ -140,6 +148,7 @@ def pages(directory: JobDirectory, lines: list[dict[str, Any]], stored: Any) -> 
 
 @settings(max_examples=25, deadline=None)
 @given(HISTORIES)
+@example(("accuracy", [(0.1, 0.5), (0.9, 0.8), (0.5, 0.2)], 0, False, 3))
 def test_whatever_is_shown_beside_a_version_belongs_to_it(history: Any) -> None:
     with tempfile.TemporaryDirectory() as place:
         directory, lines, stored = written(Path(place), history)

@@ -32,6 +32,15 @@ def figure_of(line: Mapping[str, Any]) -> tuple[str, float]:
     return name, math.nan if value is None else float(value) if name == REWARD else -float(value)
 
 
+def ranked(figures: Mapping[str, Any], best_by: str) -> tuple[float, float]:
+    """What decides between versions, and between those that are equal in it; more is better.
+
+    The loss decided when jobs without `best_by` began.
+    """
+    tie = -float(figures["loss"]) if "loss" in figures else 0.0
+    return (tie, 0.0) if "loss" in figures and not best_by else (figure_of(figures)[1], tie)
+
+
 def unchanged(line: Mapping[str, Any]) -> bool:
     """Whether the step of a metrics line left the adapter as it was: without a gradient, without a rate, or skipped."""
     still = "grad_norm" in line and (not line["grad_norm"] or line.get("lr") == 0 or bool(line.get("skipped")))

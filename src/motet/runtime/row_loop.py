@@ -10,7 +10,7 @@ from motet.algorithms.rows import RowAlgorithm, RowLogprobs
 from motet.core.types import Problem
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
-from motet.runtime.held_out import figure_of
+from motet.runtime.held_out import ranked
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import Share, train
 from motet.runtime.session import Evaluated, FinishedStep
@@ -57,10 +57,7 @@ class RowLoop(Driver):
         figures = self._algorithm.figures(batch, await self._scored(batch))
         record = {**figures, "rows": len(job.data.holdout)}
         job.progress.evaluated(version, record)
-        score, tie = figure_of(record)[1], -figures["loss"] if "loss" in figures else 0.0
-        if "loss" in figures and not self.session.done.best_by:  # the job began when the loss decided
-            score, tie = tie, 0.0
-        return Evaluated(version, record, score, tie)
+        return Evaluated(version, record, *ranked(record, self.session.done.best_by))
 
     def _batch(self, rows: Sequence[Problem]) -> StepBatch:
         job, algorithm = self.job, self._algorithm
