@@ -68,7 +68,7 @@ class Made:
     atomic_floats: int
     """Those of them that add or compare floating-point numbers."""
     fused: bool
-    """Whether a product and a sum are rounded once."""
+    """Whether a product and a sum are rounded once, or may be by another compiler: defaults differ between versions."""
     wide: int
     """Loads of 16 bytes from global memory."""
     narrow: int
@@ -145,7 +145,7 @@ def made_of(request: Request, target: str, *, disassembled: bool = True) -> Made
         products=sorted(set(re.findall(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)", text))),
         atomics=len(re.findall(ATOMIC, text)),
         atomic_floats=len(re.findall(r"\b(?:atom|red)\.[\w.:]*\.(?:f16|f16x2|bf16|bf16x2|f32|f64)\b", ptx)),
-        fused="fma.rn.f32" in ptx if cuda else bool(request.options["enable_fp_fusion"]),
+        fused=bool(request.options["enable_fp_fusion"]) or "fma.rn.f32" in ptx,
         wide=len(
             re.findall(
                 r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\.c[ag]\.shared\.global[^;]*0x10", ptx

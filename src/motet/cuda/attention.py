@@ -190,12 +190,13 @@ class CudaPass:
             call.scaling, _window(call), self.tables_SL.shape[1], query_THE.stride(0),
             **shape, BLOCK=self.backend.block_size, KEYS=self.backend.page, PIECE=PIECE,
             ROWS=rows, SOFTCAP=call.softcap or 0.0, num_warps=warps,
-            num_stages=2 if self.backend.page * width * keys.element_size() <= 1 << 15 else 1, enable_fp_fusion=False,
+            num_stages=2 if self.backend.page * width * keys.element_size() <= 1 << 15 else 1,
         )  # fmt: skip
         if work.slots_T2 is not None:
-            options = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": False}
-            grid = len(self.positions_T), kv_heads
-            launch(kernels.combine, grid, *parts, work.slots_T2, out_THE, **shape, ROWS=folded, **options)
+            launch(
+                kernels.combine, (len(self.positions_T), kv_heads), *parts, work.slots_T2, out_THE,
+                **shape, ROWS=folded, num_warps=1, num_stages=1,
+            )  # fmt: skip
 
     def _tile(self, width: int, fold: int) -> tuple[int, int]:
         """Folded rows of a tile and its warps: what fits into registers, by the compiler's count of spills."""

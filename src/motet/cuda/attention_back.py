@@ -82,7 +82,7 @@ class AttentionBack:
             "KV_HEADS": kv_heads, "FOLD": fold, "WIDTH": width, "LANES": max(16, triton.next_power_of_2(width)),
             "BLOCK": attention.backend.block_size, "KEYS": _keys_of(attention, width),
             "ROWS": _rows(width, fold), "SOFTCAP": call.softcap or 0.0,
-            "num_warps": 4 if width <= 64 else 8, "num_stages": 1, "enable_fp_fusion": False,
+            "num_warps": 4 if width <= 64 else 8, "num_stages": 1,
         }  # fmt: skip
         query_slope = torch.empty_like(query_THE)
         key_slope, value_slope = (torch.empty_like(pool, dtype=torch.float32) for pool in (keys, values))

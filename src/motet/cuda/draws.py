@@ -182,10 +182,7 @@ class Rows:
     def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Tensor | None, **sizes: int) -> None:
         constants = {"num_warps": 4} | sizes | self.head.constants | {"V": self.head.n_ids}
         if len(self.raw_NV):
-            launch(
-                kernel, grid, self.raw_NV, self.head.present_W, *arguments,
-                **constants, enable_fp_fusion=False,
-            )  # fmt: skip
+            launch(kernel, grid, self.raw_NV, self.head.present_W, *arguments, **constants)
 
 
 def draw(raw_NV: Tensor, settings: RowSettings, out: Drawn) -> None:

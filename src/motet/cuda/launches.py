@@ -15,11 +15,14 @@ _counters: list[Counter[str]] = []
 
 
 def launch(kernel: Any, grid: Sequence[int], first: Tensor, /, *arguments: Any, **options: Any) -> None:
-    """Launch a Triton kernel on the device of its first argument, which need not be the current one."""
+    """Launch a Triton kernel on the device of its first argument, which need not be the current one.
+
+    No product is fused with a sum, which is the default of some versions of Triton and not of others.
+    """
     if _counters:
         called(kernel.__name__)
     with device_of(first):
-        kernel[tuple(grid)](first, *arguments, **options)
+        kernel[tuple(grid)](first, *arguments, enable_fp_fusion=False, **options)
 
 
 def reason_of(error: BaseException) -> str:

@@ -128,7 +128,7 @@ class OwnTile:
         options = {
             "BIAS": bias is not None, "BACK": back, "ADAPTERS": adapters is not None,
             "ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth, "SIDE_BY_SIDE": _SIDE_BY_SIDE,
-            **constants, "num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": False,
+            **constants, "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
         bias = x_TK if bias is None else bias  # not read
         if self.by_descriptors:
@@ -160,8 +160,7 @@ def _shrink_of(
 def shrink(x_TK: Tensor, adapters: Adapters) -> None:
     """Fill `inner` by a launch of its own."""
     tensors, numbers, constants, programs = _shrink_of(x_TK, adapters)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    launch(kernels.shrink, (programs,), x_TK, *tensors, *x_TK.shape, *numbers, **constants, **options)
+    launch(kernels.shrink, (programs,), x_TK, *tensors, *x_TK.shape, *numbers, **constants, num_warps=4)
 
 
 # --- the library ------------------------------------------------------------------------------------------------------
