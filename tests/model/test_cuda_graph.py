@@ -5,6 +5,7 @@ What only a GPU can show, that its libraries give a row the same bits in any com
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from triton.compiler.errors import CompilationError  # type: ignore[import-untyped, unused-ignore]
+from triton.runtime.errors import OutOfResources  # type: ignore[import-untyped, unused-ignore]
 
 import tests.support.triton_on_cpu
+from motet.model.accelerator import Recorder, Replay
 from motet.model.arithmetic import Arithmetic
+from motet.model.attention import Span
+from motet.model.cuda_graph import CudaGraphRunner
 from motet.model.kv_cache import KVCache
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
@@ -119,6 +125,53 @@ def test_what_cannot_be_grouped_is_not_recorded(recorded: LoraModel, plain: Lora
     """Rank 4 does not fill what a grouped product inputs at a time."""
     ours, theirs = (Texts(base, [tiny.adapter(base, rank=4, seed=1), None]) for base in (recorded, plain))
     assert torch.equal(ours.decode(10), theirs.decode(10))
+
+
+class FailingRecorder(Recorder):
+    """Fails where it is to record, as torch does where the cause was another error."""
+
+    def __init__(self, place: torch.device, error: Exception, *, behind: bool = False) -> None:
+        super().__init__(place)
+        self._error, self._behind = error, behind
+
+    def capture(self, run: Replay, *, first: bool) -> Replay:
+        try:
+            raise self._error
+        except Exception as error:
+            if self._behind:
+                raise RuntimeError("the recording was not ended") from error
+            raise
+
+
+NO_GRAPHS = {
+    "it waits for the device": RuntimeError("it waits for the device"),
+    "shared memory": OutOfResources(250_000, 232_448, "shared memory"),
+    "no such product": CompilationError(None, ast.Pass(), "no such product"),
+    "an address is not aligned": AssertionError("an address is not aligned"),
+}
+
+
+def test_what_cannot_be_recorded_is_computed_without_graphs() -> None:
+    """Whatever it fails by, before or while it is recorded; where memory is short, the next step tries again."""
+    base = base_with(LIKE_A_GPU)
+    for behind in (False, True):
+        for reason, error in NO_GRAPHS.items():
+            assert not recorded_by(FailingRecorder(base.device, error, behind=behind), base)
+            assert not base.arithmetic.graphs
+            why = base.info.notes[-1].removeprefix("slower than it could be, without graphs: ")
+            assert reason in why
+            assert "\n" not in why
+            base.compute_with(LIKE_A_GPU)
+        assert not recorded_by(FailingRecorder(base.device, torch.OutOfMemoryError("no memory"), behind=behind), base)
+        assert base.arithmetic.graphs
+    assert recorded_by(Recorder(base.device), base)
+
+
+@torch.inference_mode()
+def recorded_by(recorder: Recorder, base: LoraModel) -> bool:
+    """Whether a step of one row is recorded."""
+    cache = KVCache(4, tiny.BLOCK, base.device)
+    return CudaGraphRunner(base, cache, recorder).logits([5], [Span(0, 1, cache.take(1))], [None]) is not None
 
 
 @pytest.mark.parametrize("way", few(WAYS, "of a mixture"))

@@ -1,4 +1,4 @@
-"""All launches of this room's kernels, so that they can be counted, and why they fail."""
+"""All launches of this room's kernels, so that they can be counted."""
 
 from __future__ import annotations
 
@@ -23,12 +23,6 @@ def launch(kernel: Any, grid: Sequence[int], first: Tensor, /, *arguments: Any, 
         called(kernel.__name__)
     with device_of(first):
         kernel[tuple(grid)](first, *arguments, enable_fp_fusion=False, **options)
-
-
-def reason_of(error: BaseException) -> str:
-    """A line that says why kernels fail. Triton's errors begin with where they are, and have what is wrong by itself."""
-    text = str(getattr(error, "error_message", None) or error).strip()
-    return next(iter(text.splitlines()), type(error).__name__)
 
 
 def called(name: str) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
-from triton.errors import TritonError  # type: ignore[import-untyped, unused-ignore]
 
 from motet.cuda import kernels
 from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
@@ -32,6 +31,7 @@ from motet.cuda.ways import (
     WayTable,
 )
 from motet.model.accelerator import cuda_versions, microseconds, multiprocessors, processor_of
+from motet.model.kernel_failures import kernel_failures
 
 _log = logging.getLogger(__name__)
 _REPEATS = 5
@@ -40,9 +40,6 @@ _TRIES = 3
 """Times that they are timed: the least counts, because other processes may use the card meanwhile."""
 _DIFFERENT = 1 << 28
 """Bytes of weights that a repeat reads: more than any cache holds, as a decoding step does."""
-FAILURES = (RuntimeError, AttributeError, AssertionError, TritonError)
-"""What torch, Triton and the driver raise where a kernel does not compile or run; descriptors assert aligned addresses."""
-
 _MEASURING = 30.0
 """Seconds after which a load begins to measure no other way."""
 
@@ -186,7 +183,7 @@ def _timed(way: Way, shape: ProductShape, same: list[ProductWeight], n_rows: int
                 way.multiply(x_TK, weight, y_TN, adapters, back=shape.back)
 
         return stopwatch(run) / len(few)
-    except FAILURES as error:
+    except kernel_failures() as error:
         return math.nan if "out of memory" in str(error) else math.inf  # so say torch, the driver and libraries
 
 

@@ -25,15 +25,15 @@ from motet.cuda.adapters import AdapterTables, Places, most_tiles, widths_of
 from motet.cuda.attention import PIECE, CudaAttention, CudaPass
 from motet.cuda.draws import Drawn, Head, RowSettings, Truncation, draw
 from motet.cuda.kernels import steps as kernels
-from motet.cuda.launches import launch, reason_of
+from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan
-from motet.cuda.speeds import FAILURES
 from motet.cuda.step_memory import AdapterSlots, Changes, StepMemory
 from motet.cuda.ways import ROWS_OF_DECODING
 from motet.model.accelerator import Recorder, WorkQueue, device_of
 from motet.model.arithmetic import round_up
 from motet.model.attention import AttentionBackend
 from motet.model.device_steps import BLOCKS, GROUPS, MASKED, DeviceStep, DrawnTokens, StepLayout
+from motet.model.kernel_failures import cause_of, kernel_failures, reason_of
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
@@ -354,8 +354,8 @@ class CudaSteps:
         self._queue.begin(functools.partial(_clear, head))  # the recorder runs the step, of no rows
         try:
             graph.replay = self._recorder.capture(graph.compute, first=not self._graphs)
-        except FAILURES as error:
-            cause = _cause_of(error)
+        except kernel_failures() as error:
+            cause = cause_of(error)
             if isinstance(cause, torch.OutOfMemoryError):
                 return False
             why = f"decoding steps are not recorded as graphs: {reason_of(cause)}"
@@ -364,12 +364,6 @@ class CudaSteps:
             self._records = False
             self._graphs.clear()
         return True
-
-
-def _cause_of(error: Exception) -> Exception:
-    """Torch raises an error of its own where a recording ends that failed before."""
-    before, of_torch = error.__context__, isinstance(error, RuntimeError)
-    return before if of_torch and type(error) is not torch.OutOfMemoryError and isinstance(before, Exception) else error
 
 
 def _clear(number: Tensor) -> None:

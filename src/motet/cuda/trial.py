@@ -20,7 +20,6 @@ from motet.core.errors import BaseModelError
 from motet.cuda import speeds
 from motet.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
 from motet.cuda.decoder_shape import pieces_of
-from motet.cuda.launches import reason_of
 from motet.cuda.products import Products
 from motet.cuda.ways import (
     A_COLUMNS,
@@ -37,6 +36,7 @@ from motet.cuda.ways import (
     shrink,
     table_for,
 )
+from motet.model.kernel_failures import kernel_failures, reason_of
 
 _KINDS = 3
 _OUTLIERS, _SMALL = 300.0, 0.001
@@ -145,7 +145,7 @@ class Trial:
             try:
                 example = _Example.of(shape, self.sizes, self.dtype, self.device)
                 why = example.wrong_values()
-            except speeds.FAILURES as error:
+            except kernel_failures() as error:
                 why = f"fails: {reason_of(error)}"
             if why:
                 raise BaseModelError(f"{_product(shape)} by Motet's kernels {why}")
@@ -169,7 +169,7 @@ class Trial:
         try:
             adapted = not example.shape.back
             unequal = [*example.unequal(way, rows), *self._unequal_in_graph(way, example, rows, adapted=adapted)]
-        except speeds.FAILURES as error:
+        except kernel_failures() as error:
             return f"fails: {reason_of(error)}"
         return f"has other bits at {_numbers(unequal)} rows" if unequal else ""
 
@@ -191,7 +191,7 @@ class Trial:
         try:
             outside = example.unequal(library, rows)
             inside = self._unequal_in_graph(library, example, [n for n in decoding if n not in outside])
-        except speeds.FAILURES as error:
+        except kernel_failures() as error:
             self.notes.append(f"the library is not used for {_product(shape)}: {reason_of(error)}")
             return frozenset()
         if unequal := sorted({*outside, *inside}):

@@ -22,6 +22,7 @@ from torch import Tensor
 from motet.model.accelerator import Recorder
 from motet.model.arithmetic import round_up
 from motet.model.attention import ReplayablePass, Span
+from motet.model.kernel_failures import cause_of, kernel_failures
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears
 from motet.model.lora_model import LoraModel
@@ -135,11 +136,11 @@ class _Graph:
 class CudaGraphRunner:
     """Decoding graphs of one base and one KV cache."""
 
-    def __init__(self, base: LoraModel, cache: KVCache) -> None:
+    def __init__(self, base: LoraModel, cache: KVCache, recorder: Recorder | None = None) -> None:
         self._base, self._cache = base, cache
         self._tables: dict[int, AdapterTable] = {}
         self._graphs: dict[tuple[int, ...], _Graph] = {}
-        self._recorder = Recorder(base.device)
+        self._recorder = recorder or Recorder(base.device)
 
     def logits(
         self, token_ids: Sequence[int], spans: Sequence[Span], adapters: Sequence[AdapterWeights | None]
@@ -167,10 +168,10 @@ class CudaGraphRunner:
         if graph.replay is None:
             try:
                 graph.replay = self._recorder.capture(functools.partial(self._run, graph), first=not self._graphs)
-            except torch.OutOfMemoryError:
-                return None
-            except RuntimeError as error:  # the model synchronises with the device, as a mixture of experts does
-                cause = error.__context__ if isinstance(error.__context__, Exception) else error
+            except kernel_failures() as error:  # or the model waits for the device, as a mixture of experts does
+                cause = cause_of(error)
+                if isinstance(cause, torch.OutOfMemoryError):
+                    return None
                 base.compute_slower(replace(base.arithmetic, graphs=False), "graphs", cause)
                 _log.warning("%s", base.info.notes[-1])
                 self._graphs.clear()

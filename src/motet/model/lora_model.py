@@ -28,6 +28,7 @@ from motet.model.device_steps import DeviceSteps
 from motet.model.distribution import MathKernels
 from motet.model.experts import adaptable_experts, compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
+from motet.model.kernel_failures import reason_of
 from motet.model.kv_cache import KVCache
 from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
@@ -166,8 +167,7 @@ class LoraModel:
     def compute_slower(self, slower: Arithmetic, without: str, because: Exception) -> None:
         """Switch to a slower arithmetic after a failed test; the reason becomes a note."""
         self.compute_with(slower)
-        reason = next(iter(str(because).strip().splitlines()), type(because).__name__)
-        self.revise(f"slower than it could be, without {without}: {reason}")
+        self.revise(f"slower than it could be, without {without}: {reason_of(because)}")
 
     def _frozen_weights(self) -> list[FrozenWeight]:
         fused = {layer.fused.leader: layer.fused.frozen for layer in self.linears.values()}
