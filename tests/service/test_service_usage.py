@@ -220,7 +220,7 @@ def test_a_day_that_is_spent_holds_the_tenant_until_the_limit_is_raised(service:
 
 def test_a_long_step_is_charged_while_it_lasts_and_a_limit_cuts_it_without_changing_a_byte(service: Service) -> None:
     long = {**tiny("undisturbed", 1), "seed": 7, "sampling": {"max_tokens": 24}}
-    long |= {"algorithm": {"group_size": 8, "groups_per_step": 96}, "eval": {"every": 0}}
+    long |= {"algorithm": {"group_size": 8, "groups_per_step": 288}, "eval": {"every": 0}}
     service.submit(long)
     assert service.ended("undisturbed") == "succeeded"
 
