@@ -39,8 +39,8 @@ ROWS = 1000
 """Steps of the job whose steps are read."""
 TENSORS = 800_000
 """Empty ones, in the header of an uploaded adapter."""
-BURST, BURST_BYTES = 500, 131_072
-"""Connections, and bytes of each one's body."""
+BURST, BODY_BYTES = 500, 131_072
+"""Connections of a burst, and bytes of each one's body."""
 LONG_ROWS, ROW_CHARACTERS = 180_000, 5_000
 """Of a file of half a megabyte that jobs prepare."""
 
@@ -183,6 +183,14 @@ def rows(service: Service, key: str) -> Iterator[None]:
             yield
 
 
+def _unfinished_chat(key: str) -> bytes:
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {BODY_BYTES}\r\n\r\n"
+    )
+    return head.encode() + b" " * (BODY_BYTES - 1)
+
+
 @contextlib.contextmanager
 def bodies(service: Service, key: str) -> Iterator[None]:
     """Hundreds of bodies that never end, under several keys of one tenant."""
@@ -195,13 +203,9 @@ def bodies(service: Service, key: str) -> Iterator[None]:
         for number in range(1250):
             if stop.is_set():
                 return
-            head = (
-                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {made[number % 5]}\r\n"
-                "Content-Type: application/json\r\nContent-Length: 131072\r\n\r\n"
-            )
             with contextlib.suppress(OSError):
                 lines.append(line := socket.create_connection(("127.0.0.1", service.port), 10))
-                line.sendall(head.encode() + b" " * 130_000)
+                line.sendall(_unfinished_chat(made[number % 5]))
 
     opening = threading.Thread(target=open_lines, daemon=True)
     opening.start()
@@ -217,12 +221,7 @@ def bodies(service: Service, key: str) -> Iterator[None]:
 @contextlib.contextmanager
 def bursts(service: Service, key: str) -> Iterator[None]:
     """Hundreds of connections that are opened in peace, and whose bodies arrive in one moment."""
-    head = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {BURST_BYTES}\r\n\r\n"
-    )
-    body = head.encode() + b" " * (BURST_BYTES - 1)  # one byte is missing
-    stop = threading.Event()
+    request, stop = _unfinished_chat(key), threading.Event()
 
     def send() -> None:
         while not stop.is_set():
@@ -234,7 +233,7 @@ def bursts(service: Service, key: str) -> Iterator[None]:
                 for line in lines:
                     line.setblocking(False)
                     with contextlib.suppress(OSError):
-                        line.send(body)
+                        line.send(request)
                 stop.wait(2)
 
     sending_ = threading.Thread(target=send, daemon=True)

@@ -192,6 +192,43 @@ def test_large_pieces_that_arrive_together_are_handled_in_many_turns(house: Hous
     assert size < most <= 2**17 + 2**18, "what a turn handles, and the piece that was too much"
 
 
+def test_a_piece_that_fails_holds_up_no_other() -> None:
+    class Line:
+        """A connection whose pieces fail; it is its own flow."""
+
+        held = given_up = False
+
+        @property
+        def flow(self) -> Any:
+            return self
+
+        def hold(self) -> None:
+            self.held = True
+
+        def release(self) -> None:
+            self.held = False
+
+        def handle(self, _: bytes) -> None:
+            raise RuntimeError("a fault")
+
+        def give_up(self) -> None:
+            self.given_up = True
+
+    async def put_off() -> list[Any]:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        connections, lines = Connections(HttpConfig(), 1024), list[Any](Line() for _ in range(8))
+        assert not connections.puts_off(lines[0], bytes(2**18))
+        assert all(connections.puts_off(one, bytes(2**17)) for one in lines)
+        async with asyncio.timeout(PATIENCE):
+            while any(one.held for one in lines):
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not connections.puts_off(lines[0], bytes(2**17)), "a later turn has room again"
+        return lines
+
+    assert all(one.given_up for one in asyncio.run(put_off()))
+
+
 def test_few_connections_are_accepted_in_a_turn() -> None:
     made = 0
 

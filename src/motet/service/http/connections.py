@@ -164,13 +164,17 @@ class Connections:
 
     def _turn(self) -> None:
         self._room = _LARGE_IN_A_TURN
+        if self._put_off:  # before anything can fail
+            asyncio.get_running_loop().call_soon(self._turn)
         while self._put_off and self._room > 0:
             one, data = self._put_off.popleft()
             self._room -= len(data)
             one.flow.release()
-            one.handle(data)
-        if self._room < _LARGE_IN_A_TURN:
-            asyncio.get_running_loop().call_soon(self._turn)
+            try:
+                one.handle(data)
+            except Exception:  # as asyncio does where a piece is handled at once
+                one.give_up()
+                raise
 
     def _rested(self, one: _Guarded) -> None:
         self._held -= 1
