@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,15 @@ class HeldEngine(FakeEngine):
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
-        self.go, self.aborts, self.begun = asyncio.Event(), asyncio.Event(), Counter[str]()
+        self.go, self.begun = asyncio.Event(), Counter[str]()
+        self.aborted = defaultdict[str, asyncio.Event](asyncio.Event)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         self.begun[request.job] += 1
         if request.job.startswith("a") and self.begun[request.job] > 4 and not self.go.is_set():
-            waits = [asyncio.create_task(one.wait()) for one in (self.go, self.aborts)]
+            waits = [asyncio.create_task(one.wait()) for one in (self.go, self.aborted[request.id])]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if self.aborts.is_set():
+            if self.aborted[request.id].is_set():
                 for index in range(len(request.seeds)):
                     yield aborted(index)
                 return
@@ -48,30 +49,42 @@ class HeldEngine(FakeEngine):
             yield chunk
 
     async def abort(self, name: str) -> None:
-        self.aborts.set()
+        self.aborted[name].set()
         await super().abort(name)
 
 
+def committed(run: FakeRun, name: str) -> int:
+    """The tokens of a job's last commit."""
+    found = run.jobs[name].directory.newest()
+    assert found is not None
+    return found.tokens
+
+
 def test_a_newcomer_gets_a_slot_though_no_step_of_the_others_ends(tmp_path: Path) -> None:
-    """The steps of `a1` and `a2` end only once `b` has: it must get a slot in the middle of one."""
+    """The steps of `a1` and `a2` end only once `b` has, which comes when both are in the middle of theirs."""
     jobs = [job(name, steps=1, algorithm={"groups_per_step": 6}) for name in ("a1", "a2", "b")]
 
     async def script(run: FakeRun) -> None:
         engine = run.engine
         assert isinstance(engine, HeldEngine)
+        await until(lambda: min(engine.begun["a1"], engine.begun["a2"]) > 4)
+        run.pipeline.add(run.jobs["b"])
         await until(lambda: run.state("b") is JobState.SUCCEEDED)
         assert [run.jobs[name].progress.step for name in ("a1", "a2")] == [0, 0]
-        engine.aborts.clear()
         engine.go.set()
 
     owners = {"a1": "a", "a2": "a", "b": "b"}
-    setting = Setting(slots=2, engine=HeldEngine, tenants=owners, most_step=0.0, holdout=0)
+    late = frozenset({"b"})
+    setting = Setting(slots=2, engine=HeldEngine, tenants=owners, most_step=0.0, holdout=0, late=late)
     run = run_jobs(tmp_path / "beside", jobs, setting, script)
     assert {one.state for one in run.jobs.values()} == {JobState.SUCCEEDED}
+    assert [run.jobs[name].starts for name in owners] == [1, 2, 1], "one was cut, once"
     alone = run_jobs(tmp_path / "alone", jobs, Setting(holdout=0))
     for name in owners:
         assert metrics(tmp_path / "beside", name) == metrics(tmp_path / "alone", name)
         assert weights(tmp_path / "beside", name, 1) == weights(tmp_path / "alone", name, 1)
+        charged = {run.jobs[name].progress.tokens, *(committed(one, name) for one in (run, alone))}
+        assert len(charged) == 1, "nothing is charged twice"
     again = Counter(request.id.rsplit("/", 1)[0] for request in run.engine.requests)
     assert set(again) == {request.id.rsplit("/", 1)[0] for request in alone.engine.requests}
     assert set(again.values()) == {1}, "what was finished is not sampled again"
@@ -97,8 +110,7 @@ def test_a_step_that_is_trained_while_its_evaluation_lasts_keeps_its_version(tmp
         running = run.pipeline._running["a"]
         running.preempt()
         running.give_way()
-        await engine.aborts.wait()
-        engine.aborts.clear()
+        await until(lambda: any(one.is_set() for one in engine.aborted.values()))
         engine.go.set()
 
     run = run_jobs(tmp_path / "cut", [config], Setting(engine=HeldEvaluations), script)
@@ -287,9 +299,7 @@ def test_groups_and_evaluations_that_are_cut_again_and_again_are_those_of_an_und
     assert metrics(tmp_path / "cut", "a") == metrics(tmp_path / "alone", "a")
     assert weights(tmp_path / "cut", "a", 2) == weights(tmp_path / "alone", "a", 2)
     assert any(event.sampled for event in told), "what was sampled is reported before its step ends"
-    done = run.jobs["a"].directory.newest()
-    assert done is not None
-    assert run.jobs["a"].progress.tokens == done.tokens
+    assert run.jobs["a"].progress.tokens == committed(run, "a")
 
 
 def test_a_cut_keeps_nothing_of_a_step_whose_groups_are_chosen_by_the_clock(tmp_path: Path) -> None:
