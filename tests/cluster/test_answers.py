@@ -36,6 +36,7 @@ from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.fake import FakeEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
+from tests.support.scheduling_policy import rows_between_turns
 from tests.support.waiting import PATIENCE
 
 
@@ -307,6 +308,22 @@ def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -
     assert sum(isinstance(message, Answered) for message in sent) == 3, sent
     greedy = f"{COMPLETIONS}greedy"
     assert order == ["neighbour", greedy, *["neighbour"] * 3, greedy, greedy]
+
+
+def test_others_have_their_turn_between_the_parts_of_a_large_request(base: Any) -> None:
+    engine, scheduler, sent = FakeEngine(capacity=64, jitter=1), FairScheduler(64), list[FromHost]()
+    shared: Any = SimpleNamespace(engine=engine, scheduler=scheduler, engine_suffix="x")
+    asked = Answers(base, shared, 64, sent.append)
+    sampling = SamplingParams(max_tokens=6)
+    question = Complete("greedy", None, 1024, 0, False, False, sampling, prompt=[1], stop_token_ids=[])
+
+    async def scenario() -> int:
+        answer = asyncio.create_task(asked.answer(question))
+        return await rows_between_turns(scheduler, engine, answer.done)
+
+    assert asyncio.run(scenario()) <= scheduler.capacity
+    ended = [message.chunk.index for message in sent if isinstance(message, Tokens) and message.chunk.finish_reason]
+    assert sorted(ended) == list(range(1024))
 
 
 def test_weights_that_are_saved_again_under_a_name_are_those_that_answer(base: Any, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from motet.rollout.fake import FakeEngine, FakeSync
 from motet.training.fake import FakeTrainer
 from tests.support.cases import few
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
+from tests.support.scheduling_policy import rows_between_turns
 from tests.support.waiting import PATIENCE, until
 
 
@@ -93,6 +94,17 @@ def test_jobs_share_batches(tmp_path: Path) -> None:
     jobs = [job(name, steps=1, eval={"every": 0}) for name in "abcd"]
     run = run_jobs(tmp_path, jobs, Setting(trainer=slow, train_tokens=1024))
     assert any(len(set(names)) > 1 for names in run.trainer.batches), "the test of company never saw company"
+
+
+def test_others_have_their_turn_between_the_parts_of_a_large_group(tmp_path: Path) -> None:
+    config, found = job("a", steps=1, algorithm={"group_size": 1024, "groups_per_step": 1}), list[int]()
+
+    async def script(run: FakeRun) -> None:
+        found.append(await rows_between_turns(run.services.scheduler, run.engine, lambda: run.state("a").final))
+
+    run = run_jobs(tmp_path, [config], Setting(capacity=64, holdout=0), script)
+    assert sum(len(request.seeds) for request in run.engine.requests) == 1024
+    assert found[0] <= 64
 
 
 def test_a_job_that_is_resumed_before_it_has_paused_goes_on(tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
-"""Who is next, found by a look at all: what the accounts of the scheduler are compared with."""
+"""Who is next, found by a look at all, and how long a neighbour waits: what the scheduler is compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
 
 from motet.algorithms.packing import Standing
+from motet.rollout.fake import FakeEngine
+from motet.runtime.scheduler import FairScheduler
+from tests.support.waiting import until
 
 
 def next_job(waiting: Mapping[str, Standing]) -> str:
@@ -26,3 +31,21 @@ def next_job(waiting: Mapping[str, Standing]) -> str:
         )
 
     return min(waiting, key=order)
+
+
+async def rows_between_turns(scheduler: FairScheduler, engine: FakeEngine, over: Callable[[], bool]) -> int:
+    """The most rows that an engine begins for others until a neighbour has its turn, who asks again and again."""
+
+    def begun() -> int:
+        return sum(len(request.seeds) for request in engine.requests)
+
+    await until(lambda: bool(engine.requests))
+    scheduler.join("neighbour", 1.0, "neighbours")
+    seen = [0]
+    while not over():
+        async with scheduler.permit("neighbour", 1):
+            seen.append(begun())
+            scheduler.spend("neighbour", 1)
+            await asyncio.sleep(0)
+    scheduler.leave("neighbour")
+    return max(after - before for before, after in itertools.pairwise([*seen, begun()]))
