@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.agents.episode_messages import AskEpisode, EpisodeEnded, OfferEpisode
+from motet.agents.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
 from motet.service.workers.agents import OfferedEpisode
 from tests.support.house import House, open_house
@@ -18,15 +18,19 @@ from tests.support.waiting import PATIENCE, wait_until
 
 
 class Engine:
-    """Is asked nothing."""
+    """Answers an agent with this, and without it never."""
+
+    def __init__(self, answer: str = "") -> None:
+        self._answer = answer
 
     def send(self, *messages: object) -> None:
         """Hear that an agent takes an episode."""
 
-    async def ask(self, question: AskEpisode, /) -> AsyncGenerator[object, None]:
-        """Never answer."""
-        await asyncio.Event().wait()
-        yield question
+    async def ask(self, question: AskEpisode, /) -> AsyncGenerator[EpisodeAnswered, None]:
+        """Answer, or wait."""
+        if not self._answer:
+            await asyncio.Event().wait()
+        yield EpisodeAnswered(question.key, 200, self._answer, "text/plain")
 
 
 def more_keys(house: House, number: int) -> list[str]:
@@ -39,14 +43,14 @@ def more_keys(house: House, number: int) -> list[str]:
     return [f"more-{n}" for n in range(number)]
 
 
-def episode(house: House) -> str:
-    """The key of a leased episode of `us`."""
+def episode(house: House, answer: str = "") -> str:
+    """The address of a leased episode of `us`, whose model answers this."""
     who, workers = house.store.tenants.who(house.keys["ours"]), house.service.agent_workers
     assert who is not None
     offer = OfferEpisode(0, house.job["id"], {}, {}, 0, 600.0)
     ended = asyncio.Future[EpisodeEnded](loop=house.app.state.loop)
     workers._open["ep-1"] = OfferedEpisode(
-        Engine(), offer, ended, "ep-1", "ek-1", "w", who.key_id, who.tenant_id, leased_until=1e12, deadline=1e12
+        Engine(answer), offer, ended, "ep-1", "ek-1", "w", who.key_id, who.tenant_id, leased_until=1e12, deadline=1e12
     )
     house.keys["episode"] = "ek-1"
     return "/episodes/ep-1/v1/chat/completions"
@@ -97,6 +101,26 @@ def test_what_keys_and_episodes_send_takes_memory_of_one_tenant(tmp_path: Path) 
         assert house.ask("POST", "/v1/jobs", "theirs", json=large).status_code == 400
 
 
+def test_what_keys_and_episodes_are_answered_takes_memory_of_one_tenant(tmp_path: Path) -> None:
+    """As long as it is not read: each key has one answer here that fills every buffer on its way."""
+    size = 12 * 2**20
+    with (
+        open_house(tmp_path, http=HttpConfig(open_mb=96, open_mb_per_tenant=64)) as house,
+        contextlib.ExitStack() as stack,
+    ):
+        chat, keys = episode(house, "x" * size), more_keys(house, 2)
+        us, taken = house.store.tenants.made("us").id, house.service.open_answers._taken
+        long_job(house, size)
+        for key in ("ours", *keys):
+            stack.enter_context(_half_sent(house, "/v1/jobs/ended", key, 0, b"", "GET"))
+        stack.enter_context(_half_sent(house, chat, "episode", 2, b"{}"))
+        wait_until(lambda: sum(taken.values()) > 4 * size)
+        assert set(taken) == {us}
+        long_job(house, 2 * size)
+        assert "your open requests" in house.refused(429, "GET", "/v1/jobs/ended")["message"]
+        assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+
+
 def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
     with (
         open_house(tmp_path, http=HttpConfig(requests_per_tenant=2, body_seconds=600)) as house,
@@ -119,9 +143,18 @@ def test_the_former_names_of_limits_are_read_with_a_word() -> None:
     assert (found.requests_per_tenant, found.streams_per_tenant) == (7, 5)
 
 
-def _half_sent(house: House, path: str, key: str, length: int, content: bytes = b"x") -> socket.socket:
-    """A connection that sends a part of a request."""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {house.keys[key]}\r\nContent-Length: {length}"
+def long_job(house: House, size: int) -> None:
+    """Let `us` have a job of so many bytes."""
+    spec = house.service.store.job_by_id(house.job["id"]).spec  # type: ignore[union-attr]
+    house.store.change_job(house.job["id"], spec={**spec, "environment": {"args": {"text": "x" * size}}})
+
+
+def _half_sent(
+    house: House, path: str, key: str, length: int, content: bytes = b"x", method: str = "POST"
+) -> socket.socket:
+    """A connection that sends a request, or a part of it, and reads nothing."""
+    bearer = f"Authorization: Bearer {house.keys[key]}"
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{bearer}\r\nContent-Length: {length}"
     assert house.http.base_url.port is not None
     one = socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=PATIENCE)
     one.sendall(f"{head}\r\n\r\n".encode() + content)
