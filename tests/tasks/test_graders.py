@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, GraderError, RewardError
 from motet.core.types import Message, Problem
-from motet.tasks import graders
+from motet.tasks import graders, judging
 from motet.tasks.graders import template
 from motet.tasks.graders.shapes import Judge, columns, parse
 from motet.tasks.graders.template import Fields, UnfilledError
@@ -222,6 +224,60 @@ def test_the_open_questions_about_long_rows_are_few() -> None:
         assert [one.reward for one in asyncio.run(graded(letters))] == [1.0] * 64
         assert most < together
     assert most > 64 * 100  # short ones are all asked at once
+
+
+COSTLY = {"Fields.text", "pieces_of", "prompt", "_pieces", "_split", "_text", "_check", "_in_any_order"}
+"""What works on the templates, rows and answers of a question."""
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        judge(input=[{"role": "user", "content": f"{ROW} {SAID}"}]),
+        judge(type="label_model", labels=["1", "2"], passing_labels=["1"], input=[{"role": "user", "content": ROW}]),
+        judge(type="rank", input=[{"role": "user", "content": ROW}]),
+        check("eq"),
+        multi("a + b", a=judge(name="a", input=[{"role": "user", "content": ROW}]), b=check("eq")),
+    ],
+    ids=["score", "label", "rank", "check", "multi"],
+)
+def test_templates_are_filled_outside_the_loop_and_their_owner_is_charged(spec: dict[str, Any]) -> None:
+    """Each thread's calls are noted: none of the loop's works on a template, and all that do are charged for it."""
+    filled, charged, grader = dict[int, set[str]](), list[tuple[str, int, float]](), parse(spec)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename in (judging.__file__, template.__file__) and code.co_qualname in COSTLY:
+            filled.setdefault(threading.get_ident(), set()).add(code.co_qualname)
+
+    def charge(owner: str, seconds: float) -> None:
+        charged.append((owner, threading.get_ident(), seconds))
+
+    async def answered(*_: Any) -> tuple[str, int]:
+        return '{"result": 1, "order": [1, 2, 3, 4]}', 1
+
+    async def scenario() -> list[Graded]:
+        asked = Graders(Walls(), charge)
+        sys.setprofile(note)
+        try:
+            return await asked.graded("me", grader, {"want": ["x" * 10] * 9000}, list("abcd"), answered)
+        finally:
+            sys.setprofile(None)
+            await asked.close()
+
+    threading.setprofile(note)
+    try:
+        found = asyncio.run(scenario())
+    finally:
+        threading.setprofile(None)
+    loop = threading.get_ident()
+    assert len(found) == 4
+    assert filled
+    assert loop not in filled, filled[loop]
+    filling = [(owner, thread, seconds) for owner, thread, seconds in charged if thread in filled]
+    assert {thread for _, thread, _ in filling} == filled.keys()
+    assert {owner for owner, _, _ in charged} == {"me"}
+    assert sum(seconds for _, _, seconds in filling) > 0
 
 
 @pytest.mark.parametrize("last", ["a", "b"])

@@ -17,7 +17,7 @@ import time
 import weakref
 import zlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal, TypeVar
@@ -137,8 +137,7 @@ class Graders:
 
     async def _ranked(self, row: _Row, grader: Rank, graded: Sequence[Graded]) -> None:
         """Let a judge order the answers. Equal answers are shown once and get the same score."""
-        texts = sorted({one.output for one in graded})
-        random.Random(zlib.crc32(repr((grader.input, texts)).encode())).shuffle(texts)  # a judge may favour the first
+        texts = await self._filled(row.owner, lambda: _in_any_order(grader, {one.output for one in graded}))
         worth = dict.fromkeys(texts, _ALONE)
         if len(texts) > 1:
             whole = Graded()
@@ -242,6 +241,13 @@ class Graders:
         except (ConfigError, EngineError) as error:
             graded.faults["server"] = str(error)
         return None
+
+
+def _in_any_order(grader: Rank, texts: Collection[str]) -> list[str]:
+    """Always the same for these texts; a judge may favour the first."""
+    ordered = sorted(texts)
+    random.Random(zlib.crc32(repr((grader.input, ordered)).encode())).shuffle(ordered)
+    return ordered
 
 
 def _check(part: Single, item: Fields, output: str) -> None:
