@@ -267,6 +267,48 @@ def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None
     assert all("exceed 64" in message.reason and message.never for message in refused)
 
 
+@pytest.mark.parametrize("n", [1, 20])
+@pytest.mark.parametrize(("logprobs", "top"), [(False, 0), (True, 0), (True, 5)])
+def test_a_prompt_is_charged_as_often_as_the_engine_reads_it(base: Any, n: int, logprobs: bool, top: int) -> None:
+    read, spent = list[int](), list[float]()
+
+    class Engine(FakeEngine):
+        """Notes each pass over a prompt."""
+
+        async def score(self, token_ids: Any, adapter: AdapterRef | None) -> Any:
+            """One pass."""
+            read.append(len(token_ids))
+            return await super().score(token_ids, adapter)
+
+        async def top_logprobs(self, token_ids: Any, adapter: AdapterRef | None, k: int) -> Any:
+            """One pass."""
+            read.append(len(token_ids))
+            return await super().top_logprobs(token_ids, adapter, k)
+
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            """One pass, whose sampled tokens are charged apart."""
+            read.append(len(request.prompt_ids))
+            async for chunk in super().generate(request):
+                spent.append(-len(chunk.token_ids))
+                yield chunk
+
+    class Scheduler(FairScheduler):
+        """Notes what is charged."""
+
+        def spend(self, job: str, tokens: float) -> None:
+            """Note it."""
+            spent.append(tokens)
+            super().spend(job, tokens)
+
+    sent = list[FromHost]()
+    shared: Any = SimpleNamespace(engine=Engine(max_positions=1024), scheduler=Scheduler(1), engine_suffix="x")
+    question = Complete("us", None, n, 0, False, False, SamplingParams(max_tokens=2), prompt=[1] * 9, key=7)
+    question = replace(question, prompt_logprobs=logprobs, prompt_top=top, stop_token_ids=[])
+    asyncio.run(Answers(base, shared, 1024, sent.append).answer(question))
+    assert sent[-1] == Answered(7)
+    assert sum(spent) == sum(read)
+
+
 def test_completions_wait_for_their_tenants_share_and_prompts_count(base: Any) -> None:
     """One row at a time: whoever has read a long prompt comes after the neighbour who has had nothing."""
     scheduler, order = FairScheduler(1), list[str]()
