@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -264,6 +265,29 @@ def test_following_goes_on_over_a_restart(service: Service, tmp_path: Path) -> N
 
 
 # --- the commands -------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_without_a_version_is_asked_of_the_service_and_not_of_the_hub(service: Service) -> None:
+    service.submit(tiny("asked", 1))
+    assert service.ended("asked") == "succeeded"
+    options = ("--temperature", "0", "--max-tokens", "8")
+    with socket.socket() as taken:  # nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        hub = {"HF_ENDPOINT": f"http://127.0.0.1:{taken.getsockname()[1]}", "HF_HUB_OFFLINE": "0"}
+        told = {
+            name: subprocess.run(
+                [sys.executable, "-m", "motet", "chat", name, *options],
+                env=service.environment() | hub, input="2 + 2 =\n", capture_output=True, text=True, check=False,
+            )
+            for name in ("asked", "nobody")
+        }  # fmt: skip
+    answers = service.ask(
+        "POST", "/v1/chat/completions",
+        json={"model": "asked", "messages": [{"role": "user", "content": "2 + 2 ="}], "temperature": 0, "max_tokens": 8},
+    )  # fmt: skip
+    assert told["asked"].returncode == 0, told["asked"].stderr
+    assert answers["choices"][0]["message"]["content"] in told["asked"].stdout
+    assert "the hub does not answer" in told["nobody"].stderr, "the service has no such name"
 
 
 def test_a_job_file_is_submitted_whole(

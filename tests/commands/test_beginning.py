@@ -227,12 +227,13 @@ def test_data_never_replaces_its_source(here: Path, says: Motet, to: str) -> Non
 
 
 class _Names(BaseHTTPRequestHandler):
-    """A service that has one adapter, `mine`."""
+    """A service that has an adapter, `mine`, a job, and what another tenant shares."""
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
     def do_GET(self) -> None:
-        body = json.dumps({"object": "list", "data": [{"id": "small"}, {"id": "mine"}, {"id": "sort@best"}]}).encode()
+        known = [{"id": name} for name in ("small", "mine", "sort@best", "us/lent", "us/job@best")]
+        body = json.dumps({"object": "list", "data": known}).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -244,10 +245,11 @@ def test_a_name_is_looked_for_on_the_service_before_the_hub() -> None:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
-        found = {name: is_served(url, None, name) for name in ("mine", "sort", "other", "small", "org/mine")}
+        names = ("mine", "sort", "us/lent", "us/job", "other", "small", "org/mine")
+        found = {name for name in names if is_served(url, None, name)}
         server.shutdown()
         thread.join()
-    assert found == {"mine": True, "sort": True, "other": False, "small": False, "org/mine": False}
+    assert found == {"mine", "sort", "us/lent", "us/job"}
     assert not is_served(url, None, "mine"), "nothing answers there any more"
 
 

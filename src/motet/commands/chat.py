@@ -89,7 +89,7 @@ def is_served(url: str | None, key: str | None, model: str) -> bool:
     from motet.client import Client
     from motet.model.find import SHORT_NAMES
 
-    if model in SHORT_NAMES or "/" in model:
+    if model in SHORT_NAMES:
         return False
     with contextlib.suppress(MotetError), Client(url, key) as client:
         return any(one.id.partition("@")[0] == model for one in client.models())
@@ -132,7 +132,7 @@ async def _look_for(client: AsyncClient, model: str) -> None:
         ServiceError: it does not; the message suggests a similar name.
     """
     names = [one.id for one in await client.models()]
-    job, _, version = model.rpartition("@")
+    job, _, version = model.partition("@")
     if model in names or not version or "/" in job:  # without a version it is the best; a share lists no numbers
         return
     try:
