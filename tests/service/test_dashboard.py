@@ -19,8 +19,10 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
 from playwright.sync_api import Browser, Page, Route, expect
 
+from motet.core.types import ADAPTER_FILES
 from tests.support.browser import CHROMIUM, PATIENCE, browsing, watched
 from tests.support.cases import few
+from tests.support.commands import rows_in
 from tests.support.misbehaving_rewards import Scorer, misbehaving
 from tests.support.scripted_service import scripted_service
 from tests.support.service_run import Json, Service, tiny
@@ -421,6 +423,36 @@ def test_an_adapter_is_taken_home_and_its_job_forgotten(service: Keyed, page: Pa
     assert service.get("/v1/jobs/taken").status_code == 404
 
 
+@pytest.mark.parametrize("page", ["400"], indirect=True)
+def test_a_job_of_uploaded_rows_runs_until_its_adapter_is_taken_home(
+    service: Keyed, page: Page, tmp_path: Path
+) -> None:
+    page.get_by_role("link", name="New job").click()
+    upload, said = page.get_by_label("Upload data"), page.locator("form").get_by_role("status")
+    (tmp_path / "wrong.jsonl").write_text("no rows")
+    upload.set_input_files(tmp_path / "wrong.jsonl")
+    expect(page.get_by_role("alert")).to_contain_text("wrong.jsonl")
+    expect(said).to_have_text("")
+    upload.set_input_files(rows_in(tmp_path))
+    expect(said).to_have_text(re.compile(r"^rows\.jsonl is stored\. Write data: file-\w+$"))
+    expect(page.get_by_role("alert")).to_have_text("")
+    line = said.inner_text().partition("Write ")[2]
+    editor = page.get_by_label("Job, or job file")
+    editor.fill(re.sub("data: .*", line, editor.input_value()).replace("steps: 25", "steps: 2"))
+    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("sort")
+    expect(page.locator(".facts .state")).to_have_text("succeeded")
+    asked = service.ask("GET", "/v1/jobs/sort/rollouts")["data"]
+    assert asked
+    assert all(re.search(r"\d \+ 1 =", one["prompt"]) for one in asked)
+    page.get_by_role("button", name="Download", exact=True).click()
+    with page.expect_download() as coming:
+        page.get_by_role("button", name="Download version 2").click()
+    coming.value.save_as(tmp_path / "taken.tar.gz")
+    with tarfile.open(tmp_path / "taken.tar.gz") as archive:
+        assert {Path(name).name for name in archive.getnames()} >= {*ADAPTER_FILES}
+
+
 @pytest.mark.soak
 def test_the_tab_of_a_race_shows_who_was_dropped_and_opens_the_others(service: Keyed, page: Page) -> None:
     race = {"candidates": 3, "first": 1, "finalists": 1, "exploit": [0.3], "over": {"optimizer.lr": [1e-3, 4e-3]}}
@@ -520,6 +552,62 @@ def test_a_base_whose_form_is_not_known_says_so(tmp_path: Path, browser: Browser
             expect(shown).to_have_text([note] if note else [])
             expect(page.locator(".engine")).to_have_attribute("title", re.compile(f"{re.escape(note)}$"))
     assert bool(note) == (opens == "<call>")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("listed", "panes"),
+    [
+        ([], ["base · small"]),
+        ([{"version": 0, "latest": True}], ["base · small", "latest · version 0"]),
+        ([{"version": 0}, {"version": 1, "latest": True, "best": True}], ["base · small", "best and latest · version 1"]),
+        (
+            [{"version": 1, "best": True}, {"version": 2, "latest": True}],
+            ["base · small", "best · version 1", "latest · version 2"],
+        ),
+    ],
+    ids=["none", "untrained", "one", "two"],
+)  # fmt: skip
+def test_each_pane_of_the_chat_has_a_model_of_its_own(
+    service: Keyed, browser: Browser, listed: list[Json], panes: list[str], width: int
+) -> None:
+    with watched(browser, service.url, viewport={"width": width, "height": 900}) as page:
+        page.route("**/versions", lambda route: route.fulfill(json={"data": listed, "next": None}))
+        log_in(page, service)
+        open_job(page, "ended", "Chat")
+        shown = page.locator(".sides > section:visible")
+        expect(shown.locator("h3")).to_have_text(panes)
+        assert fills_the_rows(page)
+
+
+def fills_the_rows(page: Page) -> bool:
+    """Whether no place beside the panes is empty."""
+    found = page.evaluate("""() => {
+        const sides = document.querySelector('.sides'), right = sides.getBoundingClientRect().right;
+        const panes = [...sides.children].map(one => one.getBoundingClientRect()).filter(one => one.width);
+        return panes.every(one => Math.abs(one.right - right) < 1 || panes.some(other => other.left > one.right));
+    }""")
+    return bool(found)
+
+
+def test_rollouts_of_one_version_are_shown_once_until_there_is_another(service: Keyed, page: Page) -> None:
+    def first_alone(route: Route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"steps": answer.json()["steps"][:1]})
+
+    newest = f"**/{service.job('ended')['id']}/rollouts?purpose=eval&limit=1"
+    page.route(newest, first_alone)
+    open_job(page, "ended", "Rollouts")
+    left, right = page.get_by_role("region", name="Left"), page.get_by_role("region", name="Right")
+    expect(left.locator(".tokens").first).to_be_visible()
+    expect(right).to_be_hidden()
+    assert fills_the_rows(page)
+    page.unroute(newest)
+    page.get_by_role("tab", name="Curves").click()
+    page.get_by_role("tab", name="Rollouts").click()
+    expect(right.get_by_role("combobox").first).to_have_value("6")
+    expect(left.get_by_role("combobox").first).to_have_value("0")
+    assert fills_the_rows(page)
 
 
 def test_an_answer_that_breaks_off_says_why(service: Keyed, page: Page) -> None:

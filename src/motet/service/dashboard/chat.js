@@ -57,7 +57,7 @@ class Talk {
 export function chatTab(context, job) {
   const system = job.spec.data?.system || "";
   const talks = {base: new Talk("base", system), best: new Talk("best", system), latest: new Talk("latest", system)};
-  const sides = el("div", {class: "sides three"}, Object.values(talks).map(talk => talk.node));
+  const sides = el("div", {class: "sides"}, Object.values(talks).map(talk => talk.node));
   const text = el("textarea", {id: "say", rows: 3, placeholder: "Ask all of them the same", onkeydown: event => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
   }});
@@ -88,7 +88,7 @@ export function chatTab(context, job) {
     }
   }
 
-  /** [model, title] by column; undefined for versions that do not exist yet. */
+  /** [model, title] by column, each shown; undefined for versions that do not exist yet, and for one that is shown already. */
   async function models() {
     const versions = await versionsOf(job.id);
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
@@ -96,10 +96,14 @@ export function chatTab(context, job) {
     const note = context.notes[base];
     talks.base.note.hidden = !note;
     say(talks.base.note, note || "");
-    talks.latest.node.hidden = same;
-    return {base: [base || "base", `base · ${base}`],
+    const known = {base: [base || "base", `base · ${base}`],
       best: best && [`${job.id}@${best.version}`, `${same ? "best and latest" : "best"} · version ${best.version}`],
       latest: latest && !same && [`${job.id}@${latest.version}`, `latest · version ${latest.version}`]};
+    for (const [name, model] of Object.entries(known)) {
+      talks[name].node.hidden = !model;
+      if (model) talks[name].rename(model[1]);
+    }
+    return known;
   }
 
   async function ask_() {
@@ -114,7 +118,6 @@ export function chatTab(context, job) {
       const asked = Object.entries(known).filter(([, model]) => model);
       text.value = "";
       if (asked.length === 1) say(status, "There is no saved version yet: only the base answers.");
-      for (const [name, [, title]] of asked) talks[name].rename(title);
       const settings = {temperature: Number(heat.value) || 0, max_tokens: Number(most.value) || 256};
       await Promise.all(asked.map(([name, [model]]) => talks[name].send(model, said, settings, running.signal)));
     } catch (error) {
@@ -127,6 +130,6 @@ export function chatTab(context, job) {
   }
 
   stop.addEventListener("click", () => running?.abort());
-  models().then(known => { for (const [name, model] of Object.entries(known)) if (model) talks[name].rename(model[1]); }).catch(() => {});
-  return {node: el("div", {}, sides, form), begin() {}, update() {}, stop() { running?.abort(); }};
+  for (const talk of [talks.best, talks.latest]) talk.node.hidden = true;
+  return {node: el("div", {}, sides, form), begin() { models().catch(() => {}); }, update() {}, stop() { running?.abort(); }};
 }

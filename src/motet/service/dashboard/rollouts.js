@@ -86,10 +86,12 @@ export function rolloutsTab(job) {
       return nothing(answer.status === 404 ? `${answer.message[0].toUpperCase()}${answer.message.slice(1)}: come back when it is.` : answer.message);
     }
     begun = true;
+    const second = steps.length === 1 && answer.steps.length > 1; // there is something to compare now
     [steps, stepsOf] = [answer.steps, meant];
-    if (!anew && sides.every(side => steps.includes(side.step))) return offer(); // keep what is shown
+    sides[1].node.hidden = steps.length === 1;
+    if (!anew && !second && sides.every(side => steps.includes(side.step))) return offer(); // keep what is shown
     if (anew || !steps.includes(sides[0].step)) sides[0].step = steps[0];
-    if (anew || !steps.includes(sides[1].step)) sides[1].step = steps.at(-1);
+    if (anew || second || !steps.includes(sides[1].step)) sides[1].step = steps.at(-1);
     await draw();
   }
 
