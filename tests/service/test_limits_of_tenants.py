@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 
 from motet.agents.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
+from motet.runtime.meter import COMPLETIONS
 from motet.service.workers.agents import OfferedEpisode
 from tests.support.house import House, open_house
+from tests.support.scripted_service import scripted_service
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -121,6 +124,20 @@ def test_what_keys_and_episodes_are_answered_takes_memory_of_one_tenant(tmp_path
         assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
 
 
+def test_whoever_asks_an_adapter_that_another_tenant_shares_pays(tmp_path: Path) -> None:
+    """The tokens, the turns and the memory of its answer, which fills every buffer on its way."""
+    with scripted_service(tmp_path) as (house, engine):
+        them = house.store.tenants.made("them").id
+        house.ask("POST", "/v1/shares", json={"name": "job", "tenant": "them"})
+        engine.texts, engine.step = ["x" * 12_000], 20_000
+        chat = {"model": "us/job", "messages": [{"role": "user", "content": "x"}], "n": 16, "logprobs": True}
+        content, taken = json.dumps({**chat, "max_tokens": 13_000}).encode(), house.service.open_answers._taken
+        with _half_sent(house, "/v1/chat/completions", "theirs", len(content), content):
+            wait_until(lambda: bool(taken))
+            assert set(taken) == {them}
+        assert {(one.job, one.tenant) for one in engine.requests} == {(f"{COMPLETIONS}{them}", them)}
+
+
 def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
     with (
         open_house(tmp_path, http=HttpConfig(requests_per_tenant=2, body_seconds=600)) as house,
@@ -153,8 +170,8 @@ def _half_sent(
     house: House, path: str, key: str, length: int, content: bytes = b"x", method: str = "POST"
 ) -> socket.socket:
     """A connection that sends a request, or a part of it, and reads nothing."""
-    bearer = f"Authorization: Bearer {house.keys[key]}"
-    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{bearer}\r\nContent-Length: {length}"
+    own = f"Host: localhost\r\nAuthorization: Bearer {house.keys[key]}\r\nContent-Type: application/json"
+    head = f"{method} {path} HTTP/1.1\r\n{own}\r\nContent-Length: {length}"
     assert house.http.base_url.port is not None
     one = socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=PATIENCE)
     one.sendall(f"{head}\r\n\r\n".encode() + content)
