@@ -9,15 +9,21 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from motet.config import AdapterConfig, JobConfig
+from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
+from motet.agents.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
+from motet.config import AdapterConfig, EnvironmentConfig, JobConfig
 from motet.core.batch import Batch, Trained
 from motet.core.errors import DeviceError
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
+from motet.model.fake import FakePolicy
+from motet.process.channel import ChannelMessage
 from motet.rollout.fake import FakeEngine, FakeSync
+from motet.runtime.job import Executed, JobEvent, StateChanged
 from motet.training.fake import FakeTrainer
 from tests.support.cases import few
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
@@ -262,6 +268,61 @@ def test_a_job_that_is_cancelled_twice_leaves_no_slot_behind(steps: int, apart: 
         assert [run.state(name) for name in ("a", "next")] == [JobState.CANCELLED, JobState.SUCCEEDED], place
         assert not run.trainer._slots
         assert run.engine.loaded == frozenset()
+
+
+class TokenByToken(FakeEngine):
+    """Counts each token when it is sampled."""
+
+    sampled = 0
+
+    async def _complete(self, policy: FakePolicy, *rest: Any) -> None:
+        def row(*place: Any) -> Any:
+            self.sampled += 1
+            return policy.row(*place)
+
+        counting: Any = SimpleNamespace(row=row)
+        await super()._complete(counting, *rest)
+
+
+def talkative(name: str, config: EnvironmentConfig) -> AgentsElsewhere:
+    """Agents that ask the address of their episode again and again, and hand no reward in."""
+    talks = set[asyncio.Task[None]]()
+
+    async def talk(number: int) -> None:
+        episodes.hear(BeginEpisode(number, f"ep-{number}"))
+        for turn in range(config.max_turns):
+            body = json.dumps({"model": "any", "messages": [{"role": "user", "content": f"{number}, {turn}?"}]})
+            await episodes.answer(AskEpisode(f"ep-{number}", "chat/completions", body, again=False))
+
+    def send(message: ChannelMessage) -> None:
+        if isinstance(message, OfferEpisode):
+            talks.add(asyncio.create_task(talk(message.episode)))
+
+    episodes = EpisodesElsewhere(send)
+    return AgentsElsewhere(name, config, episodes)
+
+
+@pytest.mark.parametrize("environment", ["single", "retry", "agent"])
+def test_what_is_sampled_is_charged_though_its_job_is_cancelled_in_the_step(environment: str, tmp_path: Path) -> None:
+    """To the last token of answers that were under way, before it is told that the job is over."""
+    config = job("a", environment={"name": environment, "max_turns": 99}, algorithm={"groups_per_step": 99})
+    told: list[JobEvent] = []
+
+    async def script(run: FakeRun) -> None:
+        assert isinstance(run.engine, TokenByToken)
+        run.jobs["a"].observer = told.append
+        while run.engine.sampled < 100:
+            await asyncio.sleep(0)
+        run.pipeline.cancel("a")
+
+    setting = Setting(engine=TokenByToken, tenants={"a": "us"}, holdout=0, agents=talkative)
+    run = run_jobs(tmp_path, [config], setting, script)
+    assert isinstance(run.engine, TokenByToken)
+    assert run.engine.sampled >= 100
+    charged, over = told[-2:]
+    assert charged == Executed(0, 0, run.engine.sampled)
+    assert isinstance(over, StateChanged)
+    assert over.state is JobState.CANCELLED
 
 
 def test_words_from_another_process_are_read(tmp_path: Path) -> None:

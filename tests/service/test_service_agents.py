@@ -364,6 +364,22 @@ def test_calls_beyond_the_jobs_limits_are_refused_with_the_reason(service: Servi
     assert (status, "environment.max_turns" in body["error"]["message"]) == (400, True)
 
 
+def test_what_an_agent_was_answered_is_charged_though_its_job_is_cancelled_before_its_step_ends(
+    service: Service,
+) -> None:
+    """Each answer, to the token; again and again it would cost nothing otherwise."""
+    service.submit(job("left", "agent", environment={"name": "agent", "max_turns": 9}))
+    (episode,) = lease(service, "left")["episodes"]
+    chat = f"{episode['path']}/chat/completions"
+    answers = [asked(service, chat, episode["key"]) for _ in range(9)]
+    assert [status for status, _ in answers] == [200] * 9
+    service.steer("left", "cancel")
+    assert service.becomes("left", "cancelled")["step"] == 0
+    (line,) = [one for one in service.ask("GET", "/v1/usage")["data"] if one["name"] == "left"]
+    told = sum(body["usage"]["completion_tokens"] for _, body in answers)
+    assert line["tokens_sampled"] == told > 0
+
+
 def test_an_agents_class_on_the_server_is_refused_and_says_where_agents_run(service: Service) -> None:
     refusal = service.refused(400, "POST", "/v1/jobs", json=job("odd", "agent.py:run"))
     assert "motet agent" in refusal["message"]

@@ -22,7 +22,7 @@ from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.checkpoint import Committed
-from motet.runtime.job import Job, Services
+from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
@@ -150,6 +150,7 @@ class Setting:
     trainer: Callable[..., FakeTrainer] = FakeTrainer
     learner: Callable[..., Learner] = Learner
     rewards: Callable[[], RewardPool] = InlineRewards
+    agents: Agents | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     tenants: Mapping[str, str] = field(default_factory=dict)
     """Of jobs, by name."""
@@ -214,6 +215,7 @@ async def _run(
         threads=setting.threads,
         positions=4096,
         vocabulary=TokenIds(VOCABULARY),
+        agents=setting.agents,
     )
     ordinary, plans = raced(configs)
     made = [make_job(config, directory, setting) for config in setting.ordered(ordinary)]
