@@ -296,6 +296,25 @@ def test_the_classifier_of_the_page_scores(tmp_path: Path) -> None:
     assert seven != eight
 
 
+def test_the_example_of_the_readme_prints_the_version_that_the_run_recommends(tmp_path: Path) -> None:
+    """Nothing is learned here, so that the first trained version is the best, and not the newest."""
+    example = fences((ROOT / "README.md").read_text(encoding="utf-8"), "python")[-1]
+    assert example.count('"steps": 20') == 1
+    settings = '"steps": 4, "optimizer": {"lr": 1e-12}, "eval": {"every": 2, "temperature": 0}'
+    (tmp_path / "example.py").write_text(example.replace('"steps": 20', settings), encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )  # fmt: skip
+    said = ended.stdout + ended.stderr
+    told = re.search(r"^sort  succeeded after 4/4 steps  eval \S+→(\S+) \(v(\d+)\)", said, re.MULTILINE)
+    assert told, said
+    figure, version = told.groups()
+    assert version != "4", "the newest"
+    printed = re.search(r"^\((\d+), ([\d.]+)\) \S+/versions/v(\d+)$", said, re.MULTILINE)
+    assert printed, said
+    assert (printed[1], f"{float(printed[2]):.2f}", printed[3]) == (version, figure, version)
+
+
 def test_the_base_alone_fails_at_the_question_of_the_first_run() -> None:
     """Else the tutorial shows nothing: the adapter's answer has to be better than the base's."""
     words = " ".join(page_text("first-run").split())
