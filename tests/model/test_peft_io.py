@@ -274,6 +274,17 @@ def test_start_from_a_directory_checks_rank_alpha_and_targets(plain):
         start(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
+def test_a_file_of_more_tensors_than_any_adapter_has_is_not_loaded(plain):
+    """However little each takes: two megabytes name so many, and what loads them keeps an object for each."""
+    entries = ",".join(
+        f'"{number:x}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for number in range(2**17 + 1)
+    )
+    text = f"{{{entries}}}".encode()
+    (plain / ADAPTER_WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(AdapterError, match="names more than 131072 tensors"):
+        read_adapter(plain)
+
+
 @pytest.mark.parametrize(
     ("n", "words"), [(5000, "names 5000 tensors, and no adapter of .* has more than 4096"), (9, "none")]
 )
