@@ -62,6 +62,13 @@ BAD: dict[str, Callable[[], bytes]] = {
     "offsets backwards": lambda: file_of({"a": {**ONE, "data_offsets": [8, 0]}}),
 }
 
+COUNTED = {
+    "a header that is too long": "at most",
+    "more tensors than an adapter has": "names more than",
+    "many values": "names more than",
+}
+"""What is refused by a count of its bytes, before it is parsed."""
+
 
 @pytest.mark.parametrize("what", BAD)
 def test_a_file_of_tensors_that_is_no_adapters_is_refused(tmp_path: Path, what: str) -> None:
@@ -70,6 +77,7 @@ def test_a_file_of_tensors_that_is_no_adapters_is_refused(tmp_path: Path, what: 
     with pytest.raises(AdapterError) as refused:
         check_header(tmp_path / "file")
     assert time.thread_time() - before < 5
+    assert COUNTED.get(what, "") in str(refused.value)
     assert len(str(refused.value)) < 500
 
 
