@@ -176,7 +176,7 @@ def turns_of(loop: asyncio.AbstractEventLoop, look: Callable[[], int]) -> Iterat
 @pytest.mark.parametrize("place", ["head", "body", "chunks"])
 def test_a_connection_rests_after_each_small_piece_beyond_a_few(house: House, place: str) -> None:
     """A piece is sent when the one before was read; between the two, the connection is held, and others are answered."""
-    connections, n_pieces = house.connections, 40
+    connections, n_pieces, arrived = house.connections, 40, list[int]()
     head = HEAD + f"Authorization: Bearer {house.keys['ours']}\r\nConnection: close\r\n".encode()
     begin, piece, end = {
         "head": (head + b"a: ", b"x", b"\r\nContent-Length: 0\r\n\r\n"),
@@ -186,9 +186,9 @@ def test_a_connection_rests_after_each_small_piece_beyond_a_few(house: House, pl
     with connected(house) as one, turns_of(house.app.state.loop, lambda: connections._held) as held:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for number, text in enumerate((begin, *[piece] * n_pieces, end)):
-            arrived = connections.handled.bytes + len(text)
+            arrived.append(connections.handled.bytes + len(text))
             one.sendall(text)
-            wait_until(lambda arrived=arrived: connections.handled.bytes >= arrived)
+            wait_until(lambda: connections.handled.bytes >= arrived[-1])
             if number == n_pieces:
                 with connected(house) as other:
                     other.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
