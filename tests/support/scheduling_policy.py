@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from motet.algorithms.packing import Standing
 from motet.rollout.fake import FakeEngine
 from motet.runtime.scheduler import FairScheduler
-from tests.support.waiting import until
 
 
 def next_job(waiting: Mapping[str, Standing]) -> str:
@@ -39,7 +38,6 @@ async def rows_between_turns(scheduler: FairScheduler, engine: FakeEngine, over:
     def begun() -> int:
         return sum(len(request.seeds) for request in engine.requests)
 
-    await until(lambda: bool(engine.requests))
     scheduler.join("neighbour", 1.0, "neighbours")
     seen = [0]
     while not over():
