@@ -290,6 +290,23 @@ def test_a_name_without_a_version_is_asked_of_the_service_and_not_of_the_hub(ser
     assert "the hub does not answer" in told["nobody"].stderr, "the service has no such name"
 
 
+def test_a_job_that_learned_nothing_says_so_in_the_same_words_wherever_it_is_looked_at(
+    service: Service, tmp_path: Path, says: Motet
+) -> None:
+    """No answer is long enough to lose any of its reward."""
+    level = tiny("level", 5, reward={"name": "length", "args": {"target": 1000}})
+    code, out, err = says("run", job_file(tmp_path, level), "--run", tmp_path / "run")
+    assert code == 0, out + err
+    service.submit(level)
+    assert service.ended("level") == "succeeded"
+    sign = re.search(r"hint: (nothing was learned): .+?#flat\)", service.job("level")["message"])
+    assert sign, service.job("level")
+    listed, shown = says("ls")[1], says("show", "level")[1]
+    assert re.search(rf"^ level +succeeded, {sign[1]} +5/5", listed, re.MULTILINE), listed
+    for text in (out, shown):
+        assert sign[0] in " ".join(text.split()), text
+
+
 def test_a_job_file_is_submitted_whole(
     service: Service, tmp_path: Path, says: Motet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_answers_that_only_grow_longer_are_an_alarm(tmp_path: Path) -> None:
 
 def test_groups_without_signal_are_a_hint(tmp_path: Path) -> None:
     told = trained(tmp_path, steps=LEAST, reward=lambda problem, completion: 1.0)
-    assert told.keys() == {"no-signal"}
+    assert told.keys() == {"no-signal", "flat"}
     assert told["no-signal"].startswith("hint: no signal in 100% of the groups (mean reward 1)")
 
 

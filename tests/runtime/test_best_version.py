@@ -274,9 +274,10 @@ def progress_of(path: Path) -> JobProgress:
     return progress
 
 
-def test_a_job_that_learned_nothing_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [5, 12])
+def test_a_job_that_learned_nothing_says_so(tmp_path: Path, steps: int) -> None:
     """All answers have the same reward: no step changes the adapter, and no version is better than another."""
-    config = job("a", steps=12, reward=lambda problem, completion: 1.0)
+    config = job("a", steps=steps, reward=lambda problem, completion: 1.0)
     run = run_jobs(tmp_path, [config])
     (done, signs) = run.jobs["a"].directory.newest(), run.jobs["a"].progress.signs
     assert done is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from motet.view import LogView, bracket_table, glyphs_of
 from motet.view.text import STATE_STYLES, Glyphs, count_text, duration_text, held_out_text, plain_console, reward_text
 
 _OF_A_RUN = ("engine", "rollout", "cluster", "observers")
+_FLAT = re.compile(rf"hint: ([^:;]+): [^;]+{re.escape(PAGE)}#flat")
 """Sections of a job file that a service does not read."""
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
 """Work of this machine for jobs while they are followed, until all have ended; its lines go to the console."""
@@ -322,9 +324,9 @@ def _best(job: Job) -> str:
 
 
 def _state(job: Job) -> str:
-    """The state, the worker that the job waits for, and whether a job that has ended hardly learned."""
-    if job.state == JobState.SUCCEEDED and f"{PAGE}#flat" in (job.message or ""):
-        return f"{job.state}, hardly learned"
+    """The state, the worker that the job waits for, and whether a job that has ended learned, in the words of its sign."""
+    if job.state == JobState.SUCCEEDED and (sign := _FLAT.search(job.message or "")):
+        return f"{job.state}, {sign[1]}"
     phase = str((job.progress or {}).get("phase") or "")
     return f"{job.state}, {phase}" if phase.startswith("waits for") and job.state == JobState.RUNNING else job.state
 

@@ -105,14 +105,14 @@ class Evaluations:
             f"by the rule of the release that began the job{other}"
         )
 
-    def flat(self) -> str:
-        """Where the best version is no better than the untrained one by more than chance; for a job that has ended."""
+    def flat(self, least: int) -> str:
+        """For a job that has ended: where no step changed it, or `least` steps made it no better by more than chance."""
         first, best = self._untrained, self._best
         if first is None or self.worse() or self.untrained_best():
             return ""
         if self.newest <= self.untrained:
             return "nothing was learned: no step changed the adapter, and every version equals the one that the job began with"
-        if best is None or best.figure - first.figure > self._chance(first, best) / CHANCE:
+        if best is None or self.newest < least or best.figure - first.figure > self._chance(first, best) / CHANCE:
             return ""
         return (
             f"hardly learned: held-out {self.name} {first} untrained, {best} for the best version, which may be chance"

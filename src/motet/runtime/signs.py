@@ -128,7 +128,7 @@ class Signs:
         falls = bool(found["worse"])
         found["loss"], above = held_out.loss(self._slower)
         steps = self.job.get("steps")
-        found["flat"] = held_out.flat() if isinstance(steps, int) and RECENT <= steps <= held_out.newest else ""
+        found["flat"] = held_out.flat(RECENT) if isinstance(steps, int) and LEAST <= steps <= held_out.newest else ""
         if risen and len(self.recent) == RECENT:
             found |= {"gamed": self._gamed(), "one-part": self._one_part()}
         rewarded = math.isfinite(_mean(self.recent, "reward"))
