@@ -35,8 +35,9 @@ from motet.view import LogView, bracket_table, glyphs_of
 from motet.view.text import STATE_STYLES, Glyphs, count_text, duration_text, held_out_text, plain_console, reward_text
 
 _OF_A_RUN = ("engine", "rollout", "cluster", "observers")
-_FLAT = re.compile(rf"hint: ([^:;]+): [^;]+{re.escape(PAGE)}#flat")
 """Sections of a job file that a service does not read."""
+_FLAT = re.compile(rf"hint: ([^:;]+): [^;]+{re.escape(PAGE)}#flat")
+"""The first words of the sign that a job learned nothing, in its message."""
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
 """Work of this machine for jobs while they are followed, until all have ended; its lines go to the console."""
 
