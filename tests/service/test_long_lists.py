@@ -150,6 +150,34 @@ def test_a_page_of_shares_looks_at_as_many_as_it_shows(house: House, key: str) -
         house.refused(422, "GET", f"/v1/shares?after={after}")
 
 
+def test_a_page_of_uploaded_adapters_reads_what_it_shows(house: House) -> None:
+    us = house.store.tenants.made("us").id
+    about: Any = {"tenant_id": us, "bytes": 1, "rank": 1, "alpha": 1.0, "target_modules": []}
+    with house.store.transaction() as session:
+        session.add_all(
+            UploadedAdapter(id=f"brought-{n}", name=f"brought-{n}", created=1e9 + n % 3, **about) for n in range(MANY)
+        )
+    whole = [one["id"] for one in pages(house, "/v1/adapters", 200)]
+    assert {f"brought-{n}" for n in range(MANY)} <= set(whole)
+    assert len(set(whole)) == len(whole)
+    created = [one["created"] for one in pages(house, "/v1/adapters", 37)]
+    assert created == sorted(created, reverse=True)
+    assert [one["id"] for one in pages(house, "/v1/adapters", 37)] == whole
+    assert len(house.ask("GET", "/v1/adapters").json()["data"]) == 200
+    read = list[UploadedAdapter]()
+    listened: Any = UploadedAdapter, "load", lambda one, _: read.append(one)
+    event.listen(*listened)
+    try:
+        house.ask("GET", "/v1/adapters?limit=3")
+    finally:
+        event.remove(*listened)
+    assert 0 < len(read) <= 4
+    with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
+        assert [one.id for one in client.adapters()] == whole
+    for after in ("7", "1/x", "1e9/x", "1.0/", "given/1.0/x"):
+        house.refused(422, "GET", f"/v1/adapters?after={after}")
+
+
 def paged_shares(house: House, limit: int, key: str) -> tuple[list[str], list[str]]:
     """Ids of all shares, given and received, page by page."""
     given, received = list[str](), list[str]()

@@ -46,7 +46,7 @@ class AdapterMethods(Connection):
 
     async def adapters(self) -> list[Adapter]:
         """Uploaded adapters, newest first."""
-        return (await self._ask(Adapters, "GET", "/v1/adapters")).data
+        return [one async for one in self._all_pages(Adapters, "/v1/adapters")]
 
     async def adapter(self, name: str) -> Adapter:
         """An uploaded adapter by its id or name."""

@@ -29,6 +29,8 @@ _OF_TEMPLATE = ("chat_template", "chat_template_kwargs", "tool_format")
 _PLACE = tuple_(Share.created, Share.id)
 PLACE_OF_SHARE = r"^(given|received)/[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}$"
 """A place in a tenant's list of shares: which kind, and the row after which to go on."""
+PLACE_OF_ADAPTER = r"^[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}$"
+"""A place in a tenant's list of uploaded adapters: the row after which to go on."""
 MOST_SHARES = 1000
 """Most shares that a tenant gives."""
 
@@ -117,10 +119,19 @@ class Adapters:
             raise StoreError(taken) from error
         return adapter
 
-    def all(self, who: Principal) -> list[UploadedAdapter]:
-        """A tenant's uploaded adapters, newest first."""
+    def page(self, who: Principal, after: str | None, limit: int) -> tuple[list[UploadedAdapter], str | None]:
+        """A tenant's uploaded adapters, newest first, and the place after which there are more.
+
+        `after` matches `PLACE_OF_ADAPTER`.
+        """
+        place = tuple_(UploadedAdapter.created, UploadedAdapter.id)
         query = select(UploadedAdapter).where(UploadedAdapter.tenant_id == who.tenant_id)
-        return self._store.scalars(query.order_by(UploadedAdapter.created.desc(), UploadedAdapter.id))
+        if after is not None:
+            created, adapter_id = after.split("/")
+            query = query.where(place < (float(created), adapter_id))
+        query = query.order_by(UploadedAdapter.created.desc(), UploadedAdapter.id.desc())
+        rows = self._store.scalars(query.limit(limit + 1))
+        return rows[:limit], f"{rows[limit - 1].created!r}/{rows[limit - 1].id}" if len(rows) > limit else None
 
     def uploaded(self, who: Principal, name: str) -> UploadedAdapter | None:
         """An uploaded adapter by its id, or by its name among the tenant's; an admin's also by one that only one tenant has.

@@ -17,7 +17,7 @@ from motet.cluster.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.core.errors import DataError
 from motet.core.types import ADAPTER_FILES
 from motet.runtime.held_out import first_trained, lines_of
-from motet.service.adapters.adapters import ALL, PLACE_OF_SHARE, Shared
+from motet.service.adapters.adapters import ALL, PLACE_OF_ADAPTER, PLACE_OF_SHARE, Shared
 from motet.service.adapters.adapters import Adapters as AdaptersPart
 from motet.service.adapters.archive import pack_into, unpack_apart
 from motet.service.composition import Service
@@ -118,10 +118,16 @@ async def upload(
     return _shown(service.adapters, adapter)
 
 
-@router.get("/adapters")
-def list_adapters(who: Asker, service: ServiceDep) -> Adapters:
+@router.get("/adapters", response_model=Adapters)
+def list_adapters(
+    who: Asker,
+    service: ServiceDep,
+    after: Annotated[str | None, Query(pattern=PLACE_OF_ADAPTER, description="`next` of the previous page.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 200,
+) -> Response:
     """List the tenant's uploaded adapters."""
-    return Adapters(data=[_shown(service.adapters, one) for one in service.adapters.all(who)])
+    adapters, following = service.adapters.page(who, after, limit)
+    return page(Adapters(data=[], next=following), (_shown(service.adapters, one) for one in adapters))
 
 
 @router.get("/adapters/{adapter:path}/download", response_class=Response)

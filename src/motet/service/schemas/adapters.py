@@ -29,6 +29,8 @@ class Adapters(Answer):
     """Uploaded adapters, newest first."""
 
     data: list[Adapter]
+    next: str | None = None
+    """Send it as `after` for the next page; null on the last."""
 
 
 class ShareRequest(Asked):
