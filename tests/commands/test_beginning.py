@@ -12,6 +12,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -227,14 +228,18 @@ def test_data_never_replaces_its_source(here: Path, says: Motet, to: str) -> Non
 
 
 class _Names(BaseHTTPRequestHandler):
-    """A service that has an adapter, `mine`, a job, and what another tenant shares."""
+    """A service with two bases, an adapter, `mine`, a job, and what another tenant shares."""
 
     def log_message(self, format: str, *args: Any) -> None: ...
 
     def do_GET(self) -> None:
-        known = [{"id": name} for name in ("small", "mine", "sort@best", "us/lent", "us/job@best")]
-        body = json.dumps({"object": "list", "data": known}).encode()
-        self.send_response(200)
+        name = unquote(self.path.removeprefix("/v1/models/"))
+        answer: dict[str, Any] = {"id": name}
+        if self.path == "/readyz":
+            answer = {"status": "ready", "base": "org/base", "bases": {"org/base": "org/base", "tiny": "small"}}
+        known = "/readyz", "org/base", "tiny", "small", "mine", "sort", "us/lent", "us/job"
+        self.send_response(200 if name in known else 404)
+        body = json.dumps(answer).encode()
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -245,7 +250,7 @@ def test_a_name_is_looked_for_on_the_service_before_the_hub() -> None:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}"
-        names = ("mine", "sort", "us/lent", "us/job", "other", "small", "org/mine")
+        names = ("mine", "sort", "us/lent", "us/job", "other", "small", "org/mine", "org/base", "tiny")
         found = {name for name in names if is_served(url, None, name)}
         server.shutdown()
         thread.join()

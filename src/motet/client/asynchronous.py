@@ -189,6 +189,10 @@ class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
         """Models for completions: the base, and `job@version`."""
         return [one async for one in self._all_pages(Models, "/v1/models")]
 
+    async def model(self, name: str) -> Model:
+        """A model by any name that a request may give."""
+        return await self._ask(Model, "GET", path_of("models", name))
+
     async def rewards(self) -> list[Reward]:
         """Rewards that jobs may use: built in, installed by the operator, and scored elsewhere."""
         return (await self._ask(Rewards, "GET", "/v1/rewards")).data

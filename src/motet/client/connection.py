@@ -38,12 +38,12 @@ _QUIET = httpx2.Timeout(45.0, connect=5.0)  # a stream sends a keep-alive every 
 
 
 def path_of(kind: str, name: str) -> str:
-    """The path of one of the service's `jobs`, `adapters`, … Only another tenant's adapter has a slash in its name.
+    """The path of one of the service's `jobs`, `adapters`, … Only bases and other tenants' adapters have slashes.
 
     Raises:
         ServiceError: the name would be the path of something else.
     """
-    if "/" in name and kind != "adapters":
+    if "/" in name and kind not in ("adapters", "models"):
         raise ServiceError(f"there is no {kind.removesuffix('s')} {name!r}: its name has no `/`", 404)
     return f"/v1/{kind}/{quote(name, safe='')}"
 

@@ -82,6 +82,7 @@ class Client:
     files = _waits(AsyncClient.files)
     delete_file = _waits(AsyncClient.delete_file)
     models = _waits(AsyncClient.models)
+    model = _waits(AsyncClient.model)
     chat = _yields(AsyncClient.chat)
     rewards = _waits(AsyncClient.rewards)
     score = _waits(AsyncClient.score)

@@ -85,14 +85,15 @@ def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None,
 
 
 def is_served(url: str | None, key: str | None, model: str) -> bool:
-    """Whether a service that answers has a job or adapter of this name; a base of this machine goes before it."""
+    """Whether a service that answers has a job or adapter of this name; its bases are on this machine, too."""
     from motet.client import Client
     from motet.model.find import SHORT_NAMES
 
     if model in SHORT_NAMES:
         return False
     with contextlib.suppress(MotetError), Client(url, key) as client:
-        return any(one.id.partition("@")[0] == model for one in client.models())
+        health = client.health()
+        return model not in {health.base, *health.bases} and client.model(model).id == model
     return False
 
 
@@ -131,9 +132,8 @@ async def _look_for(client: AsyncClient, model: str) -> None:
     Raises:
         ServiceError: it does not; the message suggests a similar name.
     """
-    names = [one.id for one in await client.models()]
     job, _, version = model.partition("@")
-    if model in names or not version or "/" in job:  # without a version it is the best; a share lists no numbers
+    if not version or "/" in job:  # without a version it is the best; a share lists no numbers
         return
     try:
         known = [str(one.version) for one in await client.versions(job)]
@@ -143,7 +143,7 @@ async def _look_for(client: AsyncClient, model: str) -> None:
         known = []
     if version in known or (known and version in ("best", "latest")):  # a job by its id, or an old one
         return
-    near = close_matches(model, names, n=1)
+    near = close_matches(model, [one.id for one in await client.models()], n=1)
     meant = f"did you mean {near[0]}? " if near else ""
     raise ServiceError(
         f"the service has no {model}; {meant}`motet ls` shows jobs, `motet show JOB` the versions of one"

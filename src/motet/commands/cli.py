@@ -149,7 +149,7 @@ def chat(
     model: Annotated[
         str,
         typer.Argument(
-            help="A base (`small`, a hub id, a directory, a .gguf file), or JOB@VERSION of a service (`sort@best`).",
+            help="A base (`small`, a hub id, a directory, a .gguf file), or JOB, JOB@VERSION or TENANT/NAME of a service.",
             show_default=False,
         ),
     ],
