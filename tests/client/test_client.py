@@ -17,11 +17,11 @@ import pytest
 import motet
 from motet.client import connection
 from motet.commands.answers import command_for, same_command
-from motet.commands.served_jobs import base_meant
+from motet.commands.served_jobs import base_meant, job_cells
 from motet.config import RunConfig
 from motet.core.errors import DataError, ServiceError
 from motet.core.types import ADAPTER_FILES
-from motet.service.schemas import Health
+from motet.service.schemas import Health, Job
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
 from tests.support.service_run import LASTING, Service, tiny
@@ -286,7 +286,8 @@ def test_a_name_without_a_version_is_asked_of_the_service_and_not_of_the_hub(ser
         json={"model": "asked", "messages": [{"role": "user", "content": "2 + 2 ="}], "temperature": 0, "max_tokens": 8},
     )  # fmt: skip
     assert told["asked"].returncode == 0, told["asked"].stderr
-    assert answers["choices"][0]["message"]["content"] in told["asked"].stdout
+    assert (said := answers["choices"][0]["message"]["content"])
+    assert said in told["asked"].stdout
     assert "the hub does not answer" in told["nobody"].stderr, "the service has no such name"
 
 
@@ -305,6 +306,31 @@ def test_a_job_that_learned_nothing_says_so_in_the_same_words_wherever_it_is_loo
     assert re.search(rf"^ level +succeeded, {sign[1]} +5/5", listed, re.MULTILINE), listed
     for text in (out, shown):
         assert sign[0] in " ".join(text.split()), text
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("hint: nothing was learned: no step changed the adapter (docs/x.md#flat)", "succeeded, nothing was learned"),
+        ("warning: worse: x; hint: hardly learned: held-out reward 0.1 (docs/x.md#flat)", "succeeded, hardly learned"),
+        ("3 of 4 rewards failed: x; hint: PAID: y docs/not-learning.md#flat", "succeeded"),
+    ],
+)
+def test_a_list_of_jobs_has_only_words_of_its_own(message: str, shown: str) -> None:
+    """A message may hold what a reward raised."""
+    about: dict[str, Any] = {
+        "id": "job-1",
+        "name": "a",
+        "step": 1,
+        "steps": 1,
+        "created": 0.0,
+        "ended": None,
+        "spec": {},
+    }
+    job = Job(state="succeeded", message=message, **about)
+    assert str(job_cells(job, based=False, owned=False)[1]) == shown
+    waits = Job(state="running", message="", progress={"phase": "waits for \x1b]0;theirs\x07"}, **about)
+    assert "\x1b" not in str(job_cells(waits, based=False, owned=False)[1])
 
 
 def test_a_job_file_is_submitted_whole(

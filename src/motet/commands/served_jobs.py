@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +24,9 @@ from motet.core.rules import TODAY
 from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosting.before_loading import check_data
 from motet.hosting.preparing import Sources
+from motet.runtime.evaluations import HARDLY, NOTHING
 from motet.runtime.held_out import figure_of, rule_text
 from motet.runtime.progress import JobProgress
-from motet.runtime.signs import PAGE
 from motet.service.schemas import Health, Job, JobEvent, Race, Version
 from motet.tasks.clock import DATE
 from motet.tasks.row_files import READERS
@@ -36,8 +35,6 @@ from motet.view.text import STATE_STYLES, Glyphs, count_text, duration_text, hel
 
 _OF_A_RUN = ("engine", "rollout", "cluster", "observers")
 """Sections of a job file that a service does not read."""
-_FLAT = re.compile(rf"hint: ([^:;]+): [^;]+{re.escape(PAGE)}#flat")
-"""The first words of the sign that a job learned nothing, in its message."""
 LocalWork = Callable[[AsyncClient, Sequence[str], Console], Coroutine[Any, Any, None]]
 """Work of this machine for jobs while they are followed, until all have ended; its lines go to the console."""
 
@@ -264,9 +261,10 @@ def owner_of(job: Job) -> str:
 
 def job_cells(job: Job, *, based: bool, owned: bool) -> list[str | Text]:
     """A job's row: name, state, steps, reward, the best version's figure, age, its base, and its tenant."""
+    plain = glyphs_of(plain_console()).plain
     return [
-        Text(glyphs_of(plain_console()).plain(job.name), style="bold"),
-        Text(_state(job), style=STATE_STYLES[JobState(job.state)]),
+        Text(plain(job.name), style="bold"),
+        Text(plain(_state(job)), style=STATE_STYLES[JobState(job.state)]),
         f"{job.step}/{job.steps}",
         "" if job.reward is None else reward_text(job.reward),
         _best(job),
@@ -326,8 +324,10 @@ def _best(job: Job) -> str:
 
 def _state(job: Job) -> str:
     """The state, the worker that the job waits for, and whether a job that has ended learned, in the words of its sign."""
-    if job.state == JobState.SUCCEEDED and (sign := _FLAT.search(job.message or "")):
-        return f"{job.state}, {sign[1]}"
+    if job.state == JobState.SUCCEEDED:
+        return next(
+            (f"{job.state}, {sign}" for sign in (NOTHING, HARDLY) if f"hint: {sign}: " in job.message), job.state
+        )
     phase = str((job.progress or {}).get("phase") or "")
     return f"{job.state}, {phase}" if phase.startswith("waits for") and job.state == JobState.RUNNING else job.state
 

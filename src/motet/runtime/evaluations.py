@@ -13,6 +13,8 @@ CHANCE = 2.0
 """Standard errors that a difference must exceed: chance alone does that in one of forty comparisons."""
 RISE = 0.05
 """Rise of the held-out loss above its least, as a part of it: the same rows are scored each time, so that little is noise."""
+NOTHING, HARDLY = "nothing was learned", "hardly learned"
+"""How the sign of a job that ended without having learned begins."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,10 @@ class Evaluations:
         if first is None or self.worse() or self.untrained_best():
             return ""
         if self.newest <= self.untrained:
-            return "nothing was learned: no step changed the adapter, and every version equals the one that the job began with"
+            return f"{NOTHING}: no step changed the adapter, and every version equals the one that the job began with"
         if best is None or self.newest < least or best.figure - first.figure > self._chance(first, best) / CHANCE:
             return ""
-        return (
-            f"hardly learned: held-out {self.name} {first} untrained, {best} for the best version, which may be chance"
-        )
+        return f"{HARDLY}: held-out {self.name} {first} untrained, {best} for the best version, which may be chance"
 
     def loss(self, slower: str) -> tuple[str, bool]:
         """Where the held-out loss of rows rises, and whether it is above that of the untrained adapter.
