@@ -234,7 +234,7 @@ def test_masks_that_take_long_hold_no_tick_of_others_and_change_no_bit(engine):
     asked, free = request(engine, "held", grammar_of(FORMAT), 2), request(engine, "others", n=3)
     [alone] = completed(engine, asked)
     waits, go = threading.Event(), threading.Event()
-    engine._grammars._accounts["mallory"] = _Account(credit=-math.inf)  # it does not come back, however long a tick takes
+    engine._grammars._accounts["mallory"] = _Account(-math.inf)  # and stays there, however slow ticks are
     known = asked.sampling.grammar, asked.sampling.stop_token_ids
     inner = engine._grammars._compiled.get("", known)
     engine._grammars._compiled.put(

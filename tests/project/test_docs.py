@@ -302,9 +302,7 @@ def test_the_example_of_the_readme_prints_the_version_that_the_run_recommends(tm
     assert example.count('"steps": 20') == 1
     settings = '"steps": 4, "optimizer": {"lr": 1e-12}, "eval": {"every": 2, "temperature": 0}'
     (tmp_path / "example.py").write_text(example.replace('"steps": 20', settings), encoding="utf-8")
-    ended = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )  # fmt: skip
+    ended = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     said = ended.stdout + ended.stderr
     told = re.search(r"^sort  succeeded after 4/4 steps  eval \S+→(\S+) \(v(\d+)\)", said, re.MULTILINE)
     assert told, said

@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE, wait_until
 
 
 class Engine:
-    """Answers an agent with this, and without it never."""
+    """Answers an agent with this text; never if it is empty."""
 
     def __init__(self, answer: str = "") -> None:
         self._answer = answer
@@ -73,9 +73,9 @@ def test_the_keys_of_a_tenant_share_its_open_requests_and_streams(tmp_path: Path
     with open_house(tmp_path, http=http) as house, contextlib.ExitStack() as stack:
         keys = more_keys(house, 6)
         for key in keys[:3]:
-            stack.enter_context(_half_sent(house, "/v1/jobs", key, 9))
+            stack.enter_context(_unread(house, "/v1/jobs", key, 9))
         chat = episode(house)
-        stack.enter_context(_half_sent(house, chat, "episode", 9))
+        stack.enter_context(_unread(house, chat, "episode", 9))
         wait_until(lambda: sum(house.bodies._requests.values()) == 4)
         assert {house.ask("GET", "/v1/jobs", key).status_code for key in (*keys, "ours")} == {429}
         assert house.refused(429, "POST", chat, "episode", content=b"{}")["message"].startswith(
@@ -95,7 +95,7 @@ def test_what_keys_and_episodes_send_takes_memory_of_one_tenant(tmp_path: Path) 
         chat, keys = episode(house), more_keys(house, 2)
         us = house.store.tenants.made("us").id
         for key, path in (("ours", "/v1/jobs"), (keys[0], "/v1/jobs"), (keys[1], "/v1/jobs"), ("episode", chat)):
-            stack.enter_context(_half_sent(house, path, key, 2**17, b"x" * 90_000))
+            stack.enter_context(_unread(house, path, key, 2**17, b"x" * 90_000))
         wait_until(lambda: house.service.open_bytes._taken[us] > 2.5 * 2**20)
         assert set(house.service.open_bytes._taken) <= {us, ""}
         large = {"messages": [{"role": "user", "content": "x" * 2**17}]}
@@ -115,8 +115,8 @@ def test_what_keys_and_episodes_are_answered_takes_memory_of_one_tenant(tmp_path
         us, taken = house.store.tenants.made("us").id, house.service.open_answers._taken
         long_job(house, size)
         for key in ("ours", *keys):
-            stack.enter_context(_half_sent(house, "/v1/jobs/ended", key, 0, b"", "GET"))
-        stack.enter_context(_half_sent(house, chat, "episode", 2, b"{}"))
+            stack.enter_context(_unread(house, "/v1/jobs/ended", key, 0, b"", "GET"))
+        stack.enter_context(_unread(house, chat, "episode", 2, b"{}"))
         wait_until(lambda: sum(taken.values()) > 4 * size)
         assert set(taken) == {us}
         long_job(house, 2 * size)
@@ -132,7 +132,7 @@ def test_whoever_asks_an_adapter_that_another_tenant_shares_pays(tmp_path: Path)
         engine.texts, engine.step = ["x" * 12_000], 20_000
         chat = {"model": "us/job", "messages": [{"role": "user", "content": "x"}], "n": 16, "logprobs": True}
         content, taken = json.dumps({**chat, "max_tokens": 13_000}).encode(), house.service.open_answers._taken
-        with _half_sent(house, "/v1/chat/completions", "theirs", len(content), content):
+        with _unread(house, "/v1/chat/completions", "theirs", len(content), content):
             wait_until(lambda: bool(taken))
             assert set(taken) == {them}
         assert {(one.job, one.tenant) for one in engine.requests} == {(f"{COMPLETIONS}{them}", them)}
@@ -149,7 +149,7 @@ def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
         tenants.revoke_key(key.id)
         assert house.ask("GET", "/v1/jobs", "left").status_code == 401
         for _ in range(2):
-            stack.enter_context(_half_sent(house, "/v1/login/device/key", "left", 9))
+            stack.enter_context(_unread(house, "/v1/login/device/key", "left", 9))
         wait_until(lambda: house.bodies._requests["from 127.0.0.1"] == 2)
         assert house.ask("GET", "/v1/jobs").status_code == 200
 
@@ -166,7 +166,7 @@ def long_job(house: House, size: int) -> None:
     house.store.change_job(house.job["id"], spec={**spec, "environment": {"args": {"text": "x" * size}}})
 
 
-def _half_sent(
+def _unread(
     house: House, path: str, key: str, length: int, content: bytes = b"x", method: str = "POST"
 ) -> socket.socket:
     """A connection that sends a request, or a part of it, and reads nothing."""

@@ -148,7 +148,7 @@ def test_many_small_things_count(tmp_path: Path, what: str, least: int) -> None:
             return stored(house)
 
         stored(house)
-        before = later()  # with the job's directory, which is larger than they are
+        before = later()  # with the directory of the job, which is larger than what comes
         for number in range(20):
             if what == "files":
                 house.ask("POST", "/v1/files", files={"file": (f"{number}.jsonl", b'{"prompt": "a", "answer": "b"}\n')})

@@ -226,7 +226,7 @@ def test_the_open_questions_about_long_rows_are_few() -> None:
     assert most > 64 * 100  # short ones are all asked at once
 
 
-COSTLY = {"Fields.text", "pieces_of", "prompt", "_pieces", "_split", "_text", "_check", "_in_any_order"}
+COSTLY = {"Fields.text", "pieces_of", "prompt", "_pieces", "_split", "_text", "_check", "_shuffled"}
 """What works on the templates, rows and answers of a question."""
 
 

@@ -137,7 +137,7 @@ class Graders:
 
     async def _ranked(self, row: _Row, grader: Rank, graded: Sequence[Graded]) -> None:
         """Let a judge order the answers. Equal answers are shown once and get the same score."""
-        texts = await self._filled(row.owner, lambda: _in_any_order(grader, {one.output for one in graded}))
+        texts = await self._filled(row.owner, lambda: _shuffled(grader, {one.output for one in graded}))
         worth = dict.fromkeys(texts, _ALONE)
         if len(texts) > 1:
             whole = Graded()
@@ -243,8 +243,8 @@ class Graders:
         return None
 
 
-def _in_any_order(grader: Rank, texts: Collection[str]) -> list[str]:
-    """Always the same for these texts; a judge may favour the first."""
+def _shuffled(grader: Rank, texts: Collection[str]) -> list[str]:
+    """In an order that depends on grader and texts alone; a judge may favour the first."""
     ordered = sorted(texts)
     random.Random(zlib.crc32(repr((grader.input, ordered)).encode())).shuffle(ordered)
     return ordered

@@ -58,7 +58,7 @@ export function chatTab(context, job) {
   const system = job.spec.data?.system || "";
   const talks = {base: new Talk("base", system), best: new Talk("best", system), latest: new Talk("latest", system)};
   const sides = el("div", {class: "sides"}, Object.values(talks).map(talk => talk.node));
-  const text = el("textarea", {id: "say", rows: 3, placeholder: "Ask all of them the same", onkeydown: event => {
+  const text = el("textarea", {id: "say", rows: 3, placeholder: "Ask each of them", onkeydown: event => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
   }});
   const heat = el("input", {id: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: "0"});
@@ -88,7 +88,7 @@ export function chatTab(context, job) {
     }
   }
 
-  /** [model, title] by column, each shown; undefined for versions that do not exist yet, and for one that is shown already. */
+  /** Shows the panes that have a model; returns [model, title] by pane. */
   async function models() {
     const versions = await versionsOf(job.id);
     const best = versions.find(one => one.best), latest = versions.find(one => one.latest);
