@@ -45,7 +45,7 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"bases", "schemas"}),
     frozenset({"request_log", "settings"}),
     frozenset({"database"}),
-    frozenset({"backup", "errors", "storage", "answers", "events"}),
+    frozenset({"backup", "errors", "storage", "answers", "events", "rollouts"}),
     frozenset({"faults"}),
     frozenset({"adapters", "tenants", "secrets"}),
     frozenset({"workers"}),

@@ -72,6 +72,60 @@ def test_a_page_of_versions_looks_into_those_that_it_shows(house: House) -> None
     house.refused(422, "GET", f"{path}?after=best")
 
 
+def test_each_line_of_a_rollout_log_is_parsed_once_and_then_only_what_a_page_shows(house: House) -> None:
+    """Filters need the whole log, of up to 131,072 lines; so does an answer without rollouts."""
+    directory, logs = house.storage.job(house.job["id"]), house.service.rollout_logs
+    lines = [{"problem": n // 4, "reward": None if n % 4 == 3 else n % 4 / 2, "text": f"{n}"} for n in range(MANY)]
+    directory.write_rollouts("7", lines)
+    log = directory.rollout_log(7)
+
+    def parsed(least: float, after: int, limit: int) -> int:
+        with calls(own_thread=True) as counted:
+            logs.page(log, lambda _, reward: reward >= least, after, limit)
+        return counted["_parsed"]
+
+    try:
+        assert parsed(0.0, 0, 10) <= 20, "no more than it needs"
+        assert parsed(2.0, 0, 10) <= MANY, "the rest"
+        assert parsed(2.0, 0, 10) == 0
+        for after in (0, 100, MANY, 10**9):
+            assert parsed(1.0, after, 10) <= 10
+        path = "/v1/jobs/ended/rollouts"
+        assert [one["text"] for one in filtered(house, f"{path}?step=7&limit=7")] == [one["text"] for one in lines]
+        best = [one["text"] for one in lines if one["reward"] == 1.0]
+        assert [one["text"] for one in filtered(house, f"{path}?step=7&limit=9&min_reward=0.9")] == best
+        directory.write_rollouts("7", lines[::-1])  # the step ran again
+        assert filtered(house, f"{path}?step=7&limit=1000")[0]["text"] == str(MANY - 1)
+        house.refused(422, "GET", f"{path}?after=last")
+    finally:
+        log.unlink()
+
+
+def test_a_client_reads_as_many_pages_of_rollouts_as_it_needs(house: House) -> None:
+    directory = house.storage.job(house.job["id"])
+    directory.write_rollouts("8", ({"problem": 0, "reward": 0.5, "text": f"{n}"} for n in range(2100)))
+    try:
+        with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
+            for limit, there in ((2050, 2050), (5000, 2100), (1000, 1000), (5, 5)):
+                found = client.rollouts("ended", limit=limit)
+                assert [one["text"] for one in found.data] == list(map(str, range(there)))
+                assert found.step == 8
+    finally:
+        directory.rollout_log(8).unlink()
+
+
+def filtered(house: House, path: str) -> list[Json]:
+    """All rollouts, page by page."""
+    rows = list[Json]()
+    after: str | None = ""
+    while after is not None:
+        answer = house.ask("GET", path + (after and f"&after={after}")).json()
+        assert answer["data"]
+        rows += answer["data"]
+        after = answer["next"]
+    return rows
+
+
 @pytest.mark.parametrize("key", ["ours", "theirs"])
 def test_a_page_of_models_looks_into_as_many_jobs_as_it_shows(house: House, key: str) -> None:
     """Of one's own, and of those that a stranger shares with all."""

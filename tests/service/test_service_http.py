@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from motet.core.section import Described, described
 from motet.core.types import JobState
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.tables import UploadedAdapter
-from motet.service.http.auth import ReadThreads
+from motet.service.http.auth import AnswerThreads, ReadThreads
 from motet.service.http.downloads import MOST_OPEN, Packing
 from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
@@ -392,6 +393,27 @@ def test_rollouts_take_a_tenants_memory_until_they_are_sent(house: House) -> Non
     assert "memory" in house.refused(429, "GET", "/v1/jobs/ended/rollouts?step=0")["message"]
     room.give_back(payer, room.most_of_one)
     assert len(house.ask("GET", "/v1/jobs/ended/rollouts?step=0").json()["data"]) == 4
+
+
+@pytest.mark.parametrize(("turns", "path"), [(ReadThreads, "rollouts?step=9"), (AnswerThreads, "versions/9/download")])
+def test_what_a_job_has_is_looked_up_in_the_turn_of_its_tenant(
+    house: House, turns: type[AnswerThreads | ReadThreads], path: str
+) -> None:
+    who, waiting, may = house.store.tenants.who(house.keys["ours"]), house.part(turns), threading.Event()
+    assert who is not None
+    directory = house.storage.job(house.job["id"])
+    asyncio.run_coroutine_threadsafe(waiting.run(who.tenant_id, may.wait), house.app.state.loop)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(house.ask, "GET", f"/v1/jobs/ended/{path}")
+        wait_until(lambda: bool(waiting._queues.get(who.tenant_id)) or asked.done())
+        directory.write_rollouts("9", [{"reward": 0.5}])
+        shutil.copytree(directory.version(directory.versions()[-1]), directory.version(9))
+        try:
+            may.set()
+            assert asked.result().is_success
+        finally:
+            directory.rollout_log(9).unlink()
+            shutil.rmtree(directory.version(9))
 
 
 def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(house: House) -> None:

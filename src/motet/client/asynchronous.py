@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 from motet.client.adapters import AdapterMethods
 from motet.client.connection import Following, path_of
 from motet.client.races import RaceMethods
 from motet.client.sign_in import SignInMethods
+from motet.client.steps import StepMethods
 from motet.client.tenants import TenantMethods
 from motet.core.errors import ConfigError, DataError, ServiceError
 from motet.core.types import JobState, Thought
@@ -29,8 +30,6 @@ from motet.service.schemas import (
     Jobs,
     Model,
     Models,
-    Rollouts,
-    Steps,
     SubmittedJobs,
     Version,
     Versions,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from motet.config import JobConfig
 
 
-class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
+class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, StepMethods, TenantMethods):
     """A client for concurrent requests, with the methods of `Client`."""
 
     async def __aenter__(self) -> Self:
@@ -132,40 +131,6 @@ class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, TenantMethods):
     async def versions(self, job: str) -> list[Version]:
         """The saved versions of a job's adapter, oldest first."""
         return [one async for one in self._all_pages(Versions, f"{path_of('jobs', job)}/versions")]
-
-    async def rollouts(
-        self,
-        job: str,
-        step: int | None = None,
-        min_reward: float | None = None,
-        max_reward: float | None = None,
-        limit: int = 100,
-        purpose: Literal["train", "eval"] = "train",
-        problem: int | None = None,
-        tokens: bool = False,
-    ) -> Rollouts:
-        """Rollouts of a step with rewards; by default of the newest step.
-
-        Args:
-            job: its id or name.
-            step: the step; with `purpose="eval"` the evaluated version.
-            min_reward: only rollouts with at least this reward.
-            max_reward: only rollouts with at most this reward.
-            limit: most rollouts, in data order.
-            purpose: rollouts of training or of an evaluation.
-            problem: only rollouts of this problem.
-            tokens: include the text and logprob of each token.
-        """
-        params = {
-            "step": step, "min_reward": min_reward, "max_reward": max_reward, "limit": limit, "purpose": purpose,
-            "problem": problem, "tokens": tokens or None,
-        }  # fmt: skip
-        return await self._ask(Rollouts, "GET", f"{path_of('jobs', job)}/rollouts", params=params)
-
-    async def steps(self, job: str, fields: Sequence[str] = (), points: int = 5000) -> list[dict[str, Any]]:
-        """Lines of a job's metrics.jsonl, or some of their fields; if there are more than `points`, thinned evenly."""
-        params = {"field": list(fields), "points": points}
-        return (await self._ask(Steps, "GET", f"{path_of('jobs', job)}/steps", params=params)).data
 
     async def check(self, text: str) -> list[dict[str, Any]]:
         """Check the text of a job file; returns its jobs, and submits none."""

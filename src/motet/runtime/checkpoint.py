@@ -34,7 +34,7 @@ from motet.core.types import adapter_files
 from motet.runtime.manifest import Manifest
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import RECEIPT, Materials
-from motet.runtime.rollout_logs import prune_logs
+from motet.runtime.rollout_logs import prefix, prune_logs
 from motet.tasks.plain_json import as_json
 
 FORKED = "forked.json"
@@ -206,13 +206,17 @@ class JobDirectory:
 
     def sampled(self, *, evals: bool = False) -> list[int]:
         """Steps that have rollout logs, sorted; with `evals`, versions that have evaluation logs."""
-        before = _before(evals)
+        before = prefix(evals)
         names = [path.stem.removeprefix(before) for path in (self.path / "rollouts").glob(f"{before}*.jsonl")]
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def rollout_log(self, number: int, *, evals: bool = False) -> Path:
+        """The log of a step, or with `evals` of an evaluation."""
+        return self.path / "rollouts" / f"{prefix(evals)}{number}.jsonl"
+
     def each_rollout(self, number: int, *, evals: bool = False) -> Iterator[dict[str, Any]]:
         """Yield the rollouts of a step, or with `evals` of an evaluation; together they may not fit into memory."""
-        with (self.path / "rollouts" / f"{_before(evals)}{number}.jsonl").open("rb") as lines:  # text splits at U+2028
+        with self.rollout_log(number, evals=evals).open("rb") as lines:  # text splits at U+2028
             for line in lines:
                 yield json.loads(line)
 
@@ -352,7 +356,7 @@ def _write_receipt(job: JobDirectory, draft: Path, done: Committed, sums: Mappin
     """Write the receipt of an unfinished commit and return its sum."""
     before = job.newest() or Committed()
     lines = _lines(job.checksums, job.checksums.stat().st_size, before.checksums_bytes)
-    rollouts = [line for line in lines if not line["file"].startswith(_before(evals=True))]
+    rollouts = [line for line in lines if not line["file"].startswith(prefix(evals=True))]
     known = (before.step, before.sums[RECEIPT]) if RECEIPT in before.sums else None
     assert job.materials is not None
     receipt = job.materials.receipt(done.step, sums, known, rollouts, done.inexact)
@@ -375,11 +379,6 @@ def cut_back(job: JobDirectory, committed: Committed | None) -> None:
         match = re.fullmatch(r"v(\d+)(\.json)?", item.name)
         if match and int(match[1]) > done.step:
             item.unlink() if match[2] else _remove(item)
-
-
-def _before(evals: bool) -> str:
-    """Filename prefix of rollout logs."""
-    return "eval-" if evals else ""
 
 
 def _lines(path: Path, length: int, first: int = 0) -> list[dict[str, Any]]:

@@ -10,6 +10,11 @@ _NAME = re.compile(r"(eval-)?(\d+)\.jsonl")
 _FIRST = "eval-0.jsonl"
 
 
+def prefix(evals: bool) -> str:
+    """The beginning of a log's name."""
+    return "eval-" if evals else ""
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """The rollout logs among these files, in the order of writing; their times would differ in a copy."""
     found = {name: match for name in names if (match := _NAME.fullmatch(name))}
@@ -46,4 +51,4 @@ def must_be_there(logs: Iterable[str], there: Container[str]) -> list[str]:
 
 
 def _is_evaluation(name: str) -> bool:
-    return name.startswith("eval-")
+    return name.startswith(prefix(evals=True))

@@ -43,6 +43,7 @@ from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
 from motet.service.request_log import RequestFiles, RequestMetrics
 from motet.service.rewards import Grading, Scoring
+from motet.service.rollouts import RolloutLogs
 from motet.service.secrets import Secrets
 from motet.service.settings import Settings
 from motet.service.storage import Storage
@@ -70,7 +71,7 @@ class Service:
         self.settings, self.store, self.secrets, self.bases = settings, store, secrets, bases
         self.storage, self.bus = Storage(settings.directory), EventBus()
         bases.known = store.known_bases(bases.places if bases.several else {})
-        self.log = EventLog(store, self.bus)
+        self.log, self.rollout_logs = EventLog(store, self.bus), RolloutLogs()
         self.adapters = Adapters(store, self.storage, bases)
         self.listing = Listing(store, self.storage, self.adapters)
         starts = (_start(settings, self.storage, store, name) for name in settings.hosts)

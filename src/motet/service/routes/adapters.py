@@ -72,11 +72,15 @@ async def download_version(
     request: Request, who: Asker, service: ServiceDep, job: NamedJob, version: str, receipts: WithReceipts = False
 ) -> Response:
     """Download a version (a number, `best` or `latest`) as a .tar.gz of a PEFT directory."""
-    saved = await asyncio.to_thread(service.storage.version, job.id, version)
-    if saved is None:
-        kept = ", ".join(map(str, service.storage.job(job.id).versions())) or "none yet"
-        raise Refusal(404, f"version {version!r} of job {job.name!r} does not exist; kept versions: {kept}")
-    return await _archive(request, service, who.tenant_id, saved[1], f"{job.name}-v{saved[0]}", receipts)
+
+    def find() -> tuple[int, Path]:
+        if (saved := service.storage.version(job.id, version)) is None:
+            kept = ", ".join(map(str, service.storage.job(job.id).versions())) or "none yet"
+            raise Refusal(404, f"version {version!r} of job {job.name!r} does not exist; kept versions: {kept}")
+        return saved
+
+    number, directory = await service.answer_threads.run(who.tenant_id, find)
+    return await _archive(request, service, who.tenant_id, directory, f"{job.name}-v{number}", receipts)
 
 
 @router.post("/adapters", status_code=201)
@@ -135,9 +139,8 @@ async def download(
     request: Request, who: Asker, service: ServiceDep, adapter: str, receipts: WithReceipts = False
 ) -> Response:
     """Download an adapter as a .tar.gz: an uploaded one, `job@version`, or a shared `tenant/job@version`."""
-    resolved = existing(
-        await asyncio.to_thread(service.adapters.find, who, adapter), f"there is no adapter {adapter!r}"
-    )
+    found = await service.answer_threads.run(who.tenant_id, lambda: service.adapters.find(who, adapter))
+    resolved = existing(found, f"there is no adapter {adapter!r}")
     receipts = receipts and resolved.job_of is not None and (who.admin or resolved.job_of == who.tenant_id)
     return await _archive(request, service, who.tenant_id, resolved.path, resolved.name, receipts)
 

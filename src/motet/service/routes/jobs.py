@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -183,6 +181,7 @@ async def rollouts(
     step: Annotated[int | None, Query(ge=0, le=2**53, description="The step; default: the newest.")] = None,
     min_reward: float | None = None,
     max_reward: float | None = None,
+    after: After = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     purpose: Annotated[
         Literal["train", "eval"], Query(description="With `eval`, `step` is the evaluated version.")
@@ -190,44 +189,39 @@ async def rollouts(
     problem: Annotated[int | None, Query(ge=0, le=2**53, description=_OF_A_ROW)] = None,
     tokens: Annotated[bool, Query(description="Include the text and logprob of each token.")] = False,
 ) -> Response:
-    """List the rollouts of a step or an evaluation, with rewards."""
+    """List the rollouts of a step or an evaluation, with rewards; name the step when you ask for a following page."""
     directory, evals = service.storage.job(job.id), purpose == "eval"
-    steps = await asyncio.to_thread(directory.sampled, evals=evals)
-    chosen = steps[-1] if step is None and steps else step
-    what = f"the evaluation of version {chosen}" if evals else f"the rollouts of step {chosen}"
-    missing = f"{what} of job {job.name!r} is not there"
-    if chosen is None or chosen not in steps:
-        nothing = "no evaluation is done yet" if evals else "no step is done yet"
-        raise Refusal(404, missing if steps else nothing)
-
-    rows_there = set[int]()
-
-    def fits(rollout: dict[str, Any]) -> bool:
-        reward = rollout["reward"]
-        if "problem" in rollout:
-            rows_there.add(rollout["problem"])
-        return (
-            (problem is None or rollout.get("problem") == problem)
-            and (min_reward is None or (reward is not None and reward >= min_reward))
-            and (max_reward is None or (reward is not None and reward <= max_reward))
-        )
-
     exact = ("trained_on", "sums")  # for `motet replay`; its errors may contain paths too
     hidden = exact if tokens else (*exact, "token_texts", "logprobs")
 
+    def fits(row: int, reward: float) -> bool:
+        return (
+            (problem is None or row == problem)
+            and (min_reward is None or reward >= min_reward)
+            and (max_reward is None or reward <= max_reward)
+        )
+
     def read() -> str:
-        fitting = itertools.islice(filter(fits, directory.each_rollout(chosen, evals=evals)), limit)
-        rows = []
+        steps = directory.sampled(evals=evals)
+        chosen = steps[-1] if step is None and steps else step
+        what = f"the evaluation of version {chosen}" if evals else f"the rollouts of step {chosen}"
+        missing = f"{what} of job {job.name!r} is not there"
+        if chosen is None or chosen not in steps:
+            nothing = "no evaluation is done yet" if evals else "no step is done yet"
+            raise Refusal(404, missing if steps else nothing)
+        rows, log = [], directory.rollout_log(chosen, evals=evals)
         try:
-            for one in fitting:
-                shown = {name: value for name, value in one.items() if name not in hidden}
-                if isinstance(shown.get("error"), str):  # an error from a reward may contain its file's path
-                    shown["error"] = service.storage.without_places(shown["error"])
-                rows.append(json_text(shown))  # here: they would take a second of the event loop together
-        except FileNotFoundError as error:  # deleted while this waited for its turn
+            found = service.rollout_logs.page(log, fits, int(after or 0), limit)
+        except FileNotFoundError as error:  # deleted since it was listed
             raise Refusal(404, missing) from error
-        note = "" if rows or problem is None else _without_rollouts(problem, sorted(rows_there), evals)
-        head = json.dumps({"step": chosen, "steps": steps, "note": note})
+        for one in found.rollouts:
+            shown = {name: value for name, value in one.items() if name not in hidden}
+            if isinstance(shown.get("error"), str):  # an error from a reward may contain its file's path
+                shown["error"] = service.storage.without_places(shown["error"])
+            rows.append(json_text(shown))  # here: they would take a second of the event loop together
+        note = _without_rollouts(problem, found.problems, evals) if problem is not None and not (rows or after) else ""
+        next_page = None if found.next is None else str(found.next)
+        head = json.dumps({"step": chosen, "steps": steps, "note": note, "next": next_page})
         return f'{head[:-1]}, "data": [{", ".join(rows)}]}}'
 
     body = await service.read_threads.run(who.tenant_id, read)

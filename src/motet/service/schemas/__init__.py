@@ -170,6 +170,8 @@ class Rollouts(Answer):
     """As in the run directory's rollouts/<step>.jsonl."""
     note: str = ""
     """Why `data` is empty where a problem was asked for."""
+    next: str | None = None
+    """`after` of the following page, with the same `step` and filters."""
 
 
 MOST_SUBMITTED = 1000
