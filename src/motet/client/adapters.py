@@ -1,4 +1,4 @@
-"""Client methods for adapters, named by job, upload or share."""
+"""Client methods for models and adapters, named by job, upload or share."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from motet.client.connection import PAGE, Connection, path_of
 from motet.core.errors import DataError, ServiceError
 from motet.core.types import ADAPTER_FILES
 from motet.service.adapters.archive import pack
+from motet.service.schemas import Model, Models
 from motet.service.schemas.adapters import Adapter, Adapters, Share, Shares
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]*")
@@ -22,6 +23,14 @@ _RECEIPT = re.compile(r"receipt\.json|receipts/v\d{1,9}\.json")
 
 class AdapterMethods(Connection):
     """Methods of both clients."""
+
+    async def models(self) -> list[Model]:
+        """Models for completions: the base, and `job@version`."""
+        return [one async for one in self._all_pages(Models, "/v1/models")]
+
+    async def model(self, name: str) -> Model:
+        """A model by any name that a request may give."""
+        return await self._ask(Model, "GET", path_of("models", name))
 
     async def push(self, directory: str | Path, name: str | None = None, base: str | None = None) -> Adapter:
         """Upload a PEFT directory; its id or name is a job's `adapter.init` and a model for completions.

@@ -28,8 +28,6 @@ from motet.service.schemas import (
     Job,
     JobEvent,
     Jobs,
-    Model,
-    Models,
     SubmittedJobs,
     Version,
     Versions,
@@ -149,14 +147,6 @@ class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, StepMethods, Tenan
     async def delete_file(self, file: str) -> None:
         """Delete an uploaded file; jobs that name it cannot resume."""
         await self._send("DELETE", path_of("files", file))
-
-    async def models(self) -> list[Model]:
-        """Models for completions: the base, and `job@version`."""
-        return [one async for one in self._all_pages(Models, "/v1/models")]
-
-    async def model(self, name: str) -> Model:
-        """A model by any name that a request may give."""
-        return await self._ask(Model, "GET", path_of("models", name))
 
     async def rewards(self) -> list[Reward]:
         """Rewards that jobs may use: built in, installed by the operator, and scored elsewhere."""
