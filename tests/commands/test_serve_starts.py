@@ -18,6 +18,7 @@ import yaml
 from motet.commands.listening import bound, url_of
 from motet.commands.serve import application
 from motet.core.errors import ConfigError
+from motet.process.importable import of_python
 from motet.service.settings import Settings
 from tests.conftest import ROOT
 from tests.support.commands import NOBODY, Motet, says
@@ -65,6 +66,42 @@ def test_a_directory_in_use_is_refused(says: Motet, tmp_path: Path, monkeypatch:
     NOBODY.touch()
     code, _, err = says("serve", "--base", "small", "--no-keys", "--directory", NOBODY)
     assert (code, err.startswith(f"motet: {tmp_path / NOBODY} cannot be written: ")) == (2, True)
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "sqlite+pysqlite"])
+def test_what_a_service_keeps_is_withheld_from_processes_behind_the_wall(
+    says: Motet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """As directories with packages, which are otherwise read. The lock of another service ends the command."""
+    monkeypatch.setenv("MOTET_WITHHELD", "")
+    places = {name: tmp_path / name for name in ("served", "data", "secrets", "other")}
+    for place in places.values():
+        (place / "package").mkdir(parents=True)
+        (place / "package" / "__init__.py").touch()
+    file = tmp_path / "serve.yaml"
+    file.write_text(json.dumps({"secret_key_file": str(places["secrets"] / "key")}))
+    words = ("serve", "--base", "small", "--no-keys", "--config", file, "--database")
+    with (places["served"] / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        url = f"{scheme}:///{places['data'] / 'motet.db'}?timeout=9"
+        assert "is served by another process" in says(*words, url, "--directory", places["served"])[2]
+    assert of_python([*map(str, places.values())]).left_out == {
+        str(places["served"]): f"it lies in {places['served']}, where Motet keeps files",
+        str(places["data"]): f"it contains {places['data'] / 'motet.db'}, where Motet keeps files",
+        str(places["secrets"]): f"it contains {places['secrets'] / 'key'}, where Motet keeps files",
+    }
+
+
+@pytest.mark.parametrize("kept", ["directory", "database", "secret key"])
+def test_nothing_that_a_service_keeps_may_lie_where_rewards_can_read(says: Motet, tmp_path: Path, kept: str) -> None:
+    inside, file = Path(sys.prefix) / "motet-kept-here", tmp_path / "serve.yaml"
+    file.write_text(json.dumps({"secret_key_file": str(inside)} if kept == "secret key" else {}))
+    directory = inside if kept == "directory" else tmp_path / "served"
+    database = ["--database", f"sqlite:///{inside}"] if kept == "database" else []
+    words = ("--directory", directory, "--rewards", tmp_path / "missing.py", "--config", file, *database)
+    code, _, err = says("serve", "--base", "small", "--no-keys", *words)  # the missing file would end it too
+    assert (code, f"{inside} is inside " in err, "choose another directory" in err) == (2, True, True), err
+    assert not directory.exists()
 
 
 def test_an_address_for_sign_in_that_cannot_be_used_is_refused(says: Motet, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from motet.commands.control import send
 from motet.core.errors import RunError
-from motet.runtime.rundir import RunDirectory
+from motet.process.importable import of_python
+from motet.runtime.rundir import RunDirectory, opened
 
 HOLD = """
 import sys
@@ -65,6 +66,17 @@ def test_what_was_half_written_when_a_process_was_killed_is_removed_later(tmp_pa
     with contextlib.closing(RunDirectory(tmp_path)):
         assert [one for one in drafts if one.exists()] == [drafts[1]]
         assert (tmp_path / "job").is_dir()
+
+
+def test_what_a_run_keeps_is_withheld_from_processes_behind_the_wall(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    with opened(tmp_path / "run"):
+        found = of_python([str(tmp_path)])
+        assert found.left_out == {str(tmp_path): f"it contains {tmp_path / 'run'}, where Motet keeps files"}
+        assert package not in found.places
+    assert package in of_python([str(tmp_path)]).places
 
 
 def test_the_identity_stays_and_attempts_count(tmp_path: Path) -> None:

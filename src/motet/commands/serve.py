@@ -74,8 +74,10 @@ def serve(
     if config.cluster.launcher == "local":
         _check_bases(base, config)
     directory = Path(os.path.expanduser(directory)).resolve()
-    wall.check_outside(directory)
-    importable.withhold(directory, *_files_of(config, database))
+    kept = [directory, *_files_of(config, database)]
+    for place in kept:
+        wall.check_outside(place)
+    importable.withhold(*kept)
     os.umask(0o077)  # also applies to the engine's process and its workers
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Plain())
@@ -271,7 +273,8 @@ def _greet(app: FastAPI, address: str) -> None:
 
 def _files_of(config: ServiceConfig, database: str | None) -> list[Path]:
     """Files of a service that may lie outside its directory."""
-    named = [config.secret_key_file, (database or "").partition("sqlite:///")[2]]
+    file = (database or "").partition(":///")[2] if (database or "").startswith("sqlite") else ""
+    named = [config.secret_key_file, file.partition("?")[0]]
     return [Path(os.path.expanduser(name)) for name in named if name]
 
 
