@@ -1,4 +1,4 @@
-"""What describes the tensors of an adapter from elsewhere is bounded, and parsed behind the wall."""
+"""What describes the tensors of an adapter from elsewhere is bounded."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_the_tensors_of_a_file_are_counted_without_parsing_it(tmp_path: Path) ->
     ],
     ids=["empty", "many", "list", "values", "deep"],
 )  # fmt: skip
-def test_an_archive_is_parsed_behind_the_wall(tmp_path: Path, files: dict[str, bytes], words: str) -> None:
+def test_what_is_wrong_with_an_archive_is_told_without_the_servers_paths(
+    tmp_path: Path, files: dict[str, bytes], words: str
+) -> None:
     (tmp_path / "archive").write_bytes(tarred(files))
     (tmp_path / "inside").mkdir()
     with pytest.raises(DataError, match=words) as refused:

@@ -198,9 +198,10 @@ def test_unknown_calls_fail_as_on_an_older_kernel_and_end_nothing():
 ELSEWHERE = {
     "x86_64": set(),
     "aarch64": {
-        "access", "alarm", "arch_prctl", "dup2", "epoll_create", "epoll_wait", "eventfd", "getdents", "getpgrp", "lstat",
-        "link", "mkdir", "open", "pause", "pipe", "poll", "readlink", "rename", "rmdir", "select", "signalfd", "stat",
-        "symlink", "time", "unlink",
+        "access", "alarm", "arch_prctl", "chmod", "chown", "creat", "dup2", "epoll_create", "epoll_wait", "eventfd", "fork",
+        "futimesat", "getdents", "getpgrp", "inotify_init", "ioperm", "iopl", "lchown", "link", "lstat", "mkdir", "mknod",
+        "open", "pause", "pipe", "poll", "readlink", "rename", "rmdir", "select", "signalfd", "stat", "symlink", "time",
+        "unlink", "utime", "utimes", "vfork",
     },
 }  # fmt: skip
 """Calls that an architecture does not have."""
@@ -209,10 +210,11 @@ ELSEWHERE = {
 @pytest.mark.parametrize("architecture", ["X86_64", "AARCH64"])
 def test_the_list_of_calls_fits_both_architectures(architecture):
     known = getattr(pyseccomp.Arch, architecture)
-    listed = {*system_calls.ALLOWED, *system_calls._arguments(False, 1)}
+    listed = {*system_calls.ALLOWED, *system_calls.REFUSED, *system_calls._arguments(False, 1)}
     absent = {name for name in listed if pyseccomp.resolve_syscall(known, name) < 0}
     assert absent == ELSEWHERE[architecture.lower()]
     assert not (system_calls.ALLOWED & system_calls.REFUSED)
+    assert system_calls._STARTING < system_calls.REFUSED
     for name in system_calls._arguments(False, 1):
         assert name not in system_calls.ALLOWED | system_calls.REFUSED, f"{name} would be allowed with any argument"
 
@@ -307,10 +309,18 @@ def test_rows_are_made_behind_the_wall(tmp_path):
         [sys.executable, "-c", code], env=wall.environment(), capture_output=True, text=True, check=False
     )
     assert "PermissionError" in done.stderr
-    for module in ("reasoning", "parquet_rows"):
-        source = (wall.PACKAGE_ROOT / f"motet/tasks/{module}.py").read_text()
-        assert "wall.enter(" in source.split('if __name__ == "__main__":')[1].split("\n")[1]
     assert make_entries(ScorerSpec("chain_sum", size=2))
+
+
+@pytest.mark.parametrize(
+    "module", ["tasks/reasoning", "tasks/parquet_rows", "tasks/row_files", "service/adapters/archive"]
+)
+def test_a_process_that_parses_goes_behind_the_wall_first(module):
+    *_, block = ast.parse((wall.PACKAGE_ROOT / f"motet/{module}.py").read_text()).body
+    assert isinstance(block, ast.If)
+    assert ast.unparse(block.test) == "__name__ == '__main__'"
+    first, *_ = [line for line in map(ast.unparse, block.body) if not line.startswith("given = (Path(sys.argv[1]),")]
+    assert first.startswith("wall.enter("), first
 
 
 def test_libraries_behind_the_wall_load_for_a_user_who_has_no_directories_yet(tmp_path):
