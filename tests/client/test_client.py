@@ -333,6 +333,30 @@ def test_a_list_of_jobs_has_only_words_of_its_own(message: str, shown: str) -> N
     assert "\x1b" not in str(job_cells(waits, based=False, owned=False)[1])
 
 
+@pytest.mark.parametrize("still", [True, False])
+def test_a_person_who_takes_an_untrained_version_of_a_service_is_told(
+    service: Service, tmp_path: Path, says: Motet, monkeypatch: pytest.MonkeyPatch, still: bool
+) -> None:
+    """Without a trained version the latest is the best. A job that starts from it knows only a copy of its files."""
+    first, second, third = (f"{name}-{still}" for name in ("first", "second", "third"))
+    reward = {"name": "length", "args": {"target": 1000}} if still else "exact"  # nobody writes as much
+    for one in (
+        tiny(first, 2),
+        tiny(second, 2, adapter={"init": f"{first}@latest"}, reward=reward),
+        tiny(third, 1, adapter={"init": f"{second}@best"}),
+    ):
+        service.submit(one)
+        assert service.ended(one["name"]) == "succeeded", service.job(one["name"])["message"]
+    for words in (("chat", second), ("pull", second, "--to", tmp_path), ("share", second, "--with", "*")):
+        monkeypatch.setattr("sys.stdin", io.StringIO())
+        code, out, err = says(*words)
+        assert code == 0, (words, out, err)
+        told = f"warning: {second}@2 is untrained: it equals the adapter that the job began with"
+        assert (told in err) == still, (words, err)
+    told = f"starts from an untrained adapter: {second}-v2 is untrained: it equals the adapter that the job began with"
+    assert (told in (logs := says("logs", third)[1])) == still, logs
+
+
 def test_a_job_file_is_submitted_whole(
     service: Service, tmp_path: Path, says: Motet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from motet.service.schemas import Version
+
 INTERRUPTED = 130
 _LOG_WIDTH = 160
 """Width of a table that is written to a file or a pipe."""
@@ -47,6 +49,13 @@ def say_untrained(adapter: Path) -> None:
 
     if why := untrained(adapter):
         say(f"warning: {why}", aside=True)
+
+
+def say_untrained_of(versions: Iterable[Version], wanted: str) -> None:
+    """The same for a version of a service's job: a number, `best` or `latest`."""
+    for one in versions:
+        if one.untrained and wanted in (str(one.version), "best" * one.best, "latest" * one.latest):
+            say(f"warning: {one.model} is untrained: it equals the adapter that the job began with", aside=True)
 
 
 def check_place(option: str, file: Path | None) -> None:

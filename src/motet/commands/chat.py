@@ -127,21 +127,26 @@ def _sent(message: Message) -> dict[str, str]:
 
 
 async def _look_for(client: AsyncClient, model: str) -> None:
-    """Check that a job has this version, before the first question.
+    """Check that a job has this version, before the first question, and say if it is untrained.
 
     Raises:
         ServiceError: it does not; the message suggests a similar name.
     """
+    from motet.commands.answers import say_untrained_of
+
     job, _, version = model.partition("@")
-    if not version or "/" in job:  # without a version it is the best; a share lists no numbers
+    if "/" in job:  # a share lists no numbers
         return
     try:
-        known = [str(one.version) for one in await client.versions(job)]
+        versions = await client.versions(job)
     except ServiceError as error:
-        if error.status != 404:
+        if version and error.status != 404:
             raise
-        known = []
-    if version in known or (known and version in ("best", "latest")):  # a job by its id, or an old one
+        versions = []
+    say_untrained_of(versions, version or "best")
+    if not version:  # it is the best, or no job's
+        return
+    if versions and version in ("best", "latest", *(str(one.version) for one in versions)):  # by its id, or an old one
         return
     near = close_matches(model, [one.id for one in await client.models()], n=1)
     meant = f"did you mean {near[0]}? " if near else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,9 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.commands.answers import INTERRUPTED, command_for, print_answer, say, table
+from motet.commands.answers import INTERRUPTED, command_for, print_answer, say, say_untrained_of, table
 from motet.commands.options import AsJson, JobFile, Key, Override, ServedJob, Url
-from motet.core.errors import ConfigError
+from motet.core.errors import ConfigError, ServiceError
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -164,3 +165,6 @@ def pull(
     """Download an adapter as the PEFT directory <job>-v<version>, or an uploaded one under its name."""
     with motet.Client(url, key) as client:
         typer.echo(client.pull(job, version, to))
+        if "/" not in job:  # a share lists no versions
+            with contextlib.suppress(ServiceError):  # of an uploaded adapter
+                say_untrained_of(client.versions(job), version or "best")

@@ -17,7 +17,7 @@ import yaml
 
 from motet.algorithms.rows import RowAlgorithm
 from motet.cluster.starts import engine_of_host
-from motet.commands.answers import INTERRUPTED, say
+from motet.commands.answers import INTERRUPTED, say, say_untrained
 from motet.config import JobConfig, RunConfig, StopConfig
 from motet.config.chain import chains
 from motet.config.jobfile import jobs_of, load_jobs
@@ -323,6 +323,7 @@ def fork_job(path: Path, text: str, run: Path, name: str | None, overrides: Sequ
         fork(original, step, run / job.name, job.algorithm.lag, same)
         replace_file(file, content)
         file.chmod(0o600)  # a reward's arguments may be secret
+    say_untrained(original.version(step))
     say(f"{job.name} begins at step {step} of {original.path}; train it: motet run {file}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +10,10 @@ from typing import Annotated
 import typer
 
 import motet
-from motet.commands.answers import minute, print_answer, table
+from motet.commands.answers import minute, print_answer, say_untrained_of, table
 from motet.commands.options import AsJson, Key, Url
 from motet.commands.overview import WholeSentences
+from motet.core.errors import ServiceError
 
 app = typer.Typer(rich_markup_mode=None)
 Shared = Annotated[str, typer.Argument(help="A job or an uploaded adapter, by name or id.", show_default=False)]
@@ -72,6 +74,8 @@ def share(
     """Let another tenant chat with an adapter, start from it and pull it. They see nothing else of the job."""
     with motet.Client(url, key) as client:
         made = client.share(name, tenant)
+        with contextlib.suppress(ServiceError):  # of an uploaded adapter
+            say_untrained_of(client.versions(name), "best")
     whom = "all tenants" if made.tenant == "*" else made.tenant
     print_answer(made, as_json, f"{made.id}: {whom} can use {made.owner}/{made.name}")
 

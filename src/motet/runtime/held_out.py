@@ -19,6 +19,8 @@ from motet.runtime.checkpoint import Committed, JobDirectory
 
 REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
 _LONGEST_HEADER = 2**24
+UNTRAINED = "untrained.txt"
+"""A file in a copy of an untrained adapter, which is no longer beside the metrics of its job; it has the reason."""
 Evaluations = Sequence[tuple[int, float]]
 """(version, figure), in order; higher is better."""
 
@@ -65,18 +67,22 @@ def newest_commit(job: JobDirectory) -> Committed | None:
     return None
 
 
-def untrained(adapter: Path) -> str:
-    """Why a PEFT directory is untrained; empty if it is trained.
+def untrained(adapter: Path, name: str = "") -> str:
+    """Why a PEFT directory is untrained; empty if it is trained. The text calls it `name` if given.
 
     It is a version of a job that no step has changed, or all its matrices B are zero, so that it answers like its base.
     """
     job = adapter.parent.parent
+    if (adapter / UNTRAINED).is_file():
+        return (adapter / UNTRAINED).read_text("utf-8")
     if adapter.parent.name == "versions" and adapter.name[1:].isdecimal() and (job / "metrics.jsonl").is_file():
         trained_from = first_trained(lines_of(job / "metrics.jsonl"))
         if trained_from is None or int(adapter.name[1:]) < trained_from:
-            return f"{adapter.name} of {job.name} is untrained: it equals the adapter that the job began with"
+            return (
+                f"{name or f'{adapter.name} of {job.name}'} is untrained: it equals the adapter that the job began with"
+            )
     elif (adapter / ADAPTER_WEIGHTS).is_file() and _is_zero(adapter / ADAPTER_WEIGHTS):
-        return f"{adapter} is untrained: its matrices B are zero, and it answers like its base"
+        return f"{name or adapter} is untrained: its matrices B are zero, and it answers like its base"
     return ""
 
 

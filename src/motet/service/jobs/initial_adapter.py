@@ -13,6 +13,7 @@ from motet.config.chain import shape_of, unlike
 from motet.core.checksums import check_version
 from motet.core.errors import ConfigError
 from motet.core.types import ADAPTER_FILES
+from motet.runtime.held_out import UNTRAINED, untrained
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
@@ -70,7 +71,7 @@ class InitialAdapters:
                     if source.path not in checked:
                         check_version(source.path)
                         checked.add(source.path)
-                    _link(source.path, draft)
+                    _link(source.path, draft, source.name)
             yield drafts
         finally:
             for draft in drafts:
@@ -101,7 +102,7 @@ class InitialAdapters:
         check_shape(JobConfig.model_validate(job.spec), source.path)
         check_version(source.path)
         self.path(job.id).parent.mkdir(parents=True, exist_ok=True)
-        _link(source.path, self.path(job.id))
+        _link(source.path, self.path(job.id), source.name)
 
 
 def continue_start(run: Path, original: str, copy: str) -> None:
@@ -111,23 +112,29 @@ def continue_start(run: Path, original: str, copy: str) -> None:
         ConfigError: it has just been deleted.
     """
     if _start(run, original).is_dir() and not _start(run, copy).exists():
-        _link(_start(run, original), _start(run, copy))
+        _link(_start(run, original), _start(run, copy), original)
 
 
 def _start(run: Path, job_id: str) -> Path:
     return run / job_id / "start"
 
 
-def _link(source: Path, target: Path) -> None:
-    """Copy an adapter's files, as hard links where possible. Raises `ConfigError` if they have just been deleted."""
+def _link(source: Path, target: Path, name: str) -> None:
+    """Copy an adapter's files, as hard links where possible, and note if it is untrained, which the copy does not show.
+
+    Raises:
+        ConfigError: they have just been deleted.
+    """
     draft = target.with_name(f".tmp-{target.name.removeprefix('.tmp-')}-{new_id('link')}")
     draft.mkdir(parents=True)
     try:
-        for name in ADAPTER_FILES:
+        for file in ADAPTER_FILES:
             try:
-                os.link(source / name, draft / name)
+                os.link(source / file, draft / file)
             except OSError:
-                shutil.copyfile(source / name, draft / name)
+                shutil.copyfile(source / file, draft / file)
+        if why := untrained(source, name):
+            (draft / UNTRAINED).write_text(why, "utf-8")
         draft.rename(target)
     except FileNotFoundError as error:
         raise ConfigError("adapter.init: that version was removed just now; submit the job again") from error
