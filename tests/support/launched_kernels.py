@@ -46,6 +46,8 @@ MODELS = ("plain", "capped", "delta", "gated")
 """Attention; attention with a window, a soft cap and sinks; recurrences with the delta rule and without it."""
 ATOMIC = r"\b(?:RED|REDG|ATOM|ATOMG)\b|\b(?:global|flat|buffer)_atomic_|\b(?:atom|red)\.[\w.:]*global\b"
 """Instructions on global memory of NVIDIA's and AMD's machine code, and of PTX."""
+BY_TENSOR_CORE = r"^.*(?:tt\.dot .*parent = #mma|ttng\.(?:warp_group_dot|tc_gen5_mma) ).*$"
+"""Lines of Triton's code for GPUs that multiply by the tensor core, not by sums of each thread."""
 CPU = torch.device("cpu")
 Launch = Callable[[], object]
 
@@ -57,12 +59,14 @@ class Made:
     kernel: str
     code: str
     """Sha256 of the machine code."""
-    spills: int
-    """Instructions that store registers to memory or load them from it again."""
+    spills: int | None
+    """Instructions that store registers to memory or load them from it again; None if nobody counted them."""
     shared: int
     """Bytes of shared memory of one program."""
     products: list[str]
-    """Kinds of tensor-core instructions."""
+    """Kinds of tensor-core instructions, if disassembled."""
+    dots: list[str]
+    """Rows, depth and columns of the products that the tensor core computes."""
     atomics: int
     """Atomic instructions on global memory."""
     atomic_floats: int
@@ -71,6 +75,8 @@ class Made:
     """Whether a product and a sum are rounded once, or may be by another compiler: defaults differ between versions."""
     wide: int
     """Loads of 16 bytes from global memory."""
+    short: int
+    """Loads of four and eight bytes."""
     narrow: int
     """Loads of two bytes."""
     constants: dict[str, str]
@@ -127,7 +133,7 @@ def requests(target: GPUTarget, launches: Sequence[Callable[[], object]]) -> lis
 
 
 def made_of(request: Request, target: str, *, disassembled: bool = True) -> Made:
-    """Compile it; without disassembling it (half the time) spills are not counted, and atomics are those of the PTX.
+    """Compile it; without disassembling it (half the time) spills are None, and atomics are those of the PTX.
 
     Raises:
         Exception: what Triton or ptxas says.
@@ -140,9 +146,10 @@ def made_of(request: Request, target: str, *, disassembled: bool = True) -> Made
     return Made(
         kernel=request.kernel.__name__,
         code=hashlib.sha256(made.asm["cubin" if cuda else "hsaco"]).hexdigest(),
-        spills=len(re.findall(r"\b(?:STL|LDL)\b|\bscratch_(?:load|store)_", text)),
+        spills=len(re.findall(r"\b(?:STL|LDL)\b|\bscratch_(?:load|store)_", text)) if disassembled else None,
         shared=made.metadata.shared,
         products=sorted(set(re.findall(r"\b(HMMA|HGMMA|UTC\w*MMA|v_mfma)", text))),
+        dots=sorted(set(map(_sizes, re.findall(BY_TENSOR_CORE, made.asm["ttgir"], re.MULTILINE)))),
         atomics=len(re.findall(ATOMIC, text)),
         atomic_floats=len(re.findall(r"\b(?:atom|red)\.[\w.:]*\.(?:f16|f16x2|bf16|bf16x2|f32|f64)\b", ptx)),
         fused=bool(request.options["enable_fp_fusion"]) or "fma.rn.f32" in ptx,
@@ -151,12 +158,20 @@ def made_of(request: Request, target: str, *, disassembled: bool = True) -> Made
                 r"ld\.global[^;]*\.v4\.b32|ld\.global[^;]*\.v2\.b64|cp\.async\.c[ag]\.shared\.global[^;]*0x10", ptx
             )
         ),
+        short=len(re.findall(r"ld\.global(?:\.(?!v\d)\w+(?:::\w+)*)*\.(?:b32|b64|v2\.b32|v[24]\.b16)\b", ptx))
+        + len(re.findall(r"cp\.async\.ca\.shared\.global[^;]*, 0x[48]\b", ptx)),
         narrow=len(re.findall(r"ld\.global(?:\.\w+(?:::\w+)*)*\.[bu]16", ptx)),
         constants={
             **{request.kernel.arg_names[place[0]]: repr(value) for place, value in request.constants.items()},
             **{name: repr(value) for name, value in request.options.items()},
         },
     )
+
+
+def _sizes(product: str) -> str:
+    """Rows, depth and columns, from the types of the operands."""
+    (rows, depth), (_, columns) = re.findall(r"(?:tensor|memdesc)<(\d+)x(\d+)x", product)[:2]
+    return f"{rows}x{depth}x{columns}"
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
