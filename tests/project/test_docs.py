@@ -397,6 +397,20 @@ def test_the_page_about_metrics_has_every_field() -> None:
             compile(example, f"{page}.md, example {number}", "exec")
 
 
+def test_the_page_about_security_says_up_to_which_size_the_http_process_parses() -> None:
+    from motet.core.tensor_header import MOST_TENSORS
+    from motet.service.tinker.wire import SMALL as GRADIENT
+    from motet.tasks.row_files import SMALL as ROWS
+
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    said = (
+        f"reads up to {ROWS >> 10} KB |",
+        f"gradients above {GRADIENT >> 10} KB",
+        f"at most {MOST_TENSORS:,} matrices",
+    )
+    assert [one for one in said if one not in text] == []
+
+
 def test_figures_of_learning_say_at_which_commit_they_were_made() -> None:
     for section in page_text("learning").split("\n## "):
         assert "|---" not in section or re.search(r"[Cc]ommits? [0-9a-f]{7}\b", section), section.partition("\n")[0]

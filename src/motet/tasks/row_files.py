@@ -19,7 +19,7 @@ from motet.process import wall
 from motet.tasks import parquet_rows
 
 Row = dict[str, Any]
-_SMALL = 2**18
+SMALL = 2**18
 """Largest file that is read in this process, in bytes."""
 
 
@@ -71,7 +71,7 @@ def count_rows(path: Path, bounds: RowLimits) -> int:
 
 def count_apart(path: Path, bounds: RowLimits) -> int:
     """As `count_rows`; large files are read in a separate process with limits on time and memory."""
-    if path.suffix.lower() == ".parquet" or path.stat().st_size <= _SMALL:  # parquet has a process already
+    if path.suffix.lower() == ".parquet" or path.stat().st_size <= SMALL:  # parquet has a process already
         return count_rows(path, bounds)
     arguments = str(path.resolve()), json.dumps(asdict(bounds))
     try:
