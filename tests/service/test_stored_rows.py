@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Text, cast, func, select
 
+from motet.cluster.messages import Progress
 from motet.config import RewardConfig
 from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
@@ -99,6 +100,41 @@ def test_work_for_reward_workers_takes_room_of_its_tenant_until_it_is_scored(tmp
         assert all(row.readers for row in rows)
         assert all(threading.main_thread() not in row.readers for row in rows), "the loop reads no row"
         assert (tmp_path / "motet.db").stat().st_size + (tmp_path / "motet.db-wal").stat().st_size < 30 * MB
+
+
+def test_jobs_whose_files_take_more_blocks_than_their_tenant_may_store_run_on(house: House) -> None:
+    """An earlier release counted the content alone; whom this one puts over its limit writes nothing new."""
+    job, before = job_of(house), stored(house)
+    receipts = house.storage.job(job.id).receipts
+    receipts.mkdir()
+    for number in range(1000):
+        (receipts / f"v{number}.json").write_bytes(b"x" * 1000)
+    limits = house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": (before + 1.1 * MB) / MB})
+    assert limits.status_code == 200
+    house.service.stored.changed(job.id)
+    house.service.enforcer.enforce()
+    house.service.stored.measure()
+    assert stored(house) - before > 3.9 * MB
+    assert "storage_mb" in house.refused(403, "POST", "/v1/files", files={"file": ("rows.jsonl", ROWS)})["message"]
+    rule = house.service.enforcer.rule(job.tenant_id)
+    assert (rule.hold, rule.room is not None and rule.room > 100_000) == ("", True), "commits fit, too"
+    (receipts / "v1000.json").write_bytes(b"x" * 2 * MB)
+    house.service.stored.changed(job.id)
+    house.service.stored.measure()
+    assert "storage_mb" in house.service.enforcer.rule(job.tenant_id).hold
+
+
+def test_rows_that_hosts_have_prepared_count(house: House) -> None:
+    job, sizes = job_of(house), list[int]()
+    (host,) = house.service.hosts.hosts
+    host._handlers = house.service.handlers()
+    stored(house)
+    house.service.stored.measure()  # the job's directory, too
+    for mb in (0, 3, 0):
+        asyncio.run(host._handle(Progress({}, {}, prepared={job.tenant_id: mb * MB, "tenant-other": 7 * MB})))
+        house.service.enforcer.enforce()
+        sizes.append(stored(house))
+    assert [one - sizes[0] for one in sizes] == [0, 3 * MB, 0]
 
 
 def test_work_that_waits_is_counted_after_a_restart_too(tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ class QuotaEnforcer:
     def rule(self, tenant_id: str) -> Rule:
         """Current rule for a tenant's jobs."""
         used = self._ledger.used_today(tenant_id).get(tenant_id, UsedToday())
-        return _rule(self._quotas.of(tenant_id), used, self._quotas.stored.files_of_each((tenant_id,))[tenant_id])
+        return _rule(self._quotas.of(tenant_id), used, self._quotas.stored.content_of_each((tenant_id,))[tenant_id])
 
     def rule_with_job(self, job: StoredJob) -> Rule:
         """Rule for a job, for the message that adds it to a host."""
@@ -353,7 +353,7 @@ class QuotaEnforcer:
         self._quotas.stored.measure(all_changed=False)
         self._quotas.stored.prepared = self._hosts.prepared()
         used, every = self._ledger.used_today(), self._quotas.all()
-        stored = self._quotas.stored.files_of_each(every)
+        stored = self._quotas.stored.content_of_each(every)
         for tenant_id, limits in every.items():
             rule = _rule(limits, used.get(tenant_id, UsedToday()), stored[tenant_id])
             again = time.monotonic() < self._again.get(tenant_id, 0)

@@ -1,7 +1,7 @@
 """Bytes stored by each tenant: added where the service writes, measured again where the engine writes.
 
 Files count in whole blocks, and rows of the database too: work for reward workers by its size, others by about their size.
-Jobs pause because of their tenant's files; rows only keep the tenant from writing more.
+Jobs pause because of the content of their tenant's files; the rest of blocks and rows only keep it from writing more.
 
 A request walks no directories, except jobs that changed since they were measured, if a write would not fit.
 """
@@ -42,12 +42,13 @@ class Measured:
 
     bytes: int
     """In whole blocks, at least one for each file and directory; hard links count once."""
+    content: int
     files: int
 
 
 def measured(directory: Path) -> Measured:
     """Look at all files below a directory."""
-    total, files, seen = 0, 0, set[tuple[int, int]]()
+    total, content, files, seen = 0, 0, 0, set[tuple[int, int]]()
     for root, _, names in os.walk(directory):
         total += _BLOCK
         for name in names:
@@ -59,7 +60,8 @@ def measured(directory: Path) -> Measured:
             if status.st_nlink == 1 or (status.st_dev, status.st_ino) not in seen:
                 seen.add((status.st_dev, status.st_ino))
                 total += blocks(status.st_size)
-    return Measured(total, files)
+                content += status.st_size
+    return Measured(total, content, files)
 
 
 def blocks(size: int) -> int:
@@ -75,6 +77,8 @@ class StoredBytes:
         self._lock = threading.Lock()
         self._bytes: dict[str, dict[str, int]] = {}
         """By tenant, and by job or `SAMPLES`; for tenants that were requested."""
+        self._content: dict[str, dict[str, int]] = {}
+        """As `_bytes`, without the rest of blocks and without directories."""
         self._work: dict[str, Counter[str]] = {}
         """Work for reward workers and its scores in the database, by tenant and job."""
         self._events: dict[str, dict[str, int]] = {}
@@ -98,7 +102,7 @@ class StoredBytes:
 
     def of_each(self, tenant_ids: Collection[str]) -> dict[str, int]:
         """Bytes stored by each of these tenants."""
-        files, entries = self.files_of_each(tenant_ids), self._counted_entries()
+        files, entries = self._files_of_each(tenant_ids, self._bytes), self._counted_entries()
         with self._lock:
             return {
                 one: files[one]
@@ -109,19 +113,24 @@ class StoredBytes:
                 for one in tenant_ids
             }
 
-    def files_of_each(self, tenant_ids: Collection[str]) -> dict[str, int]:
-        """Bytes of files and configurations of each of these tenants: what makes jobs pause."""
+    def content_of_each(self, tenant_ids: Collection[str]) -> dict[str, int]:
+        """Bytes of the content of files and of configurations of each of these tenants: what makes jobs pause."""
+        return self._files_of_each(tenant_ids, self._content)
+
+    def _files_of_each(self, tenant_ids: Collection[str], parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
         total = Counter[str]()
         with self._store.transaction() as session:
             for table, more in _BLOCKS_OF.items():
                 taken = (table.bytes + _BLOCK - 1) // _BLOCK * _BLOCK + (more - 1) * _BLOCK
-                sums = select(table.tenant_id, func.sum(taken)).where(table.tenant_id.in_(tenant_ids))
+                sums = select(table.tenant_id, func.sum(table.bytes if parts is self._content else taken)).where(
+                    table.tenant_id.in_(tenant_ids)
+                )
                 for tenant_id, size in session.execute(sums.group_by(table.tenant_id)):
                     total[tenant_id] += int(size)
         for tenant_id in tenant_ids:
             self._load(tenant_id)
         with self._lock:
-            return {one: total[one] + sum(self._bytes[one].values()) for one in tenant_ids}
+            return {one: total[one] + sum(parts[one].values()) for one in tenant_ids}
 
     def tidy(self) -> None:
         """Give free space of the database back, and bound the logs of hosts."""
@@ -132,8 +141,8 @@ class StoredBytes:
         """Count bytes written to a part; negative if removed."""
         self._load(tenant_id)
         with self._lock:
-            parts = self._bytes[tenant_id]
-            parts[part] = max(0, parts.get(part, 0) + size)
+            for parts in (self._bytes[tenant_id], self._content[tenant_id]):
+                parts[part] = max(0, parts.get(part, 0) + size)
             self._changed[tenant_id, part] += 1
 
     def work_added(self, tenant_id: str, job_id: str, size: int) -> None:
@@ -157,8 +166,9 @@ class StoredBytes:
     def forget(self, job_id: str) -> None:
         """Remove a deleted job."""
         with self._lock:
-            for parts in (*self._bytes.values(), *self._work.values(), *self._events.values()):
-                parts.pop(job_id, None)
+            for kind in (self._bytes, self._content, self._work, self._events):
+                for parts in kind.values():
+                    parts.pop(job_id, None)
             self._files.pop(("", job_id), None)
 
     def measure(self, *, all_changed: bool = True) -> None:
@@ -191,6 +201,7 @@ class StoredBytes:
                 self._files[("", part) if part != SAMPLES else (tenant_id, part)] = now.files
                 if tenant_id in self._bytes and (part in self._bytes[tenant_id] or (tenant_id, part) in owned):
                     self._bytes[tenant_id][part] = now.bytes + specs.get(part, 0)
+                    self._content[tenant_id][part] = now.content + specs.get(part, 0)
                     self._events[tenant_id] |= {part: events[part]} if part in events else {}
 
     def _load(self, tenant_id: str) -> None:
@@ -198,12 +209,14 @@ class StoredBytes:
             if tenant_id in self._bytes:
                 return
         specs = self._specs(StoredJob.tenant_id == tenant_id)
-        sizes = {part: self._measured(tenant_id, part).bytes + specs.get(part, 0) for part in (*specs, SAMPLES)}
+        found = {part: self._measured(tenant_id, part) for part in (*specs, SAMPLES)}
         of_tenant = select(StoredJob.id).where(StoredJob.tenant_id == tenant_id)
         events, work = self._counted_events(Event.job_id.in_(of_tenant)), self._waiting_work(of_tenant)
         with self._lock:
             if tenant_id not in self._bytes:
-                self._bytes[tenant_id], self._events[tenant_id], self._work[tenant_id] = sizes, events, work
+                self._bytes[tenant_id] = {part: one.bytes + specs.get(part, 0) for part, one in found.items()}
+                self._content[tenant_id] = {part: one.content + specs.get(part, 0) for part, one in found.items()}
+                self._events[tenant_id], self._work[tenant_id] = events, work
 
     def _measured(self, tenant_id: str, part: str) -> Measured:
         return measured(self._storage.samples(tenant_id) if part == SAMPLES else self._storage.job(part).path)
