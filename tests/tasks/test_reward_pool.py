@@ -26,7 +26,7 @@ from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_answers import AnswerContext
 from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
-from motet.tasks.reward_workers import Worker, WorkerGroup
+from motet.tasks.reward_workers import RewardLink, Worker, WorkerGroup, load_request
 from motet.tasks.worker_messages import LoadRewards
 from tests.support.faulty_rewards import (
     computes,
@@ -181,6 +181,18 @@ def test_a_cancelled_caller_leaves_no_late_reply_behind():
     late, (good, bad) = run(scenario)
     assert isinstance(late[0], asyncio.CancelledError)
     assert (good.reward, math.isnan(bad.reward)) == (1.0, True)
+
+
+def test_a_process_whose_killer_is_cancelled_ends_all_the_same():
+    async def scenario(_):
+        link = await RewardLink.start(load_request([reward()], None, walled=False), None)
+        killing = asyncio.create_task(link.kill())
+        await asyncio.sleep(0)
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
+        return link._remains
+
+    assert run(scenario).returncode == 0
 
 
 def test_an_outcome_does_not_depend_on_what_the_process_did_before():

@@ -45,6 +45,7 @@ class WorkerLink:
     def __init__(self, piped: Piped, remains: subprocess.Popen[bytes]) -> None:
         """`remains` ends and removes what the process leaves (`worker_remains`)."""
         self._piped, self._remains = piped, remains
+        self._removing: asyncio.Future[tuple[bytes, bytes]] | None = None
         self.charge: Callable[[float], None] = lambda _: None
         """Called with the CPU seconds that the process has used more."""
         self._used = 0.0
@@ -76,9 +77,14 @@ class WorkerLink:
         return cls(piped, remains)
 
     async def kill(self) -> None:
-        """Kill the process and all that it started, wait for the end, and remove its sandboxes."""
+        """Kill the process and all that it started, wait for the end, and remove its sandboxes.
+
+        A caller that is cancelled no longer waits; the rest is done all the same.
+        """
+        if self._removing is None:
+            self._removing = asyncio.get_running_loop().run_in_executor(None, self._remains.communicate)
         await self._piped.kill()
-        await asyncio.to_thread(self._remains.communicate)
+        await asyncio.shield(self._removing)
 
     async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
         """Send one message and wait for the reply, one of `kinds`; `cpu_seconds` is the limit that may end the process.
