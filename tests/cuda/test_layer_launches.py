@@ -10,6 +10,12 @@ from tests.support.compiling import compiled
 
 BESIDE = {"embed": 1, "norm_after_add": 1}
 """Launches of a pass outside its layers; attention also lists its work."""
+OF_A_STEP = ("read_rows", "place_rows", "list_pieces", "multiply", "block_sums", "pick", "write_rows")
+BESIDE_STEPS = BESIDE | dict.fromkeys(OF_A_STEP, 1)
+"""Launches of a step outside its layers, the head's product among them."""
+STEPS = ("", " by a library", " of many blocks")
+LAYERS = 2
+"""Of the base whose steps are watched."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +50,13 @@ def test_a_layer_is_trained_by_at_most_48_launches_with_any_number_of_adapters(m
 
 def test_the_host_reads_once_after_a_pass_or_a_step_and_waits_for_nothing_before(both: list[list[Any]]) -> None:
     """Logprobs and sums of all segments, or norms of all adapters; whatever is sent is in memory that is not paged out."""
-    trained = [line for line in both[1] if not line["work"].startswith("decode")]
+    trained = [line for line in both[1] if line["work"] in ("score", "train", "step")]
     assert {(line["work"], line["adapters"]) for line in trained} == {
-        (work, n) for work in ("score", "train", "step") for n in (2, 5)
+        (work, n) for work in ("score", "train", "step") for n in (8, 64)
     }
     for line in trained:
         assert line["reads"] == {"score": 1, "train": 2, "step": 1}[line["work"]]
-        assert line["launches"] > 0
+        assert sum(line["launches"].values()) > 0
         assert line["sent"] > 0
         assert line["early"] == line["paged"] == 0, line
 
@@ -61,13 +67,45 @@ def test_the_host_waits_for_nothing_in_a_decoding_step_and_fetches_its_tokens_by
     """It sends one piece of memory if rows join, with their records and their adapters' addresses, and else nothing."""
     steps = [line for line in both[1] if line["work"].startswith("decode")]
     assert {(line["work"], line["adapters"]) for line in steps} == {
-        (work, n) for work in ("decode", "decode again") for n in (2, 5)
+        (work + of, n) for work in ("decode", "decode again") for of in STEPS for n in (0, 8, 64)
     }
     for line in steps:
-        assert line["launches"] > 0
         assert line["reads"] == line["early"] == line["paged"] == 0, line
         assert line["fetched"] == 1
-        assert line["sent"] == (line["work"] == "decode")
+        assert line["sent"] == (not line["work"].startswith("decode again"))
+
+
+@pytest.mark.parametrize("of", STEPS)
+def test_a_step_takes_these_launches_with_any_number_of_adapters(both: list[list[Any]], of: str) -> None:
+    """One of each outside its layers, with the head; a library adds one to each of the four products with adapters."""
+    steps = [line for line in both[1] if line["work"] in (f"decode{of}", f"decode again{of}")]
+    assert len(steps) == 6
+    for line in steps:
+        launches, adapted = dict(line["launches"]), line["adapters"] > 0
+        assert launches.pop("write_changes", 0) == (line["work"] == f"decode{of}")
+        layers = {name: n - BESIDE_STEPS.get(name.replace("library", "multiply"), 0) for name, n in launches.items()}
+        assert {name: n for name, n in layers.items() if n} == {
+            name: LAYERS * n for name, n in layer_of_a_step(of, adapted=adapted).items()
+        }
+        assert sum(layers.values()) <= LAYERS * (16 if "library" in of else 12 if adapted else 10)
+
+
+def layer_of_a_step(of: str, *, adapted: bool) -> dict[str, int]:
+    """Launches of a layer, by kernel."""
+    library = "library" in of
+    added = {"add_adapters": 2} | ({"shrink": 4} if library else {}) if adapted else {}
+    combined = {"combine": 1} if "blocks" in of else {}
+    products = {"library" if library else "multiply": 4}
+    return {"norm_after_add": 2, "rotate_and_write": 1, "attend": 1, "gate_and_up": 1, **products, **added, **combined}
+
+
+def test_prompts_are_read_without_a_wait_before_their_first_tokens(both: list[list[Any]]) -> None:
+    """Tokens, logprobs and whether they are usable, after the last launch."""
+    read = [line for line in both[1] if line["work"] == "read"]
+    assert [line["adapters"] for line in read] == [0, 8, 64]
+    for line in read:
+        assert line["reads"] == 3
+        assert line["early"] == line["paged"] == 0, line
 
 
 def test_every_pass_asks_the_compiler_for_the_same_kernels(made: list[Any]) -> None:

@@ -6,6 +6,7 @@ zeros; what else asks for a value (`.nonzero()`, an index of booleans) fails. La
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,20 +17,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from motet.algorithms.critic import ValueLoss
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW, Batch, Segment
+from motet.core.types import GenerateRequest, SamplingParams
+from motet.cuda.attention import PIECE
 from motet.cuda.base import CudaBase
 from motet.cuda.launches import count
-from motet.cuda.products import Products
+from motet.cuda.products import Products, ProductWeight
 from motet.cuda.step import CudaSteps
-from motet.cuda.ways import table_for
+from motet.cuda.ways import BUCKETS, ROWS_OF_DECODING, Library, ProductShape, table_for
 from motet.model.accelerator import Recorder, WorkQueue
 from motet.model.device_steps import BLOCKS, PLAIN, TOKEN, DeviceStep
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
+from motet.rollout.executor import NewTokens
+from motet.rollout.model_runner import ModelRunner
+from motet.rollout.sequences import Prompt, SampledSequence
 from motet.rollout.step_table import StepTable
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
@@ -44,7 +51,8 @@ class Waits:
 
     work: str
     adapters: int
-    launches: int = 0
+    launches: dict[str, int]
+    """By kernel."""
     reads: int = 0
     """Reads of values after the last launch."""
     early: int = 0
@@ -91,13 +99,25 @@ class Watch(TorchDispatchMode):
             self.sent += 1
 
 
+class Lists(TorchFunctionMode):
+    """Counts lists that become tensors of the device, by copies that wait."""
+
+    sent = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            self.sent += kwargs.get("device") == META
+        return func(*args, **kwargs)
+
+
 def watched(work: str, adapters: int, run: Callable[[], object]) -> Waits:
     """Run it and count."""
-    with count() as launches, Watch(launches) as watch:
+    with count() as launches, Watch(launches) as watch, Lists() as lists:
         run()
-    total = launches.total()
-    late = sum(at == total for at in watch.reads)
-    return Waits(work, adapters, total, late, len(watch.reads) - late, watch.paged, watch.sent)
+    late = sum(at == launches.total() for at in watch.reads)
+    early = len(watch.reads) - late
+    return Waits(work, adapters, dict(launches), late, early, watch.paged + lists.sent, watch.sent)
 
 
 class Queue(WorkQueue):
@@ -124,32 +144,69 @@ class Queue(WorkQueue):
         self.fetched += 1
 
 
-def base_on_meta() -> tuple[LoraModel, CudaBase]:
+def by_a_library(weights: Sequence[ProductWeight]) -> Products:
+    """Each product by the library, whose switches torch has on cards alone."""
+    table = table_for(CPU, torch.bfloat16)
+    table.library = library = Library(contextlib.nullcontext())
+    for shape in map(ProductShape.of, weights):
+        table.tried[shape] = frozenset(ROWS_OF_DECODING)
+        for rows in BUCKETS:
+            table.speeds[shape, rows] = {table.own(shape, rows).name: 99.0, library.name: 1.0}
+    return Products(table)
+
+
+def by_tiles(_weights: Sequence[ProductWeight]) -> Products:
+    """Each product by Motet's own."""
+    return Products(table_for(CPU, torch.bfloat16))
+
+
+def base_on_meta(
+    products_of: Callable[[Sequence[ProductWeight]], Products] = by_tiles,
+) -> tuple[LoraModel, CudaBase]:
     """A base by the kernels for cards."""
     base = without_values()
     base.compute_with(replace(LIKE_A_GPU, rows=1, attention="triton"))
     base.read_keys_in_blocks(tiny.BLOCK)
-    base.kernels = own = CudaBase(base, lambda _: Products(table_for(CPU, base.dtype)))
+    base.kernels = own = CudaBase(base, products_of)
     base.attention = own.attention
     return base, own
 
 
-def decoding(n_adapters: int, found: list[Waits]) -> None:
-    """A step of a row for each adapter, whose rows join; and one in which nothing changes."""
+def decoding(
+    n_adapters: int,
+    found: list[Waits],
+    of: str = "",
+    products_of: Callable[[Sequence[ProductWeight]], Products] = by_tiles,
+    n_blocks: int = 1,
+) -> None:
+    """A step of a row for each adapter, or of one without, whose rows join; and one in which nothing changes."""
     with Unpinned():
-        base, own = base_on_meta()
-    rows = range(n_adapters)
-    cache, queue = KVCache(n_adapters, tiny.BLOCK, META), Queue(META)
-    steps, table = CudaSteps(own, cache, queue, Recorder(CPU)), StepTable(n_adapters, 1)
+        base, own = base_on_meta(products_of)
+    weights = tuple(adapter(base, 8 + row % 2) for row in range(n_adapters)) or (None,)
+    rows = range(len(weights))
+    cache, queue = KVCache(len(rows) * n_blocks, tiny.BLOCK, META), Queue(META)
+    steps, table = CudaSteps(own, cache, queue, Recorder(CPU)), StepTable(len(rows), n_blocks)
     steps.hold(table)
     records = [(row * table.width + column, value) for row in rows for column, value in ((TOKEN, 7), (BLOCKS, row))]
     joined = np.array([*records, *((table.order_at(PLAIN) + row, row) for row in rows)], np.int64)
-    weights = tuple(adapter(base, 8 + row % 2) for row in rows)
     for work, changes in (("decode", joined), ("decode again", joined[:0])):
         queue.sent = queue.fetched = 0
-        step = DeviceStep(PLAIN, n_adapters, changes, weights, 1, truncates=False)
-        waits = watched(work, n_adapters, partial(steps.launch, step))
+        step = DeviceStep(PLAIN, len(rows), changes, weights, n_blocks, truncates=False)
+        waits = watched(work + of, n_adapters, partial(steps.launch, step))
         found.append(replace(waits, sent=waits.sent + queue.sent, fetched=queue.fetched))
+
+
+def reading(n_adapters: int, found: list[Waits]) -> None:
+    """A prompt for each adapter, or one without, is read, and the first tokens are drawn."""
+    with Unpinned():
+        base, _ = base_on_meta()
+    weights = [adapter(base, 8 + row % 2) for row in range(n_adapters)] or [None]
+    cache = KVCache(len(weights), tiny.BLOCK, META)
+    runner = ModelRunner(base, cache)
+    request = GenerateRequest("r", "job", np.zeros(3, np.int32), None, SamplingParams(), (1,))
+    inputs = [NewTokens(each, [1, 2, 3], 0, cache.take(1)) for each in weights]
+    rows = [(SampledSequence(Prompt(request, each, print), 0, 1), 0) for each in weights]
+    found.append(watched("read", n_adapters, lambda: runner.draw(rows, runner.logits(inputs))))
 
 
 def trainer_of(n_adapters: int) -> TorchTrainer:
@@ -182,11 +239,16 @@ def work(n_adapters: int, found: list[Waits]) -> None:
 
 
 def main(_words: Sequence[str] = ()) -> None:
-    for n_adapters in (2, 5):
-        found: list[Waits] = []
-        requests(TARGETS["sm_90"], [partial(each, n_adapters, found) for each in (work, decoding)])
-        for waits in found:
-            print(json.dumps(asdict(waits)))
+    found: list[Waits] = []
+    works: list[Callable[[], None]] = []
+    for n_adapters in (0, 8, 64):
+        works += [partial(each, n_adapters, found) for each in (decoding, reading)]
+        works += [partial(decoding, n_adapters, found, " by a library", by_a_library)]
+        works += [partial(decoding, n_adapters, found, " of many blocks", n_blocks=2 * PIECE // tiny.BLOCK)]
+        works += [partial(work, n_adapters, found)] if n_adapters else []
+    requests(TARGETS["sm_90"], works)
+    for waits in found:
+        print(json.dumps(asdict(waits)))
 
 
 if __name__ == "__main__":

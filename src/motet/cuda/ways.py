@@ -7,6 +7,7 @@ Legend: T packed rows, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -174,6 +175,8 @@ class Library:
     any_rows = False
     alignment = 256
     """cuBLASLt chooses a kernel also by what divides the addresses, up to this."""
+    switches: AbstractContextManager[object] = products_without_split
+    """What forbids split-K."""
 
     def multiply(
         self, x_TK: Tensor, weight: ProductWeight, y_TN: Tensor, adapters: Adapters | None, *, back: bool
@@ -183,7 +186,7 @@ class Library:
             shrink(x_TK, adapters)
         called(self.name)
         weight_NK = weight.weight_NK
-        with products_without_split:
+        with self.switches:
             if back:
                 torch.mm(x_TK, weight_NK, out=y_TN)
             elif weight.bias_N is None:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.core import seeds
-from motet.core.types import BoolArray, FloatArray
+from motet.model.accelerator import send
 from motet.model.attention import Span
 from motet.model.cuda_graph import CudaGraphRunner
 from motet.model.device_steps import DeviceStep, DeviceSteps, DrawnTokens, Flight, StepLayout
@@ -68,12 +67,12 @@ class ModelRunner:
                 runs.append((new.weights, row, length))
             row += length
             last[index] = range(row - new.n_logits, row)
-        tokens_T = base.pad(torch.tensor(tokens, device=device))
-        positions_T = base.pad(torch.tensor(positions, device=device))
+        rows = list(itertools.chain.from_iterable(last))
+        tokens_T, positions_T, rows_N = send(device, *(np.array(each, np.int64) for each in (tokens, positions, rows)))
+        tokens_T, positions_T = base.pad(tokens_T), base.pad(positions_T)
         with base.routed(self.stacks.routing(runs, device)):
             hidden_TD = base.hidden(tokens_T, positions_T, base.attention.cached(spans, self.cache))
-        rows = torch.tensor(list(itertools.chain.from_iterable(last)), device=device)
-        return base.raw_logits(base.pad(hidden_TD[rows]))[: len(rows)]
+        return base.raw_logits(base.pad(hidden_TD[rows_N]))[: len(rows)]
 
     def draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> DrawnTokens:
         """Draw a token for each row: a sequence, and the number of drafted tokens before this one."""
@@ -82,22 +81,18 @@ class ModelRunner:
             self._draw(rows[start : start + at_a_time], raw_NV[start : start + at_a_time])
             for start in range(0, len(rows), at_a_time)
         ]
-        return DrawnTokens(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        return DrawnTokens(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
-    def _draw(
-        self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor
-    ) -> tuple[NDArray[np.int64], FloatArray, BoolArray]:
+    def _draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> list[Tensor]:
         logits_NV = self.base.finish_logits(self.base.pad(raw_NV[: len(rows)]))
         keys = np.array([item.key for item, _ in rows], np.uint64)
         positions = np.array([len(item.tokens) + offset for item, offset in rows], np.uint64)
-        uniforms_N = torch.from_numpy(seeds.uniforms(keys, positions)).to(logits_NV.device)
+        (uniforms_N,) = send(logits_NV.device, seeds.uniforms(keys, positions))
         params = [item.prompt.request.sampling for item, _ in rows]
         logits_NV = _kept_to_grammars(logits_NV, [item for item, _ in rows])
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
         drawn_of = draw if self.base.math is None else self.base.math.draw
-        tokens_N, logprobs_N, usable_N = drawn_of(logits_NV, params, self.base.pad(uniforms_N))
-        n_rows = len(rows)
-        return tokens_N[:n_rows].cpu().numpy(), logprobs_N[:n_rows].cpu().numpy(), usable_N[:n_rows].cpu().numpy()
+        return [found_N[: len(rows)] for found_N in drawn_of(logits_NV, params, self.base.pad(uniforms_N))]
 
     def text(self, tokens: list[int]) -> str:
         """Decode completion tokens, without special tokens."""
@@ -133,7 +128,8 @@ def _kept_to_grammars(logits_NV: Tensor, sequences: Sequence[SampledSequence]) -
         return logits_NV
     logits_NV = logits_NV.clone()
     for row, allowed in bound:
-        logits_NV[row, torch.from_numpy(~allowed).to(logits_NV.device)] = -torch.inf
+        (forbidden_V,) = send(logits_NV.device, ~allowed)
+        logits_NV[row, forbidden_V] = -torch.inf
     return logits_NV
 
 
