@@ -19,10 +19,12 @@ from motet.core.device import Device
 from motet.core.tenant_turns import TenantTurns
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.device_steps import MASKED, TOKEN, DeviceStep, DrawnTokens, Flight
+from motet.rollout.ahead import StepsAhead
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.executor import NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
+from motet.rollout.steps import SynchronousSteps
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.decoding import EveryThird, outcomes
@@ -96,6 +98,8 @@ class Stage:
                 break
             self.decoder.tick()
         assert self.decoder.idle, "the decoder makes progress"
+        for one in self.decoder.kept._kept:
+            assert one.copy or len(one.blocks) == -(-len(one.token_ids) // BLOCK), "no block without a token"
         self.decoder.abort({f"job {job}" for job in range(3)})
         assert self.cache.n_free == self.cache.n_blocks, "all blocks are back"
         assert self.cache.states.n_free == self.cache.states.n_slots
@@ -517,6 +521,78 @@ def test_rows_with_a_grammar_get_a_token_in_every_tick() -> None:
         n_ticks += 1
     assert n_ticks <= n_tokens + 2
     stage.finish()
+
+
+class BusyHost(TimedExecutor):
+    """The host needs a while for each launch, during which the device should have something to do."""
+
+    began: float | None = None
+    idle = 0.0
+
+    def launch(self, step: DeviceStep) -> Any:
+        self.now += 0.004
+        if self.began is None:
+            self.began = self.now
+        else:
+            self.idle += max(0.0, self.now - self.free)
+        return super().launch(step)
+
+
+class Unending(EveryThird):
+    """The mask after its first token never comes, and nobody may wait for it."""
+
+    def compute(self) -> float:
+        assert not self.pending
+        return super().compute()
+
+    def take(self, token: int) -> str:
+        self.pending = True
+        return super().take(token)
+
+
+def plain_beside(masked: int, grammar: type[EveryThird], n_tokens: int) -> tuple[int, float, float]:
+    """Ticks and seconds until a plain row has its tokens beside masked rows, and seconds that the device was idle."""
+    stage = Stage(Never(), 100, 8, executor=BusyHost)
+    executor = stage.executor
+    assert isinstance(executor, BusyHost)
+    if masked:
+        stage.ask(rows_of("masked", masked, max_tokens=2 * n_tokens, grammar="third"))
+        for sequence in stage.decoder.rows.waiting[0].waiting:
+            sequence.grammar = grammar()
+    stage.ask(rows_of("plain", 1, max_tokens=n_tokens))
+    n_ticks = 0
+    while not stage.chunks["plain"]:
+        stage.decoder.tick()
+        n_ticks += 1
+    assert not masked or not stage.chunks["masked"]
+    stage.decoder.abort({"masked"})
+    stage.finish()
+    assert executor.began is not None
+    return n_ticks, executor.free - executor.began, executor.idle
+
+
+def test_rows_of_a_mask_that_never_comes_take_nothing_from_others() -> None:
+    """Ticks, time and the device's rest are those of the plain row alone."""
+    assert plain_beside(3, Unending, 40) == pytest.approx(plain_beside(0, Unending, 40))
+
+
+def test_the_device_never_waits_for_the_host_beside_rows_with_a_grammar() -> None:
+    """Plain rows get a token in every tick, and their step runs while the host makes the next masks."""
+    n_ticks, seconds, _ = plain_beside(0, EveryThird, 40)
+    ticks, beside, idle = plain_beside(3, EveryThird, 40)
+    assert idle < 0.01
+    assert ticks == n_ticks
+    assert beside == pytest.approx(2 * seconds, rel=0.05), "each tick has two steps"
+
+
+def test_a_base_with_recurrent_states_does_not_run_ahead() -> None:
+    """A step too many would change a state, which no block of a row keeps."""
+    kinds = []
+    for name in ("llama", "lfm2"):
+        cache = PoisonedCache(20, BLOCK, 3)
+        executor = LateExecutor(cache, N_VOCAB, Never())
+        kinds.append(type(Decoder(tiny.base(name), cache, max_rows=2, prefill_tokens=40, executor=executor)._steps))
+    assert kinds == [StepsAhead, SynchronousSteps]
 
 
 def test_payers_whose_rows_have_left_are_forgotten_beside_a_row_that_stays() -> None:
