@@ -117,7 +117,7 @@ class AheadRunner(ModelRunner):
 
 def runner_for(base: LoraModel, cache: KVCache) -> ModelRunner:
     """The runner of a base, which runs ahead if its kernels can."""
-    steps = None if base.kernels is None or base.stateful else base.kernels.steps(cache)
+    steps = None if base.kernels is None else base.kernels.steps(cache)
     return ModelRunner(base, cache) if steps is None else AheadRunner(base, cache, steps)
 
 
