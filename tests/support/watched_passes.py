@@ -33,6 +33,7 @@ from motet.cuda.ways import BUCKETS, ROWS_OF_DECODING, Library, ProductShape, ta
 from motet.model.accelerator import Recorder, WorkQueue
 from motet.model.device_steps import BLOCKS, PLAIN, TOKEN, DeviceStep
 from motet.model.kv_cache import KVCache
+from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.rollout.executor import NewTokens
 from motet.rollout.model_runner import ModelRunner
@@ -200,7 +201,7 @@ def reading(n_adapters: int, found: list[Waits]) -> None:
     """A prompt for each adapter, or one without, is read, and the first tokens are drawn."""
     with Unpinned():
         base, _ = base_on_meta()
-    weights = [adapter(base, 8 + row % 2) for row in range(n_adapters)] or [None]
+    weights: Sequence[AdapterWeights | None] = [adapter(base, 8 + row % 2) for row in range(n_adapters)] or [None]
     cache = KVCache(len(weights), tiny.BLOCK, META)
     runner = ModelRunner(base, cache)
     request = GenerateRequest("r", "job", np.zeros(3, np.int32), None, SamplingParams(), (1,))
