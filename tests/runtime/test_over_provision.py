@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +19,7 @@ from motet.config import JobConfig
 from motet.core.batch import Batch, Trained
 from motet.core.errors import EngineError
 from motet.core.types import Chunk, GenerateRequest, JobState, Problem
+from motet.model.fake import FakePolicy
 from motet.rollout.fake import FakeEngine
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.tasks.dataset import Dataset
@@ -138,10 +141,86 @@ def test_a_step_takes_what_is_done_first_and_the_next_one_the_rest(tmp_path: Pat
     check_quiet(run)
 
 
+@dataclass
+class Middle:
+    """Of each step: when one of the groups that it need not wait for is in the middle of an answer."""
+
+    turn: int
+    """In which answer."""
+    newest: int = 0
+    """The version of the step."""
+    reached: defaultdict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    """By version."""
+
+
+_ANSWER: contextvars.ContextVar[tuple[list[Chunk], asyncio.Event] | None] = contextvars.ContextVar(
+    "answer", default=None
+)
+"""Of a row that may stay in the middle: its tokens, and whether it is aborted."""
+
+
+class MiddleEngine(UnevenEngine):
+    """One row of each step, of the last two groups that it begins, stays in the middle until it is put aside."""
+
+    def __init__(self, middle: Middle, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.middle = middle
+
+    async def _complete(
+        self,
+        policy: FakePolicy,
+        request: GenerateRequest,
+        index: int,
+        emit: Callable[[Chunk], None],
+        aborted: asyncio.Event,
+    ) -> None:
+        answer = list[Chunk]()
+
+        def emitted(chunk: Chunk) -> None:
+            answer.append(chunk)
+            emit(chunk)
+
+        _, purpose, step, position, turn, _ = request.id.split("/")
+        if purpose == "train" and request.adapter is not None:
+            self.middle.newest = version = request.adapter.version
+            if (version, int(turn)) == (int(step), self.middle.turn) and int(position) - 3 * version in (3, 4):
+                _ANSWER.set((answer, aborted))
+        await super()._complete(policy, request, index, emitted, aborted)
+
+    async def suspend(self) -> None:
+        await super().suspend()
+        if (row := _ANSWER.get()) is None:
+            return
+        answer, aborted = row
+        reached = self.middle.reached[self.middle.newest]
+        if answer and answer[-1].finish_reason is None and not reached.is_set():
+            reached.set()
+            await aborted.wait()
+
+
+class MiddleRewards(InlineRewards):
+    """Scores no last answer before the step has got there, so that no step ends before."""
+
+    def __init__(self, middle: Middle) -> None:
+        super().__init__()
+        self.middle = middle
+
+    async def score(
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
+    ) -> list[ScoreOutcome]:
+        turn = len(context.transcripts[0]) // 2 - 1 if context.transcripts else 0
+        if problem.id < 100 and turn == self.middle.turn:  # others are held out
+            await self.middle.reached[self.middle.newest].wait()
+        return await super().score(job, problem, completions)
+
+
 @pytest.mark.parametrize(("environment", "capacity"), [("single", 40), ("retry", 40), ("retry", 5)])
 def test_groups_that_were_put_aside_keep_their_tokens(environment: str, capacity: int, tmp_path: Path) -> None:
     config = over(environment=environment, steps=6)
-    run = run_jobs(tmp_path, [config], Setting(engine=UnevenEngine, trainer=RememberingTrainer, capacity=capacity))
+    middle = Middle(turn=int(environment == "retry"))
+    engine, rewards = functools.partial(MiddleEngine, middle), functools.partial(MiddleRewards, middle)
+    setting = Setting(capacity=capacity, engine=engine, trainer=RememberingTrainer, rewards=rewards)
+    run = run_jobs(tmp_path, [config], setting)
     assert run.state("a") is JobState.SUCCEEDED
     assert isinstance(run.engine, RememberingEngine)
     assert isinstance(run.trainer, RememberingTrainer)
@@ -153,7 +232,7 @@ def test_groups_that_were_put_aside_keep_their_tokens(environment: str, capacity
     asked = [request for request in run.engine.requests if "/train/" in request.id and request.adapter]
     continued = [request for request in asked if request.sampling.max_tokens < 20]
     whole = [request for request in continued if place(request) not in committed.pending]
-    assert len(whole) >= 3
+    assert {request.adapter.version for request in whole if request.adapter} == {1, 2, 3, 4, 5}
     for request in whole:
         prefix, n_partial = request.prompt_ids.tolist(), 20 - request.sampling.max_tokens
         versions = [one.versions for one in samples if one.token_ids[: len(prefix)].tolist() == prefix]
