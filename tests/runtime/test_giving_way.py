@@ -22,7 +22,7 @@ from motet.runtime.group_requests import SamplingCost
 from motet.runtime.job import Executed, JobEvent, StateChanged
 from motet.runtime.journal import Datum, ForwardBackward, Journal, OptimStep, Save
 from motet.runtime.ownership import Ownership
-from motet.runtime.unfinished import KeptUpdate, Unfinished
+from motet.runtime.unfinished import KeptGroup, KeptUpdate, Unfinished
 from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import until
@@ -201,7 +201,7 @@ def test_a_step_that_is_cut_again_and_again_ends_with_the_same_bytes_and_no_pass
 
 
 class CutEngine(FakeEngine):
-    """Tells a job to give way after each group that it ends."""
+    """Calls `cut` after each request that it ends, and after it was told that an episode has ended."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -211,6 +211,10 @@ class CutEngine(FakeEngine):
         async for chunk in super().generate(request):
             yield chunk
         self.cut()
+
+    async def abort(self, name: str) -> None:
+        await super().abort(name)
+        asyncio.get_running_loop().call_soon(self.cut)
 
 
 def test_a_clients_gradients_that_are_cut_are_those_of_an_undisturbed_session(tmp_path: Path) -> None:
@@ -268,7 +272,7 @@ def test_a_clients_gradients_that_are_cut_are_those_of_an_undisturbed_session(tm
 
 
 def test_groups_and_evaluations_that_are_cut_again_and_again_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    """Each turn ends one more group, and each token is in the job's counts: also of groups that were cut."""
+    """Each turn is cut when it has ended one more group. Each token is in the job's counts: also of groups that were cut."""
     config = job("a", algorithm={"groups_per_step": 6}, environment="retry", steps=2)
     told: list[Executed] = []
 
@@ -278,9 +282,11 @@ def test_groups_and_evaluations_that_are_cut_again_and_again_are_those_of_an_und
 
         def cut() -> None:
             running = run.pipeline._running.get("a")
-            if running is not None and running.pause is None:
-                running.preempt()
-                asyncio.get_running_loop().call_later(0, running.give_way)
+            if running is not None and running.loop is not None and running.pause is None:
+                new = running.loop.session.work.kept.groups.records(anew=False)
+                if any(isinstance(one, KeptGroup) for one in new):
+                    running.preempt()
+                    asyncio.get_running_loop().call_later(0, running.give_way)
 
         engine.cut = cut
         before = last.observer
