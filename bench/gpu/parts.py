@@ -52,7 +52,7 @@ def parts(device: str, shapes: Sequence[str], place: Path, bases: Path) -> list[
         found.append(Part(f"bits-{shape}", "bits in company, behind forks, in passes", bits, 110, f"base-{shape}"))
     found += _tests(device, "not soak", "")
     measuring = ("-m", "bench.gpu.speeds", device, str(MEASURING_SECONDS), *shapes)
-    found.append(Part("speeds", "what products take by each way, which later loads read", measuring, 40, alone=True))
+    found.append(Part("speeds", "what products and attention take; later loads read it", measuring, 45, alone=True))
     found += [*_timings(device, shapes, place, bases), *_learning(device, shapes, place, bases)]
     found += _tests(device, "soak", "-more")
     return [replace(part, limit=SLOWER * part.limit) for part in found] if device == "cpu" else found

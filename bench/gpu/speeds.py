@@ -1,8 +1,8 @@
-"""What products take by each way on a card that nothing else uses; loads that come after read it.
+"""What products take by each way on a card that nothing else uses, and attention; loads that come after read the former.
 
     python -m bench.gpu.speeds DEVICE SECONDS SHAPE…
 
-The seconds are of each shape.
+The seconds are of each shape's products.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import math
 import sys
 
 import torch
+from bench.gpu import attention
 from bench.gpu.figures import Figure, say
 from bench.gpu.products import shapes_of
 from bench.gpu.schedule import SKIPPED
+from bench.speed.shapes import SHAPES
 
 from motet.cuda import speeds
 from motet.cuda.ways import BUCKETS, Library, ProductShape, ProductWeight, WayTable, table_for
@@ -55,6 +57,7 @@ def main(words: list[str]) -> int:
         table = table_for(device, torch.bfloat16)
         speeds.bring(table, weights_of(shape, device), Library(), Recorder(device).capture, device, seconds)
         tell(shape, table)
+        attention.tell(shape, SHAPES[shape], device)
     return 0
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from motet.cuda.decoder_shape import DecoderShape
 from motet.cuda.pass_time import pass_time
-from motet.cuda.step_time import step_time
+from motet.cuda.step_time import _NOT_OVERLAPPED, _PER_INPUT, LAUNCH, SMALL_LAUNCH, product_time, step_time
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 SMALL = DecoderShape(
     24, ((1152, 896), (896, 896), (9728, 896), (896, 4864)), (151936, 896), 24 * 2 * 2 * 64 * 2, 2 * 8_798_208
@@ -37,6 +42,51 @@ def test_time_grows_with_rows_keys_and_adapters() -> None:
 
     assert total(1, 10, 0) < total(64, 10, 0) < total(64, 1000, 0) < total(64, 1000, 1) < total(64, 1000, 9)
     assert total(1, 1, 0) > 2 * sum(n * k for n, k in LARGE.products) * LARGE.layers / H200[0]
+
+
+def test_the_page_has_what_the_model_predicts() -> None:
+    """Tokens a second of three figures, with 96 keys a row, and attention beside reading its keys."""
+    page = (DOCS / "benchmarks-gpu.md").read_text()
+    table = page.partition("## Predictions")[2].partition("## ")[0]
+    found = []
+    for name, shape in (("0.5b", SMALL), ("8b", LARGE)):
+        for rows in (64, 256):
+            rates = [rows / step_time(shape, rows, 96, n, *H200).total for n in (0, 8, 64)]
+            found.append(
+                f"| {name}, {rows} rows | " + " | ".join(f"{float(f'{rate:.3g}'):,.0f}" for rate in rates) + " |"
+            )
+    assert re.findall(r"^\| .* rows \|.*$", table, re.M) == found
+    attention = step_time(LARGE, 256, 1024, 0, *H200).attention
+    assert f"it takes {attention / (256 * 1024 * LARGE.key_bytes / H200[0]):.1f} times as long" in " ".join(
+        table.split()
+    )
+
+
+def gain_of_segments(shape: DecoderShape, which: int, rows: int, adapters: int) -> float:
+    """The part of a step that a product would save if K were cut into its best number of segments, by the model of time.
+
+    Each is written in fp32; a launch of its own reads them and writes their sum.
+    """
+    (n, k), (read, computed) = shape.products[which], H200
+
+    def cut(segments: int) -> float:
+        parts, computing = 4 * segments * rows * n / read, 2 * rows * n * k / computed
+        reading = 2 * (n * k + rows * k) / read + parts
+        working = max(reading, computing) + _NOT_OVERLAPPED * min(reading, computing)
+        return LAUNCH + max(working, k / segments * _PER_INPUT) + SMALL_LAUNCH + parts + 2 * rows * n / read
+
+    saved = product_time(n, k, rows, read, computed) - min(map(cut, range(2, 17)))
+    return shape.layers * saved / step_time(shape, rows, 96, adapters, read, computed).total
+
+
+def test_the_page_has_what_segments_of_k_would_save() -> None:
+    """Of `down` of 0.5B; `o` and products of 8B would lose."""
+    output, down = 1, 3
+    without, with_eight = (100 * gain_of_segments(SMALL, down, 64, adapters) for adapters in (0, 8))
+    said = f"for `down` of 0.5B, 64 rows, {without:.0f} % of a step without adapters, {with_eight:.0f} % with eight"
+    assert said in " ".join((DOCS / "cuda.md").read_text().split())
+    losing = [(SMALL, output), *((LARGE, which) for which in range(4))]
+    assert max(gain_of_segments(shape, which, 64, adapters) for shape, which in losing for adapters in (0, 8)) < 0
 
 
 TRAINED = [  # milliseconds, eight adapters and one: all rows through the head in blocks of 2,048, no optimizer
