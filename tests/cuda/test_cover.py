@@ -17,16 +17,28 @@ from motet.cuda.attention import CudaAttention
 from motet.cuda.base import CudaBase
 from motet.cuda.cover import refusal
 from motet.cuda.launches import count
+from motet.model.covered_decoder import FAMILIES
 from motet.model.lora_model import LoraModel
 from motet.model.proof import check_training
 from motet.native.choice import Choice, for_device, kernels_of, of_jobs, of_machine
 from motet.native.cover import hand_over
 from tests.support import cuda_bases as cuda
+from tests.support import tiny_models as tiny
 from tests.support.triton_on_cpu import Matrix, in_order, multiplied_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN
 
 OWN = Choice("triton")
+
+
+MIXTURES = {"mixtral", "olmoe", "qwen3_moe"}
+"""Families that only the kernels for CPUs compute."""
+
+
+def test_there_is_a_base_of_every_family_that_is_covered() -> None:
+    """New families are asked for values and bits as the others are."""
+    kinds = {tiny.load(name).model.config.get_text_config().model_type for name in cuda.DENSE}
+    assert kinds == FAMILIES - MIXTURES
 
 
 @pytest.mark.soak
