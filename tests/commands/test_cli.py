@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -19,12 +21,14 @@ from typing import Any
 import pytest
 
 import motet
+from motet.commands.doctor import gpu_kernels
 from motet.core.checksums import sealed
 from motet.core.types import Problem
 from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
 from tests.support.waiting import PATIENCE, wait_until
 
+ROOT = Path(__file__).resolve().parents[2]
 MAIN = "from motet.commands.cli import main; main()"
 TINY: dict[str, Any] = {
     "sampling": {"max_tokens": 3},
@@ -324,6 +328,21 @@ def test_check_fails_where_no_answer_gets_a_reward(here: Path, says: Motet) -> N
     assert "job a: 8 of 8 answers got no reward: reward rewards.py:broken: KeyError: 'level'" in said
     assert "job b: 4 of 8 answers got no reward: no reward applies: rewards.py:silent returned None" in said
     assert "too hard or too easy" not in said, "nobody has judged the problems"
+
+
+def test_doctor_says_which_cards_have_run_the_kernels_and_what_computes_instead() -> None:
+    """As the pages do."""
+    said = gpu_kernels()
+    if importlib.util.find_spec("triton") is None:
+        assert said == "Triton is not installed: torch's kernels compute every base"
+        return
+    for text in (importlib.metadata.version("triton"), "engine.kernels auto", "torch for all others", "checks at load"):
+        assert text in said
+    kernels, trial = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("cuda.md", "benchmarks-gpu.md"))
+    assert ("no card has run these kernels" in said) == ("**No card has run these kernels.**" in kernels)
+    assert "ran on an H200 and an H100, with Triton 3.6 and torch 2.11" in said
+    assert "| tokens/s | H200 | H100 |" in trial
+    assert "torch 2.11, Triton 3.6" in trial
 
 
 @pytest.mark.usefixtures("here")
