@@ -75,7 +75,7 @@ def measured(kills: int, seed: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def main() -> None:
-    """Print a table for docs/operations.md."""
+    """Print a table for docs/service.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
