@@ -28,6 +28,7 @@ from motet.report.comparison import evaluated, side_of_job
 from motet.report.page import _job
 from motet.report.read import read_job
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.evaluations import HARDLY, NOTHING
 from motet.runtime.held_out import (
     best_after,
     figure_of,
@@ -41,7 +42,9 @@ from motet.runtime.held_out import (
 from motet.runtime.journal import Journal, Load, OptimStep
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
-from motet.service.database.tables import newer_evaluation
+from motet.runtime.signs import LEAST, RECENT
+from motet.service.database.tables import Event, StoredJob, newer_evaluation
+from motet.service.routes.fine_tuning import _checkpoint, _event
 from motet.service.schemas import HeldOut, Job, JobEvent, Version
 from motet.training.fake import FakeTrainer
 from motet.view import LogView, summary_table
@@ -50,6 +53,8 @@ from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until
 
 RULES = {"reward": "reward", "accuracy": "accuracy, then loss", "nll": "log-lik"}
+OPENAI = {"reward": ("valid_mean_reward", 1), "accuracy": ("valid_accuracy", 1), "nll": ("valid_loss", -1)}
+"""The metric of a checkpoint that shows the figure, and its sign."""
 FIGURES = st.integers(0, 99).map(lambda whole: whole / 100) | st.just(math.nan)
 HISTORIES = st.tuples(
     st.sampled_from(sorted(RULES)),
@@ -143,6 +148,15 @@ def pages(directory: JobDirectory, lines: list[dict[str, Any]], stored: Any) -> 
         ]
         texts["show"] = details(served, versions, events).plain
         texts["ls"] = " ".join(map(str, job_cells(served, based=False, owned=False)))
+    tuned = StoredJob(id="job-1", name="a", steps=done.step, created=0.0)
+    entries = [Event(id=n, kind="step", time=0.0, data=line) for n, line in enumerate(lines)]
+    texts["OpenAI events"] = "; ".join(_event(tuned, one).message for one in entries)
+    checkpoints = [_checkpoint(directory.version(n), tuned, n, lines).metrics for n in directory.versions()]
+    field, sign = next(OPENAI[kind] for kind in OPENAI if kind in lines[0]["eval"])
+    shown = ((one["step"], one[field]) for one in checkpoints)
+    texts["OpenAI checkpoints"] = " ".join(
+        f"{sign * value:.2f} (v{step:g})" for step, value in shown if value is not None
+    )
     return texts
 
 
@@ -167,6 +181,8 @@ def test_whatever_is_shown_beside_a_version_belongs_to_it(history: Any) -> None:
             trained = {n: float(figures[n]) for n in figures if n > still}
             assert done.best_version == max(trained, key=lambda n: trained[n], default=None)
         for place_of, text in pages(directory, lines, stored).items():
+            if place_of == "OpenAI events":
+                assert {int(one) for one in re.findall(r"validation \S+ \S+ \(v(\d+)\)", text)} == {*figures}, text
             for figure, version in re.findall(r"(-?\d\.\d+) \(v(\d+)\)", text):
                 assert figures[int(version)] == f"{float(figure):.2f}", (place_of, text)
             for version, figure in re.findall(r"best: v(\d+), (-?\d\.\d+)", text):
@@ -284,6 +300,12 @@ def test_a_job_that_learned_nothing_says_so(tmp_path: Path, steps: int) -> None:
     assert done.best_version is None
     assert "nothing was learned: no step changed the adapter" in signs.warnings["flat"]
     assert untrained(run.jobs["a"].directory.version_named("best"))
+
+
+def test_the_page_names_the_steps_from_which_it_is_said() -> None:
+    page = (Path(__file__).parents[2] / "docs/not-learning.md").read_text()
+    told = f"`{NOTHING}`, after at least {LEAST} steps; `{HARDLY}`, after at least {RECENT} |"
+    assert told in page
 
 
 @pytest.mark.parametrize("zero", [True, False])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from motet.config import JobConfig
 from motet.core.errors import StoreError
 from motet.core.types import JobState, Wanted, Word
+from motet.runtime.held_out import ACCURACY, figure_of
 from motet.service.composition import Service
 from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.depends import Asker, ServiceDep, while_there
@@ -211,16 +213,11 @@ async def run(who: Asker, service: ServiceDep, request: Request, asked: s.Grader
 def _event(job: StoredJob, entry: Event) -> s.FineTuningEvent:
     data = entry.data
     if entry.kind == "step":
-        done, figures = int(data["step"]) + ("loss" in data), _figures(data, data.get("eval") or {})
-        name = (
-            "loss" if figures["train_mean_reward"] is None and figures["valid_mean_reward"] is None else "mean_reward"
-        )
-        plain = name.removeprefix("mean_")
-        words = [
-            f"{when} {plain} {figures[f'{part}_{name}']:.3f}"
-            for part, when in (("train", "training"), ("valid", "validation"))
-            if figures[f"{part}_{name}"] is not None
-        ]
+        done, evaluated = int(data["step"]) + ("loss" in data), data.get("eval") or {}
+        figures, (name, value) = _figures(data, evaluated), figure_of(evaluated)
+        words = [f"training {kind} {data[kind]:.3f}" for kind in ("reward", "loss") if data.get(kind) is not None][:1]
+        if math.isfinite(value):
+            words.append(f"validation {name} {value:.3f} (v{data['step']})")
         message, level = f"Step {done}/{job.steps}: {', '.join(words) or 'done'}", "info"
         data = {"step": done, "total_steps": job.steps, **figures, "metrics": data}
     else:
@@ -239,6 +236,7 @@ def _figures(trained: Mapping[str, Any], evaluated: Mapping[str, Any]) -> dict[s
     return {
         "train_loss": trained.get("loss"),
         "valid_loss": evaluated.get("loss", evaluated.get("nll")),
+        "valid_accuracy": evaluated.get(ACCURACY),
         "train_mean_reward": trained.get("reward"),
         "valid_mean_reward": evaluated.get("reward"),
     }

@@ -164,8 +164,8 @@ class FineTuningEvent(Answer):
     data: dict[str, Any]
     """For `metrics`:
 
-    `step`, `total_steps`, `train_loss`, `valid_loss`; for a job with rewards also `train_mean_reward` and
-    `valid_mean_reward`; `metrics` is the line of metrics.jsonl.
+    `step`, `total_steps`, `train_loss`, `valid_loss`; for `dpo` also `valid_accuracy`, which decides the best version; for a
+    job with rewards also `train_mean_reward` and `valid_mean_reward`; `metrics` is the line of metrics.jsonl.
     """
 
 
@@ -188,7 +188,8 @@ class Checkpoint(Answer):
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, float | None]
-    """`step`, `train_loss`, `train_mean_reward`, and for an evaluated version `valid_loss` or `valid_mean_reward`."""
+    """`step`, `train_loss`, `train_mean_reward`, and for an evaluated version `valid_mean_reward`, or `valid_loss` and
+    for `dpo` `valid_accuracy`."""
 
 
 class Checkpoints(Answer):
