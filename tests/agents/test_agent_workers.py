@@ -85,7 +85,7 @@ class Bench:
         self.workers, self.engine = workers, Engine()
         self.offers: list[asyncio.Task[EpisodeEnded]] = []
 
-    async def offer(self, n: int = 1, seconds: float = 60.0) -> None:
+    async def offer(self, n: int = 1, seconds: float = PATIENCE) -> None:
         """More episodes of the job."""
         for _ in range(n):
             one = OfferEpisode(len(self.offers), "job", {}, {}, 0, seconds)

@@ -56,7 +56,7 @@ def said(text: str, *calls: ToolCall) -> Message:
 
 
 def episode(
-    says: Says, chat: Chat = CHAT, calls: int = 99, seconds: float = 60.0, *, judged: bool = False
+    says: Says, chat: Chat = CHAT, calls: int = 99, seconds: float = PATIENCE, *, judged: bool = False
 ) -> tuple[AgentEpisode, Script]:
     script = Script(says)
     context = GroupContext(PROBLEM, chat, 1, script, none_scored, judged=judged)

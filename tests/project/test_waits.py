@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.support.waiting import PATIENCE
@@ -20,6 +20,25 @@ EARLY = (
 )
 """Waits whose end is no failure."""
 CLOCKS = ("time.monotonic()", "time.perf_counter()")
+ELAPSED = {"seconds", "took", "elapsed"}
+"""What tests call a time that has passed; a function with such a parameter waits as long."""
+
+
+def constants(module: ast.Module) -> dict[str, float]:
+    """Numbers that a module gives names."""
+    found = dict[str, float]()
+    for one in module.body:
+        if isinstance(one, ast.Assign | ast.AnnAssign) and (value := number(one.value, {})) is not None:
+            names = one.targets if isinstance(one, ast.Assign) else [one.target]
+            found |= {ast.unparse(name): value for name in names}
+    return found
+
+
+def number(value: ast.expr | None, known: Mapping[str, float]) -> float | None:
+    """A number that is written out, or that the module names."""
+    if isinstance(value, ast.Name):
+        return known.get(value.id)
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, int | float) else None
 
 
 def deadline(call: ast.Call) -> ast.expr | None:
@@ -33,35 +52,59 @@ def deadline(call: ast.Call) -> ast.expr | None:
     return named.get("timeout") or (None if place is None else named.get("seconds") or given)
 
 
-def bound(test: ast.expr) -> float:
-    """The seconds that must not have passed."""
-    given = (
-        test.comparators[-1] if isinstance(test, ast.Compare) and isinstance(test.ops[-1], ast.Lt | ast.LtE) else None
-    )
-    told = given is not None and any(clock in ast.unparse(test) for clock in CLOCKS)
-    seconds = given.value if told and isinstance(given, ast.Constant) else LEAST
-    return seconds if isinstance(seconds, int | float) else LEAST
+def elapsed(module: ast.Module) -> set[str]:
+    """The names of times that have passed."""
+    found = set(ELAPSED)
+    for one in ast.walk(module):
+        if isinstance(one, ast.Assign) and isinstance(one.value, ast.BinOp) and isinstance(one.value.op, ast.Sub):
+            found |= {ast.unparse(to) for to in one.targets if any(clock in ast.unparse(one.value) for clock in CLOCKS)}
+    return found
+
+
+def bounds(test: ast.Compare, names: set[str], asserted: bool) -> Iterator[ast.expr]:
+    """The seconds that must not have passed: asserted to be more, or looked for as less."""
+    wanted = (ast.Lt, ast.LtE) if asserted else (ast.Gt, ast.GtE)
+    for left, operator, right in zip([test.left, *test.comparators], test.ops, test.comparators, strict=False):
+        passed = any(clock in ast.unparse(left) for clock in CLOCKS)
+        passed = passed or any(isinstance(one, ast.Name) and one.id in names for one in ast.walk(left))
+        if passed and isinstance(operator, wanted):
+            yield right
 
 
 def hasty(source: str) -> Iterator[str]:
-    """Waits that fail on a busy machine, with their lines; one whose deadline is expected to pass is none."""
+    """Waits that fail on a busy machine, with their lines; one whose deadline is expected to pass is none.
 
-    def look(node: ast.AST, passes: bool) -> Iterator[str]:
+    The test of a `while` is none either: the loop tries again.
+    """
+    module = ast.parse(source)
+    known, names = constants(module), elapsed(module)
+
+    def told(node: ast.stmt | ast.expr, seconds: ast.expr | None, least: float) -> Iterator[str]:
+        found, text = number(seconds, known), ast.unparse(node)
+        if found is not None and least <= found < LEAST and text not in EARLY:
+            yield f"line {node.lineno}: {text}"
+
+    def look(node: ast.AST, passes: bool, asserted: bool) -> Iterator[str]:
         if isinstance(node, ast.With | ast.AsyncWith):
             passes = passes or any("raises(TimeoutError" in ast.unparse(one.context_expr) for one in node.items)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             passes = True
-        if isinstance(node, ast.Call) and not passes and (found := deadline(node)) is not None:
-            seconds = found.value if isinstance(found, ast.Constant) else LEAST
-            text = ast.unparse(node)
-            if isinstance(seconds, int | float) and POLL <= seconds < LEAST and text not in EARLY:
-                yield f"line {node.lineno}: {text}"
-        if isinstance(node, ast.Assert) and bound(node.test) < LEAST and (text := ast.unparse(node.test)) not in EARLY:
-            yield f"line {node.lineno}: {text}"
+        if isinstance(node, ast.Call) and not passes:
+            yield from told(node, deadline(node), POLL)
+        if isinstance(node, ast.Compare):
+            for bound in bounds(node, names, asserted):
+                yield from told(node, bound, 0 if asserted else POLL)
+        if isinstance(node, ast.arguments):
+            own = zip([*node.posonlyargs, *node.args][::-1], node.defaults[::-1], strict=False)
+            for name, given in [*own, *zip(node.kwonlyargs, node.kw_defaults, strict=True)]:
+                if given is not None and name.arg in (*ELAPSED, "timeout"):
+                    yield from told(given, given, POLL)
+        asserted = asserted or isinstance(node, ast.Assert)
         for below in ast.iter_child_nodes(node):
-            yield from look(below, passes)
+            if not (isinstance(node, ast.While) and below is node.test):
+                yield from look(below, passes, asserted)
 
-    yield from look(ast.parse(source), passes=False)
+    yield from look(module, passes=False, asserted=False)
 
 
 def test_no_deadline_is_one_that_a_busy_machine_can_miss() -> None:
@@ -74,6 +117,12 @@ def test_what_is_hasty() -> None:
     found = hasty("async with asyncio.timeout(5): pass\ndone.wait(20)\nuntil(ready, 10)\nrun(['x'], timeout=30)\n")
     assert [line.partition(":")[0] for line in found] == ["line 1", "line 2", "line 3", "line 4"]
     assert len(list(hasty("assert time.monotonic() - begun < 10\nassert 0.2 <= time.monotonic() - begun < 8"))) == 2
+    found = hasty(
+        "SHORT = 60.0\ndone.wait(SHORT)\ndef wait(seconds=SHORT): pass\n"
+        "slow = time.monotonic() - begun\nassert slow < SHORT\nlate = [name for name, took in all if took > 30]\n"
+    )
+    assert [line.partition(":")[0] for line in found] == ["line 2", "line 3", "line 5", "line 6"]
     fine = "with pytest.raises(TimeoutError): task.result(timeout=5)\nassert not ended.wait(2)\nover.wait(0.1)\njoin(',')\n"
     fine += "assert time.monotonic() - begun < PATIENCE\nassert time.monotonic() - begun >= 0.2\n"
+    fine += "LONG = 300\ndone.wait(LONG)\nwhile time.monotonic() - begun > 5: again()\nassert took < whole\n"
     assert list(hasty(fine)) == []

@@ -65,8 +65,8 @@ KILLED = (
 )
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    for _ in range(round(seconds / 0.01)):  # counted, not timed: the machine may stand still for a while
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(round(PATIENCE / 0.01)):  # counted, not timed: the machine may stand still for a while
         if condition():
             return
         time.sleep(0.01)
@@ -526,7 +526,7 @@ def test_a_process_that_computes_other_bits_is_not_used(
 ) -> None:
     stand_in(tmp_path, monkeypatch, says="other")
     links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
-    wait_until(lambda: is_gone(links[0].pid), "it stays, and so does its copy of the base", 10)
+    wait_until(lambda: is_gone(links[0].pid), "it stays, and so does its copy of the base")
     engine = SpreadEngine(here, links)
     assert engine.notes() == ["a sampling process computes different bits than this one, so it is not used"]
     assert engine._choose(request("r", None)) == 0
@@ -615,7 +615,7 @@ def test_kill_9_of_the_parent_leaves_nothing() -> None:
             assert not is_gone(int(pid))
         finally:
             parent.kill()
-    wait_until(lambda: is_gone(int(pid)), "the process lives on without its parent", 20)
+    wait_until(lambda: is_gone(int(pid)), "the process lives on without its parent")
     assert not Path(files).exists()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -56,11 +55,13 @@ def test_sixty_texts_that_are_nested_hold_nobody_up(service: Service) -> None:
     texts = ["[" * 64_000, "{a: " * 16_000, "- " * 32_000]
     with member(service, "greedy") as greedy, member(service, "other") as other, ThreadPoolExecutor(60) as threads:
         worked = sum(service.http().cpu_times())
+        begun = time.monotonic()
         asked = [threads.submit(greedy.post, "/v1/check", json={"text": texts[number % 3]}) for number in range(60)]
-        seconds = [waited(other) for _ in range(20)]
+        waits = [waited(other) for _ in range(20)]
         assert {one.result().status_code for one in asked} == {400}
+        whole = time.monotonic() - begun
         assert sum(service.http().cpu_times()) - worked < 10
-    assert statistics.median(seconds) < 1
+    assert max(waits) < whole / 2
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------------

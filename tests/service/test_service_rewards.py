@@ -281,7 +281,7 @@ def test_another_tenant_neither_takes_nor_scores(house: House, waiting: tuple[st
 def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
     house: House, waiting: tuple[str, list[str]]
 ) -> None:
-    """In one of four tries before it would look of itself, which it does every five seconds."""
+    """In one of several tries before it would look of itself, which it does every five seconds."""
     job, workers, took = waiting[0], house.part(RewardWorkers), list[float]()
 
     def asked(answers: list[Json]) -> threading.Thread:
@@ -290,7 +290,9 @@ def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
         wait_until(lambda: workers._polling[job] == 1)
         return asking
 
-    while min(took, default=math.inf) > 2.5 and len(took) < 4:
+    deadline = time.monotonic() + PATIENCE
+    while min(took, default=math.inf) > 2.5:
+        assert time.monotonic() < deadline, took
         house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/patient")
         lease(house, job)
         got = list[Json]()
@@ -299,7 +301,6 @@ def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
         asking.join()
         took.append(time.monotonic() - started)
         assert len(got[0]["units"]) == 2
-    assert min(took) < 2.5
     got = list[Json]()
     asking = asked(got)
     house.recorder.record_state(job, JobState.CANCELLED, "")

@@ -28,6 +28,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.waiting import PATIENCE
+
 CHECKS: Any = [
     not_a_server_error,
     status_code_conformance,
@@ -37,8 +39,6 @@ CHECKS: Any = [
 ]
 ENDLESS = "/stream"
 """Paths that answer for as long as somebody listens."""
-SECONDS = 30.0
-"""No answer may take longer."""
 QUIET = hypothesis.settings(
     deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False
 )
@@ -60,7 +60,7 @@ class Asked:
 
     def ask(self, wanted: int, seed: int) -> Asked:
         """Ask about so many things."""
-        document = requests.get(f"{self.url}/openapi.json", timeout=SECONDS).json()
+        document = requests.get(f"{self.url}/openapi.json", timeout=PATIENCE).json()
         schema = schemathesis.openapi.from_dict(document)
         found: Iterable[Any] = schema.get_all_operations()
         operations = [one.ok() for one in found if not one.ok().path.endswith(ENDLESS)]
@@ -109,7 +109,7 @@ class Asked:
         started = time.monotonic()
         name = f"{case.method} {case.operation.path}"
         try:
-            answer = case.call(base_url=self.url, session=session, timeout=SECONDS)
+            answer = case.call(base_url=self.url, session=session, timeout=PATIENCE)
         except requests.RequestException as error:
             if not isinstance(error, requests.exceptions.InvalidHeader | requests.exceptions.InvalidURL):
                 self.faults.setdefault(f"{name}: {type(error).__name__}", f"{error}\n{case.as_curl_command()}")

@@ -20,6 +20,7 @@ import httpx2
 from tests.support.service_run import FINAL, ROWS, Json, Service, tiny
 from tests.support.tenants import CHAT, Tenants
 from tests.support.tinker_requests import Client
+from tests.support.waiting import PATIENCE
 
 STEPS = 12
 PROOF = tiny("proof", STEPS, seed=5, eval={"every": 0})
@@ -86,7 +87,7 @@ class Ring:
         assert answer.status_code == 201, answer.text
         return str(job["name"])
 
-    def becomes(self, name: str, *states: str, seconds: float = 120.0) -> Json:
+    def becomes(self, name: str, *states: str, seconds: float = PATIENCE) -> Json:
         """Wait for a state of a job of mallory's."""
         found: Json = {}
         until = time.monotonic() + seconds

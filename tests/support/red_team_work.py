@@ -100,7 +100,6 @@ def wide_gradients(ring: Ring) -> str:
         client.wait(future)
     took = time.monotonic() - before
     client.finish()
-    assert took < 60, took
     return f"cancelled in {took:.1f} s"
 
 
@@ -270,7 +269,7 @@ def a_full_disk(ring: Ring) -> str:
 
 def patterns_without_end(ring: Ring) -> str:
     name = ring.submit(tiny("pattern", reward={"name": "regex", "args": {"pattern": ENDLESS}, "cpu_seconds": 1}))
-    state = ring.becomes(name, *FINAL, seconds=180)
+    state = ring.becomes(name, *FINAL)
     return f"{state['state']}: its own"
 
 
@@ -358,7 +357,7 @@ def of_code(ring: Ring, name: str, tests: list[str], *, reaches: bool = False) -
         algorithm={"group_size": 2, "groups_per_step": 1, "max_failed_fraction": 1.0},
     )  # fmt: skip
     ring.submit(wanted)
-    ended = ring.becomes(name, *FINAL, seconds=180)
+    ended = ring.becomes(name, *FINAL)
     lines = ring.ask("GET", f"/v1/jobs/{name}/rollouts").json().get("data", [])
     rewards = [line["reward"] or 0.0 for line in lines]
     assert max(rewards, default=1.0) <= 1 / (1 + len(tests)), lines

@@ -30,7 +30,7 @@ class Tenants:
             self.keys[tenant] = self.service.key_for(tenant)
         return self.keys[tenant]
 
-    def http(self, tenant: str, timeout: float = 120.0) -> httpx2.Client:
+    def http(self, tenant: str, timeout: float = PATIENCE) -> httpx2.Client:
         """A connection under a tenant's key."""
         headers = {"Authorization": f"Bearer {self.key(tenant)}"}
         self._open.append(httpx2.Client(base_url=self.service.url, headers=headers, timeout=timeout, trust_env=False))

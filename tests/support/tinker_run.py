@@ -12,12 +12,10 @@ import pytest
 from bench.speed.envs import directory, python_of
 
 from tests.support.service_run import Service
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("tinker_scripts.py")
-SECONDS = 180.0
-
-
 NEWEST = "tinker"
 SCRIPTED = (
     "steps", "first_loop", "losses", "soft_targets", "checkpoints", "samples", "chunks", "refusals", "releases",
@@ -56,7 +54,7 @@ class Script:
     def found(self) -> Any:
         """What it found, once it is done."""
         try:
-            told, _ = self._process.communicate(timeout=SECONDS)
+            told, _ = self._process.communicate(timeout=2 * PATIENCE)
         finally:
             self._process.kill()
             self._process.wait()

@@ -39,12 +39,9 @@ def outcome(house: House, model: str, number: int) -> Any:
 def test_the_package_gets_an_answer_whatever_a_field_holds(tinker_scripts: Scripts) -> None:
     found = dict(tinker_scripts["worst"])
     lost, steps = found.pop("lost"), found.pop("steps")
-    slow = {name: told for name, (told, seconds) in {**found, **lost}.items() if told == "never" or seconds > 30}
-    assert not slow
+    assert not [name for name, told in {**found, **lost}.items() if told == "never"]
     assert set(lost) <= {name for name in lost if "half a letter" in name or r"\ud800" in name or name == "no data"}
-    failed = {
-        name: told for name, (told, _) in found.items() if "the model has failed" in told or "internal error" in told
-    }
+    failed = {name: told for name, told in found.items() if "the model has failed" in told or "internal error" in told}
     assert not failed, "a number ends no model"
     odd = {name: one for name, one in steps.items() if one is not None and one["skipped:sum"]}
     assert {"ppo advantage 3e+38", "weight 3e+38"} <= odd.keys()
