@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.speed.table import markdown
 
-from motet.commands.fits import CARDS, Card, Fit, Work, fit, rounded
+from motet.commands.fits import CARDS, Card, Fit, Work, fit, speeds
 from motet.model.outline import BaseOutline, outline
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "fits.md"
@@ -67,16 +67,17 @@ def written() -> str:
     return "\n".join(tables).strip()
 
 
-def _room(one: Fit) -> str:
+def _room(one: Fit | None) -> str:
+    if one is None:
+        return "no"
     short = {"bfloat16": "bf16", "bfloat16, recompute": "bf16, recompute"}
     slots = "1,000 or more" if one.slots >= 1000 else f"{one.slots}"
-    return f"{short.get(one.way, one.way)}: {slots}" if one.way else "no"
+    return f"{short.get(one.way, one.way)}: {slots}"
 
 
-def _speed(one: Fit, card: Card) -> list[str]:
-    rates = dict(zip(_WHAT, (one.decode, one.reached, one.modelled, one.gradients, one.trained), strict=True))
-    fits = one.way.startswith("bfloat16")
-    return [rounded(rates[what]) if fits and rates[what] else "–" for what in _SPEEDS[card.name]]
+def _speed(one: Fit | None, card: Card) -> list[str]:
+    known = dict(zip(_WHAT, speeds(one), strict=True)) if one and one.way.startswith("bfloat16") else {}
+    return [known.get(what, "–") for what in _SPEEDS[card.name]]
 
 
 def main() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 from motet.model.find import SMALL_BASE
-from tests.support.hub_server import TOKEN, HubServer
+from tests.support.hub_server import TOKEN, HubServer, environment
 
 SEVERAL = """
 import contextlib, io, json, os, sys
@@ -26,12 +25,6 @@ for token, words in json.loads(sys.argv[1]):
             code = end.code
     print(json.dumps([code, told.getvalue()]))
 """
-
-
-def environment(url: str, directory: Path) -> dict[str, str]:
-    """For a process of its own: the library reads these variables as it is imported."""
-    home = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(directory / "home")}
-    return {**os.environ, **home, "NO_PROXY": "127.0.0.1", "HF_TOKEN": TOKEN}
 
 
 def export(adapter: Path, target: Path, *words: str) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,26 @@ from bench.fits import BASES, BEGIN, END, PAGE, read, written
 from typer.testing import CliRunner
 
 from motet.commands.cli import app
-from motet.commands.fits import CARDS, Work, chosen, fit, own_pass_bytes, pass_bytes
+from motet.commands.fits import CARDS, GIB, Card, Fit, Work, chosen, fit, fits, own_pass_bytes, pass_bytes
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.model_info import ALL_LINEAR
 from motet.model.load import load_base
-from motet.model.outline import outline
+from motet.model.outline import BaseOutline, outline
 from motet.training.memory import pass_memory
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
+from tests.support.hub_server import HubServer, environment
 
 (H200,) = chosen(["h200"])
 SHORT = Work(adapters=8, tokens=128)
 SHAPE_8B = {**BASES["Llama 3.1 8B"]}
+
+
+def fitting(base: BaseOutline, card: Card, work: Work) -> Fit:
+    """The first way in which it fits."""
+    found = fit(base, card, work)
+    assert found is not None
+    return found
 
 
 SIZED = ["llama", "phi3", "gemma3_mixed", "qwen3_moe", "gpt_oss", "deepseek_v2", "qwen3_5", "gpt_neox", "qwen3_vl"]
@@ -53,7 +63,7 @@ def test_what_an_h200_showed_lies_within_the_estimate() -> None:
     assert (
         0.8 < (base.weight_bytes + own_pass_bytes(base, 8192, 16, recompute=False)) / 49.7e9 < 1.25
     )  # of a trial program
-    found, small = fit(base, H200, SHORT), fit(read(BASES["Qwen2.5 0.5B"]), H200, SHORT)
+    found, small = fitting(base, H200, SHORT), fitting(read(BASES["Qwen2.5 0.5B"]), H200, SHORT)
     assert found.decode == pytest.approx(16_900, rel=0.1)
     assert found.gradients == pytest.approx(24_700, rel=0.1)
     assert found.reached == pytest.approx(2160, rel=0.1)
@@ -61,14 +71,14 @@ def test_what_an_h200_showed_lies_within_the_estimate() -> None:
     assert all(one.reached < one.modelled < one.decode for one in (found, small))
     assert [found.modelled, small.modelled] == pytest.approx([10_210, 41_570], rel=0.2)  # of a trial program
     assert all(0 < one.trained < one.gradients for one in (found, small))
-    assert not fit(read(BASES["Qwen3 30B-A3B"]), H200, SHORT).modelled
+    assert not fitting(read(BASES["Qwen3 30B-A3B"]), H200, SHORT).modelled
 
 
 def test_a_sequence_longer_than_a_pass_is_counted_as_computed_again() -> None:
     """Kept whole, it would not fit. Gradients are slower for it."""
     base, long = read(SHAPE_8B), Work(rows=1, tokens=40_000)
     assert own_pass_bytes(base, long.tokens, 16, recompute=False) > H200.memory
-    short, found = fit(base, H200, Work(rows=1)), fit(base, H200, long)
+    short, found = fitting(base, H200, Work(rows=1)), fitting(base, H200, long)
     assert short.way == found.way == "bfloat16"
     assert found.weights + own_pass_bytes(base, long.tokens, 16, recompute=True) < H200.memory
     assert found.trained < 0.85 * short.trained
@@ -76,10 +86,10 @@ def test_a_sequence_longer_than_a_pass_is_counted_as_computed_again() -> None:
 
 def test_a_base_is_packed_where_it_does_not_fit_whole() -> None:
     base = read(SHAPE_8B)
-    ways = [fit(base, card, Work(adapters=8)).way for card in chosen(["RTX 4090", "A100 40", "H100"])]
+    ways = [fitting(base, card, Work(adapters=8)).way for card in chosen(["RTX 4090", "A100 40", "H100"])]
     assert ways == ["8 bits", "bfloat16", "bfloat16"]
-    assert not fit(read(BASES["Qwen3 32B"]), chosen(["L4 "])[0], Work()).way
-    least, most = (fit(base, H200, Work(rank=rank)).slots for rank in (64, 8))
+    assert fit(read(BASES["Qwen3 32B"]), chosen(["L4 "])[0], Work()) is None
+    least, most = (fitting(base, H200, Work(rank=rank)).slots for rank in (64, 8))
     assert 1 < least < most
 
 
@@ -103,6 +113,40 @@ def test_the_command_needs_a_config_json_and_nothing_beside(tmp_path: Path) -> N
     assert "H200" not in shown.output.partition("An estimate")[0]
     large = config(tmp_path, **SHAPE_8B | {"num_hidden_layers": 400})
     assert CliRunner().invoke(app, ["fits", large, "--card", "L4 "]).exit_code == 1
+
+
+@pytest.mark.parametrize(("shape", "name"), [("Llama 3.1 8B", "L4 "), ("Qwen3 30B-A3B", "A100 80")])
+def test_every_way_is_shown_with_its_memory_in_a_hundred_columns(tmp_path: Path, shape: str, name: str) -> None:
+    base = read(BASES[shape])
+    (card,) = chosen([name])
+    told = CliRunner(env={"COLUMNS": "100"}).invoke(
+        app, ["fits", config(tmp_path, **BASES[shape]), "--card", card.name]
+    )
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in told.output.splitlines() if "│" in line]
+    ways = fits(base, card, Work())
+    assert [row[1] for row in rows[: len(ways)]] == [one.way for one in ways]
+    assert ("8 bits" in told.output) == (not base.experts), "experts cannot stay packed"
+    for row, one in zip(rows, ways, strict=False):
+        assert row[2:5] == [f"{size / GIB:.1f}" for size in (one.weights, one.cache, one.passing)]
+        assert one.cache == one.rows * (2048 * base.kv_bytes_per_token + base.state_bytes)
+        assert one.weights + one.cache + one.passing <= card.memory or not one.fits
+        assert row[5:] == ([str(one.slots), str(one.rows)] if one.fits else ["does not fit", ""])
+    assert all(one.fits for one in ways) == bool(base.experts), "choose another card: the test shows too little"
+
+
+def test_of_a_hub_id_only_the_configuration_is_asked_for(tmp_path: Path) -> None:
+    with HubServer(visible=True) as hub:
+        hub.files = {
+            "config.json": json.dumps({**SHAPE_8B, "num_hidden_layers": 2}).encode(),
+            "model.safetensors": b"x",
+        }
+        command = [sys.executable, "-m", "motet", "fits", "me/base", "--card", "l4 "]
+        told = subprocess.run(command, env=environment(hub.url, tmp_path), capture_output=True, text=True, check=False)
+        assert told.returncode == 0, told.stderr
+        assert "me/base: llama" in told.stdout
+        files = {one.rpartition("/")[2] for one in hub.asked if "/resolve/" in one}
+        assert "config.json" in files
+        assert not [one for one in files if not one.endswith(".json")], hub.asked
 
 
 @pytest.mark.parametrize(

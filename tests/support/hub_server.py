@@ -1,4 +1,4 @@
-"""A hub over HTTP with the routes that an upload takes: who am I, is it there, make it, which files how, and the commit.
+"""A hub over HTTP: who am I, is it there, make it, which files how, and the commit of an upload; and files to download.
 
 with HubServer() as hub:
     ...  # a program with HF_ENDPOINT=hub.url and HF_TOKEN=TOKEN
@@ -10,13 +10,22 @@ Weights go the way of large files (git LFS), the rest inside of the commit.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import os
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 TOKEN = "hf_of_a_test"
 _OID = "0" * 40
+
+
+def environment(url: str, directory: Path) -> dict[str, str]:
+    """For a process of its own: the library reads these variables as it is imported."""
+    home = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(directory / "home")}
+    return {**os.environ, **home, "NO_PROXY": "127.0.0.1", "HF_TOKEN": TOKEN}
 
 
 class HubServer:
@@ -41,6 +50,9 @@ class HubServer:
 
             def do_GET(self) -> None:
                 hub.answer(self, "GET")
+
+            def do_HEAD(self) -> None:
+                hub.answer(self, "HEAD")
 
             def do_POST(self) -> None:
                 hub.answer(self, "POST")
@@ -74,14 +86,17 @@ class HubServer:
             return
         allowed = path.startswith("/large/") or request.headers.get("Authorization") == f"Bearer {TOKEN}"
         status, said = self._answer(path, body) if allowed else (401, {"error": "Invalid credentials"})
-        data = json.dumps(said).encode()
+        data = said if isinstance(said, bytes) else json.dumps(said).encode()
         request.send_response(status)
         request.send_header("Content-Type", "application/json")
+        request.send_header("X-Repo-Commit", _OID)
+        request.send_header("ETag", hashlib.sha256(data).hexdigest())
         request.send_header("Content-Length", str(len(data)))
         if status == 404:
-            request.send_header("X-Error-Code", "RepoNotFound")
+            request.send_header("X-Error-Code", "EntryNotFound" if "/resolve/" in path else "RepoNotFound")
         request.end_headers()
-        request.wfile.write(data)
+        if method != "HEAD":
+            request.wfile.write(data)
 
     def _answer(self, path: str, body: bytes) -> tuple[int, Any]:
         match path.strip("/").split("/"):
@@ -90,6 +105,8 @@ class HubServer:
             case ["api", "models", space, name]:
                 known = {"id": f"{space}/{name}", "private": not self.visible, "sha": _OID, "tags": [], "siblings": []}
                 return (404, {"error": "Repository not found"}) if self.visible is None else (200, known)
+            case [_, _, "resolve", _, file]:
+                return (200, self.files[file]) if file in self.files else (404, {"error": "Entry not found"})
             case ["api", "repos", "create"]:
                 self.made = json.loads(body)
                 return 200, {"url": f"{self.url}/{self.made['organization']}/{self.made['name']}"}

@@ -100,8 +100,12 @@ class Fit:
     """A base on a card."""
 
     way: str
-    """How the base is held there; empty if it does not fit."""
+    """How the base is held there."""
     weights: int
+    cache: int
+    """Bytes of the KV cache, and of states, for `rows`."""
+    passing: int
+    """Bytes of the largest training pass, beside weights and adapters."""
     slots: int
     """Adapters that fit beside base, caches and a training pass."""
     rows: int
@@ -116,6 +120,13 @@ class Fit:
     """Tokens a second that the products of gradients would allow, in bfloat16."""
     trained: float
     """The same, as a model of the time of Motet's kernels gives it (`motet.cuda.pass_time`); 0 where it gives none."""
+    adapters: int
+    """Adapters that it has to hold."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the base fits so, with its work."""
+        return self.slots >= self.adapters
 
 
 def pass_bytes(base: BaseOutline, tokens: int, *, recompute: bool) -> int:
@@ -137,24 +148,29 @@ def _logit_bytes(base: BaseOutline) -> int:
     return 2 * (4 + 2) * _LOGIT_ROWS * (base.head // base.hidden_size)
 
 
-def fit(base: BaseOutline, card: Card, work: Work) -> Fit:
-    """How a base fits on a card: in bfloat16, else with `recompute`, else packed in 8 or 4 bits."""
+def fits(base: BaseOutline, card: Card, work: Work) -> list[Fit]:
+    """How a base fits on a card in each way: in bfloat16, with `recompute`, and packed in 8 and 4 bits."""
     size = base.adapter_size(ALL_LINEAR, work.rank)
     decode, reached = _decode(base, card, work)
-    gradients = card.computed / (4 * base.active + 6 * size)
+    gradients, found = card.computed / (4 * base.active + 6 * size), list[Fit]()
     for way, weights, recompute in _ways(base):
         packed = way.endswith("bits")
         own = _by_own_kernels(base) and not packed
-        left = card.memory - weights - _largest_pass(base, work, own=own, recompute=recompute)
+        passing = _largest_pass(base, work, own=own, recompute=recompute)
+        left = card.memory - weights - passing
         rows = _sequences(base, left, work)
         cache = rows * (work.tokens * base.kv_bytes_per_token + base.state_bytes)
         slots = SlotMemory.of_size(size, 2, whole=own).fitting(1000, 0, max(0, left - cache), None) if rows else 0
-        if slots >= work.adapters:
-            if packed:
-                return Fit(way, weights, slots, rows, decode, 0.0, 0.0, gradients, 0.0)
-            modelled, trained = _modelled(base, card, work, recompute=recompute)
-            return Fit(way, weights, slots, rows, decode, reached, modelled, gradients, trained)
-    return Fit("", base.weight_bytes, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        modelled, trained = (0.0, 0.0) if packed else _modelled(base, card, work, recompute=recompute)
+        today = 0.0 if packed else reached
+        speeds = (decode, today, modelled, gradients, trained)
+        found.append(Fit(way, weights, cache, passing, slots, rows, *speeds, work.adapters))
+    return found
+
+
+def fit(base: BaseOutline, card: Card, work: Work) -> Fit | None:
+    """The first way in which a base fits on a card; None if there is none."""
+    return next((one for one in fits(base, card, work) if one.fits), None)
 
 
 def _largest_pass(base: BaseOutline, work: Work, *, own: bool, recompute: bool) -> int:
@@ -256,40 +272,45 @@ def show(name: str, work: Work, cards: Sequence[str]) -> int:
     base, console = outline(name), plain_console()
     if work.tokens > base.max_positions:
         raise ConfigError(f"--tokens {work.tokens}: {name} has positions for {base.max_positions} tokens; lower it")
-    found = [fit(base, card, work) for card in wanted]
+    found = {card.name: fits(base, card, work) for card in wanted}
     size = base.adapter_size(ALL_LINEAR, work.rank)
     trained = SlotMemory.of_size(size, 2, whole=_by_own_kernels(base)).trained
     console.print(
         f"{name}: {base.model_type}, {_count(base.n_parameters)} parameters, {base.weight_bytes / GIB:.1f} GiB in "
         f"bfloat16, {base.kv_bytes_per_token / 1024:.0f} KiB of keys and values a token; an adapter of rank {work.rank} has "
-        f"{_count(size)} parameters and takes {trained / GIB:.2f} GiB while it trains",
+        f"{_count(size)} parameters and takes {trained / GIB:.2f} GiB while it trains, with its gradient and the "
+        "optimizer's moments",
         soft_wrap=True,
     )
-    table = Table(
-        "card", "base held as", "weights", "adapters", f"rows of {work.tokens}", "decode, limit", "today", "modelled"
-    )
-    table.add_column("gradients, limit")
-    table.add_column("modelled")
-    for card, one in zip(wanted, found, strict=True):
-        table.add_row(card.name, *cells(one))
-    print_table(console, table)
+    memory = Table("card", "base held as", "weights", "KV", "pass", "adapters", f"rows of {work.tokens}")
+    speed = Table("card", "decode, limit", "today", "modelled", "gradients, limit", "modelled")
+    for card, ways in found.items():
+        for one in ways:
+            memory.add_row(card if one is ways[0] else "", *cells(one), end_section=one is ways[-1])
+        if fitting := [one for one in ways if one.fits]:
+            speed.add_row(card, *speeds(fitting[0]))
+    print_table(console, memory)
+    print_table(console, speed)
     console.print(
-        f"An estimate, in tokens a second, for {work.rows} rows. Limits are what memory and products allow; `today` is "
-        "for up to 8 adapters, from two bases on an H200; `modelled` is what kernels that no card has run would give. "
-        "docs/fits.md says how it is made.",
+        f"An estimate: memory in GiB, and tokens a second of the first way that fits, for {work.rows} rows. Limits are what "
+        "memory and products allow; `today` is for up to 8 adapters, from two bases on an H200; `modelled` is what kernels "
+        "that no card has run would give. docs/fits.md says how it is made.",
         soft_wrap=True,
     )
-    return 0 if any(one.way for one in found) else 1
+    return 0 if speed.row_count else 1
 
 
 def cells(one: Fit) -> tuple[str, ...]:
-    """The columns of a card, without its name."""
-    if not one.way:
-        return ("does not fit", f"{one.weights / GIB:.1f} GiB", *[""] * 7)
+    """The memory of a base on a card, held in one way."""
     slots = "1,000 or more" if one.slots >= 1000 else str(one.slots)
+    room = (slots, str(one.rows)) if one.fits else ("does not fit", "")
+    return (one.way, *(f"{size / GIB:.1f}" for size in (one.weights, one.cache, one.passing)), *room)
+
+
+def speeds(one: Fit) -> tuple[str, ...]:
+    """Tokens a second on a card."""
     rates = (one.decode, one.reached, one.modelled, one.gradients, one.trained)
-    speeds = (rounded(rate) if rate else "–" for rate in rates)
-    return (one.way, f"{one.weights / GIB:.1f} GiB", slots, str(one.rows), *speeds)
+    return tuple(rounded(rate) if rate else "–" for rate in rates)
 
 
 def _count(n: int) -> str:
