@@ -27,9 +27,10 @@ ALL = "*"
 """Shares with all tenants."""
 _OF_TEMPLATE = ("chat_template", "chat_template_kwargs", "tool_format")
 _PLACE = tuple_(Share.created, Share.id)
-PLACE_OF_SHARE = r"^(given|received)/[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}$"
+_ROW = r"[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}"
+PLACE_OF_SHARE = f"^(given|received)/{_ROW}$"
 """A place in a tenant's list of shares: which kind, and the row after which to go on."""
-PLACE_OF_ADAPTER = r"^[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}$"
+PLACE_OF_ADAPTER = f"^{_ROW}$"
 """A place in a tenant's list of uploaded adapters: the row after which to go on."""
 MOST_SHARES = 1000
 """Most shares that a tenant gives."""
