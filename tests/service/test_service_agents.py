@@ -368,12 +368,16 @@ def test_what_an_agent_was_answered_is_charged_though_its_job_is_cancelled_befor
     service: Service,
 ) -> None:
     """Each answer, to the token; again and again it would cost nothing otherwise."""
-    service.submit(job("left", "agent", environment={"name": "agent", "max_turns": 9}))
-    (episode,) = lease(service, "left")["episodes"]
-    chat = f"{episode['path']}/chat/completions"
-    answers = [asked(service, chat, episode["key"]) for _ in range(9)]
-    assert [status for status, _ in answers] == [200] * 9
-    service.steer("left", "cancel")
+    service.submit(job("left", "agent", environment={"name": "agent", "max_turns": 9, "wall_seconds": 600}))
+    try:
+        episodes = list[Json]()
+        while not episodes:
+            episodes = lease(service, "left")["episodes"]
+        chat, key = f"{episodes[0]['path']}/chat/completions", episodes[0]["key"]
+        answers = [asked(service, chat, key) for _ in range(9)]
+        assert [status for status, _ in answers] == [200] * 9
+    finally:
+        service.steer("left", "cancel")
     assert service.becomes("left", "cancelled")["step"] == 0
     (line,) = [one for one in service.ask("GET", "/v1/usage")["data"] if one["name"] == "left"]
     told = sum(body["usage"]["completion_tokens"] for _, body in answers)
