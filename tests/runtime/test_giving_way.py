@@ -22,6 +22,8 @@ from motet.runtime.group_requests import SamplingCost
 from motet.runtime.job import Executed, JobEvent, StateChanged
 from motet.runtime.journal import Datum, ForwardBackward, Journal, OptimStep, Save
 from motet.runtime.ownership import Ownership
+from motet.runtime.pipeline import _cut_steps
+from motet.runtime.slot_turns import SlotTimeouts
 from motet.runtime.unfinished import KeptGroup, KeptUpdate, Unfinished
 from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
@@ -89,6 +91,32 @@ def test_a_newcomer_gets_a_slot_though_no_step_of_the_others_ends(tmp_path: Path
     assert set(again) == {request.id.rsplit("/", 1)[0] for request in alone.engine.requests}
     assert set(again.values()) == {1}, "what was finished is not sampled again"
     assert not (tmp_path / "beside" / "a2" / "unfinished").exists()
+
+
+def test_a_job_that_is_cut_before_it_gets_on_may_keep_its_slot_for_twice_as_long(tmp_path: Path) -> None:
+    """Otherwise groups that take longer than the limit would be sampled again forever."""
+    now, waited = 0.0, list[float]()
+
+    async def script(run: FakeRun) -> None:
+        nonlocal now
+        engine, last = run.engine, run.jobs["a"]
+        assert isinstance(engine, HeldEngine)
+        timeouts = SlotTimeouts(10.0, lambda: now)
+        for turn in (1, 2, 3, 4):
+            await until(lambda turn=turn: engine.begun["a"] == 4 + 2 * turn)  # type: ignore[misc]
+            await until(lambda: last.progress.rollouts_done == 4 * 4)
+            running, began = run.pipeline._running["a"], now
+            running.preempt()
+            while running.loop is not None and not running.loop.session.work.giving_way.is_set():
+                _cut_steps([running], timeouts)
+                now += 1.0
+            waited.append(now - began - 1.0)
+        engine.go.set()
+
+    config = job("a", steps=1, algorithm={"groups_per_step": 6})
+    run = run_jobs(tmp_path, [config], Setting(engine=HeldEngine, holdout=0), script)
+    assert (run.state("a"), run.jobs["a"].starts) == (JobState.SUCCEEDED, 5)
+    assert waited == [10, 10, 20, 40], "it got on in its first turn alone"
 
 
 class HeldEvaluations(HeldEngine):
