@@ -26,7 +26,7 @@ import motet
 from motet.commands import export
 from motet.commands.export_apart import pre_tokenizer, read_model
 from motet.commands.export_check import Loaded, ask, check, compare, known_ids
-from motet.commands.export_gguf import converter, modelfile_template
+from motet.commands.export_gguf import _convert, converter, modelfile_template
 from motet.commands.merging import ExportSource
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.commands.verify import verify
@@ -356,6 +356,23 @@ def test_halves_of_letters_are_compared(llama: tuple[Loaded, dict[str, Any]]) ->
     loaded, wanted = llama
     text = wanted.pop("of")
     assert ask(loaded, [text], wanted["tokens"], known_ids(str(SMALL_BASE))) == wanted
+
+
+def test_how_the_process_of_a_consumer_or_a_converter_ended_is_told(tmp_path: Path) -> None:
+    with pytest.raises(BaseModelError, match=r"its process ended with exit status 1\. The end(.|\n)*  IndexError: .*$"):
+        ask(Loaded("convert", tmp_path), [], [], [])  # without a script, which no consumer has
+    (tmp_path / "conversion").mkdir()
+    base = tmp_path / "conversion" / "base.py"
+    for code, how in (
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            r"was killed with SIGKILL, which Motet did not send \(.* out of memory\)$",
+        ),
+        ("raise ValueError('no such model')", "ended with exit status 1; its last line is: ValueError: no such model$"),
+    ):
+        base.write_text(code)
+        with pytest.raises(BaseModelError, match=rf"^convert\.py does not convert .*given: it {how}"):
+            _convert(tmp_path / "convert.py", tmp_path / "given", tmp_path / "made")
 
 
 def test_what_a_consumer_says_is_told_and_nothing_is_guessed(llama: tuple[Loaded, dict[str, Any]]) -> None:

@@ -202,3 +202,9 @@ def test_the_last_line_of_a_log_that_was_moved_aside_is_told(tmp_path: Path) -> 
     began = size_of(log)
     log.write_text("it failed\n")
     assert how_it_ended(3, log=log, since=began) == f"ended with exit status 3; the last line of {log} is: it failed"
+
+
+def test_the_last_line_of_what_was_printed_is_told_where_there_is_no_log() -> None:
+    printed = "Traceback (most recent call last):\n  at a place\nValueError: no such file\n"
+    assert how_it_ended(1, printed=printed) == "ended with exit status 1; its last line is: ValueError: no such file"
+    assert how_it_ended(-11, printed="\n") == "was killed with SIGSEGV (a crash in compiled code)"

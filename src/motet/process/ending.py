@@ -26,7 +26,13 @@ _TAIL_BYTES = 4096
 
 
 def how_it_ended(
-    status: int | None, *, stopped: bool = False, log: Path | None = None, since: int = 0, hint: str = ""
+    status: int | None,
+    *,
+    stopped: bool = False,
+    log: Path | None = None,
+    since: int = 0,
+    printed: str = "",
+    hint: str = "",
 ) -> str:
     """`ended with exit status 3`, `was killed with SIGSEGV (…)`, `was stopped by Motet`: a phrase without its subject.
 
@@ -35,10 +41,13 @@ def how_it_ended(
         stopped: whether this process killed it before it ended by itself.
         log: its standard error; its last line is quoted.
         since: size of the log at its start.
+        printed: what it wrote, instead of a log.
         hint: said after the status of a process that wrote nothing.
     """
     said = _last_line_of(log, since) if log is not None else ""
     words = f"; the last line of {log} is: {said}" if said else ""
+    if printed.strip():
+        words = f"; its last line is: {last_line(printed)}"
     if stopped and status in (None, -signal.SIGKILL, -signal.SIGTERM):
         return f"was stopped by Motet{words}"
     if status is None:

@@ -19,6 +19,7 @@ from socket import socket
 from typing import Any, NoReturn
 
 from motet.process.alive import BEAT_SECONDS, SILENT, Pulse
+from motet.process.ending import how_it_ended
 
 MOST_DEATHS, DEATHS_SECONDS = 3, 60.0
 """The parent gives up after so many deaths within this time."""
@@ -69,7 +70,7 @@ def supervised(
                     say(f"{what} {ending}")
                 stops.leave(child.status)
             deaths.append(time.monotonic())
-            how = ending or _how(child.status)
+            how = ending or how_it_ended(child.status)
             if len(deaths) == MOST_DEATHS and deaths[-1] - deaths[0] < DEATHS_SECONDS:
                 say(f"{what} {how}, {MOST_DEATHS} times within {DEATHS_SECONDS:g} s: motet stops; start it again")
                 sys.exit(GAVE_UP)
@@ -174,10 +175,6 @@ class _Child:
                 self.status = os.waitstatus_to_exitcode(ended[1])
                 return True
         return False
-
-
-def _how(status: int) -> str:
-    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
 def _end_with_parent(parent: int) -> None:

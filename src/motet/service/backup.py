@@ -24,6 +24,7 @@ from sqlalchemy import make_url
 
 from motet.core.checksums import hash_of, is_inside, sync
 from motet.core.errors import RunError
+from motet.process.ending import how_it_ended
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import rollout_sums
 from motet.runtime.rollout_logs import must_be_there
@@ -263,4 +264,4 @@ def _postgres(command: list[str], database: str) -> None:
     except FileNotFoundError:
         raise RunError(f"{command[0]} is not installed: it comes with PostgreSQL's client programs") from None
     if done.returncode != 0:
-        raise RunError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+        raise RunError(f"{command[0]} {how_it_ended(done.returncode)}: {done.stderr.strip()[-500:]}")

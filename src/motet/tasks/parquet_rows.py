@@ -6,10 +6,12 @@ Untrusted files are read in a separate process with limits on memory and time, w
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -22,9 +24,12 @@ from motet.tasks import pace
 from motet.tasks.plain_json import as_json
 from motet.tasks.tables import of_arrow
 
+_log = logging.getLogger(__name__)
 _BATCH = 256
 _NO_MEMORY = 70
 """Exit status of a process that met its memory limit."""
+_PRINTED = 2**20
+"""Most bytes that the process prints to its standard error."""
 _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
 """Signals by which Arrow ends its process when it gets no memory."""
 
@@ -52,8 +57,8 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, rules: 
     command = wall.command(__name__, str(path.resolve()), str(memory_mb), str(rules.number))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     late = threading.Event()
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    with tempfile.TemporaryFile() as printed, subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, env=environment
     ) as process:  # fmt: skip
         assert process.stdout is not None
 
@@ -88,7 +93,11 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, rules: 
                     raise DataError(
                         f"{path} cannot be read within {limit}, the limit here; split it, or make it .jsonl"
                     )
-                raise DataError(f"{path} cannot be read: the process that reads it {ending.how_it_ended(status)}")
+                printed.seek(0)
+                said = printed.read().decode(errors="replace")
+                how = ending.how_it_ended(status, printed=said)
+                _log.warning("%s %s:\n%s", __name__, how, said[-2000:])
+                raise DataError(f"{path} cannot be read: the process that reads it {how}")
         finally:
             timer.cancel()
             process.kill()
@@ -105,7 +114,7 @@ def _write(path: Path, rules: Rules, target: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], where_possible=True)
+    wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], most_written=_PRINTED, where_possible=True)
     try:
         _write(Path(sys.argv[1]), Rules(int(sys.argv[3])), sys.stdout)
     except MemoryError:
