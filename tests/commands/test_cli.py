@@ -24,6 +24,7 @@ import motet
 from motet.commands.doctor import gpu_kernels
 from motet.core.checksums import sealed
 from motet.core.types import Problem
+from motet.process.importable import PACKAGE_ROOT
 from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
 from tests.support.waiting import PATIENCE, wait_until
@@ -345,10 +346,13 @@ def test_doctor_says_which_cards_have_run_the_kernels_and_what_computes_instead(
     assert "torch 2.11, Triton 3.6" in trial
 
 
-@pytest.mark.usefixtures("here")
-def test_doctor_says_what_this_machine_can_do(says: Motet) -> None:
-    code, out, err = says("doctor")
-    assert code == 0, out + err
+def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), "."]), "COLUMNS": "500"}
+    command = [sys.executable, "-P", "-c", MAIN, "doctor"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    out = done.stdout
+    assert done.returncode == 0, out + done.stderr
+    assert re.search(rf"packages in {tmp_path} .*not read: it is the working directory", out), out
     for text in (
         "base small",
         "float32",

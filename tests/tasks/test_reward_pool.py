@@ -464,6 +464,7 @@ def test_a_process_loads_little():
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
     assert {"yaml", "pydantic", "torch", "csv", "motet.tasks.row_files", "motet.config"}.isdisjoint(loaded)
+    assert "numpy.random" in loaded, "numpy imports it when it is first used, and that would be behind the wall"
 
 
 def test_processes_end_with_a_parent_that_is_killed(tmp_path):
