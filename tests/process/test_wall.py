@@ -219,6 +219,17 @@ def test_the_list_of_calls_fits_both_architectures(architecture):
         assert name not in system_calls.ALLOWED | system_calls.REFUSED, f"{name} would be allowed with any argument"
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_calls_that_fail_are_in_the_kernels_log_where_it_is_asked_for(monkeypatch, asked):
+    name = "MOTET_WALL_LOG"
+    monkeypatch.setenv(name, "1")
+    if not asked:
+        monkeypatch.delenv(name)
+    assert (name in wall.environment()) == asked
+    assert [system_calls._rules(programs).get_attr(pyseccomp.Attr.CTL_LOG) for programs in (False, True)] == [asked] * 2
+    assert f"`{name}=1`" in (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+
+
 @pytest.mark.parametrize(
     "verb", ["read", "write", "truncate", "remove", "connect", "run", "fork", "kill", "starve", "environment", "flood"]
 )

@@ -15,6 +15,10 @@ import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyseccomp import SyscallFilter
 
 ALLOWED = frozenset(
     """
@@ -68,7 +72,8 @@ _NUMBERS = range(600)
 LOGGED = "MOTET_WALL_LOG"
 """The environment variable with which the kernel's audit logs each call that fails, by its number. Only where it is set: a
 process could fill the log, and slow down others that are audited. The process itself cannot tell: with SIGSYS instead of an
-error, a call while signals are blocked, such as the C library's when it starts a thread, would end the process."""
+error, a call while signals are blocked, such as the C library's when it starts a thread, would end the process. A listener
+for its calls (SECCOMP_RET_USER_NOTIF) would take a thread of the parent, and each such call would wait for it."""
 
 _EPERM, _ENOSYS = 1, 38
 _THREAD = 0x10000
@@ -153,6 +158,10 @@ def numbers_of(names: Iterable[str]) -> set[int]:
 
 def filter_calls(programs: bool) -> None:
     """Filter this process's calls, for good. `programs`: it starts programs, which are filtered too."""
+    _rules(programs).load()
+
+
+def _rules(programs: bool) -> SyscallFilter:
     from pyseccomp import ALLOW, ERRNO, GT, MASKED_EQ, Arg, Attr, SyscallFilter
 
     process = os.getpid()
@@ -175,4 +184,4 @@ def filter_calls(programs: bool) -> None:
             rules.add_rule(ALLOW, number, *(Arg(one.place, MASKED_EQ, one.mask, one.value) for one in way))
     # the C library asks for the processors of a thread to learn of its stack, and goes on without an answer
     rules.add_rule(ERRNO(_ENOSYS), "sched_getaffinity", Arg(0, GT, process))
-    rules.load()
+    return rules
