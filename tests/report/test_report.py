@@ -17,8 +17,10 @@ import pytest
 
 from motet.core.errors import RunError
 from motet.report import curves_svg, write_report
+from motet.report.comparison import evaluated as evaluated_job
+from motet.report.comparison import mean_curves, side_of_job
 from motet.report.read import MAX_POINTS, Series, read_lines, read_run
-from motet.report.svg import COLOURS, ticks
+from motet.report.svg import COLOURS, draw_curves, ticks
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.metrics import STEP_FIELDS
 from tests.support.commands import Motet
@@ -431,6 +433,28 @@ def test_a_directory_without_jobs_is_refused(tmp_path: Path) -> None:
 
 
 # --- the static picture ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "told"),
+    [
+        ([{"reward": 0.5}], "reward"),
+        ([{"accuracy": 0.5, "loss": 0.7}], "accuracy"),
+        ([{"nll": 2.0}], "log-lik"),
+        ([{"reward": 0.5}, {"accuracy": 0.5, "loss": 0.7}], "reward and accuracy"),
+        ([{}], "reward"),
+    ],
+)
+def test_a_picture_names_the_figure_that_it_shows(tmp_path: Path, evaluated: list[dict[str, float]], told: str) -> None:
+    for number, figures in enumerate(evaluated):
+        (place := tmp_path / f"run/job-{number}").mkdir(parents=True)
+        (place / "job.yaml").write_text("base: small\njob: {steps: 1}\n")
+        (place / "metrics.jsonl").write_text(json.dumps({"step": 0, "loss": 0.1, "eval": figures}) + "\n")
+    jobs = read_run(tmp_path / "run").jobs
+    sides = [side_of_job(one.name, evaluated_job(one, ())) for one in jobs if one.evaluations.xs]
+    for picture in (curves_svg(tmp_path / "run"), draw_curves([mean_curves(side) for side in sides])):
+        assert re.findall(r">(Held-out [^<]+)<", picture) == [f"Held-out {told}"]
+        assert f"<title>Training reward and held-out {told} of" in picture
 
 
 def test_picture_is_svg_with_a_line_for_every_job(run: Path) -> None:

@@ -326,6 +326,31 @@ def test_what_a_job_came_to_on_held_out_problems_is_on_both_pages(service: Keyed
     )
 
 
+@pytest.mark.parametrize(("best_by", "older"), [("", True), ("accuracy, then loss", False)])
+def test_a_held_out_figure_has_its_name_and_an_older_rule_is_told(page: Page, best_by: str, older: bool) -> None:
+    """Pairs have an accuracy. The job of an earlier release chose its best version by another figure."""
+    held_out = {"figure": "accuracy", "version": 6, "value": 0.75, "best_version": 3, "best": 0.5, "best_by": best_by}
+
+    def of_pairs(route: Route) -> None:
+        answer = route.fetch()
+        body = answer.json()
+        for one in body.get("data", [body]):
+            if "held_out" in one:
+                one["held_out"] = held_out
+            elif "eval" in one.get("data", {}):
+                one["data"]["eval"] = {"accuracy": 0.25, "loss": 0.5} if one["data"]["step"] else {"nll": 2.5}
+        route.fulfill(response=answer, json=body)
+
+    page.route(re.compile(r"/v1/jobs(/[^/?]+(/events)?)?(\?.*)?$"), of_pairs)
+    open_job(page, "ended", "Events")
+    expect(page.locator(".happened")).to_contain_text(re.compile(r"held-out accuracy 0\.25.*held-out NLL 2\.5"))
+    facts = page.locator(".facts")
+    expect(facts).to_contain_text("held-out accuracy 0.75 (v6), best 0.5 (v3)")
+    told = "chosen by held-out loss, the rule of the release that began the job"
+    (expect(facts).to_contain_text if older else expect(facts).not_to_contain_text)(told)
+    page.unroute_all(behavior="wait")
+
+
 def test_curves_of_several_jobs_have_a_legend(service: Keyed, page: Page) -> None:
     service.submit(tiny("beside", 2))
     assert service.ended("beside") == "succeeded"

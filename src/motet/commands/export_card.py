@@ -13,8 +13,8 @@ import yaml
 from motet.commands.answers import same_command
 from motet.commands.merging import ExportSource
 from motet.core.errors import RunError
-from motet.report.read import JobRecord, Series, read_job
-from motet.report.svg import Curves, draw_curves
+from motet.report.read import JobRecord, read_job
+from motet.report.svg import curve_of, draw_curves
 from motet.runtime.held_out import LOG_LIKELIHOOD, untrained
 from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of, with_arguments
 
@@ -79,9 +79,7 @@ def _rewards(job: JobRecord, adapter: Path, target: Path) -> list[str]:
     held_out = job.evaluations
     if not held_out.xs:
         return []
-    (target / _CURVES).write_text(
-        draw_curves([Curves(job.name, job.columns.get("reward", Series()), held_out)]), "utf-8"
-    )
+    (target / _CURVES).write_text(draw_curves([curve_of(job)]), "utf-8")
     figure = "log-likelihood" if job.figure == LOG_LIKELIHOOD else job.figure
     best = job.committed.best_version if job.committed else None
     marks = {adapter.name: "this adapter"} | ({f"v{best}": "best"} if best is not None else {})

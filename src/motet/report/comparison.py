@@ -222,7 +222,8 @@ def mean_curves(side: Side) -> Curves:
     """The mean curves of a side's jobs, at points where all have a value."""
     jobs = [job.record for job in side.jobs.values()]
     rewards, held_out = [job.columns.get("reward", Series()) for job in jobs], [job.evaluations for job in jobs]
-    return Curves(side.name, _mean_series(rewards), _mean_series(held_out))
+    figures = " and ".join(dict.fromkeys(job.figure for job in jobs))
+    return Curves(side.name, _mean_series(rewards), _mean_series(held_out), figures)
 
 
 def _mean_series(curves: Sequence[Series]) -> Series:

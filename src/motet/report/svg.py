@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
 
-from motet.report.read import RunRecord, Series
+from motet.report.read import JobRecord, RunRecord, Series
+from motet.runtime.held_out import REWARD
 
 COLOURS = tuple(
     re.findall("#[0-9a-f]{6}", (resources.files("motet.service") / "dashboard/palette.js").read_text("utf-8"))
@@ -46,24 +47,32 @@ class Curves:
     name: str
     rewards: Series
     held_out: Series
+    figure: str
+    """The name of what `held_out` shows."""
 
 
 def curves_of(run: RunRecord) -> list[Curves]:
     """The curves of each job."""
-    return [Curves(job.name, job.columns.get("reward", Series()), job.evaluations) for job in run.jobs]
+    return [curve_of(job) for job in run.jobs]
+
+
+def curve_of(job: JobRecord) -> Curves:
+    """The curves of one job."""
+    return Curves(job.name, job.columns.get("reward", Series()), job.evaluations, job.figure)
 
 
 def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
-    """Two panels, reward and held-out evaluation, with one legend below; `what` names the curves' subjects in the title."""
+    """Two panels, reward and held-out figure, with one legend below; `what` names the curves' subjects in the title."""
     legend, legend_height = _legend([one.name for one in curves], _TOP + _PANEL_HEIGHT + 52)
     height = _TOP + _PANEL_HEIGHT + 42 + legend_height
     rewards, held_out = [one.rewards for one in curves], [one.held_out for one in curves]
-    name = escaped(f"Training reward and held-out reward of {len(curves)} {what}")
+    figures = " and ".join(dict.fromkeys(one.figure for one in curves if one.held_out.xs)) or REWARD
+    name = escaped(f"Training reward and held-out {figures} of {len(curves)} {what}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
         f'aria-label="{name}" {_FONT} font-size="12" fill="{_TEXT}"><title>{name}</title>'
         + _panel("Training reward", "step", rewards, _LEFT)
-        + _panel("Held-out reward", "version", held_out, _LEFT + _PANEL_WIDTH + _GAP, marked=True)
+        + _panel(f"Held-out {figures}", "version", held_out, _LEFT + _PANEL_WIDTH + _GAP, marked=True)
         + legend
         + "</svg>\n"
     )

@@ -17,7 +17,7 @@ function eventLine(event) {
   const data = event.data;
   let text = data.message || "";
   if (event.kind === "step") {
-    const parts = [["reward", data.reward], ["held-out", data.eval?.reward], ["length", data.length], ["loss", data.loss]];
+    const parts = [["reward", data.reward], ["held-out", data.eval?.reward], ["held-out accuracy", data.eval?.accuracy], ["held-out NLL", data.eval?.nll], ["length", data.length], ["loss", data.loss]];
     text = parts.filter(([, value]) => Number.isFinite(value)).map(([name, value]) => `${name} ${measured(value)}`).join(" · ");
   }
   const what = event.kind === "step" ? `step ${data.step}` : el("span", {class: `state ${data.state}`}, data.state);
@@ -128,9 +128,10 @@ function makeHead(context, refreshed, complain, leaving) {
     if (waits && waits[0] !== job.state) waits = null;
     const progress = job.state === "running" ? job.progress : null, held = job.held_out;
     const best = held && held.best !== null && held.best_version !== held.version ? `, best ${measured(held.best)} (v${held.best_version})` : "";
+    const rule = held && held.figure === "accuracy" && !held.best_by && "chosen by held-out loss, the rule of the release that began the job";
     say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase, job.base && `base ${job.base}`, Number.isInteger(progress?.host) && `host ${progress.host}`,
       progress && `${count(progress.tokens_per_second)} tokens/s`, Number.isFinite(progress?.seconds_left) && `${span(progress.seconds_left)} to go`,
-      held && `held-out ${held.figure} ${measured(held.value)} (v${held.version})${best}`, Number.isFinite(job.reward) && `training reward ${measured(job.reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
+      held && `held-out ${held.figure} ${measured(held.value)} (v${held.version})${best}`, rule, Number.isFinite(job.reward) && `training reward ${measured(job.reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
     bar.className = `progress ${job.state}`;
     done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
     const text = notes(job);
