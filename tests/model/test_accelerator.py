@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from motet.core.errors import BaseModelError
-from motet.model.accelerator import Recorder, place_of, take
+from motet.model.accelerator import Recorder, add_in_full_precision, full_precision, place_of, take
+from tests.support.torch_switches import USERS, are_motets, switches, users
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "motet"
 CALLS = re.compile(r"torch\.(cuda|xpu|npu|mps|accelerator)\b|backends\.(cuda|mps)\b|_C\._cuda|\bnccl\b")
@@ -31,3 +33,28 @@ def test_a_cpu_takes_part_by_gloo_and_records_nothing() -> None:
     assert (place.type, take(place)) == ("cpu", "gloo")
     run = lambda: torch.zeros(1)  # noqa: E731
     assert Recorder(place).capture(run, first=True) is run
+
+
+@pytest.mark.parametrize("which", USERS)
+def test_a_users_switches_are_put_back_when_the_last_of_all_threads_leaves(which: str) -> None:
+    with users(which) as before, ThreadPoolExecutor(1) as other:
+        full_precision.__enter__()
+        assert are_motets()
+        with full_precision:
+            other.submit(full_precision.__enter__).result()
+        full_precision.__exit__()
+        assert are_motets()
+        other.submit(full_precision.__exit__).result()
+        assert switches() == before
+
+
+def test_switches_of_a_process_stay_unless_the_caller_is_in_the_context() -> None:
+    with users("medium") as before:
+        with full_precision:
+            add_in_full_precision(torch.device("cuda"))
+            assert are_motets()
+        assert switches() == before
+        add_in_full_precision(torch.device("cpu"))
+        assert switches() == before
+        add_in_full_precision(torch.device("cuda"))
+        assert are_motets()

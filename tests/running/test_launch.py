@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import pytest
 import yaml
 
+import motet
 from motet.config import OF_CLIENT, EngineConfig, HostConfig, JobConfig
 from motet.config.jobfile import validate, validate_as
 from motet.core.checksums import sealed
@@ -29,6 +30,7 @@ from motet.runtime.opening import check_identity, open_job
 from motet.runtime.probe import probe_ids
 from motet.runtime.rundir import RunDirectory
 from tests.support.counting import calls
+from tests.support.torch_switches import are_motets, switches, users
 
 
 @pytest.fixture(scope="module")
@@ -361,3 +363,25 @@ def test_rows_of_the_hub_are_a_part_of_the_job(base: Any, tmp_path: Path) -> Non
         check_identity(directory, is_, accept_changes=False)
     assert "rows" not in described("somebody/numbers", Rules(0), 20)
     assert "rows" not in described("toy:add", TODAY, 20)
+
+
+def test_a_run_has_its_own_switches_of_torch_and_puts_the_users_back(tmp_path: Path) -> None:
+    inside = list[bool]()
+    config = validate({"base": "small", "run": str(tmp_path), "jobs": [job("one")]}, "test")
+    with users("medium") as before:
+        assert run_config(config, started=lambda host, jobs: inside.append(are_motets())).ok
+        assert inside == [True]
+        assert switches() == before
+        with pytest.raises(ConfigError, match="stop here"):
+            run_config(config.model_copy(update={"run": str(tmp_path / "two")}), started=stop_here)
+        assert switches() == before
+
+
+def stop_here(host: Any, jobs: Any) -> None:
+    raise ConfigError("stop here")
+
+
+def test_a_check_puts_a_users_switches_of_torch_back() -> None:
+    with users("medium") as before:
+        motet.check([job("one")], rollouts=1)
+        assert switches() == before

@@ -7,6 +7,7 @@ import runpy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from motet.core.errors import AdapterError, ConfigError, ProbeError, RunError
 from motet.core.types import AdapterRef, Group, Rollout
 from motet.protocols import WeightSync
 from motet.runtime.checkpoint import JobDirectory
+from tests.support.torch_switches import are_motets, switches, users
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = [Problem(i, (Message("user", f"What is {i} + {i + 1}?"),), str(2 * i + 1)) for i in range(3)]
@@ -199,3 +201,24 @@ def test_a_loop_without_a_directory_leaves_none(tmp_path: Path, monkeypatch: pyt
         stepped(verbs, 0)
         assert list(tmp_path.glob("motet-verbs-*/a"))
     assert not list(tmp_path.glob("motet-verbs-*"))
+
+
+def test_torchs_switches_are_motets_in_a_call_and_the_users_between_calls() -> None:
+    inside = list[bool]()
+
+    class Watched(Grpo):
+        def token_losses(self, *given: Any) -> Any:
+            inside.append(are_motets())
+            return super().token_losses(*given)
+
+    with users("medium") as before:
+        with Verbs("small", longest=64) as verbs:
+            assert switches() == before
+            verbs.add_adapter("a", rank=4)
+            batch = {"a": LOSS.batch(groups(verbs, "a")["a"], 6)}
+            assert switches() == before
+            verbs.forward_backward(batch, Watched(advantage="centered"))
+            assert switches() == before
+        assert switches() == before
+    assert inside
+    assert all(inside)

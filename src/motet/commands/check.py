@@ -29,7 +29,7 @@ from motet.core.errors import ConfigError, RunError
 from motet.core.types import Group
 from motet.hosting.before_loading import Checked, auto_kernels, changes_of, check_before_loading
 from motet.hosting.host import Host
-from motet.hosting.launch import open_base
+from motet.hosting.launch import open_base, own_switches
 from motet.hosting.preparing import left_out, prepare_all
 from motet.hosting.running import config_of
 from motet.runtime.checkpoint import JobDirectory
@@ -93,6 +93,7 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
         refused = _print_changes(console, config, checked)
         console.print(f"loading {config.base} …")
         of_torchrun = config.cluster.launcher == "torchrun"
+        stack.enter_context(own_switches())
         base = open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
         for note in base.info.notes:
             console.print(f"note: {note}")

@@ -96,6 +96,15 @@ def open_base(
     return ShardedBase.of(group, trust_remote_code=engine.trust_remote_code)
 
 
+def own_switches() -> contextlib.AbstractContextManager[None]:
+    """Torch's switches as Motet's sums need them; behind it they are as they were, because the process may be a user's."""
+    keep_freed_memory()
+    _spin_briefly()
+    from motet.model.accelerator import full_precision
+
+    return full_precision
+
+
 def load(base: str, config: EngineConfig, own: Choice | None = None) -> LoraModel:
     """Load and prove a base. `own` is the choice for `engine.kernels: auto`, by default the fastest here.
 

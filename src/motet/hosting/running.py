@@ -18,7 +18,7 @@ from motet.core.errors import ConfigError, RunError
 from motet.core.types import HostNow, JobState
 from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading, check_something_is_left
 from motet.hosting.host import Host
-from motet.hosting.launch import open_base
+from motet.hosting.launch import open_base, own_switches
 from motet.hosting.preparing import left_out, prepare, prepare_all
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
@@ -71,8 +71,7 @@ def run_config(
         MotetError: nothing could start; every other failure is a job's state.
     """
     config, plans = _raced(config)
-    hosted, ranked = config.engine.hosts > 1 or config.cluster.launcher == "ray", config.cluster.launcher == "torchrun"
-    if hosted and not sequential and base is None:
+    if (config.engine.hosts > 1 or config.cluster.launcher == "ray") and not sequential and base is None:
         return _run_on_hosts(
             config, plans, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )
@@ -82,7 +81,8 @@ def run_config(
         checked = _check(config, plans, base, original, accept_changes=accept_changes)
         loading()
         own, slots = auto_kernels(config), 1 if sequential else config.engine.slots
-        opened = base or open_base(config, directory, stack, own, of_torchrun=ranked)
+        stack.enter_context(own_switches())
+        opened = base or open_base(config, directory, stack, own, of_torchrun=config.cluster.launcher == "torchrun")
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, checked.rules, original)
         check_prepared(plans, jobs := [job for job, _ in prepared])
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})

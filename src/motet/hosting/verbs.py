@@ -28,7 +28,7 @@ from motet.core.errors import AdapterError
 from motet.core.rules import Rules
 from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
 from motet.hosting.host import Host
-from motet.hosting.launch import open_base
+from motet.hosting.launch import open_base, own_switches
 from motet.hosting.preparing import Sources, prepare
 from motet.native.choice import of_jobs
 from motet.runtime import rundir
@@ -134,7 +134,7 @@ class Verbs:
         self._accept_changes = accept_changes
         self._adapters: dict[str, _Adapter] = {}
         self._asked = 0
-        with ExitStack() as opening:
+        with own_switches(), ExitStack() as opening:
             place = Path(directory or opening.enter_context(TemporaryDirectory(prefix="motet-verbs-")))
             self._directory = opening.enter_context(rundir.opened(place))
             known = computed_by(JobDirectory(path) for path in sorted(place.iterdir()) if path.is_dir())
@@ -345,5 +345,6 @@ class Verbs:
         return self._adapters[name]
 
     def _call(self, call: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        result: Result = self._portal.call(call)
+        with own_switches():
+            result: Result = self._portal.call(call)
         return result

@@ -126,57 +126,96 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device_of(tensor)
 
 
-def add_in_full_precision(place: torch.device) -> None:
-    """On a GPU, disable reduced-precision sums, and fix one workspace per stream."""
-    if place.type == "cpu":
-        return
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+PutBack = Callable[[], None]
 
 
-class ProductsWithoutSplit:
-    """Context in which torch's bfloat16 products are cuBLASLt's, and add over K in one order. For any threads at once.
+class Switched:
+    """Context in which torch's switches are set. For any threads at once.
 
     The switches hold for the whole process, which may be a user's: the last to leave puts them back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn: Callable[[], PutBack]) -> None:
+        """`turn` sets them."""
+        self._turn = turn
         self._lock = threading.Lock()
         self._inside = 0
-        self._before: tuple[Any, bool, bool]
+        self._put_back: PutBack
 
     def __enter__(self) -> None:
-        """Set the switches.
-
-        Raises:
-            AttributeError, RuntimeError: this torch has no such switches, or no cuBLASLt.
-        """
-        matmul: Any = torch.backends.cuda.matmul
+        """Set the switches; raises what `turn` raises."""
         with self._lock:
             if not self._inside:
-                blas = torch.backends.cuda.preferred_blas_library()
-                narrow, split = (
-                    matmul.allow_bf16_reduced_precision_reduction,
-                    matmul.allow_bf16_reduced_precision_reduction_split_k,
-                )
-                torch.backends.cuda.preferred_blas_library("cublaslt")  # without it, each product would raise
-                self._before = blas, narrow, split
-                matmul.allow_bf16_reduced_precision_reduction = (False, False)
+                self._put_back = self._turn()
             self._inside += 1
 
     def __exit__(self, *_error: object) -> None:
         """Put them back."""
-        matmul: Any = torch.backends.cuda.matmul
         with self._lock:
             self._inside -= 1
             if not self._inside:
-                blas, *before = self._before
-                matmul.allow_bf16_reduced_precision_reduction = tuple(before)
-                torch.backends.cuda.preferred_blas_library(blas)
+                self._put_back()
 
 
-products_without_split = ProductsWithoutSplit()
+def _full_precision() -> PutBack:
+    """No sums of reduced precision, and one workspace per stream."""
+    matmul: Any = torch.backends.cuda.matmul
+    of_cpus: Any = torch.backends.mkldnn
+    variable = "CUBLAS_WORKSPACE_CONFIG"
+    sums, workspace = _bfloat16_sums(), os.environ.get(variable)
+    products = matmul.fp32_precision, of_cpus.matmul.fp32_precision
+    name = None
+    with contextlib.suppress(RuntimeError):  # raised where somebody set torch's old and new switches
+        name = torch.get_float32_matmul_precision()
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_tf32 = False
+    os.environ[variable] = ":4096:8"
+
+    def put_back() -> None:
+        matmul.allow_bf16_reduced_precision_reduction = sums
+        if name is not None:
+            torch.set_float32_matmul_precision(name)  # sets those of CPUs too
+        matmul.fp32_precision, of_cpus.matmul.fp32_precision = products
+        if workspace is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = workspace
+
+    return put_back
+
+
+def _without_split() -> PutBack:
+    """Let torch's bfloat16 products be cuBLASLt's, and add over K in one order.
+
+    Raises:
+        AttributeError, RuntimeError: this torch has no such switches, or no cuBLASLt.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    library, sums = torch.backends.cuda.preferred_blas_library(), _bfloat16_sums()
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # without it, each product would raise
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+
+    def put_back() -> None:
+        matmul.allow_bf16_reduced_precision_reduction = sums
+        torch.backends.cuda.preferred_blas_library(library)
+
+    return put_back
+
+
+def _bfloat16_sums() -> tuple[bool, bool]:
+    """Whether sums may be in reduced precision, and whether K may be split."""
+    matmul: Any = torch.backends.cuda.matmul
+    return matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
+
+
+full_precision = Switched(_full_precision)
+products_without_split = Switched(_without_split)
+
+
+def add_in_full_precision(place: torch.device) -> None:
+    """On a GPU, set the switches of `full_precision`; they stay so, unless the caller is in that context."""
+    if place.type != "cpu":
+        _full_precision()
 
 
 class Recorder:
