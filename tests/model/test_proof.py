@@ -214,9 +214,11 @@ def proved(model: Any, damage: Callable[[LoraModel], None] = lambda base: None, 
     return prove(wrapped, model, "random", tiny.BLOCK, **options)
 
 
-@pytest.mark.parametrize(("family", "layers"), few([("Granite", 8), ("Llama", 16), ("Llama", 32)], ("Granite", 8)))
+@pytest.mark.parametrize(
+    ("family", "layers"), few([("Granite", 8), ("Granite", 32), ("Llama", 16), ("Llama", 32)], ("Granite", 8))
+)
 def test_a_right_base_whose_noise_is_large_is_let_in(family: str, layers: int) -> None:
-    """Its logits differ by more than 6 % of the largest one: rounding does as much to the stock model."""
+    """Rounding changes the stock model's logits by more than 5 % of their size; of 32 layers of Granite by 80 %."""
     base = proved(base_of(family, layers))
     assert base.noise > 0.05
     assert {weight.dtype for weight in base.model.parameters()} == {torch.bfloat16}, "fp32 judged, and is gone"
