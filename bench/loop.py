@@ -32,6 +32,8 @@ from tests.support.service_run import tiny
 
 MOST_SECONDS = 0.02
 """Longest turn."""
+MOST_SHARE = 0.3
+"""Largest share of the loop that one tenant may have."""
 MOST_COLLECTION = 0.05
 """Longest collection of garbage."""
 PER_SECOND = 50.0

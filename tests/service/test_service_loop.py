@@ -22,7 +22,7 @@ from typing import Any
 
 import h11
 import pytest
-from bench.loop import MOST_COLLECTION, MOST_SECONDS, TURNS, measured
+from bench.loop import MOST_COLLECTION, MOST_SECONDS, MOST_SHARE, TURNS, measured
 from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -36,7 +36,7 @@ from motet.core.json_text import rough_size
 from motet.service.app import ROUTES
 from motet.service.database.tables import StoredFile
 from motet.service.http.auth import FEW_BYTES
-from motet.service.http.bodies import BYTES_OF_A_REQUEST, _Body
+from motet.service.http.bodies import BYTES_OF_A_REQUEST, MOST_GRADIENT, MOST_PROMPT, _Body
 from motet.service.http.connections import QUEUE, Connections
 from motet.service.http.forms import FormReader
 from motet.service.http.json_size import BYTES_OF_A_REQUEST as JSON_OF_A_REQUEST
@@ -44,6 +44,7 @@ from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQU
 from motet.service.http.parsing import CHUNK, FREE_CHUNKS, MOST_HEAD, MOST_LINES, Parser
 from motet.service.routing import TenantRoute, _Request
 from motet.service.schemas import MOST_SUBMITTED
+from motet.service.tinker.wire import CONTENT_TYPE
 from motet.service.workers.rewards import key_of
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
@@ -371,15 +372,19 @@ def test_a_body_of_many_values_counts_as_many_requests(tmp_path: Path) -> None:
     [
         ("/v1/check", b'{"text": "' + b"x" * 10**6 + b'"}', 10**6 / JSON_OF_A_REQUEST),
         ("/tinker/api/v1/forward_backward", b"\xff" * 2**23, 2**23 / BYTES_OF_A_REQUEST),
+        ("/tinker/api/v1/forward_backward", b"\xff" * (MOST_GRADIENT + 1), 2**25 / BYTES_OF_A_REQUEST),
+        ("/v1/check", b"x" * 2**23, MOST_PROMPT / BYTES_OF_A_REQUEST),
     ],
+    ids=["JSON", "a gradient", "one that is too large", "JSON that is too large"],
 )
 def test_a_body_of_many_bytes_counts_as_many_requests(
     tmp_path: Path, path: str, content: bytes, counts_as: float
 ) -> None:
-    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=20)) as house:
-        house.ask("POST", path, content=content, headers={"content-type": "application/json"})
-        statuses = [house.ask("GET", "/v1/me").status_code for _ in range(20)]
-        assert 0 < statuses.count(200) <= 20 - counts_as + 1
+    kind = CONTENT_TYPE if path.endswith("/forward_backward") else "application/json"
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=50)) as house:
+        house.ask("POST", path, content=content, headers={"content-type": kind})
+        statuses = [house.ask("GET", "/v1/me").status_code for _ in range(50)]
+        assert 0 < statuses.count(200) <= 50 - counts_as + 1
 
 
 @pytest.mark.parametrize("path", ["/v1/keys", "/v1/shares", "/tinker/api/v1/create_session"])
@@ -703,4 +708,5 @@ def test_no_route_holds_the_loop(tmp_path: Path) -> None:
     assert {one.route for one in figures} == routes
     slow = {f"{one.route}, {one.worst}": one.turn for one in figures if one.turn > MOST_SECONDS}
     assert slow == {}
+    assert {one.route: one.share for one in figures if one.share > MOST_SHARE} == {}
     assert TURNS.longest_collection <= MOST_COLLECTION

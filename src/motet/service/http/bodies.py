@@ -226,9 +226,9 @@ class Bodies:
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
         self._arriving[payer] += size
         try:
-            await self._app(scope, body.receive, self._in_pieces(scope, body, receive, send))
             if too_long:
-                charge(await _drain(receive, limit))
+                charge(limit / BYTES_OF_A_REQUEST)  # it arrives, though only its beginning is read
+            await self._app(scope, body.receive, self._in_pieces(scope, body, receive, send))
         except asyncio.CancelledError:  # the server cancels stuck requests at shutdown
             if not self._stopping():
                 raise
