@@ -157,6 +157,21 @@ def test_packages_that_are_installed_in_place_are_read_by_their_own_roots(above,
     }
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_of_a_working_directory_packages_and_modules_are_read_if_some_are_installed_there(
+    tmp_path, monkeypatch, installed
+):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "local/__init__.py", "module.py", "key.pem", ".env", "data/rows.csv")
+    if installed:
+        written(tmp_path, "other-1.0.dist-info/RECORD")
+    found = importable.of_python([""])
+    names = {"local", "module.py", "other-1.0.dist-info"} if installed else set()
+    assert {place.name for place in found.places if place.parent == tmp_path} == names
+    assert found.left_out == ({} if installed else {str(tmp_path): "it is the working directory"})
+    assert tmp_path not in [*found.places, *found.listed]
+
+
 def test_what_a_run_keeps_is_withheld_while_it_lasts(tmp_path):
     before = os.environ.get("MOTET_WITHHELD")
     with importable.withheld(tmp_path / "a"), importable.withheld(tmp_path / "b"):

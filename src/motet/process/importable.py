@@ -3,7 +3,8 @@
 Of Python's own directories, and those of the environment that runs it, it may read everything. Elsewhere it may read what can
 be imported, such as `package/` and `module.py`, and nothing that lies beside: environments below this one, `--target`, lines
 of `.pth` files, `PYTHONPATH`, zipped and editable packages. Of the working directory, the script's and that of a reward's file
-it may read packages that are installed in it, and otherwise nothing. What Motet keeps (`withheld`) it never reads.
+it may read packages if a `.pth` line names it, packages and modules if an installer has put any into it, and otherwise nothing.
+What Motet keeps (`withheld`) it never reads.
 """
 
 from __future__ import annotations
