@@ -45,7 +45,7 @@ class Timings:
             (rows[0], 8, [self._profile, self._spy]),
             (rows[1], 0, []),
             (rows[1], 8, []),
-            (rows[1], 8 if self.tiny else 64, []),
+            (rows[1], 8 if self.tiny else 64, [self._memory]),
             (rows[0], 8 if self.tiny else 64, []),
         ):
             self._timed(_decode_row(most, adapters), "decode", _decode(most, adapters, self._new), after)

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from motet.cuda.decoder_shape import DecoderShape
 from motet.cuda.pass_time import pass_time
 from motet.cuda.step_time import _NOT_OVERLAPPED, _PER_INPUT, LAUNCH, SMALL_LAUNCH, product_time, step_time
+from tests.support.measured_shapes import DOCS, H100, H200, LARGE, SMALL
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-
-SMALL = DecoderShape(
-    24, ((1152, 896), (896, 896), (9728, 896), (896, 4864)), (151936, 896), 24 * 2 * 2 * 64 * 2, 2 * 8_798_208
-)
-LARGE = DecoderShape(
-    32, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), (128256, 4096), 32 * 2 * 8 * 128 * 2, 2 * 41_943_040
-)
-H200, H100 = (4256e9, 796e12), (2970e9, 796e12)
-"""Bytes a second of a copy, and operations a second of a product: measured on an H200, and the same part of an H100's."""
 MEASURED = [  # milliseconds with the fastest ways; 40 to 145 keys a row, rank 16 on all linears
     (SMALL, H200, 64, (1.031, 1.540, 2.010)), (SMALL, H200, 256, (1.325, 2.054, 2.446)),
     (LARGE, H200, 64, (4.780, 6.270, 9.197)), (LARGE, H200, 256, (8.466, 9.794, 11.951)),
