@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,44 @@ def test_its_database_loses_no_row_when_its_tables_are_those_of_today(left: Path
         found = {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in KNOWN["rows"]}
     # every tenant gets a row that lifts a limit which is new
     assert found == {**KNOWN["rows"], "starts": KNOWN["rows"]["starts"] + 1, "limits": KNOWN["rows"]["tenants"]}
+
+
+def test_rows_of_tables_that_it_left_empty_stay_too(left: Path, tmp_path: Path) -> None:
+    shutil.copy(left / "motet.db", tmp_path)
+    empty = sorted(name for name, rows in KNOWN["rows"].items() if not rows)
+    assert {"bases", "closed_tenants", "fine_tunings", "races", "scoring_units"} <= set(empty)
+    with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
+        columns = {name: _fill(database, name) for name in empty}
+        database.execute("UPDATE jobs SET race = (SELECT id FROM races) WHERE name = 'done'")
+        database.commit()
+        columns["jobs"] = [row[1] for row in database.execute("PRAGMA table_info(jobs)")]
+        before = _contents(database, columns)
+    Store(f"sqlite:///{tmp_path / 'motet.db'}").close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
+        assert _contents(database, columns) == before
+        assert database.execute("PRAGMA foreign_key_check").fetchall() == []
+    assert all(before.values())
+
+
+def _fill(database: sqlite3.Connection, table: str) -> list[str]:
+    """Add a row with a value in each column, and return the columns."""
+    parents = {row[3]: (row[2], row[4]) for row in database.execute(f"PRAGMA foreign_key_list({table})")}
+    values = dict[str, Any]()
+    for _, name, kind, *_ in database.execute(f"PRAGMA table_info({table})").fetchall():
+        if name in parents:
+            parent, key = parents[name]
+            (values[name],) = database.execute(f'SELECT "{key}" FROM "{parent}" ORDER BY 1').fetchone()
+        else:
+            of_kind = {"JSON": '{"a": [1, "b"]}', "INTEGER": 7, "DOUBLE": 1.5}
+            values[name] = of_kind.get(kind, f"{name} of {table}")
+    names, marks = ", ".join(f'"{name}"' for name in values), ", ".join("?" * len(values))
+    database.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", list(values.values()))
+    return list(values)
+
+
+def _contents(database: sqlite3.Connection, columns: dict[str, list[str]]) -> dict[str, list[Any]]:
+    quoted = {table: ", ".join(f'"{name}"' for name in names) for table, names in columns.items()}
+    return {table: database.execute(f"SELECT {of} FROM {table} ORDER BY 1").fetchall() for table, of in quoted.items()}
 
 
 def test_its_keys_open_what_they_opened(service: Service) -> None:
