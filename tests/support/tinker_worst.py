@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,48 @@ def samples(sampler: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"prompt {token}", lambda token=token: asked(text([1, token]))  # type: ignore[misc]
 
 
+def models(service: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """New sessions and models, and questions about paths. The package waits while it makes a model: in a thread."""
+    threads = ThreadPoolExecutor(64)
+
+    def made(**given: Any) -> Any:
+        fields = {"base_model": "small", "rank": 4, **given}
+        return threads.submit(lambda: here(service.create_lora_training_client(**fields)))
+
+    fields: dict[str, list[Any]] = {
+        "rank": [0, *WIDE], "seed": [2**70, -1, 2**31], "base_model": ["", "x" * 300, HALF, "x\0"],
+        "user_metadata": [{HALF: "a"}, {"a": HALF}, {"a\0": "\0"}, {"a": "x" * 10**5}, {f"{n}": "" for n in range(1000)}],
+    }  # fmt: skip
+    for field, values in fields.items():
+        for value in values:
+            yield f"{field} {value!r}"[:40], lambda field=field, value=value: made(**{field: value})  # type: ignore[misc]
+    rest, kept = service.create_rest_client(), new(service).save_state("kept").result().path
+    odd = (
+        "",
+        "x",
+        "tinker://",
+        "tinker://x/weights/y",
+        f"tinker://{'x' * 5000}/weights/y",
+        HALF,
+        "tinker://x\0/weights/y",
+    )
+    asked: list[tuple[str, Callable[[], Any]]] = []
+    for path in odd:
+        asked += [
+            (f"info {path!r}"[:30], lambda path=path: rest.get_weights_info_by_tinker_path(path)),  # type: ignore[misc]
+            (f"copy {path!r}"[:30], lambda path=path: rest.copy_weights(path, "project")),  # type: ignore[misc]
+            (f"ttl of {path!r}"[:30], lambda path=path: rest.set_checkpoint_ttl_from_tinker_path(path, 1)),  # type: ignore[misc]
+            (f"copy to {path!r}"[:30], lambda path=path: rest.copy_weights(kept, path)),  # type: ignore[misc]
+        ]
+    for seconds in (0, *WIDE):
+        asked += [
+            (f"ttl {seconds}", lambda seconds=seconds: rest.set_checkpoint_ttl_from_tinker_path(kept, seconds)),  # type: ignore[misc]
+            (f"copy ttl {seconds}", lambda seconds=seconds: rest.copy_weights(kept, "project", ttl_seconds=seconds)),  # type: ignore[misc]
+        ]
+    for name, call in asked:
+        yield name, lambda call=call: threads.submit(lambda: call().result())  # type: ignore[misc]
+
+
 OF_SERVICE = ("ok", "never", "RequestFailedError", "BadRequestError", "NotFoundError", "ValueError: Error retrieving")
 
 
@@ -141,6 +184,8 @@ def worst(service: Any) -> Found:
             elif requests is gradients and "forward" not in name:
                 made = tried(found, f"step after {name}", lambda client=client: client.optim_step(ADAM))  # type: ignore[misc]
                 found["steps"][name] = None if made is None else made.metrics
+    for name, call in models(service):
+        tried(found, f"model: {name}", call)
     for name, call in samples(here(service.create_sampling_client(base_model="small"))):
         tried(found, f"sample {name}", call)
     return found

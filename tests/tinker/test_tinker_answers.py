@@ -43,6 +43,7 @@ def test_the_package_gets_an_answer_whatever_a_field_holds(tinker_scripts: Scrip
     assert set(lost) <= {name for name in lost if "half a letter" in name or r"\ud800" in name or name == "no data"}
     failed = {name: told for name, told in found.items() if "the model has failed" in told or "internal error" in told}
     assert not failed, "a number ends no model"
+    assert not [name for name, told in found.items() if name.startswith(("model: rank", "model: ttl")) and told == "ok"]
     odd = {name: one for name, one in steps.items() if one is not None and one["skipped:sum"]}
     assert {"ppo advantage 3e+38", "weight 3e+38"} <= odd.keys()
     assert all(math.isnan(one["grad_norm:mean"]) for one in odd.values())
