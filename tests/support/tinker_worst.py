@@ -178,7 +178,7 @@ def worst(service: Any) -> Found:
         for index in range(len(list(requests(client)))):
             name, call = list(requests(client))[index]
             tried(found, name, call)
-            if not found[name][0].startswith(OF_SERVICE):
+            if not found[name].startswith(OF_SERVICE):
                 found["lost"][name] = found.pop(name)
                 client = new(service)
             elif requests is gradients and "forward" not in name:
