@@ -53,9 +53,11 @@ def say_untrained(adapter: Path) -> None:
 
 def say_untrained_of(versions: Iterable[Version], wanted: str) -> None:
     """The same for a version of a service's job: a number, `best` or `latest`."""
+    from motet.runtime.held_out import IS_UNTRAINED
+
     for one in versions:
         if one.untrained and wanted in (str(one.version), "best" * one.best, "latest" * one.latest):
-            say(f"warning: {one.model} is untrained: it equals the adapter that the job began with", aside=True)
+            say(f"warning: {one.model} {IS_UNTRAINED}", aside=True)
 
 
 def check_place(option: str, file: Path | None) -> None:

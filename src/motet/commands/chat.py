@@ -85,7 +85,7 @@ def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None,
 
 
 def is_served(url: str | None, key: str | None, model: str) -> bool:
-    """Whether a service that answers has a job or adapter of this name; its bases are on this machine, too."""
+    """Whether a service that answers has a job or adapter of this name; a base is loaded here instead."""
     from motet.client import Client
     from motet.model.find import SHORT_NAMES
 
@@ -146,7 +146,7 @@ async def _look_for(client: AsyncClient, model: str) -> None:
     say_untrained_of(versions, version or "best")
     if not version:  # it is the best, or no job's
         return
-    if versions and version in ("best", "latest", *(str(one.version) for one in versions)):  # by its id, or an old one
+    if versions and version in ("best", "latest", *(str(one.version) for one in versions)):
         return
     near = close_matches(model, [one.id for one in await client.models()], n=1)
     meant = f"did you mean {near[0]}? " if near else ""

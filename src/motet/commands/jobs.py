@@ -165,6 +165,5 @@ def pull(
     """Download an adapter as the PEFT directory <job>-v<version>, or an uploaded one under its name."""
     with motet.Client(url, key) as client:
         typer.echo(client.pull(job, version, to))
-        if "/" not in job:  # a share lists no versions
-            with contextlib.suppress(ServiceError):  # of an uploaded adapter
-                say_untrained_of(client.versions(job), version or "best")
+        with contextlib.suppress(ServiceError):  # a share or an uploaded adapter, which list no versions
+            say_untrained_of(client.versions(job), version or "best")

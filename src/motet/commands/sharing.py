@@ -74,7 +74,7 @@ def share(
     """Let another tenant chat with an adapter, start from it and pull it. They see nothing else of the job."""
     with motet.Client(url, key) as client:
         made = client.share(name, tenant)
-        with contextlib.suppress(ServiceError):  # of an uploaded adapter
+        with contextlib.suppress(ServiceError):  # an uploaded adapter, which lists no versions
             say_untrained_of(client.versions(name), "best")
     whom = "all tenants" if made.tenant == "*" else made.tenant
     print_answer(made, as_json, f"{made.id}: {whom} can use {made.owner}/{made.name}")

@@ -36,12 +36,13 @@ _SPINS = "2000"
 """Iterations of libgomp's spin loop before a thread sleeps, about ten microseconds."""
 
 
-def _spin_briefly() -> None:
-    """Make OpenMP threads sleep soon at a barrier, unless OMP_WAIT_POLICY is set; call before torch is imported.
+def _before_torch() -> None:
+    """Keep freed memory, and make OpenMP threads sleep soon at a barrier, unless OMP_WAIT_POLICY is set.
 
     If another process takes a core, a spinning thread uses up the time slice that its partner needs: with GNU OpenMP's
     default, training on two busy cores took up to ten times as long. A short spin has no measurable cost otherwise.
     """
+    keep_freed_memory()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
@@ -49,8 +50,7 @@ def _spin_briefly() -> None:
 @without_collections()
 def warm_up() -> None:
     """Import the modules that loading a base needs, which is most of its time; for a process that does nothing else."""
-    keep_freed_memory()
-    _spin_briefly()
+    _before_torch()
     importlib.import_module("motet.model.load")
     lean_import.allow()
     lean_import.import_transformers()
@@ -98,8 +98,7 @@ def open_base(
 
 def own_switches() -> contextlib.AbstractContextManager[None]:
     """Torch's switches as Motet's sums need them; behind it they are as they were, because the process may be a user's."""
-    keep_freed_memory()
-    _spin_briefly()
+    _before_torch()
     from motet.model.accelerator import full_precision
 
     return full_precision
@@ -111,8 +110,7 @@ def load(base: str, config: EngineConfig, own: Choice | None = None) -> LoraMode
     Raises:
         BaseModelError, ConfigError: the base cannot be used, or the selected kernels are not compiled.
     """
-    keep_freed_memory()
-    _spin_briefly()
+    _before_torch()
     import torch
 
     with ThreadPoolExecutor(1) as passing:

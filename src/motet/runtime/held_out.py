@@ -21,6 +21,7 @@ REWARD, LOG_LIKELIHOOD, ACCURACY = "reward", "log-lik", "accuracy"
 _LONGEST_HEADER = 2**24
 UNTRAINED = "untrained.txt"
 """A file in a copy of an untrained adapter, which is no longer beside the metrics of its job; it has the reason."""
+IS_UNTRAINED = "is untrained: it equals the adapter that the job began with"
 Evaluations = Sequence[tuple[int, float]]
 """(version, figure), in order; higher is better."""
 
@@ -78,9 +79,7 @@ def untrained(adapter: Path, name: str = "") -> str:
     if adapter.parent.name == "versions" and adapter.name[1:].isdecimal() and (job / "metrics.jsonl").is_file():
         trained_from = first_trained(lines_of(job / "metrics.jsonl"))
         if trained_from is None or int(adapter.name[1:]) < trained_from:
-            return (
-                f"{name or f'{adapter.name} of {job.name}'} is untrained: it equals the adapter that the job began with"
-            )
+            return f"{name or f'{adapter.name} of {job.name}'} {IS_UNTRAINED}"
     elif (adapter / ADAPTER_WEIGHTS).is_file() and _is_zero(adapter / ADAPTER_WEIGHTS):
         return f"{name or adapter} is untrained: its matrices B are zero, and it answers like its base"
     return ""

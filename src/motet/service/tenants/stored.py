@@ -43,6 +43,7 @@ class Measured:
     bytes: int
     """In whole blocks, at least one for each file and directory; hard links count once."""
     content: int
+    """Without the rest of blocks and without directories."""
     files: int
 
 
@@ -102,7 +103,7 @@ class StoredBytes:
 
     def of_each(self, tenant_ids: Collection[str]) -> dict[str, int]:
         """Bytes stored by each of these tenants."""
-        files, entries = self._files_of_each(tenant_ids, self._bytes), self._counted_entries()
+        files, entries = self._files_of_each(tenant_ids, in_blocks=True), self._counted_entries()
         with self._lock:
             return {
                 one: files[one]
@@ -115,17 +116,16 @@ class StoredBytes:
 
     def content_of_each(self, tenant_ids: Collection[str]) -> dict[str, int]:
         """Bytes of the content of files and of configurations of each of these tenants: what makes jobs pause."""
-        return self._files_of_each(tenant_ids, self._content)
+        return self._files_of_each(tenant_ids, in_blocks=False)
 
-    def _files_of_each(self, tenant_ids: Collection[str], parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-        total = Counter[str]()
+    def _files_of_each(self, tenant_ids: Collection[str], *, in_blocks: bool) -> dict[str, int]:
+        total, parts = Counter[str](), self._bytes if in_blocks else self._content
         with self._store.transaction() as session:
             for table, more in _BLOCKS_OF.items():
                 taken = (table.bytes + _BLOCK - 1) // _BLOCK * _BLOCK + (more - 1) * _BLOCK
-                sums = select(table.tenant_id, func.sum(table.bytes if parts is self._content else taken)).where(
-                    table.tenant_id.in_(tenant_ids)
-                )
-                for tenant_id, size in session.execute(sums.group_by(table.tenant_id)):
+                sums = select(table.tenant_id, func.sum(taken if in_blocks else table.bytes))
+                of_each = sums.where(table.tenant_id.in_(tenant_ids)).group_by(table.tenant_id)
+                for tenant_id, size in session.execute(of_each):
                     total[tenant_id] += int(size)
         for tenant_id in tenant_ids:
             self._load(tenant_id)
