@@ -78,14 +78,19 @@ def install(arguments: Sequence[str]) -> int:
         readers = [threading.Thread(target=follow, args=(lines,)) for follow, lines in followed]  # type: ignore[arg-type]
         for reader in readers:
             reader.start()
-        while True:
-            try:
-                pip.wait(1 if progress.terminal else SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                progress.show()
-        for reader in readers:
-            reader.join()
+        try:
+            while True:
+                try:
+                    pip.wait(1 if progress.terminal else SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    progress.show()
+        except KeyboardInterrupt:
+            pip.terminate()  # also where the signal was for this process alone
+            raise
+        finally:
+            for reader in readers:  # which read until pip has ended; leaving the block closes what they read
+                reader.join()
     progress.end(pip.returncode)
     return pip.returncode
 

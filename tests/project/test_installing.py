@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,20 @@ def build_wheel(directory, settings=None, metadata=None):
         wheel.writestr("slow-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr("slow-1.dist-info/RECORD", "")
     return "slow-1-py3-none-any.whl"
+"""
+
+_TALKING = """
+import signal, sys
+
+def end(*_):
+    for _ in range(2000):
+        print("Collecting a package" * 10)
+        print("it ends", file=sys.stderr, flush=True)
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end)
+print("it has begun", file=sys.stderr, flush=True)
+signal.pause()
 """
 
 
@@ -108,12 +122,30 @@ def test_make_shows_what_pip_does(target: str) -> None:
     assert re.search(r'echo "compiling [^"]*"; \S+ -m compileall', recipes), "half a minute or more"
 
 
-def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whom", [os.killpg, os.kill], ids=["all of them, as a terminal does", "it alone"])
+def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path, whom: Callable[[int, int], None]) -> None:
     reads, writes = os.pipe()
     process = _begin(tmp_path, writes, session=True)
     os.close(writes)
     lines = _lines(reads)
     next(lines)
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all of them
-    assert "scripts/install.py" not in "".join(lines), "a traceback"
+    whom(process.pid, signal.SIGINT)
+    rest = "".join(lines)
     assert process.wait() == 130
+    assert "Traceback" not in rest
+    assert "scripts/install.py" not in rest
+
+
+def test_what_pip_says_after_ctrl_c_is_read_to_its_end(tmp_path: Path) -> None:
+    """A pip that says much when it is interrupted."""
+    (tmp_path / "pip.py").write_text(_TALKING)
+    command = [sys.executable, str(ROOT / "scripts" / "install.py")]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert next(process.stdout) == "it has begun\n"
+        process.send_signal(signal.SIGINT)
+        lines = list(process.stdout)
+    assert process.returncode == 130
+    assert lines == ["it ends\n"] * 2000
