@@ -28,6 +28,7 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
 from tests.support import tiny_models as tiny
 from tests.support.fake_run import metrics, records, weights
+from tests.support.processes import ending
 from tests.support.segments import SAMPLE_TYPES, gradient, make_trainer, types
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -250,9 +251,8 @@ def test_thumbs_go_on_to_the_same_bytes_after_kill_9(tmp_path: Path) -> None:
     (tmp_path / "thumbs.jsonl").write_text("\n".join(map(json.dumps, thumbs)))
     (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"base": "small", "jobs": [job]}))
     command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--set", f"run={tmp_path / 'parts'}"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
+    with ending(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)):
         wait_until((tmp_path / "parts" / "a" / "versions" / "v2").exists, PATIENCE)
-        running.kill()
     assert not (tmp_path / "parts" / "a" / "versions" / "v4").exists()
     subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)
     subprocess.run([*command[:-1], f"run={tmp_path / 'whole'}"], cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)

@@ -24,6 +24,7 @@ from motet.core.types import ADAPTER_FILES
 from motet.service.schemas import Health, Job
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
+from tests.support.processes import ending
 from tests.support.service_run import LASTING, Service, tiny
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -247,7 +248,7 @@ def test_following_goes_on_over_a_restart(service: Service, tmp_path: Path) -> N
     steps = 8
     path = job_file(tmp_path, tiny("followed", steps=steps))
     shown = service.motet("submit", path, "--follow", "--url", service.url, err=subprocess.PIPE)
-    with motet.Client() as client:
+    with ending(shown), motet.Client() as client:
         wait_until(lambda: any(job.name == "followed" and job.step for job in client.jobs()), PATIENCE, shown)
         seen = []
         for event in client.events("followed", follow=True):
@@ -258,7 +259,7 @@ def test_following_goes_on_over_a_restart(service: Service, tmp_path: Path) -> N
         assert client.job("followed").state == "succeeded"
         assert [event.id for event in seen] == sorted({event.id for event in seen})
         assert [event.data["step"] for event in seen if event.kind == "step"] == list(range(steps + 1))
-    out, err = shown.communicate(timeout=PATIENCE)
+        out, err = shown.communicate(timeout=PATIENCE)
     assert shown.returncode == 0, out + err
     assert re.findall(r"step (\d+)/8", out) == [str(step) for step in range(1, steps + 1)]
     service.until(lambda: service.answers("/readyz"))

@@ -17,6 +17,7 @@ from motet.rollout.server_process import free_port
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.commands import Motet
 from tests.support.fake_run import weights
+from tests.support.processes import ending
 from tests.support.service_run import Json, tiny
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -85,11 +86,10 @@ def test_a_process_of_one_of_two_nodes_that_dies_changes_no_byte(
 @pytest.mark.soak
 def test_whoever_interrupts_torchrun_has_what_was_done_saved(tmp_path: Path, alone: bytes) -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "motet", "run", str(file(tmp_path))]
-    with (tmp_path / "log").open("wb") as log:
-        first = subprocess.Popen(command, stdout=log, stderr=log)
-    wait_until((tmp_path / "run/a/state/2").is_dir, PATIENCE, first)
-    first.send_signal(signal.SIGINT)
-    assert first.wait(PATIENCE) != 0
+    with (tmp_path / "log").open("wb") as log, ending(subprocess.Popen(command, stdout=log, stderr=log)) as first:
+        wait_until((tmp_path / "run/a/state/2").is_dir, PATIENCE, first)
+        first.send_signal(signal.SIGINT)
+        assert first.wait(PATIENCE) != 0
     said = (tmp_path / "log").read_text()
     assert "1 job saved; resume with" in said, said
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -27,6 +27,7 @@ from motet.core.types import Problem
 from motet.process.importable import PACKAGE_ROOT
 from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
+from tests.support.processes import ending
 from tests.support.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,8 +73,8 @@ def start(directory: Path, *words: str) -> subprocess.Popen[str]:
 
 def motet_says(directory: Path, *words: str) -> tuple[int, str, str]:
     """Exit code, output and errors of a command."""
-    process = start(directory, *words)
-    out, err = process.communicate(timeout=PATIENCE)
+    with ending(start(directory, *words)) as process:
+        out, err = process.communicate(timeout=PATIENCE)
     return process.returncode, out, err
 
 

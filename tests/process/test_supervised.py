@@ -55,7 +55,10 @@ class Supervised:
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        self.port = int(self.hears("port"))
+        with contextlib.ExitStack() as failed:
+            failed.callback(self.close)
+            self.port = int(self.hears("port"))
+            failed.pop_all()
 
     def hears(self, word: str) -> str:
         """The rest of the next line, which has to begin so; what is prepared may come at any time."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -40,6 +39,7 @@ from bench.speed.rows import Block, Row, Side, chosen
 from bench.speed.table import cells, cost_text, markdown, number, text
 
 from motet.native.choice import of_machine
+from tests.support.processes import ending
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,11 +279,11 @@ def test_workers_die_with_a_bench_that_is_killed(workers: Workers, tmp_path: Pat
         "workers.start(['a'])\nprint(workers.loaded['a']['pid'], flush=True)\ntime.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as bench:
+    command = [sys.executable, "-c", code]
+    with ending(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)) as bench:
         assert bench.stdout is not None
         pid = int(bench.stdout.readline())
         assert eventually(lambda: state(pid) == "T")
-        bench.send_signal(signal.SIGKILL)
     assert eventually(lambda: not state(pid))
 
 

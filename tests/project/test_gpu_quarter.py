@@ -29,6 +29,7 @@ from bench.speed.workers.job_files import figures
 import gpu_kit
 from motet.model.frozen_weight import FrozenWeight
 from tests.support import tiny_models as tiny
+from tests.support.processes import ending
 from tests.support.waiting import PATIENCE, wait_until
 
 SAYS = "import json, sys; print(json.dumps(dict(group='speed', row=sys.argv[1], value=1234.5, unit='tokens/s')), flush=True)"
@@ -160,10 +161,11 @@ def test_tests_that_are_cut_say_how_far_they_came_and_what_failed(tmp_path: Path
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_card.py").write_text(SLOW_TESTS)
     part = Part("tests", "", ("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests"), 1)
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, *part.words], cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    command = [sys.executable, *part.words]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        ending(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)) as process,
+    ):
         wait_until((tmp_path / "begun").exists, process=process)
         end(process, signal.SIGINT, PATIENCE)
     said = (tmp_path / "log").read_text()

@@ -27,6 +27,7 @@ from motet.view.results import RunResult
 from tests.support.base_servers import BaseServer, base_servers
 from tests.support.doors_run import FLOAT32_GAP, Json, doors, figures, run_of, teacher
 from tests.support.fake_run import records
+from tests.support.processes import ending
 from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import FINAL, host_process, serving
 from tests.support.tinker_run import run_script
@@ -255,7 +256,7 @@ def test_the_doors_of_a_service_train_and_what_samples_is_killed_once(
         bases = where == "two bases"
         base = None if bases else "small"
         service = stack.enter_context(serving(tmp_path / "service", "--config", str(config), base=base))
-        worker = service.motet("agent", tmp_path / "jobs.yaml", cwd=tmp_path)
+        worker = stack.enter_context(ending(service.motet("agent", tmp_path / "jobs.yaml", cwd=tmp_path)))
         service.submit(by_hand)
         if bases:
             service.submit({**job["single turn"], "name": "twins", "base": "twin"})

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from motet.hosting.launch import load
 from motet.hosting.running import run_config
 from motet.view.results import RunResult
 from tests.support import native_calls
+from tests.support.processes import ending
 from tests.support.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, run
 
 BASES = [
@@ -208,18 +208,15 @@ def start(directory: Path, rewards: Path) -> subprocess.Popen[bytes]:
 @pytest.mark.soak
 def test_nothing_is_lost_on_a_real_base(tmp_path: Path, rewards: Path) -> None:
     """5: killed with -9 again and again, the same command ends with the bytes of a run that nobody disturbed."""
-    whole = start(tmp_path / "whole", rewards)
-    assert whole.wait(300) == 0
+    with ending(start(tmp_path / "whole", rewards)) as whole:
+        assert whole.wait(300) == 0
     broken = tmp_path / "broken"
     for step in (1, 3):
-        process = start(broken, rewards)
-        deadline = time.monotonic() + 120
-        while not (broken / "one" / "state" / str(step)).exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert start(broken, rewards).wait(300) == 0
+        with ending(start(broken, rewards)) as process:
+            while not (broken / "one" / "state" / str(step)).exists() and process.poll() is None:
+                time.sleep(0.005)
+    with ending(start(broken, rewards)) as last:
+        assert last.wait(300) == 0
     for name in ("one", "two"):
         kept, expected = fingerprint(broken / name), fingerprint(tmp_path / "whole" / name)
         assert kept == expected, [key for key in expected if kept.get(key) != expected[key]]

@@ -36,6 +36,7 @@ from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_walls import Walls
 from motet.tasks.team import groups_of
 from tests.support.fake_run import metrics, records
+from tests.support.processes import ending
 from tests.support.scripted_model import CHAT, TOKENIZER, Says, Script, ThreadsOf
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -303,9 +304,8 @@ def test_a_team_goes_on_to_the_same_bytes_after_kill_9(file: Path, tmp_path: Pat
     job = lengths(file, steps=6, checkpoint={"every": 1})
     (tmp_path / "jobs.yaml").write_text(yaml.safe_dump({"base": "small", "jobs": [job]}))
     command = [sys.executable, "-m", "motet", "run", str(tmp_path / "jobs.yaml"), "--set", f"run={tmp_path / 'parts'}"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as running:
+    with ending(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)):
         wait_until((tmp_path / "parts" / "pair" / "versions" / "v2").exists, PATIENCE)
-        running.kill()
     assert not (tmp_path / "parts" / "pair" / "versions" / "v6").exists()
     subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)
     subprocess.run([*command[:-1], f"run={tmp_path / 'whole'}"], cwd=tmp_path, stdout=subprocess.DEVNULL, check=True)

@@ -20,6 +20,7 @@ from motet.core.types import JobState, Problem
 from motet.runtime.manifest import MANIFEST
 from tests.support.cases import few
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vowels
+from tests.support.processes import ending
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,12 +117,11 @@ def test_kill_9_at_any_moment(lag: int, every: int, attempts: int, tmp_path: Pat
     run_jobs(tmp_path / "whole", configs)
     cut, kills = tmp_path / "cut", 0
     for attempt in range(attempts):
-        process = start(cut, lag, every, attempt)
-        while process.poll() is None and not list(cut.glob("*/state/[0-9]*")):
-            time.sleep(0.01)
-        time.sleep(moments.uniform(0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
+        with ending(start(cut, lag, every, attempt)) as process:
+            while process.poll() is None and not list(cut.glob("*/state/[0-9]*")):
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.15))
+        kills += process.returncode == -signal.SIGKILL
         assert verify(cut) == 0
     run = run_jobs(cut, configs)
     assert kills, "every run had ended before it was killed: let it take longer"

@@ -16,6 +16,7 @@ from motet.commands.control import send
 from motet.core.errors import RunError
 from motet.process.importable import of_python
 from motet.runtime.rundir import RunDirectory, opened
+from tests.support.processes import ending
 
 HOLD = """
 import sys
@@ -31,12 +32,11 @@ sys.stdin.read()
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that has the run directory `tmp_path / "run"`."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline().endswith(" 0\n")
-    with process:
+    pipe = subprocess.PIPE
+    with ending(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith(" 0\n")
         yield process
-        process.kill()
 
 
 def test_a_second_process_is_refused_by_name(holder: subprocess.Popen[str], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rundir import RunDirectory
 from tests.support.base_servers import BaseServer, base_servers, stand_in
 from tests.support.node_agents import node_agent
+from tests.support.processes import ending
 from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import Json, host_process, serving, tiny
 from tests.support.tiny_models import base as tiny_base
@@ -88,7 +89,8 @@ class Run:
 
     def ended(self) -> dict[str, bytes]:
         """Each job's last adapter."""
-        out, _ = self.process.communicate(timeout=240)
+        with ending(self.process):
+            out, _ = self.process.communicate(timeout=PATIENCE)
         assert self.process.returncode == 0, out
         versions = (self.directory / name / "versions" / f"v{STEPS}" for name in NAMES)
         return {at.parts[-3]: (at / "adapter_model.safetensors").read_bytes() for at in versions}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import openai
 import pytest
 
 import motet
+from tests.support.processes import ending
 from tests.support.service_run import Json, Service, serving
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -129,7 +129,8 @@ def worker(service: Service, *words: object, **environment: str) -> subprocess.P
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Its exit code, and what it said."""
-    out, _ = process.communicate(timeout=PATIENCE)
+    with ending(process):
+        out, _ = process.communicate(timeout=PATIENCE)
     return process.returncode, out
 
 
@@ -157,10 +158,8 @@ def test_a_worker_that_is_killed_loses_its_episodes_to_another_and_the_bytes_are
     file = tmp_path / "jobs.yaml"
     agent = f"{service.directory}/agent.py:run"
     file.write_text(json.dumps({"base": "small", "jobs": [job("own", agent)]}))
-    first = worker(service, file, MARKS=str(marks))
-    wait_until((marks / "killed").exists, PATIENCE)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
+    with ending(worker(service, file, MARKS=str(marks))):
+        wait_until((marks / "killed").exists, PATIENCE)
     code, out = ended(worker(service, file, MARKS=str(marks)))
     assert (code, "own  succeeded" in out, "episodes: " in out) == (0, True, True), out
     motet.run([job("own", agent)], directory=tmp_path / "run", engine={"samplers": 0, "dtype": "float32"}, quiet=True)
@@ -185,12 +184,9 @@ def test_an_agent_of_a_race_also_works_for_its_copies(service: Service, tmp_path
     wanted = job("races", f"{service.directory}/agent.py:speaks", steps=4, race=race, data=data, algorithm=small)
     file = tmp_path / "jobs.yaml"
     file.write_text(json.dumps({"base": "small", "jobs": [wanted]}))
-    with worker(service, file) as running:
-        try:
-            service.until(lambda: any(one["ended"] for one in service.ask("GET", "/v1/races")["data"]), PATIENCE)
-            code, out = ended(running)
-        finally:
-            running.kill()
+    with ending(worker(service, file)) as running:
+        service.until(lambda: any(one["ended"] for one in service.ask("GET", "/v1/races")["data"]), PATIENCE)
+        code, out = ended(running)
     assert code == 0, out
     told = service.ask("GET", "/v1/races/races")
     (copy,) = told["record"]["rungs"][0]["copies"]

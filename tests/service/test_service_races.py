@@ -19,6 +19,7 @@ from motet.runtime.race_record import RaceRecord
 from motet.service.jobs.races import Races
 from tests.support.commands import Motet, job_file
 from tests.support.house import House, open_house
+from tests.support.processes import ending
 from tests.support.service_run import Json, Service, serving, tiny
 from tests.support.waiting import PATIENCE
 
@@ -47,7 +48,7 @@ def race(service: Service, name: str = "say") -> Json:
 
 def typed(service: Service, *words: str) -> str:
     """What a command says."""
-    with service.motet(*words) as command:
+    with ending(service.motet(*words)) as command:
         out, _ = command.communicate(timeout=PATIENCE)
     assert command.returncode == 0, out
     return out

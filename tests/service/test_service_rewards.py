@@ -30,6 +30,7 @@ from motet.tasks.reward_installed import install
 from motet.tasks.rewards import BUILTIN
 from tests.support.commands import NOBODY
 from tests.support.house import House, open_house
+from tests.support.processes import ending
 from tests.support.service_run import Json, tiny
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -319,10 +320,8 @@ def test_a_worker_that_hangs_up_while_it_waits_is_handed_nothing(house: House, w
     )
     url = str(house.http.base_url.join(f"/v1/jobs/{job}/scoring/lease"))
     words = [sys.executable, "-c", code, url, f"Bearer {house.keys['ours']}"]
-    gone = subprocess.Popen(words)
-    wait_until(lambda: "dead" in house.part(RewardWorkers)._seen[job])
-    gone.kill()
-    gone.wait()
+    with ending(subprocess.Popen(words)):
+        wait_until(lambda: "dead" in house.part(RewardWorkers)._seen[job])
     wait_until(lambda: "dead" not in house.part(RewardWorkers)._seen[job])
     house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
     assert [unit["id"] for unit in lease(house, job, "alive")["units"]] == keys

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import httpx2
 
 from motet.rollout.server_process import free_port
 from tests.support.oidc_provider import SECRET
+from tests.support.processes import ending
 from tests.support.service_run import Json
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 ROLES = {"ml-admins": "admin", "ml-leads": "tenant-admin", "ml": "member", "ml-readers": "reader"}
 
@@ -32,22 +32,16 @@ class Provider:
                 [sys.executable, script, str(directory), str(self.port), f"{self.url}/login/callback"],
                 stdout=log, stderr=log,
             )  # fmt: skip
-        deadline = time.monotonic() + 120
-        while not self._answers():
-            assert self.process.poll() is None, (directory / "provider.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
 
     @classmethod
     @contextlib.contextmanager
     def running(cls, directory: Path) -> Iterator[Provider]:
         """A provider, while the block runs."""
         found = cls(directory)
-        try:
+        with ending(found.process):
+            wait_until(lambda: found._answers() or found.process.poll() is not None)
+            assert found.process.poll() is None, (directory / "provider.log").read_text()
             yield found
-        finally:
-            found.process.kill()
-            found.process.wait()
 
     def _answers(self) -> bool:
         with contextlib.suppress(httpx2.TransportError):

@@ -39,6 +39,7 @@ from tests.support.faulty_rewards import (
     none_of_my_business,
     relative,
 )
+from tests.support.processes import ending
 from tests.support.waiting import wait_until
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"level": "easy"})
@@ -488,11 +489,11 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path):
     )
     source = str(Path(__file__).resolve().parents[2] / "src")
     environment = {**os.environ, "PYTHONPATH": source}
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    command = [sys.executable, script]
+    with ending(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)) as parent:
         assert parent.stdout is not None
         children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         assert len(children) == 4  # two workers, and what removes their remains
-        parent.kill()
     wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in children))
 
 

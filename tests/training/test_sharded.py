@@ -36,6 +36,7 @@ from motet.training.sharded.group import Connected, RankGroup
 from motet.training.sharded.trainer import ShardedTrainer, owner, scatter
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
+from tests.support.processes import ending
 from tests.support.rank_groups import ADAMW, SHAPES, joining, segment, with_wrong_token
 from tests.support.segments import branching_samples
 from tests.support.waiting import PATIENCE
@@ -314,12 +315,11 @@ def test_a_rank_ends_at_once_with_its_parent(tmp_path: Path) -> None:
         "print(*group.pids, flush=True); time.sleep(60)"
     )
     environment = {**os.environ, "PLACE": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment) as parent:
+    with ending(subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)) as parent:
         assert parent.stdout is not None
         rank = psutil.Process(int(parent.stdout.readline()))
         time.sleep(0.5)  # it writes to a file that nobody reads
         assert rank.is_running()
-        parent.kill()
     _, alive = psutil.wait_procs([rank], timeout=PATIENCE)
     for one in alive:
         one.kill()
