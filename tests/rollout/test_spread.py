@@ -57,7 +57,8 @@ LOAD = LoadSampler(
     kernels=of_machine().kernels,
 )
 LONG = 200
-"""Tokens that take the process long enough to be met in the middle of them."""
+LONGEST = 5 * LONG
+"""Tokens that take the process long enough to be met in the middle of them, also by a test that waits for a processor."""
 
 KILLED = (
     "a sampling process was killed with SIGKILL, which Motet did not send (the system may be out of memory); sampling "
@@ -327,7 +328,7 @@ def test_abort_reaches_the_process(base: Any, here: EmbeddedEngine, link: Sample
 
     async def run() -> None:
         mine = request("mine", None, (1,), job="keeps", stream=True, sampling={"max_tokens": LONG})
-        other = request("the request", None, (2, 3), job="the job", stream=True, sampling={"max_tokens": 4 * LONG})
+        other = request("the request", None, (2, 3), job="the job", stream=True, sampling={"max_tokens": LONGEST})
         task = asyncio.create_task(collect(engine, mine))
         await asyncio.sleep(0)
         finished: dict[int, FinishReason] = {}
@@ -403,10 +404,10 @@ def early_end(chunks: dict[int, list[Chunk]]) -> tuple[int, int]:
         if index == 0:
             continue  # the first that ends must not be the first in order, or a wrong order would not show
         for place, token in enumerate(own[:50]):
-            others = [seen.index(token) if token in seen else LONG for key, seen in tokens.items() if key != index]
+            others = [seen.index(token) if token in seen else LONGEST for key, seen in tokens.items() if key != index]
             best = max(best, (min(others) - own.index(token), index, token))
             assert place < 50
-    assert best[0] > LONG // 2, "choose other seeds"
+    assert best[0] > LONGEST // 2, "choose other seeds"
     return best[1], best[2]
 
 
@@ -417,7 +418,7 @@ def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, link:
     occupied = request("here", ref, (8, 9, 10, 11), sampling={"max_tokens": 4})
 
     async def run() -> None:
-        reference = request("there", ref, (1, 2, 3), sampling={"max_tokens": LONG})
+        reference = request("there", ref, (1, 2, 3), sampling={"max_tokens": LONGEST})
         first, token = early_end(await collect(here, reference))
         asked = dataclasses.replace(
             reference, sampling=dataclasses.replace(reference.sampling, stop_token_ids=(token,))
