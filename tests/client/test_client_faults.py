@@ -55,9 +55,14 @@ def test_a_stream_that_is_left_is_closed_and_the_client_goes_on() -> None:
         assert next(stream).id == 1
         main = threading.main_thread().ident  # where a terminal's Ctrl-C arrives
         assert main is not None
-        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def interrupted() -> None:
+            """Also if Ctrl-C comes before it waits: outside it would end all tests of this process."""
+            threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
             next(stream)
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
         assert next(client.events("x", follow=True)).id == 1
 
 
