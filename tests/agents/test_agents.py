@@ -1051,7 +1051,7 @@ def test_what_an_agent_started_ends_with_its_process(tmp_path: Path, killed: boo
             assert len(alive()) == 1
             if not killed:
                 process.child.close_input()
-                await asyncio.to_thread(wait_until, lambda: not alive(), 20)
+                await asyncio.to_thread(wait_until, lambda: not alive())
         finally:
             await processes.close()
 

@@ -51,7 +51,7 @@ class OneService:
 
     def __init__(self, address: Path, token: str = TOKEN[:8]) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(20.0)
+        self.socket.settimeout(PATIENCE)
         self.socket.connect(str(address))
         self.socket.sendall(token.encode())
         self.lines = self.socket.makefile("rb")

@@ -16,9 +16,13 @@ POLL = 1
 EARLY = (
     "psutil.wait_procs(below, timeout=10)",
     "handler.scorer.closing.wait(60)",
+    "socket.create_connection(('127.0.0.1', int(argument)), 5)",
     "httpx2.get(f'{server.url}/health', timeout=5.0, trust_env=False)",
 )
 """Waits whose end is no failure."""
+PLACES = {"timeout": 0, "wait_for": 1, "result": 0, "join": 0, "wait": 0, "until": 1, "wait_until": 1}
+PLACES |= {"settimeout": 0, "create_connection": 1}
+"""Where functions take the seconds that they wait at most."""
 CLOCKS = ("time.monotonic()", "time.perf_counter()")
 ELAPSED = {"seconds", "took", "elapsed"}
 """What tests call a time that has passed; a function with such a parameter waits as long."""
@@ -44,11 +48,14 @@ def number(value: ast.expr | None, known: Mapping[str, float]) -> float | None:
 def deadline(call: ast.Call) -> ast.expr | None:
     """The seconds that a call waits at most."""
     named = {one.arg: one.value for one in call.keywords}
-    owner, _, name = ast.unparse(call.func).rpartition(".")
-    place = {"timeout": 0, "wait_for": 1, "result": 0, "join": 0, "wait": 0, "until": 1, "wait_until": 1}.get(name)
+    asked, given_all = call.func, call.args
+    if ast.unparse(asked).endswith(("to_thread", ".submit")) and given_all:
+        asked, *given_all = given_all
+    owner, _, name = ast.unparse(asked).rpartition(".")
+    place = PLACES.get(name)
     if name in ("timeout", "wait_for") and owner != "asyncio":
         return None
-    given = call.args[place] if place is not None and place < len(call.args) else None
+    given = given_all[place] if place is not None and place < len(given_all) else None
     return named.get("timeout") or (None if place is None else named.get("seconds") or given)
 
 
@@ -91,6 +98,8 @@ def hasty(source: str) -> Iterator[str]:
             passes = True
         if isinstance(node, ast.Call) and not passes:
             yield from told(node, deadline(node), POLL)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and ast.unparse(node.left) in CLOCKS:
+            yield from told(node, node.right, POLL)
         if isinstance(node, ast.Compare):
             for bound in bounds(node, names, asserted):
                 yield from told(node, bound, 0 if asserted else POLL)
@@ -122,6 +131,8 @@ def test_what_is_hasty() -> None:
         "slow = time.monotonic() - begun\nassert slow < SHORT\nlate = [name for name, took in all if took > 30]\n"
     )
     assert [line.partition(":")[0] for line in found] == ["line 2", "line 3", "line 5", "line 6"]
+    found = hasty("to_thread(wait_until, ready, 20)\nline.settimeout(20.0)\nuntil = time.monotonic() + 60\n")
+    assert [line.partition(":")[0] for line in found] == ["line 1", "line 2", "line 3"]
     fine = "with pytest.raises(TimeoutError): task.result(timeout=5)\nassert not ended.wait(2)\nover.wait(0.1)\njoin(',')\n"
     fine += "assert time.monotonic() - begun < PATIENCE\nassert time.monotonic() - begun >= 0.2\n"
     fine += "LONG = 300\ndone.wait(LONG)\nwhile time.monotonic() - begun > 5: again()\nassert took < whole\n"

@@ -53,7 +53,7 @@ from tests.support.server_run import (
     set_aside,
     trainer_of,
 )
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import PATIENCE, until, wait_until
 
 KEY = "the key of the server"
 FETCHES = Setup(api_key=KEY, fetches=True, max_cpu_loras=2)
@@ -246,7 +246,7 @@ def test_strangers_cannot_open_connections_without_end(tmp_path: Path) -> None:
         with contextlib.ExitStack() as opened:
             for _ in range(MOST_OPEN):
                 opened.enter_context(socket.create_connection(place))
-            with socket.create_connection(place, 10.0) as further:
+            with socket.create_connection(place, PATIENCE) as further:
                 assert further.recv(1) == b""
 
         def fetched() -> bool:

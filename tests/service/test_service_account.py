@@ -127,7 +127,7 @@ def asked(model: httpx2.Client, path: str) -> str:
 
 def ended(http: httpx2.Client, name: str) -> None:
     """Wait until a job has succeeded."""
-    until = time.monotonic() + 120
+    until = time.monotonic() + PATIENCE
     while (state := http.get(f"/v1/jobs/{name}").json())["state"] not in ("succeeded", "failed", "cancelled"):
         assert time.monotonic() < until, state
         time.sleep(0.1)

@@ -150,7 +150,7 @@ def losses_that_are_none(ring: Ring) -> str:
 
 def many_jobs(ring: Ring) -> str:
     taken, full = list[str](), False
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not full and time.monotonic() < until:
         answer = ring.ask("POST", "/v1/jobs", json=tiny(f"many-{len(taken)}", 500))
         assert answer.status_code in (201, 429), answer.text
