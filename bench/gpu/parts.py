@@ -50,7 +50,8 @@ def parts(device: str, shapes: Sequence[str], place: Path, bases: Path) -> list[
         options = _options(device, shape, place, bases, kv_tokens=KV_TOKENS)
         bits = ("-m", "bench.gpu.bits", options, str(SHORT_KEYS if device == "cpu" else KEYS))
         found.append(Part(f"bits-{shape}", "bits in company, behind forks, in passes", bits, 110, f"base-{shape}"))
-    found += _tests(device, "not soak", "")
+    greedy = ("-m", "bench.gpu.tokens", device, "small", "smollm2")
+    found += [Part("tokens", "trained bases, greedily, beside a CPU", greedy, 100), *_tests(device, "not soak", "")]
     measuring = ("-m", "bench.gpu.speeds", device, str(MEASURING_SECONDS), *shapes)
     found.append(Part("speeds", "what products and attention take; later loads read it", measuring, 45, alone=True))
     found += [*_timings(device, shapes, place, bases), *_learning(device, shapes, place, bases)]

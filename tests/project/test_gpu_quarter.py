@@ -12,6 +12,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench.gpu import page, two_ranks
@@ -23,11 +24,15 @@ from bench.gpu.gradients import gradient_questions
 from bench.gpu.parts import INSTALL_SECONDS, card_tests, parts
 from bench.gpu.products import compared, rows_unequal
 from bench.gpu.schedule import Part, Result, Schedule, end, kept, result_of
+from bench.gpu.tokens import MOST_GAP, beside, completions
 from bench.speed.shapes import SHAPES
 from bench.speed.workers.job_files import figures
 
 import gpu_kit
+from motet.config import EngineConfig
+from motet.core.types import Chunk
 from motet.model.frozen_weight import FrozenWeight
+from tests.support import cuda_bases
 from tests.support import tiny_models as tiny
 from tests.support.processes import ending
 from tests.support.waiting import PATIENCE, wait_until
@@ -254,6 +259,28 @@ def test_each_question_about_gradients_has_an_answer(capsys: pytest.CaptureFixtu
     answers = [figure.text for figure in figures_in(capsys.readouterr().out)]
     assert answers[:2] == ["0 of 8 unequal"] * 2
     assert "0 of 8 unequal" not in answers[2:]
+
+
+def test_greedy_tokens_of_kernels_for_cards_are_compared_with_a_cpus() -> None:
+    """Here in the interpreter; logprobs of a wrong norm are further away than two kernels round."""
+    config, tokens = EngineConfig(device="cpu", threads=1, block_size=tiny.BLOCK, max_rows=8), 3
+    theirs = completions(tiny.load("llama_long"), config, tokens)
+    base = cuda_bases.load("llama_long")
+    equal, gap = beside(completions(base, config, tokens), theirs)
+    assert (equal, gap < 1e-3) == (8 * tokens, True)
+    cuda_bases.own(base).plan.norm_out.mul_(0.5)
+    equal, gap = beside(completions(base, config, tokens), theirs)
+    assert (equal, gap > MOST_GAP) == (8 * tokens, True)  # the likeliest tokens stay so
+
+
+def test_tokens_count_until_one_differs_and_logprobs_up_to_it() -> None:
+    def chunk(ids: list[int], *logprobs: float) -> Chunk:
+        return Chunk(0, np.array(ids, np.int32), np.array(logprobs, np.float32), np.full(len(ids), -1, np.int32), "")
+
+    one = chunk([5, 6, 7], -0.5, -0.25, -9.0)
+    assert beside([one], [one]) == (3, 0.0)
+    assert beside([one], [chunk([5, 8, 7], -0.5, -0.75, 0.0)]) == (1, 0.5)
+    assert beside([one, one], [chunk([9, 6, 7], -1.5, 0.0, 0.0), one]) == (3, 1.0)
 
 
 def test_jobs_in_turn_are_timed_without_what_lies_between_them() -> None:
