@@ -103,7 +103,7 @@ def _timings(device: str, shapes: Sequence[str], place: Path, bases: Path) -> li
     large_first = sorted(shapes, key=list(shapes).index, reverse=True)
     found = []
     for kind, shows, limits in (
-        ("decode", "decoding without and with adapters, with a profile", (40.0, 70.0)),
+        ("decode", "decoding without and with adapters, what exactness costs, with a profile", (40.0, 70.0)),
         ("peers", "ceilings, PEFT and transformers", (35.0, 45.0)),
         ("train", "gradients, with a profile", (40.0, 60.0)),
         ("jobs", "a GRPO job, and eight at once and in turn", (40.0, 65.0)),

@@ -5,6 +5,8 @@ python -m bench.gpu.timings OPTIONS decode|train|jobs|start
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import shutil
 import subprocess
@@ -16,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.gpu import price
 from bench.gpu.company import executor_of
 from bench.gpu.figures import Figure, say
 from bench.speed.profiling import profiler
 from bench.speed.workers import motet_parts as parts
 from bench.speed.workers import motet_side as side
 from bench.speed.workers.serve import Repeat
+
+from motet.cuda.speeds import stopwatch_of
+from motet.model.accelerator import Recorder, give_back
 
 SPY_SECONDS = 3
 """How long py-spy looks."""
@@ -37,20 +43,47 @@ class Timings:
         self.shape = str(options["model"]).rsplit("/", 1)[-1]
         self._options = options
 
-    def decode(self) -> None:
-        """64 and 256 rows, none to 64 adapters, then 64 rows with 1,024 keys each."""
-        rows = (8, 16) if self.tiny else (64, 256)
+    def decode(self) -> bool:
+        """64 and 256 rows, none to 64 adapters; what exactness costs; then 64 rows with 1,024 keys each.
+
+        Returns whether exactness costs no more than it may.
+        """
+        rows = (8, 16) if self.tiny else price.ROWS
+        speeds = {}
         for most, adapters, after in (
             (rows[0], 0, [self._profile]),
-            (rows[0], 8, [self._profile, self._spy]),
+            (rows[0], 8, [self._profile]),
             (rows[1], 0, []),
             (rows[1], 8, []),
             (rows[1], 8 if self.tiny else 64, [self._memory]),
             (rows[0], 8 if self.tiny else 64, []),
         ):
-            self._timed(_decode_row(most, adapters), "decode", _decode(most, adapters, self._new), after)
+            name = _decode_row(most, adapters)
+            speeds[most, adapters] = self._timed(name, "decode", _decode(most, adapters, self._new), after)
+        cheap = self._price({key: speed for key, speed in speeds.items() if key[1] in (0, 8)})
         long = {**_decode(rows[0], 8, self._new), "prompt_tokens": 100 if self.tiny else 1024}
-        self._timed(f"decode, {rows[0]} rows, 8 adapters, {long['prompt_tokens']} keys", "decode", long)
+        name = f"decode, {rows[0]} rows, 8 adapters, {long['prompt_tokens']} keys"
+        self._timed(name, "decode", long, [self._spy])
+        if not cheap:
+            print(f"exactness costs more than {price.MOST} times the time")
+        return cheap
+
+    def _price(self, exact: Mapping[tuple[int, int], float]) -> bool:
+        """Time the same works again with the fastest products, whatever their bits; whether no ratio is too large."""
+        base, ratios = parts.base(), []
+        parts.close_workshop()  # its steps are recorded with the products that they had
+        gc.collect()
+        give_back(base.device)
+        with price.products_by_time(base, stopwatch_of(Recorder(base.device).capture, base.device)) as other:
+            by = "by time alone" if other else "again, by the same products"
+            for (most, adapters), speed in exact.items():
+                work = f"{most} rows, {_said(adapters)}"
+                free = self._timed(f"decode {by}, {work}", "decode", _decode(most, adapters, self._new))
+                ratios.append(free / speed)
+                said = f"{ratios[-1]:.3f} times as long as {by}; {price.MOST} are allowed"
+                say(Figure("speed", f"{self.shape}: price of exactness, {work}", said))
+        parts.close_workshop()
+        return self.tiny or all(ratio <= price.MOST for ratio in ratios)
 
     def train(self) -> None:
         """Gradients and the optimiser's step."""
@@ -94,19 +127,20 @@ class Timings:
 
     def _timed(
         self, row: str, work: str, args: dict[str, Any], after: Sequence[After] = (), *, warm: bool = True
-    ) -> None:
-        """Time a work: the better of two repeats after one that warms up. What fails is said, and the next one goes on."""
-        name = f"{self.shape}: {row}"
+    ) -> float:
+        """Time a work: the better of two repeats after one that warms up. What fails is said, and the next one goes on.
+
+        Returns units in a second; NaN where it failed.
+        """
+        name, speed = f"{self.shape}: {row}", math.nan
         try:
             with side.WORKS[work](args) as repeat:
                 if warm:
                     repeat()
                 found = min((repeat() for _ in range(2 if warm else 1)), key=lambda one: float(one["seconds"]))
-                executor = executor_of(parts.base())
-                if work == "jobs":
-                    say(Figure("speed", name, found["seconds"] / found["units"], "s", executor))
-                else:
-                    say(Figure("speed", name, found["units"] / found["seconds"], "tokens/s", executor))
+                executor, speed = executor_of(parts.base()), found["units"] / found["seconds"]
+                jobs = work == "jobs"
+                say(Figure("speed", name, 1 / speed if jobs else speed, "s" if jobs else "tokens/s", executor))
                 for look in after:
                     length = args.get("prompt", 0) + args.get("response", 0)
                     of = f"-{args['samples']}x{length}" if length else ""
@@ -114,6 +148,7 @@ class Timings:
         except Exception as error:
             traceback.print_exc()
             say(Figure("speed", name, f"failed: {type(error).__name__}: {str(error)[:100]}"))
+        return speed
 
     def _profile(self, name: str, repeat: Repeat) -> None:
         """Write torch's table of a repeat; say how long the card was busy, and its launches."""
@@ -186,12 +221,9 @@ def main(words: list[str]) -> int:
     if words[-1] != "start":
         side.load()
         print(f"exact: {parts.base().info.exact}; {parts.base().arithmetic}; {' '.join(parts.base().info.notes)}")
-    {
-        "decode": timings.decode,
-        "train": timings.train,
-        "jobs": timings.jobs,
-        "start": timings.start,
-    }[words[-1]]()
+    if words[-1] == "decode":
+        return int(not timings.decode())
+    {"train": timings.train, "jobs": timings.jobs, "start": timings.start}[words[-1]]()
     return 0
 
 

@@ -95,7 +95,9 @@ def main(words: list[str]) -> int:
             by.append(executor_of(base))
         equal, gap = beside(*found)
         all_tokens = sum(len(chunk.token_ids) for chunk in found[0])
-        said = f"{equal} of {all_tokens} equal; logprobs differ by at most {gap:.3g}, allowed are {MOST_GAP}"
+        said = (
+            f"{equal} of {all_tokens} before one differs; logprobs differ by at most {gap:.3g}, allowed are {MOST_GAP}"
+        )
         say(Figure("bits", f"{name}: greedy tokens, beside a CPU's", said, "", " and ".join(by)))
         bad += gap > MOST_GAP
     return int(bad > 0)

@@ -156,17 +156,17 @@ def measure(
     for shape, bucket in new:
         if in_time():
             ways = [table.start(shape, bucket), *([] if library is None else [library])]
-            found[shape, bucket] = {way.name: _timed(way, shape, by_shape[shape], bucket, stopwatch) for way in ways}
+            found[shape, bucket] = {way.name: timed(way, shape, by_shape[shape], bucket, stopwatch) for way in ways}
     for (shape, bucket), of_ways in found.items():
         for tile in table.others(shape, bucket):
             if in_time():
-                of_ways[tile.name] = _timed(tile, shape, by_shape[shape], bucket, stopwatch)
+                of_ways[tile.name] = timed(tile, shape, by_shape[shape], bucket, stopwatch)
     whole = {key: of_ways for key, of_ways in found.items() if not any(map(math.isnan, of_ways.values()))}
     table.speeds.update(whole)
     return bool(whole)
 
 
-def _timed(way: Way, shape: ProductShape, same: list[ProductWeight], n_rows: int, stopwatch: Stopwatch) -> float:
+def timed(way: Way, shape: ProductShape, same: list[ProductWeight], n_rows: int, stopwatch: Stopwatch) -> float:
     """Microseconds of one product; infinity where the way fails, NaN where memory is short.
 
     Motet's own ways by the machine code that multiplies A, too.
