@@ -187,9 +187,9 @@ def test_a_tick_that_breaks_ends_nobody_elses_calls(device: Device) -> None:
         raise RuntimeError("the decoder broke")
 
     gate = threading.Event()
+    device.add_tick(tick)
     device.submit(gate.wait)
     waiting = device.submit(lambda: 1)
-    device.add_tick(tick)
     gate.set()
     with pytest.raises(DeviceLost, match=r"the device broke down: RuntimeError.*the decoder broke"):
         waiting.result(timeout=PATIENCE)
