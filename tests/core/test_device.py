@@ -44,6 +44,19 @@ def test_results_and_errors_come_back(device: Device) -> None:
     asyncio.run(main())
 
 
+def held(device: Device) -> threading.Event:
+    """Lets a device go on that has begun a call: what comes meanwhile waits, and the ticks that it has come next."""
+    begun, go = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        begun.set()
+        return go.wait(PATIENCE)
+
+    device.submit(wait)
+    assert begun.wait(PATIENCE)
+    return go
+
+
 @pytest.mark.parametrize(
     ("call", "tick", "wanted"), [(1, 1, "tctctctc"), (3, 1, "tcttctttctttc"), (1, 3, "tccctccctccc")]
 )
@@ -59,13 +72,12 @@ def test_calls_and_ticks_take_turns(call: int, tick: int, wanted: str) -> None:
         clock[0] += seconds
         return True
 
-    device, gate = Device(clock=lambda: clock[0]), threading.Event()
+    device = Device(clock=lambda: clock[0])
     try:
-        device.submit(gate.wait)
-        futures = [device.submit(lambda: work("c", call)) for _ in range(10)]
         device.add_tick(lambda: work("t", tick))
-        device.wake()
-        gate.set()
+        go = held(device)
+        futures = [device.submit(lambda: work("c", call)) for _ in range(10)]
+        go.set()
         for future in futures:
             future.result(timeout=PATIENCE)
     finally:
@@ -77,7 +89,7 @@ def worked(calls: list[tuple[str, int]], tick: int = 0) -> str:
     """The order of calls of tenants, by their first letters, of so many seconds each; ticks of a tenant `t` beside them."""
     order: list[str] = []
     clock = [0]
-    device, gate = Device(clock=lambda: clock[0]), threading.Event()
+    device = Device(clock=lambda: clock[0])
 
     def work(name: str, seconds: int) -> bool:
         order.append(name[0])
@@ -90,15 +102,14 @@ def worked(calls: list[tuple[str, int]], tick: int = 0) -> str:
         return work("t", tick)
 
     try:
-        device.submit(gate.wait)
+        if tick:
+            device.add_tick(ticked)
+        go = held(device)
         futures = []
         for name, seconds in calls:
             with used_by(f"job of {name}", name):
                 futures.append(device.submit(functools.partial(work, name, seconds)))
-        if tick:
-            device.add_tick(ticked)
-            device.wake()
-        gate.set()
+        go.set()
         for future in futures:
             future.result(timeout=PATIENCE)
     finally:
@@ -186,11 +197,10 @@ def test_a_tick_that_breaks_ends_nobody_elses_calls(device: Device) -> None:
     def tick() -> bool:
         raise RuntimeError("the decoder broke")
 
-    gate = threading.Event()
     device.add_tick(tick)
-    device.submit(gate.wait)
+    go = held(device)
     waiting = device.submit(lambda: 1)
-    gate.set()
+    go.set()
     with pytest.raises(DeviceLost, match=r"the device broke down: RuntimeError.*the decoder broke"):
         waiting.result(timeout=PATIENCE)
     with pytest.raises(DeviceLost, match="the device broke down"):
