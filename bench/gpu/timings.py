@@ -75,7 +75,7 @@ class Timings:
         gc.collect()
         give_back(base.device)
         with price.products_by_time(base, stopwatch_of(Recorder(base.device).capture, base.device)) as other:
-            by = "by time alone" if other else "again, by the same products"
+            by = "by time alone" if other else "by the same products"
             for (most, adapters), speed in exact.items():
                 work = f"{most} rows, {_said(adapters)}"
                 free = self._timed(f"decode {by}, {work}", "decode", _decode(most, adapters, self._new))

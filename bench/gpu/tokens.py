@@ -79,7 +79,7 @@ def beside(ours: Sequence[Chunk], theirs: Sequence[Chunk]) -> tuple[int, float]:
 def main(words: list[str]) -> int:
     """Compare each base; returns 1 where a gap is too large."""
     device, bad = words[0], 0
-    on_cpu = EngineConfig(dtype="bfloat16", device="cpu", kv_tokens=KV_TOKENS)
+    on_cpu = EngineConfig(dtype="bfloat16", device="cpu", threads=1, kv_tokens=KV_TOKENS)  # a team waits for cores
     here = on_cpu.model_copy(update={"device": device, "kernels": "torch" if device == "cpu" else "auto"})
     for name in words[1:]:
         try:
