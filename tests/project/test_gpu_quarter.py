@@ -207,6 +207,12 @@ def test_every_test_that_needs_a_card_has_a_part() -> None:
     assert "tests/model/test_kernels.py" in card_tests()
 
 
+def test_a_file_whose_tests_are_all_for_the_soak_has_no_part_without_tests(tmp_path: Path) -> None:
+    names = {part.name for part in parts("cuda", ["0.5b"], tmp_path, tmp_path)}
+    assert {"tests-cuda-ranks-more", "tests-cuda-base", "tests-cuda-base-more"} <= names
+    assert "tests-cuda-ranks" not in names
+
+
 def test_products_whose_sums_depend_on_the_number_of_rows_are_found() -> None:
     """From the 65th row on, this one adds two halves of K."""
 
