@@ -301,6 +301,7 @@ def test_what_is_cancelled_before_its_turn_is_not_trained_and_harms_nobody() -> 
         samples = make_samples(((3, 5),), seed=5)
         await asyncio.gather(*(learner.train(name, segments(name, samples)) for name in ("gone", "small")))
         blocked = device.submit(gate.wait)
+        await until(lambda: not device._calls)  # it has begun
         gone, small = (asyncio.create_task(learner.train(name, segments(name, samples))) for name in ("gone", "small"))
         await asyncio.sleep(0.05)  # both wait in one pass
         gone.cancel()
