@@ -24,8 +24,9 @@ import numpy as np
 from motet.config.service import RateConfig
 from motet.service.app import ROUTES
 from motet.service.http.auth import RateLimit
-from motet.service.http.bodies import MOST_GRADIENT
+from motet.service.http.bodies import MOST_FIELDS, MOST_GRADIENT
 from motet.service.http.json_size import MOST_CONTAINERS, MOST_NUMBERS, MOST_TEXTS, MOST_VALUES
+from motet.service.http.parsing import CHUNK
 from motet.service.tinker.wire import CONTENT_TYPE, KINDS
 from tests.support.house import House, open_house
 from tests.support.service_run import tiny
@@ -197,7 +198,7 @@ QUERIES = {
     "/tinker/api/v1/training_runs": ["limit=1000"],
     "/tinker/api/v1/checkpoints": ["limit=1000"],
 }
-LONG_QUERY = "&".join(f"metadata[{one}]={one}" for one in range(600))
+LONG_QUERY = "&".join(f"metadata[{one}]={one}" for one in range(MOST_FIELDS))
 
 
 def requests_to(route: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -215,7 +216,12 @@ def requests_to(route: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]
             yield name, {"content": content, "headers": {"content-type": CONTENT_TYPE}}
     for name, content in _json(2**20):
         yield name, {"content": content, "headers": {"content-type": "application/json"}}
+    if method == "POST":
+        small = {"content": [b" " * CHUNK] * 2000}
+        yield "small chunks", {**small, "headers": {"content-type": CONTENT_TYPE}}
     yield "numbers as text", {"content": _numbers(10_000), "headers": {"content-type": "text/plain"}}
+    both = {"params": LONG_QUERY, "headers": {"content-type": "application/json"}}
+    yield "texts and a long query", {"content": dict(_json(2**20))["texts"], **both}
     for name, body in _meant(route):
         yield name, {"content": json.dumps(body).encode(), "headers": {"content-type": "application/json"}}
 

@@ -43,7 +43,7 @@ LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # The folders and modules of `service`, in the same way.
 SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"bases", "schemas"}),
-    frozenset({"request_log", "settings"}),
+    frozenset({"request_log", "settings", "turns"}),
     frozenset({"database"}),
     frozenset({"backup", "errors", "storage", "answers", "events", "rollouts"}),
     frozenset({"faults"}),

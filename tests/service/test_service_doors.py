@@ -28,8 +28,9 @@ from motet.config.service import HttpConfig
 from motet.process.apart import Apart
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, OpenBytes, _limit
-from motet.service.http.connections import Connections, Seldom, network_of
+from motet.service.http.connections import Connections, network_of
 from motet.service.http.json_size import JsonSize
+from motet.service.http.log_limits import Seldom
 from motet.service.routes.completions import ChatCompletion
 from motet.service.schemas import CheckedJobs, Events, Jobs, JobsToSubmit, Models, Steps, SubmittedJobs
 from motet.service.schemas.adapters import Shares
@@ -339,10 +340,10 @@ def test_an_answer_that_is_not_read_takes_memory_of_its_tenant(tmp_path: Path) -
 
 
 def test_connections_leave_files_for_the_rest() -> None:
-    assert Connections(HttpConfig(), 1024).most == 768
-    assert Connections(HttpConfig(connections=10**6), 1024).most == 768
-    assert Connections(HttpConfig(connections=100), 1024).most == 100
-    assert Connections(HttpConfig(), 1024).backlog <= 128
+    assert Connections(HttpConfig(), 1024, lambda *_: True).most == 768
+    assert Connections(HttpConfig(connections=10**6), 1024, lambda *_: True).most == 768
+    assert Connections(HttpConfig(connections=100), 1024, lambda *_: True).most == 100
+    assert Connections(HttpConfig(), 1024, lambda *_: True).backlog <= 128
     assert network_of(("::ffff:10.0.0.1", 1, 0, 0)) == "10.0.0.1"
     assert network_of(("2001:db8::1", 1)) == network_of(("2001:db8::2", 1)) != network_of(("2001:db8:1::1", 1))
 

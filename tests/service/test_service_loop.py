@@ -14,7 +14,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -36,8 +36,8 @@ from motet.core.json_text import rough_size
 from motet.service.app import ROUTES
 from motet.service.database.tables import StoredFile
 from motet.service.http.auth import FEW_BYTES
-from motet.service.http.bodies import BYTES_OF_A_REQUEST, MOST_GRADIENT, MOST_PROMPT, _Body
-from motet.service.http.connections import QUEUE, Connections
+from motet.service.http.bodies import MOST_GRADIENT, MOST_PROMPT, _Body
+from motet.service.http.connections import BYTES_OF_A_REQUEST, EVENTS_OF_A_REQUEST, MOST_UNREAD, QUEUE, Connections
 from motet.service.http.forms import FormReader
 from motet.service.http.json_size import BYTES_OF_A_REQUEST as JSON_OF_A_REQUEST
 from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
@@ -47,6 +47,7 @@ from motet.service.schemas import MOST_SUBMITTED
 from motet.service.tinker.wire import CONTENT_TYPE
 from motet.service.workers.rewards import key_of
 from tests.support.house import House, open_house, statements
+from tests.support.loop_turns import connected, requests_of_all, rest_of, turns_of
 from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -113,17 +114,6 @@ def test_a_length_and_chunks_together_are_refused() -> None:
     assert wrong.error_status_hint == 400
 
 
-def connected(house: House) -> socket.socket:
-    """A connection to the service."""
-    assert house.http.base_url.port is not None
-    return socket.create_connection(("127.0.0.1", house.http.base_url.port), timeout=PATIENCE)
-
-
-def rest_of(one: socket.socket) -> bytes:
-    """What the service sends until it closes."""
-    return b"".join(iter(lambda: one.recv(2**16), b""))
-
-
 def test_a_refused_request_is_told_why_and_its_connection_closes(house: House) -> None:
     both = b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
     for text in (HEAD + both, HEAD + b"a:\r\n" * (MOST_LINES + 1) + b"\r\n"):
@@ -155,23 +145,6 @@ def test_requests_behind_one_another_are_answered_in_turn(house: House) -> None:
     with connected(house) as one:  # its limits hold for those behind the first, too
         one.sendall(ask + b"\r\n" + ask + b"a:\r\n" * (MOST_LINES + 1) + b"\r\n")
         assert rest_of(one).count(b"HTTP/1.1 200 ") == 1
-
-
-@contextlib.contextmanager
-def turns_of(loop: asyncio.AbstractEventLoop, look: Callable[[], int]) -> Iterator[list[int]]:
-    """What is seen at each turn of a loop, while the block runs."""
-    seen, over = list[int](), threading.Event()
-
-    def turn() -> None:
-        seen.append(look())
-        if not over.is_set():
-            loop.call_soon(turn)
-
-    loop.call_soon_threadsafe(turn)
-    try:
-        yield seen
-    finally:
-        over.set()
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +223,7 @@ def test_a_piece_that_fails_holds_up_no_other() -> None:
 
     async def put_off() -> list[Any]:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        connections, lines = Connections(HttpConfig(), 1024), list[Any](Line() for _ in range(8))
+        connections, lines = Connections(HttpConfig(), 1024, lambda *_: True), list[Any](Line() for _ in range(8))
         assert not connections.puts_off(lines[0], bytes(2**18))
         assert all(connections.puts_off(one, bytes(2**17)) for one in lines)
         async with asyncio.timeout(PATIENCE):
@@ -272,7 +245,7 @@ def test_few_connections_are_accepted_in_a_turn() -> None:
             made += 1
 
     async def serve() -> list[int]:
-        loop, backlog = asyncio.get_running_loop(), Connections(HttpConfig(), 2**16).backlog
+        loop, backlog = asyncio.get_running_loop(), Connections(HttpConfig(), 2**16, lambda *_: True).backlog
         with socket.create_server(("127.0.0.1", 0)) as listening, contextlib.ExitStack() as stack:
             async with await loop.create_server(Counted, sock=listening, backlog=backlog):
                 listening.listen(QUEUE)
@@ -385,6 +358,69 @@ def test_a_body_of_many_bytes_counts_as_many_requests(
         house.ask("POST", path, content=content, headers={"content-type": kind})
         statuses = [house.ask("GET", "/v1/me").status_code for _ in range(50)]
         assert 0 < statuses.count(200) <= 50 - counts_as + 1
+
+
+def refused(house: House, path: str, key: str, coding: str, size: int) -> tuple[bytes, int]:
+    """The answer to a request whose body is refused, and how many bytes of it could be sent, in pieces of 64 KB."""
+    piece = bytes(2**16)
+    bearer = f"Authorization: Bearer {house.keys[key]}\r\n" if house.keys[key] else ""
+    length = f"Content-Length: {size}" if coding == "length" else "Transfer-Encoding: chunked"
+    if coding == "chunks":
+        piece = b"%x\r\n%b\r\n" % (len(piece), piece)
+    with connected(house) as one:
+        one.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{bearer}{length}\r\n\r\n".encode())
+        start, sent = one.recv(12), 0
+        with contextlib.suppress(ConnectionError):
+            while sent < size:
+                one.sendall(piece)
+                sent += 2**16
+        return start, sent
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "coding", "status"),
+    [
+        ("/v1/jobs", "none", "chunks", b"401"),
+        ("/v1/nothing", "ours", "chunks", b"404"),
+        ("/v1/check", "ours", "length", b"413"),
+    ],
+)
+def test_what_arrives_after_an_answer_is_charged_and_read_slowly(
+    tmp_path: Path, path: str, key: str, coding: str, status: bytes
+) -> None:
+    """Also if it has no end: a connection sends a part of it, then it is closed."""
+    rate = RateConfig(requests_per_second=1e-6, burst=1000)
+    with open_house(tmp_path, rate=rate) as house:
+        connections, counted = house.connections, requests_of_all(house)
+        with turns_of(house.app.state.loop, lambda: connections._held) as held:
+            before = connections.handled.bytes
+            start, sent = refused(house, path, key, coding, 2 * MOST_UNREAD)
+            assert start == b"HTTP/1.1 " + status
+            read = connections.handled.bytes - before
+        assert sent < 2 * MOST_UNREAD - 2**20, "more waits in buffers"
+        assert read <= MOST_UNREAD + 2**18 + 2**10
+        assert requests_of_all(house) - counted >= read / BYTES_OF_A_REQUEST - 1
+        rests = sum(after > before for before, after in itertools.pairwise(held))
+        assert rests >= MOST_UNREAD / 2**18 - 1, "one for each piece that is read"
+        assert house.ask("GET", "/v1/me", "theirs").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs", "/v1/files", "/v1/nothing", "/tinker/api/v1/forward_backward"])
+@pytest.mark.parametrize("key", ["none", "ours"])
+def test_small_chunks_are_charged_beside_their_bytes(tmp_path: Path, path: str, key: str) -> None:
+    n_chunks = 3000
+    body = (b"%x\r\n%b\r\n" % (CHUNK, b" " * CHUNK)) * n_chunks + b"0\r\n\r\n"
+    with open_house(tmp_path, rate=RateConfig(requests_per_second=1e-6, burst=1000)) as house:
+        counted = requests_of_all(house)
+        bearer = f"Authorization: Bearer {house.keys[key]}\r\n" if house.keys[key] else ""
+        with connected(house) as one:
+            one.sendall(
+                f"POST {path} HTTP/1.1\r\nHost: x\r\n{bearer}Transfer-Encoding: chunked\r\n\r\n".encode() + body
+            )
+            assert one.recv(10) == b"HTTP/1.1 4"
+            one.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            rest_of(one)  # when the body is read
+        assert requests_of_all(house) - counted >= n_chunks / EVENTS_OF_A_REQUEST
 
 
 @pytest.mark.parametrize("path", ["/v1/keys", "/v1/shares", "/tinker/api/v1/create_session"])

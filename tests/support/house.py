@@ -162,7 +162,7 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
         key, keys[name] = store.tenants.create_key(tenant, name, role, expires)
         if name == "revoked":
             store.tenants.revoke_key(key.id)
-    connections = Connections(service.settings.config.http, raise_open_files())
+    connections = Connections(service.settings.config.http, raise_open_files(), service.access.charge)
     options: Json = {"http": connections.protocol, "ws": "none", "loop": loop}
     server = _Server(uvicorn.Config(app, port=port, lifespan="off", log_level="error", **options))
     thread = threading.Thread(target=server.run)

@@ -194,7 +194,7 @@ async def _run(
         client.adopt(child)
     await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts), usage)
 
-    lifecycle = app.state.lifecycle
+    service, lifecycle = app.state.service, app.state.lifecycle
 
     class Server(uvicorn.Server):
         """A server that tells waiting requests when the service stops; uvicorn would wait for them and then cut them off."""
@@ -212,7 +212,7 @@ async def _run(
             await client.kill()  # after a second Ctrl-C, which skips the rest
 
     sys.setswitchinterval(_SWITCH_SECONDS)
-    connections = Connections(app.state.service.settings.config.http, raise_open_files())
+    connections = Connections(service.settings.config.http, raise_open_files(), service.access.charge)
     options: dict[str, Any] = {"http": connections.protocol, "ws": "none", "backlog": connections.backlog}
     server = Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)

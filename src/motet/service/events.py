@@ -15,11 +15,14 @@ from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.schemas import JobEvent, TenantEvent
+from motet.service.turns import Turns
 
 ANY_JOB = ""
 """Topic of events of any job; each job's id is a topic too."""
 _MOST_KEPT = 2**26
 """Bytes of steps in memory, over all jobs."""
+_AT_ONCE = 32
+"""Readers that are woken in one turn of the event loop."""
 _PAGE = 500
 """Steps read from the database at once."""
 WAITING_JOBS = "waiting jobs"
@@ -32,6 +35,8 @@ class EventBus:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next: dict[str, asyncio.Event] = {}
+        self.turns = Turns(_AT_ONCE)
+        """For those who were woken together."""
         self.published = 0
         """Number of published events of all jobs."""
         self.closed = False
@@ -44,6 +49,11 @@ class EventBus:
         if self.closed:
             event.set()
         return event
+
+    async def wait(self, event: asyncio.Event, seconds: float) -> None:
+        """Wait for an event, at most `seconds`; few of those that it wakes go on in one turn of the loop."""
+        await within(event, seconds)
+        await self.turns.enter()
 
     async def pause(self, seconds: float) -> None:
         """Wait, but not for longer than the service runs."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Request, Response
+from starlette.types import Scope
 
 from motet.config.service import RateConfig
 from motet.core.json_text import json_pieces
@@ -19,7 +20,7 @@ from motet.service.database.store import AWAY
 from motet.service.database.tenants import PREFIX, Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http import rights
-from motet.service.http.connections import network_of
+from motet.service.http.connections import FLOOD, network_of
 from motet.service.http.opened import opened_by
 from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX, AgentWorkers, OfferedEpisode
@@ -27,6 +28,8 @@ from motet.service.workers.agents import KEY_PREFIX, AgentWorkers, OfferedEpisod
 _MOST_BUCKETS = 10_000
 FEW_BYTES = 2**16
 """Of an answer that is encoded in the event loop."""
+_REFUSALS = 5
+"""How many times a burst of requests may be refused before connections are closed and begin late."""
 _HEALTH = ("/healthz", "/readyz")
 _EPISODES = re.compile(r"/episodes/([^/]+)/v1/")
 OF_TINKER = "tml-"
@@ -44,7 +47,13 @@ def bearer(request: Request) -> str:
         return key.strip()
     if key := request.headers.get("x-api-key", "").strip():
         return key.removeprefix(OF_TINKER)
-    return request.cookies.get(request.app.state.session_cookie, "") if PAGE_HEADER in request.headers else ""
+    return _cookie(request, request.app.state.session_cookie) if PAGE_HEADER in request.headers else ""
+
+
+def _cookie(request: Request, name: str) -> str:
+    """One cookie alone: to read all of them may take milliseconds, before the rate is looked at."""
+    found = re.search(rf"(?:^|;)\s*{re.escape(name)}=([^;]*)", request.headers.get("cookie", ""))
+    return "" if found is None else found[1].strip()
 
 
 def episode_key(request: Request) -> str:
@@ -77,6 +86,11 @@ class RateLimit:
     def requests_per_second(self) -> float | None:
         """Limit of each bucket; None without one."""
         return None if self._config is None else self._config.requests_per_second
+
+    def of_refusals(self) -> RateLimit:
+        """A limit for refusals by this one and others: as many a second as requests, and more at once."""
+        config = RateConfig() if self._config is None or self.requests_per_second is None else self._config
+        return RateLimit(config.model_copy(update={"burst": _REFUSALS * config.burst}), self._clock)
 
     def spend(self, whose: str, requests: float) -> None:
         """Take more from a bucket for an allowed request, until as much as a burst is missing; less than 0 gives back."""
@@ -113,8 +127,8 @@ class _Admitted:
     """The bucket in which it was counted."""
 
 
-def _admitted(request: Request) -> _Admitted:
-    found: _Admitted = request.scope.setdefault("motet.admitted", _Admitted())
+def _admitted(scope: Scope) -> _Admitted:
+    found: _Admitted = scope.setdefault("motet.admitted", _Admitted())
     return found
 
 
@@ -123,6 +137,7 @@ class Access:
 
     def __init__(self, tenants: Tenants, rate: RateLimit, episodes: AgentWorkers, open_to_all: bool) -> None:
         self._tenants, self._rate, self._episodes, self.open_to_all = tenants, rate, episodes, open_to_all
+        self._refusals = rate.of_refusals()
 
     def known_tenant(self, request: Request) -> str | None:
         """As `admit`, from memory only; None if the database must be asked. The key may have ended since it was used."""
@@ -141,7 +156,7 @@ class Access:
         Raises:
             Refusal: its tenant, or its address without a valid key, sends too many requests.
         """
-        key, asked, admitted = _key_for(request), asked_of(request.scope), _admitted(request)
+        key, asked, admitted = _key_for(request), asked_of(request.scope), _admitted(request.scope)
         admitted.looked_up = not key or key.startswith(KEY_PREFIX)
         if key.startswith(KEY_PREFIX) and (leased := self._leased(request, key)) is not None:
             opened_by(request, leased.owner)  # the key that leased the episode; the episode's key ends with it
@@ -178,7 +193,7 @@ class Access:
 
     def principal(self, request: Request) -> Principal:
         """The principal of an admitted request. Raises Refusal if its key is not valid, or has no right to it."""
-        key, admitted = bearer(request), _admitted(request)
+        key, admitted = bearer(request), _admitted(request.scope)
         if key.startswith(KEY_PREFIX):
             raise Refusal(401, "this is the key of an episode; it opens what the model answers there, and nothing else")
         who = admitted.who if admitted.looked_up or not key else self._tenants.who(key)
@@ -193,12 +208,22 @@ class Access:
 
     def looked_up(self, request: Request) -> bool:
         """Whether the key of an admitted request was looked up; otherwise the database was away."""
-        return _admitted(request).looked_up
+        return _admitted(request.scope).looked_up
 
-    def charge(self, request: Request, requests: float) -> None:
-        """Count an admitted request as so many more: its body or its answer takes as long."""
-        if whose := _admitted(request).counted_as:
+    def refused(self, scope: Scope, whose: str) -> dict[str, str]:
+        """Note that a request was refused by a limit; gives headers of its answer, which end its connection after many."""
+        admitted = _admitted(scope)
+        admitted.counted_as = admitted.counted_as or whose  # who pays for the rest of its body
+        if not self._refusals.wait(whose):
+            return {}
+        scope[FLOOD] = True
+        return {"Connection": "close"}
+
+    def charge(self, scope: Scope, requests: float) -> bool:
+        """Count an admitted request as so many more: its body or its answer takes as long. False if it is not admitted."""
+        if whose := _admitted(scope).counted_as:
             self._rate.spend(whose, requests)
+        return bool(whose)
 
     def _leased(self, request: Request, key: str) -> OfferedEpisode | None:
         """The episode whose model a request asks with its key."""
@@ -220,7 +245,7 @@ class Access:
             )
             headers = {"Retry-After": str(seconds), **({"Connection": "close"} if close else {})}
             raise Refusal(429, message, headers=headers)
-        _admitted(request).counted_as = whose
+        _admitted(request.scope).counted_as = whose
 
 
 class CheckThreads(ThreadTurns):

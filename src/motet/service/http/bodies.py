@@ -25,8 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from motet.config.service import HttpConfig
 from motet.service.errors import Refusal
 from motet.service.http.auth import Access, address
+from motet.service.http.connections import BYTES_OF_A_REQUEST
 from motet.service.http.json_size import MOST_NUMBERS, MOST_VALUES, MOST_VALUES_OF_NOBODY, NO_KEY, JsonSize
 from motet.service.request_log import asked_of
+from motet.service.turns import Turns
 
 MOST = 2**20
 """Default limit of a body in bytes."""
@@ -51,14 +53,15 @@ _SCORES = "/scoring/results"
 _EPISODES = "/episodes/"
 _EPISODE_BYTES = 64
 _AROUND = 2**16  # extra bytes of a form around its file, and of a request around its prompt
-_DRAIN_SECONDS = 5.0
 _NUMBERS = ("/tinker/api/v1/asample", "/v1/completions")
 ANSWER_OF_A_REQUEST = 2**18
 """Bytes of an answer that count as one more request; files and leases of workers do not count."""
-BYTES_OF_A_REQUEST = 2**20
-"""Bytes of a body that count as one request, if it is no JSON: they take 2 ms of the event loop."""
 MOST_DIGITS = 640
 """Most digits of a whole number, because parsing time grows with their square."""
+MOST_FIELDS = 1000
+"""Fields of an address's query: to read them takes 0.5 ms."""
+_AT_ONCE = 8
+"""Requests that begin, and answers that are sent, in one turn of the event loop."""
 _SPREAD = 8
 """Approximate bytes of memory per byte of JSON."""
 _SPOOLED = 2**20
@@ -138,6 +141,7 @@ class Bodies:
         self._app, self._refusal, self._access = app, refusal, access
         self._config, self._room, self._answers = config, room, answers
         self._positions, self._stopping = positions, stopping
+        self._turns, self._sending = Turns(_AT_ONCE), Turns(_AT_ONCE)
         self._requests = Counter[str]()
         """Open requests by tenant or, without a good key, by address."""
         self._uploads = Counter[str]()
@@ -154,10 +158,8 @@ class Bodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if "\0" in scope["path"] or b"%00" in scope["query_string"] or b"\0" in scope["query_string"]:
-            await self._refusal(422, "the address has a NUL character; take it out")(scope, receive, send)
-            return
-        request, admitted = Request(scope), False
+        await self._turns.enter()
+        request, admitted, tenant = Request(scope), False, None
         with contextlib.ExitStack() as places:
             try:
                 if (tenant := self._access.known_tenant(request)) is None:
@@ -169,7 +171,8 @@ class Bodies:
                 elif not admitted:
                     tenant = self._access.admit(request)
             except Refusal as error:
-                await self._refuse(scope, receive, send, error.status, error.message, MOST, headers=error.headers)
+                headers = {**(error.headers or {}), **self._access.refused(scope, tenant or address(request))}
+                await self._refuse(scope, receive, send, error.status, error.message, headers=headers)
             else:
                 await self._answer(scope, receive, send, tenant)
 
@@ -190,44 +193,43 @@ class Bodies:
             if not self._requests[whose]:
                 del self._requests[whose]
 
-    async def _refuse(
-        self, scope: Scope, receive: Receive, send: Send, status: int, words: str, most: int, **more: Any
-    ) -> None:
-        """Refuse a request, and read up to `most` bytes of it."""
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, status: int, words: str, **more: Any) -> None:
         asked_of(scope).reason = words
         await self._refusal(status, words, **more)(scope, receive, send)
-        self._access.charge(Request(scope), await _drain(receive, most))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, payer: str) -> None:
         refuse = functools.partial(self._refuse, scope, receive, send)
+        if "\0" in scope["path"] or b"%00" in (query := scope["query_string"]) or b"\0" in query:
+            return await refuse(422, "the address has a NUL character; take it out")
+        if query.count(b"&") >= MOST_FIELDS:
+            return await refuse(422, f"the address has more than {MOST_FIELDS} fields")
+        scope["headers"] = [one for one in scope["headers"] if one[0] != b"range" or b"," not in one[1]]
         path = scope["path"].rstrip("/")
         limit = self._limits.get(path) or _limit(path, self._positions())
         words = self._words.get(path, f"this request may have {limit / 2**20:.3g} MB at most")
         length = (headers := dict(scope["headers"])).get(b"content-length", b"")
         too_long = length.isdigit() and int(length) > limit
         if too_long and path != _GRADIENT:  # whose route uses up its number
-            return await refuse(413, words, max(limit, MOST_PROMPT))
+            return await refuse(413, words)
         large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers
         uploads = path in self._limits and scope["method"] == "POST"
         if (uploads or large) and not payer:
-            return await refuse(401, NO_KEY, MOST)
+            return await refuse(401, NO_KEY)
         if uploads and self._uploads[payer] >= (most := self._config.waiting_per_tenant):
             words = f"{most} uploads of this tenant are open, the most here; wait for some to end"
-            return await refuse(429, words, MOST, headers=_SOON)
+            return await refuse(429, words, headers=_SOON)
         size = 0 if not uploads else int(length) if length.isdigit() else limit
         if uploads and self._arriving[payer] + size > _LARGEST_AT_ONCE * max(self._limits.values()):
             words = f"open uploads of this tenant take {self._arriving[payer] >> 20} MB; wait for some to end"
-            return await refuse(429, words, MOST, headers=_SOON)
+            return await refuse(429, words, headers=_SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
         json = JsonSize(*_most_values(path, payer)) if reads_json else None
-        charge = functools.partial(self._access.charge, Request(scope))
+        charge = functools.partial(self._access.charge, scope)
         scope[_BODY] = body = _Body(receive, limit, words, self._room, payer, weight, json, charge)
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
         self._arriving[payer] += size
         try:
-            if too_long:
-                charge(limit / BYTES_OF_A_REQUEST)  # it arrives, though only its beginning is read
             await self._app(scope, body.receive, self._in_pieces(scope, body, receive, send))
         except asyncio.CancelledError:  # the server cancels stuck requests at shutdown
             if not self._stopping():
@@ -243,6 +245,8 @@ class Bodies:
         start = list[Message]()
 
         async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await self._sending.enter()
             if message["type"] == "http.response.start" and _length(message) > _PIECE:
                 start.append(message)  # until it is known whether there is room
                 return
@@ -253,7 +257,7 @@ class Bodies:
                 start.clear()
                 return
             if not scope["path"].endswith(_LEASES):
-                self._access.charge(Request(scope), len(content) / ANSWER_OF_A_REQUEST)
+                self._access.charge(scope, len(content) / ANSWER_OF_A_REQUEST)
             try:
                 if (payer := asked_of(scope).tenant_id) and not body.held:
                     # what a request has changed is told in any case
@@ -337,7 +341,7 @@ class _Body:
         payer: str,
         weight: tuple[int, int],
         json: JsonSize | None,
-        charge: Callable[[float], None],
+        charge: Callable[[float], object],
     ) -> None:
         """`weight`: memory per byte, and the most bytes in memory; `charge` counts so many more requests."""
         self._receive, self._limit, self._words = receive, limit, words
@@ -383,16 +387,3 @@ class _Body:
         if self._taken:
             self._room.give_back(self._payer, self._taken)
             self._taken = 0
-
-
-async def _drain(receive: Receive, limit: int) -> float:
-    """Read incoming data for a moment, and count it in requests: to close the connection now may lose the response."""
-    read = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            while read <= limit:
-                message = await receive()
-                read += len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body"):
-                    break
-    return read / BYTES_OF_A_REQUEST

@@ -12,14 +12,17 @@ import logging
 import resource
 import time
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 import h11
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from motet.config.service import HttpConfig
 from motet.service.errors import error_body
+from motet.service.http.log_limits import NO_FILES, Seldom
 from motet.service.http.parsing import Flow, Handled, Parser
 
 _log = logging.getLogger(__name__)
@@ -35,13 +38,21 @@ _SMALL, _FREE_READS = 4096, 16
 """Bytes of a small piece, and how many of them a request may have before its connection is read seldom."""
 _REST_SECONDS, _READS_PER_SECOND = 0.02, 1000.0
 """Shortest time between two reads of small pieces, and the most of these reads of all connections together."""
-_LARGE, _LARGE_IN_A_TURN = 2**14, 2**17
-"""Bytes of a large piece, and how many bytes of them are handled in one turn of the event loop: about 1 ms."""
+_LEAST_ROOM, _ROOM_OF_A_TURN = 2**15, 2**17
+"""How many bytes a small piece counts as, and how many are handled in one turn of the event loop."""
 _SLICE = 2048
 """Bytes of chunks, heads and trailers that are parsed at once."""
-_LOG_SECONDS = 10.0
-"""Between two log lines of one kind."""
-_NO_FILES = "socket.accept() out of system resource"
+BYTES_OF_A_REQUEST = 2**20
+"""Bytes of a body that count as one request, if it is no JSON: they take 2 ms of the event loop."""
+EVENTS_OF_A_REQUEST = 512
+"""Events of a request's parts that count as one more request: they take 3 ms."""
+_LEAST_CHARGE = 0.25
+MOST_UNREAD = 64 * 2**20
+"""Bytes that a connection may send of a body that was refused."""
+_LATE_SECONDS, _MOST_FLOODING = 1.0, 10_000
+"""How late a connection begins, if its address floods the service, and how many addresses are remembered."""
+FLOOD = "motet.flood"
+"""In the scope of a request that was refused as one of far too many."""
 
 
 def raise_open_files() -> int:
@@ -54,34 +65,12 @@ def raise_open_files() -> int:
     return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-class Seldom(logging.Filter):
-    """Rate-limits log messages of some kinds, so that strangers cannot fill the log."""
-
-    def __init__(self, *kinds: str) -> None:
-        """`kinds` are prefixes of messages."""
-        super().__init__()
-        self._kinds, self._last = kinds, dict[str, float]()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write a record."""
-        text = record.getMessage()
-        if (kind := next((one for one in self._kinds if text.startswith(one)), None)) is None:
-            return True
-        if kind == _NO_FILES:
-            record.msg, record.args, record.exc_info = "no new connections: too many files are open", (), None
-        now = time.monotonic()
-        if now - self._last.get(kind, -_LOG_SECONDS) < _LOG_SECONDS:
-            return False
-        self._last[kind] = now
-        return True
-
-
 class Connections:
     """The open connections of a server. Use in one event loop."""
 
-    def __init__(self, config: HttpConfig, files: int) -> None:
-        """`files` is the process's limit of open files."""
-        self.config = config
+    def __init__(self, config: HttpConfig, files: int, charge: Callable[[Scope, float], bool]) -> None:
+        """`files` is the process's limit of open files; `charge` is that of `Access`."""
+        self.config, self.charge = config, charge
         self.most = min(config.connections or files, int(files * _SHARE))
         self.backlog = max(1, min(_AT_ONCE, (files - self.most) // 2))
         """Connections accepted at once."""
@@ -93,11 +82,16 @@ class Connections:
         self.handled = Handled()
         self._held = 0
         """Connections that are not read for a moment."""
-        self._room = _LARGE_IN_A_TURN
-        """Bytes of large pieces that this turn of the event loop has room for."""
+        self._room = _ROOM_OF_A_TURN
+        """Bytes that this turn of the event loop has room for."""
         self._put_off = deque[tuple[_Guarded, bytes]]()
-        """Large pieces for later turns. Their connections are not read."""
-        for name, kinds in (("asyncio", (_NO_FILES,)), ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade"))):
+        """Pieces for later turns. Their connections are not read."""
+        self._flooding = OrderedDict[str, float]()
+        """Addresses whose connections begin late, and until when."""
+        for name, kinds in (
+            ("asyncio", (NO_FILES, "socket.send() raised")),
+            ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade")),
+        ):
             logging.getLogger(name).addFilter(Seldom(*kinds))
         _log.addFilter(Seldom("connections are refused"))
 
@@ -150,31 +144,43 @@ class Connections:
         asyncio.get_running_loop().call_later(max(_REST_SECONDS, self._held / _READS_PER_SECOND), self._rested, one)
 
     def puts_off(self, one: _Guarded, data: bytes) -> bool:
-        """Whether a piece is handled in a later turn of the event loop, because it is large, as were those before it."""
-        if len(data) < _LARGE:
-            return False
-        if self._room == _LARGE_IN_A_TURN:
+        """Whether a piece is handled in a later turn of the event loop, because this one has no room."""
+        if self._room == _ROOM_OF_A_TURN:
             asyncio.get_running_loop().call_soon(self._turn)
         if self._room > 0:
-            self._room -= len(data)
+            self._room -= max(len(data), _LEAST_ROOM)
             return False
         one.flow.hold()
         self._put_off.append((one, data))
         return True
 
     def _turn(self) -> None:
-        self._room = _LARGE_IN_A_TURN
+        self._room = _ROOM_OF_A_TURN
         if self._put_off:  # before anything can fail
             asyncio.get_running_loop().call_soon(self._turn)
         while self._put_off and self._room > 0:
             one, data = self._put_off.popleft()
-            self._room -= len(data)
+            self._room -= max(len(data), _LEAST_ROOM)
             one.flow.release()
             try:
                 one.handle(data)
             except Exception:  # as asyncio does where a piece is handled at once
                 one.give_up()
                 raise
+
+    def slow_down(self, address: str) -> None:
+        """Begin new connections of an address late, which sends far too many requests; behind a proxy it is everybody's."""
+        if self.config.connections_per_address is not None:
+            self._flooding.pop(address, None)
+            self._flooding[address] = time.monotonic() + _LATE_SECONDS
+            if len(self._flooding) > _MOST_FLOODING:
+                self._flooding.popitem(last=False)
+
+    def begin(self, one: _Guarded) -> None:
+        """Read a new connection, now or later."""
+        if self._flooding.get(one.address, 0.0) > time.monotonic():
+            one.flow.hold()
+            asyncio.get_running_loop().call_later(_LATE_SECONDS, one.flow.release)
 
     def _rested(self, one: _Guarded) -> None:
         self._held -= 1
@@ -200,11 +206,17 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         self.address = ""
         self._counted = False
         self._timer: asyncio.TimerHandle | None = None
+        self._stuck: asyncio.TimerHandle | None = None
+        """Ends the connection if its client takes nothing of an answer."""
         self._state = ""
         self._since, self._received = 0.0, 0
         self.conn = self._parser = Parser(connections.handled)
         self._small = 0
         """Small pieces of the request so far."""
+        self._owed = 0.0
+        """Requests that were not charged yet, for events and unread bytes."""
+        self._unread = 0
+        """Bytes of a body that arrived after its answer."""
 
     def connection_made(self, transport: Any) -> None:
         """Count the connection, or refuse it."""
@@ -215,11 +227,13 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         if not self._counted:
             self._close(503)
             return
+        self._all.begin(self)
         self._look(begun=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the connection."""
         self._stop()
+        self._go_on_writing()
         super().connection_lost(exc)
         self._uncount()
 
@@ -235,21 +249,33 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         self._all.handled.reads += 1
         self._all.handled.bytes += len(data)
         self._received += len(data)
-        done = 0
+        events, done = self._all.handled.events, 0
+        answered = self._parser.our_state is h11.DONE and self._parser.their_state is h11.SEND_BODY
         while done < len(data) and not self.transport.is_closing():
             plain = self._parser.their_state is h11.SEND_BODY and not self._parser.chunked
             end = len(data) if plain else done + _SLICE
             super().data_received(data[done:end])
             done = end
+        self._owed += (self._all.handled.events - events) / EVENTS_OF_A_REQUEST
+        if answered:
+            self._owed += len(data) / BYTES_OF_A_REQUEST
+            self._unread += len(data)
+            if self._unread > MOST_UNREAD:
+                self.transport.close()
+        self._pay()
         if self.transport.is_closing():
             return
         self._look(begun=True)
         if self._state == "nothing":
             self._small = 0
-        elif len(data) < _SMALL:
+        elif answered or len(data) < _SMALL:
             self._small += 1
-            if self._small > _FREE_READS and not self.flow.held:
+            if (answered or self._small > _FREE_READS) and not self.flow.held:
                 self._all.rest(self)
+
+    def _pay(self) -> None:
+        if self._owed > _LEAST_CHARGE and self.cycle is not None and self._all.charge(self.cycle.scope, self._owed):
+            self._owed = 0.0
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser refuses."""
@@ -262,12 +288,31 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
 
     def on_response_complete(self) -> None:
         """Wait for another request."""
+        self._pay()
+        self._owed, self._unread = 0.0, 0
+        if FLOOD in self.cycle.scope and network_of(self.cycle.scope["client"]) == self.address:  # else it is a proxy's
+            self._all.slow_down(self.address)
         super().on_response_complete()
         if self._counted:
             self._look(begun=False)
 
+    def pause_writing(self) -> None:
+        """Wait for the client to take more, not for ever."""
+        super().pause_writing()
+        self._stuck = self.loop.call_later(self._config.body_seconds, self.give_up)
+
+    def resume_writing(self) -> None:
+        """The client has taken more."""
+        super().resume_writing()
+        self._go_on_writing()
+
+    def _go_on_writing(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
     def give_up(self) -> None:
-        """Close it for another one."""
+        """Close it: for another one, or because its client takes nothing of an answer."""
         self._stop()
         self._uncount()
         self.transport.abort()

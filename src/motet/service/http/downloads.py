@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import FileResponse, Response, StreamingResponse
 
 from motet.service.errors import Refusal
 from motet.service.http.auth import ReadThreads
@@ -19,6 +19,12 @@ from motet.service.http.bodies import when_sent
 
 MOST_OPEN = 16
 _PIECE = 2**20
+
+
+class Download(FileResponse):
+    """A file, in fewer pieces than of the framework, each of which goes to a thread and back."""
+
+    chunk_size = _PIECE
 
 
 class Packing:

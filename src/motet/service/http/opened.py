@@ -17,6 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from motet.service.database.tenants import Tenants
 
 LOOK_SECONDS = 1.0
+_AT_ONCE = 8
+"""Requests that end in one turn of the event loop."""
 ENDED = "this key was revoked or has expired; what it had opened has ended"
 _OPEN = "motet.open"
 """Key of the `OpenRequest` in a request's scope."""
@@ -78,9 +80,11 @@ class KeyWatch:
         ended = await asyncio.to_thread(self._tenants.ended_keys, held)
         if not ended:
             return
-        for one in self._requests:
-            if one.key in ended and not one.cut.expired():
+        for count, one in enumerate([one for one in self._requests if one.key in ended]):
+            if one in self._requests and not one.cut.expired():
                 one.cut.reschedule(0.0)
+            if count % _AT_ONCE == 0:
+                await asyncio.sleep(0)
         for holder in self._holders:
             await holder.end(ended)
 

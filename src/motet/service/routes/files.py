@@ -9,13 +9,14 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Form, Query, Request, UploadFile
 from fastapi import File as FormFile
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
 
 from motet.core.errors import LimitError, MotetError
 from motet.service.database.store import files_of, size_of
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.depends import Asker, ServiceDep, while_there, worked
 from motet.service.errors import Refusal, bad_field, existing
+from motet.service.http.downloads import Download
 from motet.service.http.pages import page
 from motet.service.routing import TenantRoute
 from motet.service.schemas import File, FileDeleted, Files
@@ -104,13 +105,13 @@ def retrieve(stored: NamedFile) -> File:
     return _shown(stored)
 
 
-@router.get("/{file}/content", response_class=FileResponse)
-def content(service: ServiceDep, stored: NamedFile) -> FileResponse:
+@router.get("/{file}/content", response_class=Download)
+def content(service: ServiceDep, stored: NamedFile) -> Download:
     """Download the file as it was uploaded."""
     path = service.storage.upload(stored.id, stored.filename)
     if not path.is_file():
         raise Refusal(404, f"the content of {stored.id} is not there any more")
-    return FileResponse(path, media_type="application/octet-stream", filename=stored.filename)
+    return Download(path, media_type="application/octet-stream", filename=stored.filename)
 
 
 @router.delete("/{file}")

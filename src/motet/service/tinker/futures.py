@@ -26,7 +26,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
-from motet.service.events import EventBus, within
+from motet.service.events import EventBus
 from motet.service.http.bodies import OpenBytes
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
@@ -231,7 +231,7 @@ class Futures:
                     self._bus.publish(job.id)  # others wait behind the same number
                     continue
                 again = left
-            await within(changed, min(left, again))
+            await self._bus.wait(changed, min(left, again))
 
     async def _sample(self, who: Principal, request_id: str, seconds: float) -> Answer:
         sample = self._samples.by_name.get(request_id) or self._once_more(who, request_id)
@@ -241,10 +241,11 @@ class Futures:
             self._start(who, sample, held := await asyncio.to_thread(self._held, who))
             if held:
                 if not self._bus.closed:
-                    await within(self._bus.next(_HELD), seconds)
+                    await self._bus.wait(self._bus.next(_HELD), seconds)
                 return _try_again(request_id, "paused_rate_limit", held)
         if sample.task is not None:
             await asyncio.wait([sample.task], timeout=0 if self._bus.closed else seconds)
+            await self._bus.turns.enter()
             if not sample.task.done():
                 reason = self._samplers.waits
                 return _try_again(request_id, "paused_capacity" if reason else "active", reason)

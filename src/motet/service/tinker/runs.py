@@ -11,7 +11,6 @@ from email.utils import formatdate
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
-from fastapi.responses import FileResponse
 from pydantic import BaseModel
 
 from motet.runtime.journal import Nothing
@@ -20,6 +19,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
+from motet.service.http.downloads import Download
 from motet.service.http.opened import opened_by
 from motet.service.tenants.stored import measured
 from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, Checkpoints, archive_into, files_of, iso
@@ -184,7 +184,7 @@ async def download_checkpoint(request: Request, service: ServiceDep, tinker: Tin
     if link.file == _ARCHIVE:
         pack = functools.partial(archive_into, directory=directory)
         return await service.packing.answer(request, job.tenant_id, directory, pack, "application/x-tar", _ARCHIVE)
-    return FileResponse(directory / link.file, filename=link.file)
+    return Download(directory / link.file, filename=link.file)
 
 
 @router.post("/copy_weights")

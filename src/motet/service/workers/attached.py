@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from motet.core.types import JobState
 from motet.service.database.store import Store
-from motet.service.events import EventBus, within
+from motet.service.events import EventBus
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class AttachedWorkers:
                 taken, left = await take(), deadline - time.monotonic()
                 if taken or left <= 0 or self._bus.closed or (await self.state(job_id)).final:
                     return taken
-                await within(more, min(left, _LEASES_END_SECONDS, self.lease_seconds / 2))
+                await self._bus.wait(more, min(left, _LEASES_END_SECONDS, self.lease_seconds / 2))
                 spread = random.uniform(0.0, 2 * self._polling[job_id] / TAKES_PER_SECOND)
                 await self._bus.pause(min(spread, max(0.0, deadline - time.monotonic())))
         finally:
