@@ -92,7 +92,7 @@ class HttpConfig(Config):
     header_seconds: float = Field(10.0, gt=0, le=3600)
     """Time to send the head of a request."""
     body_seconds: float = Field(30.0, gt=0, le=3600)
-    """Time to send a body, plus one second for each 16 KB received; time to take a part of an answer."""
+    """Time to send a body, plus one second for each 16 KB received; as long to take a part of an answer."""
     requests_per_tenant: int = Field(2048, ge=1, le=10**6)
     """Open requests of all keys of one tenant together, or of one address without a good key."""
     streams_per_tenant: int = Field(64, ge=1, le=10**6)

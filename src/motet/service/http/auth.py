@@ -20,7 +20,7 @@ from motet.service.database.store import AWAY
 from motet.service.database.tenants import PREFIX, Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http import rights
-from motet.service.http.connections import FLOOD, network_of
+from motet.service.http.connections import BYTES_OF_A_REQUEST, FLOOD, MOST_UNREAD, network_of
 from motet.service.http.opened import opened_by
 from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX, AgentWorkers, OfferedEpisode
@@ -91,6 +91,11 @@ class RateLimit:
         """A limit for refusals by this one and others: as many a second as requests, and more at once."""
         config = RateConfig() if self._config is None or self.requests_per_second is None else self._config
         return RateLimit(config.model_copy(update={"burst": _REFUSALS * config.burst}), self._clock)
+
+    def seconds_of(self, length: str) -> int:
+        """The seconds in which a body of so many bytes, which is charged though it is refused, is paid for."""
+        size = min(int(length), MOST_UNREAD) if length.isdigit() and len(length) < 20 else 0
+        return int(size / BYTES_OF_A_REQUEST / (self.requests_per_second or 1))
 
     def spend(self, whose: str, requests: float) -> None:
         """Take more from a bucket for an allowed request, until as much as a burst is missing; less than 0 gives back."""
@@ -239,6 +244,7 @@ class Access:
     ) -> None:
         """Count a request in a bucket. Raises Refusal if it exceeds the limit; `close` ends the connection then."""
         if seconds := self._rate.wait(whose):
+            seconds += self._rate.seconds_of(request.headers.get("content-length", ""))
             message = (
                 f"more than {self._rate.requests_per_second:g} requests a second, the most {what} here; try again in "
                 f"{seconds} s"

@@ -214,7 +214,9 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         self._small = 0
         """Small pieces of the request so far."""
         self._owed = 0.0
-        """Requests that were not charged yet, for events and unread bytes."""
+        """Requests that were not charged yet, for bytes that no route reads."""
+        self._paid = 0
+        """Events that were charged."""
         self._unread = 0
         """Bytes of a body that arrived after its answer."""
 
@@ -249,20 +251,19 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         self._all.handled.reads += 1
         self._all.handled.bytes += len(data)
         self._received += len(data)
-        events, done = self._all.handled.events, 0
+        cycle, done = self.cycle, 0
         answered = self._parser.our_state is h11.DONE and self._parser.their_state is h11.SEND_BODY
         while done < len(data) and not self.transport.is_closing():
             plain = self._parser.their_state is h11.SEND_BODY and not self._parser.chunked
             end = len(data) if plain else done + _SLICE
             super().data_received(data[done:end])
             done = end
-        self._owed += (self._all.handled.events - events) / EVENTS_OF_A_REQUEST
         if answered:
             self._owed += len(data) / BYTES_OF_A_REQUEST
             self._unread += len(data)
             if self._unread > MOST_UNREAD:
                 self.transport.close()
-        self._pay()
+        self._pay(cycle or self.cycle)
         if self.transport.is_closing():
             return
         self._look(begun=True)
@@ -273,9 +274,11 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
             if (answered or self._small > _FREE_READS) and not self.flow.held:
                 self._all.rest(self)
 
-    def _pay(self) -> None:
-        if self._owed > _LEAST_CHARGE and self.cycle is not None and self._all.charge(self.cycle.scope, self._owed):
-            self._owed = 0.0
+    def _pay(self, cycle: Any) -> None:
+        """Charge the request of a cycle, if it is known whose it is."""
+        owed = self._owed + (self._parser.events - self._paid) / EVENTS_OF_A_REQUEST
+        if owed > _LEAST_CHARGE and cycle is not None and self._all.charge(cycle.scope, owed):
+            self._owed, self._paid = 0.0, self._parser.events
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser refuses."""
@@ -288,8 +291,9 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
 
     def on_response_complete(self) -> None:
         """Wait for another request."""
-        self._pay()
-        self._owed, self._unread = 0.0, 0
+        self._owed += len(self.cycle.body) / BYTES_OF_A_REQUEST
+        self._pay(self.cycle)
+        self._owed, self._paid, self._unread = 0.0, self._parser.events, 0
         if FLOOD in self.cycle.scope and network_of(self.cycle.scope["client"]) == self.address:  # else it is a proxy's
             self._all.slow_down(self.address)
         super().on_response_complete()
@@ -299,7 +303,8 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
     def pause_writing(self) -> None:
         """Wait for the client to take more, not for ever."""
         super().pause_writing()
-        self._stuck = self.loop.call_later(self._config.body_seconds, self.give_up)
+        seconds = self._config.body_seconds + self.transport.get_write_buffer_size() / _BODY_BYTES_PER_SECOND
+        self._stuck = self.loop.call_later(seconds, self.give_up)
 
     def resume_writing(self) -> None:
         """The client has taken more."""

@@ -42,7 +42,7 @@ class Parser(h11.Connection):
         self._head = bytearray()
         self.wrong: h11.RemoteProtocolError | None = None
         """The limit that was exceeded."""
-        self._chunks = self._bytes = 0
+        self._chunks = self._bytes = self.events = 0
         self.chunked = False
         """Whether a body arrives in chunks."""
 
@@ -72,6 +72,7 @@ class Parser(h11.Connection):
             raise self.wrong
         event = super().next_event()
         self.handled.events += 1
+        self.events += 1
         if type(event) is h11.Data:
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
