@@ -1,11 +1,10 @@
-"""What a user of the same card has without Motet: its ceilings, gradients by PEFT, completions by transformers, steps by TRL.
+"""What a user of the same card has without Motet: its ceilings, gradients by PEFT, completions by transformers.
 
 python -m bench.gpu.peers OPTIONS peers
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 import traceback
@@ -120,8 +119,6 @@ def main() -> int:
             say(Figure("peers", f"{SHAPE}: a peer failed", f"{type(error).__name__}: {str(error)[:100]}"))
         if not TINY:
             torch.cuda.empty_cache()
-    if importlib.util.find_spec("trl") is None:
-        print("TRL is not installed here")
     return 0
 
 
