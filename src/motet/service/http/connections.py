@@ -49,8 +49,8 @@ EVENTS_OF_A_REQUEST = 512
 _LEAST_CHARGE = 0.25
 MOST_UNREAD = 64 * 2**20
 """Bytes that a connection may send of a body that was refused."""
-_LATE_SECONDS, _MOST_FLOODING = 1.0, 10_000
-"""How late a connection begins, if its address floods the service, and how many addresses are remembered."""
+_LATE_SECONDS, _LATE_PER_SECOND, _MOST_FLOODING = 1.0, 200.0, 10_000
+"""How late a connection begins, if its address floods the service, how many begin, and how many addresses are remembered."""
 FLOOD = "motet.flood"
 """In the scope of a request that was refused as one of far too many."""
 
@@ -88,6 +88,8 @@ class Connections:
         """Pieces for later turns. Their connections are not read."""
         self._flooding = OrderedDict[str, float]()
         """Addresses whose connections begin late, and until when."""
+        self._late = Counter[str]()
+        """Connections by address that have not begun."""
         for name, kinds in (
             ("asyncio", (NO_FILES, "socket.send() raised")),
             ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade")),
@@ -180,7 +182,15 @@ class Connections:
         """Read a new connection, now or later."""
         if self._flooding.get(one.address, 0.0) > time.monotonic():
             one.flow.hold()
-            asyncio.get_running_loop().call_later(_LATE_SECONDS, one.flow.release)
+            self._late[one.address] += 1
+            seconds = max(_LATE_SECONDS, self._late[one.address] / _LATE_PER_SECOND)
+            asyncio.get_running_loop().call_later(seconds, self._begun, one)
+
+    def _begun(self, one: _Guarded) -> None:
+        one.flow.release()
+        self._late[one.address] -= 1
+        if not self._late[one.address]:
+            del self._late[one.address]
 
     def _rested(self, one: _Guarded) -> None:
         self._held -= 1
