@@ -18,7 +18,7 @@ from motet.service.http.auth import _REFUSALS, bearer
 from motet.service.http.bodies import MOST_FIELDS
 from motet.service.http.connections import _LEAST_ROOM, _ROOM_OF_A_TURN
 from motet.service.http.opened import KeyWatch, opened_by
-from motet.service.turns import Turns
+from motet.service.turns import Floods, Turns
 from tests.support.counting import calls
 from tests.support.house import House, open_house
 from tests.support.loop_turns import connected, requests_of_all, rest_of, turns_of
@@ -139,6 +139,7 @@ def test_requests_that_come_at_the_same_moment_begin_in_many_turns(house: House,
 
 
 def use_up(house: House) -> None:
+    assert house.ask("GET", "/v1/me", "theirs").status_code == 200  # it is in memory from here on
     for key in ("none", "ours"):
         while house.ask("GET", "/v1/me", key).status_code != 429:
             pass
@@ -172,42 +173,72 @@ def refusals(house: House, text: bytes, many: int) -> list[bytes]:
     return heads
 
 
-def test_connections_of_whoever_is_refused_too_often_end_and_begin_late(strict: House) -> None:
-    """Those of others in the same turn are read at once."""
-    text = ask(strict, "/v1/me", "ours") + b"\r\n"
-    heads = refusals(strict, text, REFUSALS)  # and one before
+def waits(house: House, text: bytes) -> bool:
+    """Whether a request waits before it begins; it is answered in any case."""
+    floods = house.bodies._floods
+    with (
+        turns_of(house.app.state.loop, lambda: sum(floods._waiting.values())) as waiting,
+        connected(house) as line,
+    ):
+        line.sendall(text)
+        assert rest_of(line).startswith(b"HTTP/1.1 ")
+    return any(waiting)
+
+
+@pytest.mark.parametrize("key", ["none", "ours"])
+def test_requests_of_whoever_is_refused_too_often_wait_and_no_others(strict: House, key: str) -> None:
+    """All have one address here, as behind a proxy or in an office. A key that is in memory does not wait."""
+    text, floods = ask(strict, "/v1/me", key) + b"\r\n", strict.bodies._floods
+    heads = refusals(strict, text, REFUSALS - 1)
     assert all(b" 429 " in head for head in heads)
-    assert not any(b"connection: close" in head for head in heads[:-1])
-    last = heads[-1]
-    assert b"connection: close" in last
+    assert not floods._until
+    last = ask(strict, "/v1/me", key, "Connection: close") + b"\r\n"
 
-    def begins_late() -> bool:
-        with turns_of(strict.app.state.loop, lambda: sum(one.flow.held for one in strict.connections._half)) as held:
-            refusals(strict, text, 1)
-            with connected(strict) as late:
-                late.sendall(ask(strict, "/healthz", "none", "Connection: close") + b"\r\n")
-                assert rest_of(late).startswith(b"HTTP/1.1 200 ")
-        return any(held)
+    def wait() -> bool:
+        refusals(strict, text, 1)
+        return waits(strict, last)
 
-    wait_until(begins_late)  # a machine that is busy for longer than it lasts does not show it
-
-
-def test_behind_a_proxy_no_connection_begins_late(tmp_path: Path) -> None:
-    """There all have one address."""
-    with open_house(tmp_path, rate=FEW, http=HttpConfig(connections_per_address=None)) as house:
-        use_up(house)
-        heads = refusals(house, ask(house, "/v1/me", "ours") + b"\r\n", REFUSALS + 2)
-        assert b"connection: close" in heads[-1]
-        assert not house.connections._flooding
+    wait_until(wait)  # a machine that is busy for longer than it lasts does not show it
+    assert floods._until
+    for path, other in (("/v1/me", "theirs"), ("/healthz", key)):
+        assert not waits(strict, ask(strict, path, other, "Connection: close") + b"\r\n")
+    assert not floods._waiting
 
 
-def test_requests_without_a_place_are_refused_and_end_their_connections_too(tmp_path: Path) -> None:
+def test_few_of_a_flood_begin_in_a_second_and_those_who_leave_do_not() -> None:
+    async def flood() -> list[float]:
+        floods, loop, ends = Floods(), asyncio.get_running_loop(), list[float]()
+        floods.add("us")
+        assert floods.floods("us")
+        assert not floods.floods("them")
+        gone = asyncio.Event()
+        left = [asyncio.create_task(floods.wait("us", gone)) for _ in range(600)]
+        await asyncio.sleep(0)
+        begun = loop.time()
+
+        async def stays() -> None:
+            await floods.wait("us", asyncio.Event())
+            ends.append(loop.time() - begun)
+
+        stay = asyncio.create_task(stays())
+        await asyncio.sleep(0)
+        gone.set()
+        await asyncio.gather(*left)
+        assert floods._waiting == {"us": 1}
+        await stay
+        assert not floods._waiting
+        return ends
+
+    assert asyncio.run(flood())[0] >= 600 / 200
+
+
+def test_requests_without_a_place_are_counted_as_a_flood_too(tmp_path: Path) -> None:
     with open_house(tmp_path, http=HttpConfig(requests_per_tenant=1), rate=FEW) as house, connected(house) as open_one:
         open_one.sendall(ask(house, "/v1/jobs", "ours", "Content-Length: 9", method="POST") + b"\r\n")
         wait_until(lambda: any(house.bodies._requests.values()))
         heads = refusals(house, ask(house, "/v1/me", "ours") + b"\r\n", REFUSALS + 1)
         assert all(b" 429 " in head for head in heads)
-        assert b"connection: close" in heads[-1]
+        assert house.bodies._floods._until
         assert house.ask("GET", "/v1/me", "theirs").status_code == 200
 
 

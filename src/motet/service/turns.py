@@ -1,9 +1,15 @@
-"""Few requests begin, and few answers are sent, in one turn of the event loop, however many come at the same moment."""
+"""When requests begin: few in one turn of the event loop, and late those of whoever is refused far too often."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import contextlib
+import time
+from collections import Counter, OrderedDict, deque
+
+_LATE_SECONDS, _LATE_PER_SECOND = 1.0, 200.0
+"""How long a request of a flood waits at least, and how many of one party go on in a second."""
+_MOST_FLOODS = 10_000
 
 
 class Turns:
@@ -32,3 +38,35 @@ class Turns:
             if not (place := self._waiting.popleft()).done():  # its request was not cancelled
                 place.set_result(None)
                 self._room -= 1
+
+
+class Floods:
+    """Tenants and addresses whose requests wait before they begin. Use in one event loop."""
+
+    def __init__(self) -> None:
+        self._until = OrderedDict[str, float]()
+        """By whose they are, the oldest first."""
+        self._waiting = Counter[str]()
+
+    def add(self, whose: str) -> None:
+        """Let the requests of a second wait."""
+        self._until.pop(whose, None)
+        self._until[whose] = time.monotonic() + _LATE_SECONDS
+        if len(self._until) > _MOST_FLOODS:
+            self._until.popitem(last=False)
+
+    def floods(self, whose: str) -> bool:
+        """Whether the requests of a tenant or an address wait."""
+        return self._until.get(whose, 0.0) > time.monotonic()
+
+    async def wait(self, whose: str, gone: asyncio.Event) -> None:
+        """Wait, but not for longer than the client."""
+        self._waiting[whose] += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(_LATE_SECONDS, self._waiting[whose] / _LATE_PER_SECOND)):
+                    await gone.wait()
+        finally:
+            self._waiting[whose] -= 1
+            if not self._waiting[whose]:
+                del self._waiting[whose]

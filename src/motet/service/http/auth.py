@@ -20,7 +20,7 @@ from motet.service.database.store import AWAY
 from motet.service.database.tenants import PREFIX, Principal, Tenants
 from motet.service.errors import Refusal
 from motet.service.http import rights
-from motet.service.http.connections import BYTES_OF_A_REQUEST, FLOOD, MOST_UNREAD, network_of
+from motet.service.http.connections import BYTES_OF_A_REQUEST, MOST_UNREAD, network_of
 from motet.service.http.opened import opened_by
 from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX, AgentWorkers, OfferedEpisode
@@ -29,8 +29,8 @@ _MOST_BUCKETS = 10_000
 FEW_BYTES = 2**16
 """Of an answer that is encoded in the event loop."""
 _REFUSALS = 5
-"""How many times a burst of requests may be refused before connections are closed and begin late."""
-_HEALTH = ("/healthz", "/readyz")
+"""How many times a burst of requests may be refused before further ones wait."""
+HEALTH = ("/healthz", "/readyz")
 _EPISODES = re.compile(r"/episodes/([^/]+)/v1/")
 OF_TINKER = "tml-"
 """The `tinker` package only sends keys with this prefix; a Motet key follows it."""
@@ -215,14 +215,11 @@ class Access:
         """Whether the key of an admitted request was looked up; otherwise the database was away."""
         return _admitted(request.scope).looked_up
 
-    def refused(self, scope: Scope, whose: str) -> dict[str, str]:
-        """Note that a request was refused by a limit; gives headers of its answer, which end its connection after many."""
+    def refused(self, scope: Scope, whose: str) -> bool:
+        """Note that a request was refused by a limit; gives whether it was one of far too many."""
         admitted = _admitted(scope)
         admitted.counted_as = admitted.counted_as or whose  # who pays for the rest of its body
-        if not self._refusals.wait(whose):
-            return {}
-        scope[FLOOD] = True
-        return {"Connection": "close"}
+        return self._refusals.wait(whose) > 0
 
     def charge(self, scope: Scope, requests: float) -> bool:
         """Count an admitted request as so many more: its body or its answer takes as long. False if it is not admitted."""
@@ -236,7 +233,7 @@ class Access:
         return None if named is None else self._episodes.leased(named[1], key)
 
     def _count_address(self, request: Request) -> None:
-        health = "health " if request.url.path.endswith(_HEALTH) else ""
+        health = "health " if request.url.path.endswith(HEALTH) else ""
         self._count(request, f"{health}{address(request)}", "of an address without a good key", close=True)
 
     def _count(

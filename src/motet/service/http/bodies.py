@@ -24,11 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from motet.config.service import HttpConfig
 from motet.service.errors import Refusal
-from motet.service.http.auth import Access, address
-from motet.service.http.connections import BYTES_OF_A_REQUEST
+from motet.service.http.auth import HEALTH, Access, address
+from motet.service.http.connections import BYTES_OF_A_REQUEST, GONE
 from motet.service.http.json_size import MOST_NUMBERS, MOST_VALUES, MOST_VALUES_OF_NOBODY, NO_KEY, JsonSize
 from motet.service.request_log import asked_of
-from motet.service.turns import Turns
+from motet.service.turns import Floods, Turns
 
 MOST = 2**20
 """Default limit of a body in bytes."""
@@ -141,7 +141,7 @@ class Bodies:
         self._app, self._refusal, self._access = app, refusal, access
         self._config, self._room, self._answers = config, room, answers
         self._positions, self._stopping = positions, stopping
-        self._turns, self._sending = Turns(_AT_ONCE), Turns(_AT_ONCE)
+        self._turns, self._sending, self._floods = Turns(_AT_ONCE), Turns(_AT_ONCE), Floods()
         self._requests = Counter[str]()
         """Open requests by tenant or, without a good key, by address."""
         self._uploads = Counter[str]()
@@ -162,7 +162,13 @@ class Bodies:
         request, admitted, tenant = Request(scope), False, None
         with contextlib.ExitStack() as places:
             try:
-                if (tenant := self._access.known_tenant(request)) is None:
+                tenant = self._access.known_tenant(request)
+                whose = tenant or address(request)
+                if self._floods.floods(whose) and not scope["path"].endswith(HEALTH):
+                    await self._floods.wait(whose, gone := scope.get("state", {}).get(GONE) or asyncio.Event())
+                    if gone.is_set():
+                        return
+                if tenant is None:
                     with self._place(scope, "", address(request)):
                         tenant, admitted = await run_in_threadpool(self._access.admit, request), True
                 places.enter_context(self._place(scope, tenant, tenant or address(request)))
@@ -171,8 +177,9 @@ class Bodies:
                 elif not admitted:
                     tenant = self._access.admit(request)
             except Refusal as error:
-                headers = {**(error.headers or {}), **self._access.refused(scope, tenant or address(request))}
-                await self._refuse(scope, receive, send, error.status, error.message, headers=headers)
+                if self._access.refused(scope, whose := tenant or address(request)):
+                    self._floods.add(whose)
+                await self._refuse(scope, receive, send, error.status, error.message, headers=error.headers)
             else:
                 await self._answer(scope, receive, send, tenant)
 

@@ -10,7 +10,6 @@ import asyncio
 import ipaddress
 import logging
 import resource
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -49,10 +48,8 @@ EVENTS_OF_A_REQUEST = 512
 _LEAST_CHARGE = 0.25
 MOST_UNREAD = 64 * 2**20
 """Bytes that a connection may send of a body that was refused."""
-_LATE_SECONDS, _LATE_PER_SECOND, _MOST_FLOODING = 1.0, 200.0, 10_000
-"""How late a connection begins, if its address floods the service, how many begin, and how many addresses are remembered."""
-FLOOD = "motet.flood"
-"""In the scope of a request that was refused as one of far too many."""
+GONE = "motet.gone"
+"""In the state of a request: an event that is set when its connection has ended."""
 
 
 def raise_open_files() -> int:
@@ -86,10 +83,6 @@ class Connections:
         """Bytes that this turn of the event loop has room for."""
         self._put_off = deque[tuple[_Guarded, bytes]]()
         """Pieces for later turns. Their connections are not read."""
-        self._flooding = OrderedDict[str, float]()
-        """Addresses whose connections begin late, and until when."""
-        self._late = Counter[str]()
-        """Connections by address that have not begun."""
         for name, kinds in (
             ("asyncio", (NO_FILES, "socket.send() raised")),
             ("uvicorn.error", ("Invalid HTTP", "Unsupported upgrade")),
@@ -170,28 +163,6 @@ class Connections:
                 one.give_up()
                 raise
 
-    def slow_down(self, address: str) -> None:
-        """Begin new connections of an address late, which sends far too many requests; behind a proxy it is everybody's."""
-        if self.config.connections_per_address is not None:
-            self._flooding.pop(address, None)
-            self._flooding[address] = time.monotonic() + _LATE_SECONDS
-            if len(self._flooding) > _MOST_FLOODING:
-                self._flooding.popitem(last=False)
-
-    def begin(self, one: _Guarded) -> None:
-        """Read a new connection, now or later."""
-        if self._flooding.get(one.address, 0.0) > time.monotonic():
-            one.flow.hold()
-            self._late[one.address] += 1
-            seconds = max(_LATE_SECONDS, self._late[one.address] / _LATE_PER_SECOND)
-            asyncio.get_running_loop().call_later(seconds, self._begun, one)
-
-    def _begun(self, one: _Guarded) -> None:
-        one.flow.release()
-        self._late[one.address] -= 1
-        if not self._late[one.address]:
-            del self._late[one.address]
-
     def _rested(self, one: _Guarded) -> None:
         self._held -= 1
         one.flow.release()
@@ -212,6 +183,8 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
 
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._gone = asyncio.Event()
+        self.app_state = {**self.app_state, GONE: self._gone}
         self._all, self._config = connections, connections.config
         self.address = ""
         self._counted = False
@@ -239,11 +212,11 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         if not self._counted:
             self._close(503)
             return
-        self._all.begin(self)
         self._look(begun=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Remove the connection."""
+        self._gone.set()
         self._stop()
         self._go_on_writing()
         super().connection_lost(exc)
@@ -304,8 +277,6 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         self._owed += len(self.cycle.body) / BYTES_OF_A_REQUEST
         self._pay(self.cycle)
         self._owed, self._paid, self._unread = 0.0, self._parser.events, 0
-        if FLOOD in self.cycle.scope and network_of(self.cycle.scope["client"]) == self.address:  # else it is a proxy's
-            self._all.slow_down(self.address)
         super().on_response_complete()
         if self._counted:
             self._look(begun=False)
