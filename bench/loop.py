@@ -215,13 +215,14 @@ def requests_to(route: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]
         for name, content in _gradients():
             yield name, {"content": content, "headers": {"content-type": CONTENT_TYPE}}
     for name, content in _json(2**20):
-        yield name, {"content": content, "headers": {"content-type": "application/json"}}
+        request = {"content": content, "headers": {"content-type": "application/json"}}
+        yield name, request
+        if name == "texts":
+            yield "texts and a long query", {**request, "params": LONG_QUERY}
     if method == "POST":
         small = {"content": [b" " * CHUNK] * 2000}
         yield "small chunks", {**small, "headers": {"content-type": CONTENT_TYPE}}
     yield "numbers as text", {"content": _numbers(10_000), "headers": {"content-type": "text/plain"}}
-    both = {"params": LONG_QUERY, "headers": {"content-type": "application/json"}}
-    yield "texts and a long query", {"content": dict(_json(2**20))["texts"], **both}
     for name, body in _meant(route):
         yield name, {"content": json.dumps(body).encode(), "headers": {"content-type": "application/json"}}
 

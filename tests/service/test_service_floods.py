@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
 
 from motet.config.service import HttpConfig, RateConfig
 from motet.service.events import EventBus
 from motet.service.http.auth import _REFUSALS, bearer
-from motet.service.http.bodies import MOST_FIELDS
+from motet.service.http.bodies import MOST_FIELDS, Bodies
 from motet.service.http.connections import _LEAST_ROOM, _ROOM_OF_A_TURN
 from motet.service.http.opened import KeyWatch, opened_by
 from motet.service.turns import Floods, Turns
@@ -91,6 +92,40 @@ def test_few_of_many_that_wait_for_an_event_go_on_in_one_turn() -> None:
         return [*seen, done]
 
     assert most_in_a_turn(asyncio.run(wake())) <= 64
+
+
+def test_few_answers_that_are_ready_together_are_sent_in_one_turn(house: House) -> None:
+    kept = vars(house.bodies)
+
+    async def send_all_at_once() -> list[int]:
+        ready, sent, seen = asyncio.Event(), 0, list[int]()
+
+        async def app(_: Scope, __: Receive, send: Send) -> None:
+            await ready.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        async def send(message: Message) -> None:
+            nonlocal sent
+            sent += message["type"] == "http.response.start"
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        parts = ("config", "room", "answers", "refusal", "access", "positions", "stopping")
+        bodies = Bodies(app, uploads={}, **{name: kept[f"_{name}"] for name in parts})
+        scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [], "client": ("::1", 1)}
+        tasks = [asyncio.create_task(bodies({**scope}, receive, send)) for _ in range(60)]
+        await asyncio.sleep(0)
+        ready.set()
+        while not all(one.done() for one in tasks):
+            seen.append(sent)
+            await asyncio.sleep(0)
+        return [*seen, sent]
+
+    seen = asyncio.run(send_all_at_once())
+    assert seen[-1] == 60
+    assert most_in_a_turn(seen) <= 2 * 8
 
 
 def test_few_requests_of_a_key_that_ended_end_in_one_turn(house: House) -> None:

@@ -1,4 +1,4 @@
-"""When requests begin: few in one turn of the event loop, and late those of whoever is refused far too often."""
+"""Few of those who were woken together go on in one turn of the event loop; whoever is refused far too often waits."""
 
 from __future__ import annotations
 

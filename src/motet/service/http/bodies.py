@@ -61,7 +61,7 @@ MOST_DIGITS = 640
 MOST_FIELDS = 1000
 """Fields of an address's query: to read them takes 0.5 ms."""
 _AT_ONCE = 8
-"""Requests that begin, and answers that are sent, in one turn of the event loop."""
+"""Answers that are sent in one turn of the event loop."""
 _SPREAD = 8
 """Approximate bytes of memory per byte of JSON."""
 _SPOOLED = 2**20
@@ -141,7 +141,7 @@ class Bodies:
         self._app, self._refusal, self._access = app, refusal, access
         self._config, self._room, self._answers = config, room, answers
         self._positions, self._stopping = positions, stopping
-        self._turns, self._sending, self._floods = Turns(_AT_ONCE), Turns(_AT_ONCE), Floods()
+        self._sending, self._floods = Turns(_AT_ONCE), Floods()
         self._requests = Counter[str]()
         """Open requests by tenant or, without a good key, by address."""
         self._uploads = Counter[str]()
@@ -158,7 +158,6 @@ class Bodies:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await self._turns.enter()
         request, admitted, tenant = Request(scope), False, None
         with contextlib.ExitStack() as places:
             try:
@@ -177,7 +176,8 @@ class Bodies:
                 elif not admitted:
                     tenant = self._access.admit(request)
             except Refusal as error:
-                if self._access.refused(scope, whose := tenant or address(request)):
+                whose = tenant or address(request)
+                if self._access.refused(scope, whose):
                     self._floods.add(whose)
                 await self._refuse(scope, receive, send, error.status, error.message, headers=error.headers)
             else:
