@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, deque
 
 _LATE_SECONDS, _LATE_PER_SECOND = 1.0, 200.0
 """How long a request of a flood waits at least, and how many of one party go on in a second."""
-_MOST_FLOODS = 10_000
+_LATE_AT_ONCE, _MOST_FLOODS = 4, 10_000
 
 
 class Turns:
@@ -47,6 +47,7 @@ class Floods:
         self._until = OrderedDict[str, float]()
         """By whose they are, the oldest first."""
         self._waiting = Counter[str]()
+        self._turns = Turns(_LATE_AT_ONCE)
 
     def add(self, whose: str) -> None:
         """Let the requests of a second wait."""
@@ -66,6 +67,7 @@ class Floods:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(_LATE_SECONDS, self._waiting[whose] / _LATE_PER_SECOND)):
                     await gone.wait()
+            await self._turns.enter()
         finally:
             self._waiting[whose] -= 1
             if not self._waiting[whose]:
