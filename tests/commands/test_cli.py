@@ -365,6 +365,8 @@ def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
         "opening a socket",
     ):
         assert text in out
+    for dtype in ("float32", "bfloat16"):
+        assert re.search(rf"{dtype}[│\s]+(native|native-dpbf16|torch)[│\s]+\d", out), f"which kernels compute it\n{out}"
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from motet.commands.answers import print_table
 from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError, MotetError
 from motet.hosting.launch import load
+from motet.native.choice import kernels_of
 from motet.process import wall
 from motet.view.text import plain_console
 
@@ -31,20 +32,21 @@ def examine(base_name: str) -> int:
     config = EngineConfig()
     print_table(console, _machine())
     print_table(console, _wall())
-    table = Table("type", "loads in", "decode, 64 rows", "exact", "KV tokens", title=f"base {base_name}")
+    table = Table("type", "kernels", "loads in", "decode, 64 rows", "exact", "KV tokens", title=f"base {base_name}")
     exact = True
     for dtype in ("float32", "bfloat16"):
         started = time.perf_counter()
         try:
             base = load(base_name, config.model_copy(update={"dtype": dtype}))
         except MotetError as error:
-            table.add_row(dtype, f"refused: {error}", "", "", "")
+            table.add_row(dtype, "", f"refused: {error}", "", "", "")
             exact = False
             continue
         seconds = time.perf_counter() - started
         room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
         rate = f"{_decode_rate(base, config):,.0f} tokens/s"
-        table.add_row(dtype, f"{seconds:.1f} s", rate, "yes, bit for bit" if base.info.exact else "NO", f"{room:,}")
+        exactly = "yes, bit for bit" if base.info.exact else "NO"
+        table.add_row(dtype, kernels_of(base.info.processor), f"{seconds:.1f} s", rate, exactly, f"{room:,}")
         for note in base.info.notes:
             console.print(f"note ({dtype}): {note}")
         exact = exact and base.info.exact
