@@ -108,7 +108,7 @@ def _timings(device: str, shapes: Sequence[str], place: Path, bases: Path) -> li
         ("decode", "decoding without and with adapters, what exactness costs, with a profile", (40.0, 70.0)),
         ("peers", "ceilings, PEFT and transformers", (35.0, 45.0)),
         ("train", "gradients, with a profile", (40.0, 60.0)),
-        ("jobs", "a GRPO job, and eight at once and in turn", (40.0, 65.0)),
+        ("jobs", "a GRPO job, and eight at once and in turn", (40.0, 60.0)),
         ("start", "from the start of a process to the first token", (20.0, 35.0)),
     ):
         for shape in large_first:
