@@ -312,12 +312,12 @@ def refusals(service: Any) -> Found:
 
 
 def flood(service: Any) -> Found:
-    """500 samples open at a time, until a file named by the last argument is there."""
+    """500 samples open at a time, until a file named by the last argument is there, and more are done than a batch has rows."""
     base = service.create_sampling_client(base_model="small").result()
     params, stop = types.SamplingParams(max_tokens=24, stop=[]), Path(sys.argv[5])
     begin = functools.partial(base.sample, prompt=text(TOKENS), num_samples=1, sampling_params=params)
     waiting, done = [begin() for _ in range(500)], 0
-    while not stop.exists():
+    while not stop.exists() or done <= 32:
         waiting.pop(0).result()
         done += 1
         waiting.append(begin())

@@ -38,6 +38,6 @@ def test_500_open_samples_take_a_share_and_not_more(tmp_path: Path) -> None:
         service.until(lambda: tokens(service)["jobs"] - before["jobs"] > 15_000)
         used = {name: count - before[name] for name, count in tokens(service).items()}
         stop.touch()
-        assert client.found()["done"] > 32  # more than there are rows: others of the 500 took their places
+        assert client.found()["done"] > 32, "others of the 500 take the places of those that are done"
         print(f"{used['jobs'] / (used['jobs'] + used['clients']):.1%} of the tokens were the job's")
         assert used["jobs"] >= 0.45 * (used["jobs"] + used["clients"])
