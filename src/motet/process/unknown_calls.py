@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 LISTENER = "MOTET_WALL_LISTENER"
@@ -124,16 +124,16 @@ def named(number: int) -> str:
         return str(number)
 
 
-def reached() -> socket.socket | None:
+@contextlib.contextmanager
+def reached() -> Iterator[socket.socket | None]:
     """The way to the listener, which the environment names; before Landlock closes it. None if there is no listener."""
-    there = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as there:
         there.settimeout(_SECONDS)
-        there.connect(f"\0{os.environ[LISTENER]}")
-    except (KeyError, OSError):
-        there.close()
-        return None
-    return there
+        try:
+            there.connect(f"\0{os.environ[LISTENER]}")
+        except (KeyError, OSError):
+            there.close()
+        yield there if there.fileno() >= 0 else None
 
 
 def hand_over(calls: Iterable[int], there: socket.socket, *, logged: bool) -> bool:

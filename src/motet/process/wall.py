@@ -198,12 +198,10 @@ def enter(
         found = importable.of_python(sys.path)
         sys.path[:] = found.path
         importable.warm(sys.path)
-        listener = unknown_calls.reached()
-        _hold_files(found, readable, writable)
-        _drop_capabilities()
-        filter_calls(programs, listener)
-        if listener is not None:
-            listener.close()
+        with unknown_calls.reached() as listener:
+            _hold_files(found, readable, writable)
+            _drop_capabilities()
+            filter_calls(programs, listener)
     except (ImportError, OSError, RuntimeError) as error:
         if not where_possible:
             raise WallError(f"no wall can be put up: {error}") from error
