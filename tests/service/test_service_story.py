@@ -101,9 +101,8 @@ def test_the_story_of_a_team(team: Team, tmp_path: Path, small_base_dir: Path) -
             team.until(lambda: "judged" in {job.name for job in python.jobs()})
             for name in ("judged", "count"):
                 team.reaches(name, 2)
-            team.types(
-                ours, "submit", team.job_file("sort", "sort_letters", "exact")
-            )  # last, so that it still runs below
+            # team-a: from the command line, last, so that it still runs below
+            team.types(ours, "submit", team.job_file("sort", "sort_letters", "exact"))
             team.become(ours)
             team.reaches("sort", 2)
             assert {job.name for job in python.jobs()} == {"judged", "count"}, "another tenant's jobs are not there"

@@ -18,7 +18,8 @@ from motet.commands.answers import print_table
 from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError, MotetError
 from motet.hosting.launch import load
-from motet.native.choice import kernels_of
+from motet.native import library
+from motet.native.choice import kernels_of, of_machine
 from motet.process import wall
 from motet.view.text import plain_console
 
@@ -125,9 +126,6 @@ def _processor() -> str:
 
 def _kernels() -> str:
     """The form of the C++ kernels in use, why no faster one is, and its highest speed on one core."""
-    from motet.native import library
-    from motet.native.choice import of_machine
-
     try:
         native = library.load()
     except ConfigError as error:
@@ -151,7 +149,7 @@ def gpu_kernels() -> str:
 
 def build_kernels() -> int:
     """Compile the C++ kernels into the cache and print the form in use; returns 0 on success, otherwise 1."""
-    from motet.native import building, library
+    from motet.native import building
 
     directory = library.cache_directory()
     try:

@@ -164,9 +164,12 @@ def filter_calls(programs: bool, listener: socket.socket | None = None) -> None:
 
     The `listener` is told of unknown calls.
     """
-    told = _unknown(programs) - {_CLONE3} - numbers_of(["seccomp"])  # which loads the second filter
-    handed = listener is not None and unknown_calls.hand_over(told, listener, logged=LOGGED in os.environ)
-    _rules(programs, told if handed else set()).load()
+    handed = set[int]()
+    if listener is not None:
+        told = _unknown(programs) - {_CLONE3} - numbers_of(["seccomp"])  # which loads the second filter
+        if unknown_calls.hand_over(told, listener, logged=LOGGED in os.environ):
+            handed = told
+    _rules(programs, handed).load()
 
 
 def _allowed(programs: bool) -> set[int]:

@@ -102,7 +102,7 @@ class _Listener:
                 _log.warning("%s, behind the wall, made an unknown system call, which fails: %s", name, named(number))
             fcntl.ioctl(file, _ANSWER, _REPLY.pack(id_, 0, -errno.ENOSYS, 0))
         except OSError as error:
-            if error.errno != errno.ENOENT:  # a signal came first, or ended it
+            if error.errno != errno.ENOENT:  # with that, a signal came first, or ended it
                 return False
         return answered + 1 < _MOST
 
@@ -154,6 +154,6 @@ def hand_over(calls: Iterable[int], there: socket.socket, *, logged: bool) -> bo
         return False
     file = pyseccomp._libseccomp.seccomp_notify_fd(rules._filter)
     with contextlib.suppress(OSError):  # then the kernel answers
-        socket.send_fds(there, [Path(sys.argv[0]).stem.encode()[:_LONGEST]], [file])
+        socket.send_fds(there, [os.fsencode(Path(sys.argv[0]).stem)[:_LONGEST]], [file])
     os.close(file)
     return True

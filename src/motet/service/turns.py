@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, deque
 _LATE_SECONDS, _LATE_PER_SECOND = 1.0, 200.0
 """How long a request of a flood waits at least, and how many of one party go on in a second."""
 _LATE_AT_ONCE, _MOST_FLOODS = 4, 10_000
+"""How many that have waited go on in one turn of the event loop, and how many parties are remembered."""
 
 
 class Turns:
