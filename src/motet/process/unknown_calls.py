@@ -99,7 +99,12 @@ class _Listener:
             id_, _, _, number = _CALL.unpack(given)
             if number not in self._told:
                 self._told.add(number)
-                _log.warning("%s, behind the wall, made an unknown system call, which fails: %s", name, named(number))
+                _log.warning(
+                    "%s, behind the wall, made an unknown system call, which fails: %s; "
+                    "most libraries do without it, and where one does not, report this line",
+                    name,
+                    named(number),
+                )
             fcntl.ioctl(file, _ANSWER, _REPLY.pack(id_, 0, -errno.ENOSYS, 0))
         except OSError as error:
             if error.errno != errno.ENOENT:  # with that, a signal came first, or ended it
