@@ -25,7 +25,7 @@ from motet.config.dialects import DIALECTS
 from motet.core.batch import AdamW, Batch, Sample, Segment
 from motet.core.errors import EngineError
 from motet.core.token_ids import TokenIds
-from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
+from motet.core.types import AdapterRef, Chunk, GenerateRequest, SamplingParams
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
 from motet.rollout.connection import Clocks
@@ -179,10 +179,13 @@ def long_request(adapter: AdapterRef | None = None, seeds: Sequence[int] = (1, 2
     return request(adapter, seeds, **{"max_tokens": 60, "stop_token_ids": (), **fields})
 
 
-async def collect(engine: RolloutEngine, asked: GenerateRequest) -> list[Whole]:
-    """All completions of a request, in the order of its seeds."""
+async def collect(
+    engine: RolloutEngine, asked: GenerateRequest, told: Callable[[Chunk], object] = lambda chunk: None
+) -> list[Whole]:
+    """All completions of a request, in the order of its seeds; each chunk is `told` when it comes."""
     found = [Whole([], [], [], "", "") for _ in asked.seeds]
     async for chunk in engine.generate(asked):
+        told(chunk)
         before = found[chunk.index]
         assert not before.finish
         found[chunk.index] = Whole(
