@@ -106,7 +106,7 @@ test:  ## lint, then every test that this machine can run, in parallel (WORKERS=
 	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, a thousand requests to a service, hundreds of publishes on a real vLLM (an hour and a half; run it again to resume)
+soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, a thousand requests to a service, hundreds of publishes on a real vLLM (an hour; run it again to resume)
 	@$(BIN)/python -m bench.speed.envs older locust trackers harnesses
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(PYTEST_ARGS)
 
