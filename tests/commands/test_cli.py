@@ -363,6 +363,7 @@ def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
         "slots: 16 adapters at once",
         "own CPU kernels",
         "opening a socket",
+        "MOTET_WALL_LOG=1 writes each to the kernel's log: type=1326",
     ):
         assert text in out
     for dtype in ("float32", "bfloat16"):

@@ -21,6 +21,7 @@ from motet.hosting.launch import load
 from motet.native import library
 from motet.native.choice import kernels_of, of_machine
 from motet.process import wall
+from motet.process.system_calls import LOGGED
 from motet.view.text import plain_console
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def _wall() -> Table:
         table.add_row(what, outcome)
     for place, reason in wall.left_out().items():
         table.add_row(f"packages in {place}", f"not read: {reason}")
+    table.add_row("calls that fail", f"{LOGGED}=1 writes each to the kernel's log: type=1326, with the call's number")
     return table
 
 

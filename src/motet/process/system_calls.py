@@ -5,7 +5,7 @@ Programs (`programs=True`) may make all that are not in `REFUSED`. In both, call
 allowed only with the arguments in `_arguments`.
 
 A call that a filter refuses fails with EPERM. A call that it does not know fails with ENOSYS, as on an older kernel, because C
-libraries then try another way; the first of each is told (`unknown_calls`). No call ends the process.
+libraries then try another way. `MOTET_WALL_LOG` shows them. No call ends the process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from motet.process import unknown_calls
 
 if TYPE_CHECKING:
     from pyseccomp import SyscallFilter
@@ -70,8 +68,6 @@ epoll_pwait2, Landlock's own, and those for the process's own futexes and memory
 whose flags a filter can read."""
 _MEMORY = frozenset({449, 453, 454, 455, 456, 462})
 """Of these, the ones for futexes and memory, whose names an older libseccomp does not know."""
-_CLONE3 = 435
-"""Not told: the C library tries it for each thread."""
 _NUMBERS = range(600)
 LOGGED = "MOTET_WALL_LOG"
 """The environment variable with which the kernel's audit logs each call that fails, by its number. Only where it is set: a
@@ -159,45 +155,29 @@ def numbers_of(names: Iterable[str]) -> set[int]:
     return {number for name in names if (number := resolve_syscall(system_arch(), name)) >= 0}
 
 
-def filter_calls(programs: bool, listener: socket.socket | None = None) -> None:
-    """Filter this process's calls, for good. `programs`: it starts programs, which are filtered too.
-
-    The `listener` is told of unknown calls.
-    """
-    handed = set[int]()
-    if listener is not None:
-        told = _unknown(programs) - {_CLONE3} - numbers_of(["seccomp"])  # which loads the second filter
-        if unknown_calls.hand_over(told, listener, logged=LOGGED in os.environ):
-            handed = told
-    _rules(programs, handed).load()
+def filter_calls(programs: bool) -> None:
+    """Filter this process's calls, for good. `programs`: it starts programs, which are filtered too."""
+    _rules(programs).load()
 
 
-def _allowed(programs: bool) -> set[int]:
-    """Also those that are allowed with certain arguments alone."""
-    if programs:
-        return set(_NUMBERS) - _LATER - numbers_of(REFUSED - _STARTING)
-    return numbers_of(ALLOWED) | _MEMORY
-
-
-def _unknown(programs: bool) -> set[int]:
-    """Without those that are allowed with certain arguments."""
-    unknown = set(_LATER) if programs else set(_NUMBERS) - _allowed(programs) - numbers_of(REFUSED)
-    return unknown - numbers_of(_arguments(programs, 0))
-
-
-def _rules(programs: bool, handed: Collection[int] = ()) -> SyscallFilter:
-    """`handed`: unknown calls that another filter handles."""
+def _rules(programs: bool) -> SyscallFilter:
     from pyseccomp import ALLOW, ERRNO, GT, MASKED_EQ, Arg, Attr, SyscallFilter
 
     process = os.getpid()
     bounded = {number: ways for name, ways in _arguments(programs, process).items() for number in numbers_of([name])}
+    if programs:
+        unknown = set(_LATER)
+        allowed = set(_NUMBERS) - unknown - numbers_of(REFUSED - _STARTING)
+    else:
+        allowed = numbers_of(ALLOWED) | _MEMORY
+        unknown = set(_NUMBERS) - allowed - numbers_of(REFUSED)
     rules = SyscallFilter(ERRNO(_EPERM))
     rules.set_attr(Attr.ACT_BADARCH, ERRNO(_ENOSYS))  # 32-bit programs, and numbers of x32
     rules.set_attr(Attr.CTL_LOG, LOGGED in os.environ)
-    for number in _allowed(programs) - bounded.keys():
+    for number in allowed - bounded.keys():
         rules.add_rule(ALLOW, number)
-    for number in _unknown(programs):
-        rules.add_rule(ALLOW if number in handed else ERRNO(_ENOSYS), number)
+    for number in unknown - bounded.keys():
+        rules.add_rule(ERRNO(_ENOSYS), number)
     for number, ways in bounded.items():
         for way in ways:
             rules.add_rule(ALLOW, number, *(Arg(one.place, MASKED_EQ, one.mask, one.value) for one in way))

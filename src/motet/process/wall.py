@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 from motet.core.errors import WallError
-from motet.process import importable, unknown_calls
+from motet.process import importable
 from motet.process.ending import how_it_ended, last_line
 from motet.process.system_calls import LOGGED, filter_calls
 
@@ -74,12 +74,7 @@ def _examined() -> tuple[Mapping[str, str], Mapping[str, str]]:
     asked = command(_PROBE, json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
     try:
         done = subprocess.run(
-            asked,
-            env=environment(**{unknown_calls.LISTENER: ""}),
-            capture_output=True,
-            encoding="utf-8",
-            timeout=_PROBE_SECONDS,
-            check=False,
+            asked, env=environment(), capture_output=True, encoding="utf-8", timeout=_PROBE_SECONDS, check=False
         )
         answer = json.loads(done.stdout)
         return answer["outcomes"], answer["left_out"]
@@ -136,8 +131,7 @@ def environment(**more: str) -> dict[str, str]:
     homes = dict.fromkeys(HOMES, _home())
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     logged = {LOGGED: os.environ[LOGGED]} if LOGGED in os.environ else {}
-    told = {unknown_calls.LISTENER: unknown_calls.address()}
-    fixed = {**importable.variables(), **logged, **told, "PYTHONDONTWRITEBYTECODE": "1", "PATH": "", **FIXED}
+    fixed = {**importable.variables(), **logged, "PYTHONDONTWRITEBYTECODE": "1", "PATH": "", **FIXED}
     return {**fixed, **threads, **homes, **more}
 
 
@@ -198,10 +192,9 @@ def enter(
         found = importable.of_python(sys.path)
         sys.path[:] = found.path
         importable.warm(sys.path)
-        with unknown_calls.reached() as listener:
-            _hold_files(found, readable, writable)
-            _drop_capabilities()
-            filter_calls(programs, listener)
+        _hold_files(found, readable, writable)
+        _drop_capabilities()
+        filter_calls(programs)
     except (ImportError, OSError, RuntimeError) as error:
         if not where_possible:
             raise WallError(f"no wall can be put up: {error}") from error
