@@ -22,6 +22,7 @@ import pytest
 
 import motet
 from motet.commands.doctor import gpu_kernels
+from motet.commands.overview import LEFT
 from motet.core.checksums import sealed
 from motet.core.types import Problem
 from motet.process.importable import PACKAGE_ROOT
@@ -134,6 +135,16 @@ def test_help_lists_every_command_once_with_its_whole_sentence(says: Motet) -> N
     for words in ((), ("keys",), ("tenants",)):
         _, out, _ = says(*words, "--help")
         assert "..." not in out.replace("[ARGS]...", ""), out
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_left_is_refused_with_what_to_do_instead(says: Motet, left: str) -> None:
+    command, *option = left.split(" ")
+    for words in ([command, "x", *option], [command, "x", *(f"{one}=y" for one in option)]):
+        code, _, aside = says(*words)
+        assert (code, f"there is no `motet {left}` any more: {LEFT[left]}" in " ".join(aside.split())) == (2, True), (
+            aside
+        )
 
 
 def test_a_bad_job_file_is_exit_code_2_and_a_message(here: Path, says: Motet) -> None:

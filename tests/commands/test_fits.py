@@ -135,11 +135,8 @@ def test_every_way_is_shown_with_its_memory_in_a_hundred_columns(tmp_path: Path,
 
 
 def test_of_a_hub_id_only_the_configuration_is_asked_for(tmp_path: Path) -> None:
-    with HubServer(visible=True) as hub:
-        hub.files = {
-            "config.json": json.dumps({**SHAPE_8B, "num_hidden_layers": 2}).encode(),
-            "model.safetensors": b"x",
-        }
+    there = {"config.json": json.dumps({**SHAPE_8B, "num_hidden_layers": 2}).encode(), "model.safetensors": b"x"}
+    with HubServer(there) as hub:
         command = [sys.executable, "-m", "motet", "fits", "me/base", "--card", "l4 "]
         told = subprocess.run(command, env=environment(hub.url, tmp_path), capture_output=True, text=True, check=False)
         assert told.returncode == 0, told.stderr

@@ -13,7 +13,7 @@ import typer
 from motet import __version__
 from motet.commands import beginning, comparing, exporting, jobs, login, operating, sharing, tenants, workers
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
-from motet.commands.overview import Overview
+from motet.commands.overview import Overview, refuse_left
 from motet.core.errors import MotetError
 
 EXAMPLE = """\b
@@ -339,6 +339,7 @@ for part in (
 def main() -> None:
     """Entry point: errors meant for people are one message and exit code 2."""
     try:
+        refuse_left(sys.argv[1:])
         app()
     except MotetError as error:
         from motet.view.text import safe

@@ -1,4 +1,4 @@
-"""`motet export` as a command; `export.py` and `export_push.py` do what it asks."""
+"""`motet export` as a command; `export.py` does what it asks."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ def export(
     adapter: Annotated[Path, typer.Argument(help="A PEFT LoRA directory.", show_default=False)],
     to: Annotated[Path, typer.Option(help="The directory to write.", show_default=False)],
     form: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--format",
             help="`merged`: the base with the adapter added to its weights. `peft`: the adapter. `card`: the adapter with a "
             "model card. `gguf`: the merged model for llama.cpp. `gguf-adapter`: the adapter for llama.cpp. `ollama`: `gguf` "
-            "with a Modelfile. `experts`: an adapter on experts, one expert at a time, as vLLM reads it. [default: merged; "
-            "with --push card]",
-            show_default=False,
+            "with a Modelfile. `experts`: an adapter on experts, one expert at a time, as vLLM reads it.",
         ),
-    ] = None,
+    ] = "merged",
     base: Annotated[
         str | None, typer.Option(help="The base it was trained on [default: the one in its directory].")
     ] = None,
@@ -37,24 +35,8 @@ def export(
     unchecked: Annotated[
         bool, typer.Option("--unchecked", help="Do not load the export again to compare its logprobs.")
     ] = False,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMESPACE/NAME",
-            help="Then upload it to the Hugging Face hub, or the one that HF_ENDPOINT names, as a private repository.",
-            show_default=False,
-        ),
-    ] = None,
-    public: Annotated[bool, typer.Option("--public", help="With --push, let everybody see it.")] = False,
 ) -> None:
     """Write an adapter for other programs, load it again as they do, and compare its logprobs with the adapter's own."""
-    from motet.commands import export_push
     from motet.commands.export import write
 
-    if public and push is None:
-        raise typer.BadParameter("--public is for uploads: also give --push NAMESPACE/NAME")
-    form = form or ("merged" if push is None else export_push.FORM)
-    if push is not None:
-        export_push.check_push(push, form, public=public)
-    said = write(adapter, base, to, form, dtype, checked=not unchecked)
-    typer.echo(said if push is None else export_push.push(to, push, public=public))
+    typer.echo(write(adapter, base, to, form, dtype, checked=not unchecked))

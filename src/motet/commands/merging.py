@@ -22,7 +22,7 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepr
 
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 """The name of a repository's folder in the hub's cache."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ExportSource:
             return named
         if found := _CACHED.search(f"{self.files}/"):
             return "/".join(found.groups())
-        return self.files if HUB_ID.fullmatch(self.files) and not Path(self.files).exists() else None
+        return self.files if _HUB_ID.fullmatch(self.files) and not Path(self.files).exists() else None
 
     @property
     def caveat(self) -> str:

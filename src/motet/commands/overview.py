@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typer.core import TyperGroup
+
+from motet.core.errors import ConfigError
 
 HEADINGS = {
     "Start": ("demo", "init", "data", "fits", "check", "doctor"),
@@ -17,6 +20,12 @@ HEADINGS = {
     "Run a service or servers": ("serve", "keys", "tenants", "audit", "backup", "restore", "node-agent", "simulate"),
 }  # fmt: skip
 """Every command, once. `pause`, `resume`, `cancel`, `chat` and `compare` also work with a service."""
+_UPLOAD = "`hf upload NAME/sort DIRECTORY --private` uploads what `motet export --format card` writes"
+LEFT: Mapping[str, str] = {
+    "export --push": _UPLOAD,
+    "export --public": _UPLOAD,
+}
+"""Commands and options that left, and what to do instead."""
 _LONGEST = 200
 
 
@@ -37,3 +46,15 @@ class Overview(WholeSentences):
         for heading, names in HEADINGS.items():
             with formatter.section(heading):
                 formatter.write_dl([(name, self.commands[name].short_help) for name in names])
+
+
+def refuse_left(words: Sequence[str]) -> None:
+    """Refuse a command or an option that left.
+
+    Raises:
+        ConfigError: it is in `LEFT`; the message says what to do instead.
+    """
+    for left, cure in LEFT.items():
+        command, _, option = left.partition(" ")
+        if words[:1] == [command] and (not option or option in {word.partition("=")[0] for word in words}):
+            raise ConfigError(f"there is no `motet {left}` any more: {cure}")
