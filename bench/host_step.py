@@ -41,8 +41,8 @@ class InTurn:
     def logits(self, inputs: Sequence[NewTokens]) -> Tensor:
         return torch.zeros(len(inputs), 1)
 
-    def draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> DrawnTokens:
-        return drawn(len(rows))
+    def draw(self, sequences: Sequence[SampledSequence], raw_NV: Tensor) -> DrawnTokens:
+        return drawn(len(sequences))
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,6 @@ def test_a_base_whose_servers_are_away_says_so_and_others_go_on(service: Service
     assert not service.ask("GET", "/readyz")["message"]
     found = service.get("/metrics").text
     assert 'motet_device_train_seconds{base="twin",host="1"}' in found
-    assert 'motet_draft_tokens_checked{base="twin",host="1"}' in found
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.config import JobConfig, RunConfig
+from motet.config import EngineConfig, JobConfig, RunConfig
 from motet.config.jobfile import load_jobs, merge, parse_jobs
 from motet.config.mistakes import FIELDS, OTHERS_WORDS
+from motet.config.service import ServedBase
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError
 
@@ -636,3 +637,15 @@ def test_an_override_ends_a_sweep_of_the_same_field() -> None:
     assert [(job.seed, job.optimizer.lr) for job in jobs] == [(7, 1e-4), (7, 3e-4)]
     (one,) = parse(JOB, sweep={"reward": ["exact", "math"]}, overrides=("rewards=numeric",)).jobs
     assert [reward.name for reward in one.rewards] == ["numeric"]
+
+
+# --- fields that left ------------------------------------------------------------------------------------------------
+
+
+def test_field_that_never_changed_a_result_is_ignored_with_a_notice() -> None:
+    with pytest.warns(FutureWarning, match="speculate has no effect any more: leave it out"):
+        assert parse(engine={"speculate": False, "slots": 3}).engine == EngineConfig(slots=3)
+    with pytest.warns(FutureWarning, match="speculate has no effect any more"):
+        assert ServedBase.model_validate({"base": "small", "speculate": False}).engine == EngineConfig()
+    assert parse(engine={"speculate": True}).engine == EngineConfig()
+    assert not hasattr(EngineConfig(), "speculate")

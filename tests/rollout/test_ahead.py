@@ -340,9 +340,9 @@ class TimedExecutor(LateExecutor):
         self.begin(0.001 * sum(len(new.token_ids) for new in inputs))
         return super().logits(inputs)
 
-    def draw(self, rows: Any, raw_NV: torch.Tensor) -> DrawnTokens:
+    def draw(self, sequences: Any, raw_NV: torch.Tensor) -> DrawnTokens:
         self.wait(self.free)
-        return super().draw(rows, raw_NV)
+        return super().draw(sequences, raw_NV)
 
     def launch(self, step: DeviceStep) -> Any:
         return TimedFlight(self, self.begin(0.01), super().launch(step))

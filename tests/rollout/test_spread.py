@@ -95,7 +95,7 @@ def base() -> Any:
 @pytest.fixture(scope="module")
 def here(base: Any) -> Iterator[EmbeddedEngine]:
     device = Device()
-    yield EmbeddedEngine(base, device, **LIMITS, speculates=False)
+    yield EmbeddedEngine(base, device, **LIMITS)
     device.close()
 
 
@@ -181,7 +181,7 @@ async def collect(engine: Any, asked: GenerateRequest) -> dict[int, list[Chunk]]
 
 
 def bits(found: dict[int, list[Chunk]]) -> list[Any]:
-    """All that must be the same wherever it was sampled; how many tokens a chunk has depends on drafts, and they on time."""
+    """All that must be the same wherever it was sampled, however many tokens a chunk has."""
     return [
         (index, encode(Chunks(0, one := joined(chunks))), one.logprobs.tobytes()) for index, chunks in found.items()
     ]

@@ -92,9 +92,9 @@ class AnsweringExecutor:
             rows.append([self.read(new.blocks, new.start + len(new.token_ids)), float(math.isnan(value))])
         return torch.tensor(rows, dtype=torch.float64)
 
-    def draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> DrawnTokens:
-        masks = [None if item.grammar is None else item.grammar.allowed() for item, _ in rows]
-        keys = [(item.key, len(item.tokens) + offset) for item, offset in rows]
+    def draw(self, sequences: Sequence[SampledSequence], raw_NV: Tensor) -> DrawnTokens:
+        masks = [None if item.grammar is None else item.grammar.allowed() for item in sequences]
+        keys = [(item.key, len(item.tokens)) for item in sequences]
         return self.drawn(
             [
                 self.token(*key, int(read), mask)

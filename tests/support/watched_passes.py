@@ -206,8 +206,8 @@ def reading(n_adapters: int, found: list[Waits]) -> None:
     runner = ModelRunner(base, cache)
     request = GenerateRequest("r", "job", np.zeros(3, np.int32), None, SamplingParams(), (1,))
     inputs = [NewTokens(each, [1, 2, 3], 0, cache.take(1)) for each in weights]
-    rows = [(SampledSequence(Prompt(request, each, print), 0, 1), 0) for each in weights]
-    found.append(watched("read", n_adapters, lambda: runner.draw(rows, runner.logits(inputs))))
+    sequences = [SampledSequence(Prompt(request, each, print), 0, 1) for each in weights]
+    found.append(watched("read", n_adapters, lambda: runner.draw(sequences, runner.logits(inputs))))
 
 
 def trainer_of(n_adapters: int) -> TorchTrainer:

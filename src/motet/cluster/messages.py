@@ -232,7 +232,7 @@ class JobStanding(msgspec.Struct, frozen=True):
 
 
 class Progress(ChannelMessage, frozen=True):
-    """Progress of running jobs by id, device seconds by activity, and the numbers of checked drafts."""
+    """Progress of running jobs by id, and device seconds by activity."""
 
     jobs: dict[str, JobStanding]
     device: dict[str, float]

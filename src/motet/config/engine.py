@@ -63,9 +63,6 @@ class EngineConfig(Config):
     jobs."""
     prefill_tokens: int = Field(2048, ge=64, le=10**7)
     """Most prompt tokens that one pass reads. Longer prompts are read in parts; rows get a token between two parts."""
-    speculate: bool = True
-    """Guess tokens from earlier answers and check several at a time, where that is faster: [the same bits](speculation.md),
-    sooner."""
     train_tokens: int = Field(2048, ge=64, le=10**7)
     """Tokens in a packed training batch, which micro-batches of several jobs share."""
     micro_batch_tokens: int = Field(1024, ge=64, le=10**7)

@@ -197,7 +197,7 @@ class EvalConfig(Config):
     """Drop tokens less likely than this times the most likely one."""
     common_random_numbers: bool = False
     """Sample every evaluation with the same random numbers: an answer changes only where the adapter changed it. Versions
-    compare with less noise, and most tokens are [guessed](speculation.md) from the evaluation before."""
+    compare with less noise."""
     confirm: bool = False
     """Leave every third held-out row out of the choice of the best version. Candidates of a [race](races.md) do: these rows
     confirm the winner."""

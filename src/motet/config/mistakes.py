@@ -13,6 +13,7 @@ from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig, RunConfig
 from motet.core.errors import ConfigError
+from motet.core.left import LEFT
 from motet.core.near import close_matches
 
 MOST_MISTAKES = 100
@@ -165,6 +166,8 @@ def refuse(lines: Sequence[str], where: str) -> None:
 
 def no_such_field(name: str, model: type[Config]) -> str:
     """The message about a field that a section does not have."""
+    if left := LEFT.get(model.__name__, {}).get(name):
+        return f"there is no such field any more: {left.cure}"
     message = "there is no such field; "
     if name in OTHERS_WORDS:
         return f"{message}it is {OTHERS_WORDS[name]}"

@@ -41,10 +41,6 @@ class BusyTime:
     train: float = 0.0
     full: float = 0.0
     """Of these, seconds in which the decode batch or the micro-batch was full."""
-    drafted: int = 0
-    """Tokens that ticks checked as drafts."""
-    accepted: int = 0
-    """Accepted drafts among these."""
     turns: float = 0.0
     """Seconds of all calls and ticks on the device's thread."""
     started: float = field(default_factory=time.monotonic)
@@ -61,12 +57,6 @@ class BusyTime:
             self.decode += seconds
             self.full += full
             self._decoded.update(parts)
-
-    def checked(self, drafted: int, accepted: int) -> None:
-        """Add numbers of checked and accepted drafts."""
-        with self._lock:
-            self.drafted += drafted
-            self.accepted += accepted
 
     def called(self, seconds: float, owners: Mapping[str, float]) -> None:
         """Divide a call's time among its owners in proportion to their parts; the caller updates `train` and `full`."""

@@ -8,7 +8,9 @@ import textwrap
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from motet.core.left import without_idle
 
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
@@ -60,6 +62,11 @@ class Config(Described):
     model_config = ConfigDict(
         extra="forbid", frozen=True, defer_build=True, arbitrary_types_allowed=True, allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_fields_that_left(cls, tree: Any) -> Any:
+        return without_idle(cls.__name__, tree)
 
 
 def named(key: str, kind: type = str) -> BeforeValidator:

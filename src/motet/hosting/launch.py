@@ -288,7 +288,7 @@ def build(
             spread.turn(training)
 
     device = Device(turn, lambda: wait_for(base.device))
-    here = EmbeddedEngine(base, device, **limits, speculates=config.speculate, share=1 / (1 + n_samplers))
+    here = EmbeddedEngine(base, device, **limits, share=1 / (1 + n_samplers))
     if n_samplers:
         spread = SpreadEngine(here, _start_samplers(n_samplers, base, config, limits, device, log))
     engine = spread or here
@@ -341,7 +341,6 @@ def _start_samplers(
         block_size=base.block_size,
         trust_remote_code=config.trust_remote_code,
         kernels=kernels_of(base.info.processor),
-        speculate=config.speculate,
         limits=limits,
     )
     return [SamplerLink(message, fingerprint, device.busy, 1 / (1 + n), log) for _ in range(n)]
@@ -362,13 +361,6 @@ def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> I
     room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
     kv_tokens = min(tokens + config.block_size, max(room, config.block_size))
     try:
-        yield EmbeddedEngine(
-            base,
-            device,
-            max_rows=rows,
-            kv_tokens=kv_tokens,
-            prefill_tokens=tokens,
-            speculates=config.speculate,
-        )
+        yield EmbeddedEngine(base, device, max_rows=rows, kv_tokens=kv_tokens, prefill_tokens=tokens)
     finally:
         device.close()

@@ -303,8 +303,7 @@ class HostProcess:
             away = self._servers.check() if start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
-            times = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
-            device = {**times, "drafted": float(busy.drafted), "accepted": float(busy.accepted)}
+            device = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
             self._usage.send_due(_USAGE_SECONDS, _IDLE_SECONDS)
             jobs = {job.name: standing(job.progress) for job in running}
             self._resting &= {job.name for job in running}

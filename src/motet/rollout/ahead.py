@@ -25,7 +25,6 @@ from motet.model.device_steps import GROUPS, MASKED, PLAIN, DeviceStep, DrawnTok
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.block_allocator import BlockAllocator
-from motet.rollout.drafts import Drafts
 from motet.rollout.executor import AheadExecutor
 from motet.rollout.sequences import SampledSequence
 from motet.rollout.step_table import StepTable
@@ -103,7 +102,7 @@ class StepsAhead:
         """Whether tokens of a step were not read."""
         return bool(self._flights)
 
-    def step(self, running: Sequence[SampledSequence], drafts: Drafts | None, spare: int) -> Landed:
+    def step(self, running: Sequence[SampledSequence]) -> Landed:
         """Launch a step of these sequences; returns what the steps before have given."""
         n_landing = len(self._flights)
         for sequence in [item for item in self._row if not item.blocks]:

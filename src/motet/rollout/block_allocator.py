@@ -105,13 +105,6 @@ class BlockAllocator:
         size = self._cache.block_size
         return [one for one in running if one.n_prompt + len(one.tokens) + one.in_flight > size * len(one.blocks)]
 
-    def reach(self, sequence: SampledSequence, n_tokens: int) -> int:
-        """Allocate blocks for further tokens while some are free; returns the number of tokens that fit."""
-        missing = self._blocks_of(sequence.length + n_tokens) - len(sequence.blocks)
-        if missing > 0:
-            sequence.blocks += self._cache.take(min(missing, self._cache.n_free))
-        return min(n_tokens, len(sequence.blocks) * self._cache.block_size - sequence.length)
-
     def trim(self, sequence: SampledSequence, n_tokens: int) -> None:
         """Free the blocks beyond the sequence's first tokens."""
         n_blocks = self._blocks_of(n_tokens)

@@ -20,7 +20,6 @@ from motet.rollout.admission import Admission
 from motet.rollout.ahead import StepsAhead
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
-from motet.rollout.drafts import Drafts, can_draft
 from motet.rollout.executor import AheadExecutor, Executor
 from motet.rollout.grammars import Grammars
 from motet.rollout.kept import KeptSequences
@@ -43,14 +42,12 @@ class Decoder:
         kept_blocks: int = 0,
         host_bytes: int = 0,
         turns: TenantTurns | None = None,
-        speculates: bool = False,
         grammars: Grammars | None = None,
         executor: Executor | None = None,
     ) -> None:
         """At most `kept_blocks` KV cache blocks stay allocated between turns of episodes; 0 keeps none.
 
-        Preempted and evicted sequences are copied to host memory, up to `host_bytes`. `speculates`: see `Drafts`;
-        steps that run ahead do not.
+        Preempted and evicted sequences are copied to host memory, up to `host_bytes`.
         `executor` computes instead of the base's modules; it may run one step ahead, if the base has no states.
         """
         self.cache = cache
@@ -59,13 +56,11 @@ class Decoder:
         self.blocks = BlockAllocator(cache, self.host, self.kept)
         self.runner = runner_for(base, cache)
         computes, text = executor or self.runner, self.runner.text
-        self.drafts: Drafts | None = None
         self._steps: Steps
         if isinstance(computes, AheadExecutor) and not base.stateful:
             self._steps = StepsAhead(computes, base.info, cache, self.blocks, text, max_rows=max_rows)
         else:
-            self._steps = SynchronousSteps(computes, self.blocks, text)
-            self.drafts = Drafts() if speculates and can_draft(base) else None
+            self._steps = SynchronousSteps(computes, text)
         self.rows = BatchRows(cache, self.blocks, max_rows, self.land)
         self.spent: Counter[str] = Counter()
         """Microseconds by job; the reader resets it."""
@@ -175,7 +170,7 @@ class Decoder:
         if self.prefilled_tokens == before or not self._turns.company:
             self._turns.begin()
             running = sorted(self.rows.grow(self._turns.chosen(can_step(self.rows.running))), key=adapter_order_of)
-            landed = self._steps.step(running, self.drafts, self._turns.spare(len(running)))
+            landed = self._steps.step(running)
             self._admission.stepped(running)
             self._settle(landed.touched)
             self.spent += self._turns.decoded(landed.parts)
@@ -220,8 +215,6 @@ class Decoder:
     def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
         sequence.finish = reason
         self._constrained -= sequence.grammar is not None
-        if self.drafts is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.drafts.keep(sequence)
         if sequence.in_flight:
             self._leaving.append(sequence)
         else:

@@ -27,7 +27,6 @@ from motet.model.peft_io import flatten, read_adapter
 from motet.protocols import RolloutEngine, Trainer
 from motet.rollout.completion import check_request
 from motet.rollout.decoder import Decoder
-from motet.rollout.drafts import Drafts
 from motet.rollout.grammars import Grammars
 from motet.rollout.sequences import Prompt, SampledSequence, aborted, payer_of
 
@@ -49,12 +48,11 @@ class EmbeddedEngine:
         kept_tokens: int = 0,
         host_kv_bytes: int = 0,
         share: float = 1.0,
-        speculates: bool = False,
     ) -> None:
         """At most `kept_tokens` tokens of the KV cache are kept between turns of episodes.
 
-        `host_kv_bytes` of host memory hold preempted sequences. `speculates`: see `Decoder`. `share` scales the
-        measured decoding time if other processes sample too.
+        `host_kv_bytes` of host memory hold preempted sequences. `share` scales the measured decoding time if other
+        processes sample too.
         """
         self.base = base
         self.cache = KVCache(
@@ -73,7 +71,6 @@ class EmbeddedEngine:
             kept_blocks=kept_tokens // base.block_size,
             host_bytes=host_kv_bytes,
             turns=device.turns,
-            speculates=speculates,
             grammars=self._grammars,
         )
         self._preparing: dict[str, str] = {}
@@ -118,14 +115,11 @@ class EmbeddedEngine:
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Drop a version; running requests keep a reference to its weights."""
         if self._versions.pop(ref, None) is not None:
-            last = all(other.name != ref.name for other in self._versions)
-            await self._device.run(lambda: self._forget(ref, last=last), light=True)
+            await self._device.run(lambda: self._forget(ref), light=True)
 
-    def _forget(self, ref: AdapterRef, *, last: bool) -> None:
+    def _forget(self, ref: AdapterRef) -> None:
         self.decoder.runner.stacks.forget()
         self.decoder.forget_version(ref)
-        if self.decoder.drafts is not None and last:
-            self.decoder.drafts.forget(ref.name)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
@@ -240,8 +234,6 @@ class EmbeddedEngine:
     def _tick(self) -> bool:
         started = time.perf_counter()
         full = False
-        drafts = self.decoder.drafts or Drafts()
-        drafted, accepted = drafts.drafted, drafts.accepted
         try:
             # Taken first: what is aborted from now on may not have been added.
             aborts = {self._aborts.pop() for _ in range(len(self._aborts))}
@@ -257,7 +249,6 @@ class EmbeddedEngine:
         except Exception as error:
             self._fail(error)
         self._report(started, full=full)
-        self._device.busy.checked(drafts.drafted - drafted, drafts.accepted - accepted)
         return not (self.decoder.idle or self.decoder.stuck)
 
     def _land(self) -> None:

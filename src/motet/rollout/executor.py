@@ -26,19 +26,17 @@ class NewTokens:
     start: int
     blocks: Sequence[int]
     slot: int = StateCache.no_slot
-    n_logits: int = 1
-    """Number of its last tokens to return logits for."""
 
 
 class Executor(Protocol):
     """Computes logits and draws tokens, one call after the other."""
 
     def logits(self, inputs: Sequence[NewTokens]) -> Tensor:
-        """Raw logits [N, V] for the last tokens of each input; the next call may overwrite them."""
+        """Raw logits [N, V] for the last token of each input; the next call may overwrite them."""
         ...
 
-    def draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> DrawnTokens:
-        """Draw a token for each row: a sequence, and the number of drafted tokens before this one."""
+    def draw(self, sequences: Sequence[SampledSequence], raw_NV: Tensor) -> DrawnTokens:
+        """Draw the next token of each sequence, from its row of logits."""
         ...
 
 

@@ -5,7 +5,6 @@ Legend: T packed rows, N sampled rows, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,7 +35,7 @@ class ModelRunner:
         self._graphs = CudaGraphRunner(base, cache)
 
     def logits(self, inputs: Sequence[NewTokens]) -> Tensor:
-        """Raw logits [N, V] for the last tokens of each input (see `LoraModel.raw_logits`).
+        """Raw logits [N, V] for the last token of each input (see `LoraModel.raw_logits`).
 
         The next call may overwrite the result.
         """
@@ -53,7 +52,7 @@ class ModelRunner:
         tokens: list[int] = []
         positions: list[int] = []
         runs: list[tuple[AdapterWeights | None, int, int]] = []
-        last: list[range] = [range(0)] * len(inputs)
+        last = [0] * len(inputs)
         row = 0
         for index in sorted(range(len(inputs)), key=lambda index: _by_layout(inputs[index].weights)):
             new = inputs[index]
@@ -66,33 +65,32 @@ class ModelRunner:
             else:
                 runs.append((new.weights, row, length))
             row += length
-            last[index] = range(row - new.n_logits, row)
-        rows = list(itertools.chain.from_iterable(last))
-        tokens_T, positions_T, rows_N = send(device, *(np.array(each, np.int64) for each in (tokens, positions, rows)))
+            last[index] = row - 1
+        tokens_T, positions_T, rows_N = send(device, *(np.array(each, np.int64) for each in (tokens, positions, last)))
         tokens_T, positions_T = base.pad(tokens_T), base.pad(positions_T)
         with base.routed(self.stacks.routing(runs, device)):
             hidden_TD = base.hidden(tokens_T, positions_T, base.attention.cached(spans, self.cache))
-        return base.raw_logits(base.pad(hidden_TD[rows_N]))[: len(rows)]
+        return base.raw_logits(base.pad(hidden_TD[rows_N]))[: len(last)]
 
-    def draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> DrawnTokens:
-        """Draw a token for each row: a sequence, and the number of drafted tokens before this one."""
+    def draw(self, sequences: Sequence[SampledSequence], raw_NV: Tensor) -> DrawnTokens:
+        """Draw the next token of each sequence, from its row of logits."""
         at_a_time = self.base.arithmetic.logit_rows
         parts = [
-            self._draw(rows[start : start + at_a_time], raw_NV[start : start + at_a_time])
-            for start in range(0, len(rows), at_a_time)
+            self._draw(sequences[start : start + at_a_time], raw_NV[start : start + at_a_time])
+            for start in range(0, len(sequences), at_a_time)
         ]
         return DrawnTokens(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
-    def _draw(self, rows: Sequence[tuple[SampledSequence, int]], raw_NV: Tensor) -> list[Tensor]:
-        logits_NV = self.base.finish_logits(self.base.pad(raw_NV[: len(rows)]))
-        keys = np.array([item.key for item, _ in rows], np.uint64)
-        positions = np.array([len(item.tokens) + offset for item, offset in rows], np.uint64)
+    def _draw(self, sequences: Sequence[SampledSequence], raw_NV: Tensor) -> list[Tensor]:
+        logits_NV = self.base.finish_logits(self.base.pad(raw_NV[: len(sequences)]))
+        keys = np.array([item.key for item in sequences], np.uint64)
+        positions = np.array([len(item.tokens) for item in sequences], np.uint64)
         (uniforms_N,) = send(logits_NV.device, seeds.uniforms(keys, positions))
-        params = [item.prompt.request.sampling for item, _ in rows]
-        logits_NV = _kept_to_grammars(logits_NV, [item for item, _ in rows])
+        params = [item.prompt.request.sampling for item in sequences]
+        logits_NV = _kept_to_grammars(logits_NV, sequences)
         params.extend([params[-1]] * (len(logits_NV) - len(params)))
         drawn_of = draw if self.base.math is None else self.base.math.draw
-        return [found_N[: len(rows)] for found_N in drawn_of(logits_NV, params, self.base.pad(uniforms_N))]
+        return [found_N[: len(sequences)] for found_N in drawn_of(logits_NV, params, self.base.pad(uniforms_N))]
 
     def text(self, tokens: list[int]) -> str:
         """Decode completion tokens, without special tokens."""

@@ -188,7 +188,6 @@ class SamplerLink:
                 self.note = f"a sampling process could not load the base: {message.reason}"
             case m.Busy():
                 self._busy.decoded(message.decode * self._share, message.full * self._share, message.parts)
-                self._busy.checked(message.drafted, message.accepted)
                 self.seconds += message.decode
             case m.Chunks():
                 self._put(message.key, message.chunk)

@@ -22,7 +22,6 @@ class LoadSampler(ChannelMessage, frozen=True):
     trust_remote_code: bool
     limits: dict[str, int]
     """Limits of the engine: `max_rows`, `kv_tokens`, `prefill_tokens`, `kept_tokens`, `host_kv_bytes`."""
-    speculate: bool = True
     kernels: NamedKernels = "torch"
     files: str = ""
     """Directory of adapter bytes; the process deletes it when it ends."""
@@ -90,9 +89,6 @@ class Busy(ChannelMessage, frozen=True):
     """Seconds of these with a full batch."""
     parts: dict[str, int]
     """Microseconds by job."""
-    drafted: int = 0
-    """Drafted tokens that were checked."""
-    accepted: int = 0
 
 
 class Chunks(ChannelMessage, frozen=True):

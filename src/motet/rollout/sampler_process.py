@@ -49,11 +49,10 @@ class SamplerProcess:
         )
         compute_with(self.base, load.kernels)
         self.device = Device()
-        self.engine = EmbeddedEngine(self.base, self.device, **load.limits, speculates=load.speculate)
+        self.engine = EmbeddedEngine(self.base, self.device, **load.limits)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sent = (0.0, 0.0)
-        self._sent_drafts = (0, 0)
-        """Reported drafted and accepted tokens; `_sent`: decoding seconds, and those with a full batch."""
+        """Reported decoding seconds, and those with a full batch."""
 
     async def serve(self) -> None:
         """Handle messages until the input ends."""
@@ -101,13 +100,12 @@ class SamplerProcess:
             self._send_busy()
 
     def _send_busy(self) -> None:
-        (decode, full), (drafted, accepted) = self._sent, self._sent_drafts
+        decode, full = self._sent
         busy = self.device.busy
         seconds, parts, _ = busy.take()
         if seconds > decode:
-            self._sent, self._sent_drafts = (seconds, busy.full), (busy.drafted, busy.accepted)
-            drafts = self._sent_drafts[0] - drafted, self._sent_drafts[1] - accepted
-            self._parent.send(m.Busy(seconds - decode, self._sent[1] - full, parts, *drafts))
+            self._sent = seconds, busy.full
+            self._parent.send(m.Busy(seconds - decode, self._sent[1] - full, parts))
 
     def _install(self, message: m.Install) -> None:
         path = Path(message.file)

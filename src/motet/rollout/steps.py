@@ -1,8 +1,7 @@
-"""Decode steps: every running sequence gets its next token, or several if drafts were right."""
+"""Decode steps: every running sequence gets its next token."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,9 +10,6 @@ from torch import Tensor
 
 from motet.core.stops import Decode
 from motet.core.tenant_turns import Payer
-from motet.model.device_steps import DrawnTokens
-from motet.rollout.block_allocator import BlockAllocator
-from motet.rollout.drafts import Drafts
 from motet.rollout.executor import Executor, NewTokens
 from motet.rollout.sequences import SampledSequence
 
@@ -31,8 +27,8 @@ class Landed:
 class Steps(Protocol):
     """Runs the decode steps of one decoder."""
 
-    def step(self, running: Sequence[SampledSequence], drafts: Drafts | None, spare: int) -> Landed:
-        """Run a step for these sequences, with at most `spare` rows of `drafts`; returns what has come since the last."""
+    def step(self, running: Sequence[SampledSequence]) -> Landed:
+        """Run a step for these sequences; returns what has come since the last."""
         ...
 
     @property
@@ -56,29 +52,14 @@ class Steps(Protocol):
 class SynchronousSteps:
     """`Steps` that wait for their tokens."""
 
-    def __init__(self, executor: Executor, blocks: BlockAllocator, text: Decode) -> None:
-        self._executor, self._blocks, self._text = executor, blocks, text
+    def __init__(self, executor: Executor, text: Decode) -> None:
+        self._executor, self._text = executor, text
 
-    def step(self, running: Sequence[SampledSequence], drafts: Drafts | None, spare: int) -> Landed:
-        """Decode a token for each sequence, plus accepted drafts."""
-        guesses: list[list[int]] = [[] for _ in running]
-        begun = time.thread_time()  # CPU time, independent of other processes
-        if drafts is not None:
-            guesses = drafts.of(running, spare)
-        for item, guess in zip(running, guesses, strict=True):
-            if guess:
-                del guess[self._blocks.reach(item, len(guess)) :]
-        inputs = [_next_tokens(item, guess) for item, guess in zip(running, guesses, strict=True)]
-        accepted = 0
+    def step(self, running: Sequence[SampledSequence]) -> Landed:
+        """Decode a token for each sequence."""
         if running:
-            accepted = sample(self._executor, running, self._executor.logits(inputs), self._text, guesses)
-        for item, guess in zip(running, guesses, strict=True):
-            if guess:
-                self._blocks.trim(item, item.length)
-        if drafts is not None and running:
-            drafts.checked(len(running), sum(map(len, guesses)), accepted, time.thread_time() - begun)
-        parts = [(item.prompt.payer, 1 + len(guess)) for item, guess in zip(running, guesses, strict=True)]
-        return Landed(running, parts)
+            sample(self._executor, running, self._executor.logits(list(map(_next_token, running))), self._text)
+        return Landed(running, [(item.prompt.payer, 1) for item in running])
 
     in_flight = False
 
@@ -93,36 +74,15 @@ class SynchronousSteps:
         """Nothing is in flight."""
 
 
-def sample(
-    executor: Executor,
-    sequences: Sequence[SampledSequence],
-    raw_NV: Tensor,
-    text: Decode,
-    drafts: Sequence[Sequence[int]] = (),
-) -> int:
-    """Draw each sequence's next tokens and check whether it ends.
-
-    `raw_NV` has, for each sequence in turn, a row for its next token and one for the token after each draft, which
-    counts if all drafts up to there are right. Returns the number of accepted drafts.
-    """
-    drafts = drafts or [()] * len(sequences)
-    rows = [(item, offset) for item, draft in zip(sequences, drafts, strict=True) for offset in range(len(draft) + 1)]
-    drawn = _in_python(executor.draw(rows, raw_NV)) if rows else []
-    row = accepted = 0
-    for sequence, draft in zip(sequences, drafts, strict=True):
-        for offset, (token, logprob, good) in enumerate(drawn[row : row + len(draft) + 1]):
-            sequence.append(token, logprob, good, text)
-            if sequence.finish is not None or offset == len(draft) or token != draft[offset]:
-                break
-            accepted += 1
-        row += len(draft) + 1
-    return accepted
+def sample(executor: Executor, sequences: Sequence[SampledSequence], raw_NV: Tensor, text: Decode) -> None:
+    """Draw each sequence's next token, from its row of `raw_NV`, and check whether it ends."""
+    if not sequences:
+        return
+    drawn = executor.draw(sequences, raw_NV)
+    columns = drawn.tokens_N.tolist(), drawn.logprobs_N.tolist(), drawn.usable_N.tolist()
+    for sequence, token, logprob, good in zip(sequences, *columns, strict=True):
+        sequence.append(token, logprob, good, text)
 
 
-def _in_python(drawn: DrawnTokens) -> list[tuple[int, float, bool]]:
-    return list(zip(drawn.tokens_N.tolist(), drawn.logprobs_N.tolist(), drawn.usable_N.tolist(), strict=True))
-
-
-def _next_tokens(item: SampledSequence, draft: Sequence[int]) -> NewTokens:
-    ids = [item.tokens[-1], *draft]
-    return NewTokens(item.prompt.weights, ids, item.length - 1, item.blocks, item.slot, len(ids))
+def _next_token(item: SampledSequence) -> NewTokens:
+    return NewTokens(item.prompt.weights, [item.tokens[-1]], item.length - 1, item.blocks, item.slot)

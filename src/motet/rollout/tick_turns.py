@@ -101,10 +101,6 @@ class TickTurns:
         """Charge a mask of a grammar; returns microseconds by job."""
         return self._turns.charge(seconds, [(payer, 1)])
 
-    def spare(self, n_rows: int) -> int:
-        """Number of rows that a tick may have in addition to `n_rows`."""
-        return max(0, (self.rows if self.company else 2 * self._rows + 32) - n_rows)
-
     def decoded(self, parts: Sequence[tuple[Payer, int]]) -> Counter[str]:
         """Charge payers by their rows; returns microseconds by job."""
         spent = self._spent()

@@ -98,10 +98,6 @@ def _add_hosts(registry: CollectorRegistry, hosts: Hosts, labels: list[str]) -> 
         name: gauge(f"device_{name}_seconds", f"Seconds its device spent on {name}.") for name in ("decode", "train")
     }
     device["turns"] = gauge("device_turns_seconds", "Seconds its device worked, on whatever it was.")
-    drafts = {
-        "drafted": gauge("draft_tokens_checked", "Tokens that were drafted and checked, since it was started."),
-        "accepted": gauge("draft_tokens_accepted", "Drafted tokens that were right, since it was started."),
-    }
     for host in hosts.hosts:
         of_host = (str(host.number), host.base)[: len(labels)]
         ready.labels(*of_host).set(host.ready)
@@ -110,8 +106,6 @@ def _add_hosts(registry: CollectorRegistry, hosts: Hosts, labels: list[str]) -> 
         rate.labels(*of_host).set(sum(job.tokens_per_second for job in host.progress.values()))
         for name, seconds in device.items():
             seconds.labels(*of_host).set(host.device.get(name, 0.0))
-        for name, number in drafts.items():
-            number.labels(*of_host).set(host.device.get(name, 0.0))
 
 
 def _names_of(store: Store, job_ids: list[str]) -> dict[str, tuple[str, str, str | None]]:

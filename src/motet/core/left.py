@@ -1,0 +1,43 @@
+"""Fields that left the configuration, and what to do instead of each.
+
+A file that uses one is refused with that, or told that it has no effect. Stored configurations and old files are read as if
+values that ask for nothing were not there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Left:
+    """A field that left."""
+
+    cure: str
+    """What to do instead, as the end of a message."""
+    idle: tuple[Any, ...] = (None,)
+    """Values that ask for nothing."""
+    ignored: bool = False
+    """Whether no value ever changed a result: then none is refused, and those that are not idle get a line of notice."""
+
+
+_OF_ENGINE = {"speculate": Left("leave it out; results are the same bits", idle=(True,), ignored=True)}
+LEFT: Mapping[str, Mapping[str, Left]] = {"EngineConfig": _OF_ENGINE, "ServedBase": _OF_ENGINE}
+"""By section, as the name of its class."""
+
+
+def without_idle(section: str, tree: Any) -> Any:
+    """Return the tree of a section without fields that left and ask for nothing."""
+    left = LEFT.get(section)
+    if left is None or not isinstance(tree, dict):
+        return tree
+    kept = {}
+    for name, value in tree.items():
+        if name in left and left[name].ignored and value not in left[name].idle:
+            warnings.warn(f"{name} has no effect any more: {left[name].cure}", FutureWarning, stacklevel=2)
+        elif name not in left or value not in left[name].idle:
+            kept[name] = value
+    return kept
