@@ -44,7 +44,7 @@ BASES: Mapping[str, Mapping[str, Any]] = {
     for name, shape in _SHAPES.items()
 }
 """The fields of each config.json that decide sizes."""
-_WHAT = ("decode, limit", "decode, today", "decode, modelled", "gradients, limit", "gradients, modelled")
+_WHAT = ("decode, limit", "decode, today", "gradients, limit")
 _SPEEDS = {"A100 80 GB": ("decode, limit", "gradients, limit"), "H100 80 GB": _WHAT, "H200 141 GB": _WHAT}
 
 

@@ -68,20 +68,17 @@ def test_what_an_h200_showed_lies_within_the_estimate() -> None:
     assert found.gradients == pytest.approx(24_700, rel=0.1)
     assert found.reached == pytest.approx(2160, rel=0.1)
     assert small.reached == pytest.approx(5530, rel=0.1)
-    assert all(one.reached < one.modelled < one.decode for one in (found, small))
-    assert [found.modelled, small.modelled] == pytest.approx([10_210, 41_570], rel=0.2)  # of a trial program
-    assert all(0 < one.trained < one.gradients for one in (found, small))
-    assert not fitting(read(BASES["Qwen3 30B-A3B"]), H200, SHORT).modelled
+    assert all(one.reached < one.decode for one in (found, small))
+    assert not fitting(read(BASES["Qwen3 30B-A3B"]), H200, SHORT).reached
 
 
 def test_a_sequence_longer_than_a_pass_is_counted_as_computed_again() -> None:
-    """Kept whole, it would not fit. Gradients are slower for it."""
+    """Kept whole, it would not fit."""
     base, long = read(SHAPE_8B), Work(rows=1, tokens=40_000)
     assert own_pass_bytes(base, long.tokens, 16, recompute=False) > H200.memory
-    short, found = fitting(base, H200, Work(rows=1)), fitting(base, H200, long)
-    assert short.way == found.way == "bfloat16"
+    found = fitting(base, H200, long)
+    assert found.way == "bfloat16"
     assert found.weights + own_pass_bytes(base, long.tokens, 16, recompute=True) < H200.memory
-    assert found.trained < 0.85 * short.trained
 
 
 def test_a_base_is_packed_where_it_does_not_fit_whole() -> None:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
+from bench.gpu.pass_time import pass_time
+from bench.gpu.step_time import (
+    _NOT_OVERLAPPED,
+    _PER_INPUT,
+    LAUNCH,
+    SMALL_LAUNCH,
+    TimedShape,
+    product_time,
+    step_time,
+)
 
-from motet.cuda.decoder_shape import DecoderShape
-from motet.cuda.pass_time import pass_time
-from motet.cuda.step_time import _NOT_OVERLAPPED, _PER_INPUT, LAUNCH, SMALL_LAUNCH, product_time, step_time
 from tests.support.measured_shapes import DOCS, H100, H200, LARGE, SMALL
 
 MEASURED = [  # milliseconds with the fastest ways; 40 to 145 keys a row, rank 16 on all linears
@@ -52,7 +59,7 @@ def test_the_page_has_what_the_model_predicts() -> None:
     )
 
 
-def gain_of_segments(shape: DecoderShape, which: int, rows: int, adapters: int) -> float:
+def gain_of_segments(shape: TimedShape, which: int, rows: int, adapters: int) -> float:
     """The part of a step that a product would save if K were cut into its best number of segments, by the model of time.
 
     Each is written in fp32; a launch of its own reads them and writes their sum.

@@ -9,7 +9,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,19 +20,13 @@ from motet.cuda.kernels import rotary
 from motet.cuda.launches import count
 from motet.cuda.layers import DecoderPlan, LayerPlan
 from motet.cuda.products import Products, ProductWeight
-from motet.cuda.rest_memory import rest_memory
-from motet.cuda.step import CudaSteps
 from motet.cuda.ways import table_for
-from motet.model.accelerator import Recorder
 from motet.model.attention import LayerCall, Span
-from motet.model.device_steps import PLAIN, DeviceStep
 from motet.model.kv_cache import KVCache
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.unit_sums import UnitSums
-from motet.rollout.step_table import StepTable
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import CPU, TARGETS, Launch, requests
-from tests.support.live_memory import LiveMemory
 
 BF16 = torch.bfloat16
 KV_BLOCK = 64
@@ -156,21 +149,6 @@ def decoded(own: CudaBase, n_adapters: int) -> None:
     own.decode(torch.zeros(n_rows, dtype=torch.int64), attention, AdapterTables.of(own.places, runs, n_rows, CPU))
 
 
-@torch.inference_mode()
-def computed(own: CudaBase, n_rows: int, line: dict[str, Any]) -> None:
-    """Bytes of what a step of rows with the keys of one block computes, and what `rest_memory` says of them."""
-    weights, nothing = [tiny.adapter(own.base, rank=2)] * n_rows, np.empty((0, 2), np.int64)
-    steps = CudaSteps(own, KVCache(n_rows, KV_BLOCK, CPU), recorder=Recorder(CPU))
-    steps.hold(StepTable(2 * n_rows, 1))
-    steps.launch(DeviceStep(PLAIN, n_rows, nothing, weights, 1, truncates=False)).tokens()
-    (graph,) = steps._graphs.values()
-    with LiveMemory() as live:
-        graph.compute()
-    plan = own.plan
-    said = rest_memory(plan.shape, plan.heads, plan.rotated, KV_BLOCK, KV_BLOCK, n_rows, ())
-    line |= {"rows": n_rows, "bytes": live.most, "said": said.values}
-
-
 def trained(own: CudaBase, n_adapters: int) -> None:
     """A training pass of one sequence for each adapter, forward and backward."""
     base, n_rows = own.base, 4 * n_adapters
@@ -200,10 +178,6 @@ def main(_words: Sequence[str] | None = None) -> None:
                 requests(target, [partial(trained, own, n_adapters)])
             line = {"trained": name, "adapters": n_adapters, "recompute": recompute, "layers": layers}
             print(json.dumps(line | {"launches": dict(launches)}))
-        for n_rows in (4, 64):
-            line = {"computed": name}
-            requests(target, [partial(computed, own, n_rows, line)])
-            print(json.dumps(line))
     for name, of in PLANS.items():
         each = [sorted(request.key for request in requests(target, [one])) for one in passes(of)]
         print(json.dumps({"plan": name, "requests": each}))

@@ -14,8 +14,6 @@ from motet.core.errors import ConfigError
 from motet.core.model_info import ALL_LINEAR
 from motet.cuda.decoder_shape import DecoderShape, widths_of_rank
 from motet.cuda.pass_memory import kept_bytes, passing_bytes
-from motet.cuda.pass_time import pass_time
-from motet.cuda.step_time import step_time
 from motet.hosting.slot_memory import SlotMemory
 from motet.view.text import plain_console
 
@@ -114,12 +112,8 @@ class Fit:
     """Tokens a second that reading weights, keys and adapters once a pass would allow, in bfloat16."""
     reached: float
     """The same, as Motet's passes take today; 0 where nothing like it was measured."""
-    modelled: float
-    """The same, as a model of the time of Motet's kernels gives it (`motet.cuda.step_time`); 0 where it gives none."""
     gradients: float
     """Tokens a second that the products of gradients would allow, in bfloat16."""
-    trained: float
-    """The same, as a model of the time of Motet's kernels gives it (`motet.cuda.pass_time`); 0 where it gives none."""
     adapters: int
     """Adapters that it has to hold."""
 
@@ -139,7 +133,7 @@ def pass_bytes(base: BaseOutline, tokens: int, *, recompute: bool) -> int:
 
 def own_pass_bytes(base: BaseOutline, tokens: int, rank: int, *, recompute: bool) -> int:
     """The same by Motet's kernels for GPUs, with adapters of this rank."""
-    shape, widths = _shape(base, rank), widths_of_rank(rank)
+    shape, widths = _shape(base), widths_of_rank(rank)
     kept = kept_bytes(shape, widths, recompute=recompute) + passing_bytes(shape, widths, recompute=recompute)
     return tokens * kept + _logit_bytes(base)
 
@@ -161,9 +155,7 @@ def fits(base: BaseOutline, card: Card, work: Work) -> list[Fit]:
         rows = _sequences(base, left, work)
         cache = rows * (work.tokens * base.kv_bytes_per_token + base.state_bytes)
         slots = SlotMemory.of_size(size, 2, whole=own).fitting(1000, 0, max(0, left - cache), None) if rows else 0
-        modelled, trained = (0.0, 0.0) if packed else _modelled(base, card, work, recompute=recompute)
-        today = 0.0 if packed else reached
-        speeds = (decode, today, modelled, gradients, trained)
+        speeds = (decode, 0.0 if packed else reached, gradients)
         found.append(Fit(way, weights, cache, passing, slots, rows, *speeds, work.adapters))
     return found
 
@@ -215,35 +207,17 @@ def _decode(base: BaseOutline, card: Card, work: Work) -> tuple[float, float]:
     return work.rows / least, work.rows / max(today, least)
 
 
-def _modelled(base: BaseOutline, card: Card, work: Work, *, recompute: bool) -> tuple[float, float]:
-    """Tokens a second of Motet's kernels for GPUs: of decoding all rows, half of their tokens read; and of gradients.
-
-    Gradients are those of a pass whose tokens all go through the head, with a step of one adapter.
-    """
-    tokens = max(_KEPT_TOKENS, work.tokens)
-    if not card.hopper or not _by_own_kernels(base):
-        return 0.0, 0.0
-    shape, adapters, half = _shape(base, work.rank), min(work.adapters, work.rows), work.tokens // 2
-    step = step_time(shape, work.rows, half, adapters, card.read, card.computed)
-    trained = pass_time(
-        shape, tokens, half, tokens, 1, card.read, card.computed, recompute=recompute or tokens > _KEPT_TOKENS
-    )
-    return work.rows / step.total, tokens / trained.total
-
-
 def _by_own_kernels(base: BaseOutline) -> bool:
     """Whether Motet's kernels for GPUs can compute the base, if it is held in bfloat16."""
     return base.covered and not base.experts and not base.state_bytes
 
 
-def _shape(base: BaseOutline, rank: int) -> DecoderShape:
-    """The sizes of a covered base, with adapters of this rank on all linear layers."""
+def _shape(base: BaseOutline) -> DecoderShape:
+    """The sizes of a covered base."""
     return DecoderShape(
         base.layers,
         base.fused_shapes,
-        base.head_shape,
         base.kv_bytes_per_token,
-        2 * base.adapter_size(ALL_LINEAR, rank),
         norms_of_added=base.norms_of_added,
     )
 
@@ -283,7 +257,7 @@ def show(name: str, work: Work, cards: Sequence[str]) -> int:
         soft_wrap=True,
     )
     memory = Table("card", "base held as", "weights", "KV", "pass", "adapters", f"rows of {work.tokens}")
-    speed = Table("card", "decode, limit", "today", "modelled", "gradients, limit", "modelled")
+    speed = Table("card", "decode, limit", "today", "gradients, limit")
     for card, ways in found.items():
         for one in ways:
             memory.add_row(card if one is ways[0] else "", *cells(one), end_section=one is ways[-1])
@@ -293,8 +267,8 @@ def show(name: str, work: Work, cards: Sequence[str]) -> int:
     print_table(console, speed)
     console.print(
         f"An estimate: memory in GiB, and tokens a second of the first way that fits, for {work.rows} rows. Limits are what "
-        "memory and products allow; `today` is for up to 8 adapters, from two bases on an H200; `modelled` is what kernels "
-        "that no card has run would give. docs/fits.md says how it is made.",
+        "memory and products allow; `today` is for up to 8 adapters, from two bases on an H200. docs/fits.md says how it "
+        "is made.",
         soft_wrap=True,
     )
     return 0 if speed.row_count else 1
@@ -309,7 +283,7 @@ def cells(one: Fit) -> tuple[str, ...]:
 
 def speeds(one: Fit) -> tuple[str, ...]:
     """Tokens a second on a card."""
-    rates = (one.decode, one.reached, one.modelled, one.gradients, one.trained)
+    rates = (one.decode, one.reached, one.gradients)
     return tuple(rounded(rate) if rate else "–" for rate in rates)
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a decoder, from which time and memory of its passes follow."""
+"""The sizes of a decoder, from which the memory of its passes follows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ class DecoderShape:
     layers: int
     products: tuple[tuple[int, int], ...]
     """Outputs and inputs of the fused products of a layer: queries, keys and values; output; gate and up; down."""
-    head: tuple[int, int]
-    """Outputs and inputs of the head."""
     key_bytes: int
     """Bytes of a token's keys and values in all layers."""
-    adapter_bytes: int = 0
-    """Bytes of one adapter."""
     itemsize: int = 2
     """Bytes of a number."""
     norms_of_added: int = 0

@@ -86,9 +86,9 @@ class DecoderPlan:
     def shape(self) -> DecoderShape:
         """Its sizes."""
         layer, size = self.layers[0], self.embedding.element_size()
-        shapes = [(len(weight.weight_NK), weight.weight_NK.shape[1]) for weight in (*layer.products, self.head)]
+        shapes = [(len(weight.weight_NK), weight.weight_NK.shape[1]) for weight in layer.products]
         return DecoderShape(
-            len(self.layers), tuple(shapes[:-1]), shapes[-1], len(self.layers) * 2 * self.kv_heads * self.head_width * size,
+            len(self.layers), tuple(shapes), len(self.layers) * 2 * self.kv_heads * self.head_width * size,
             itemsize=size, norms_of_added=sum(norm is not None for norm in (layer.norm_attended, layer.norm_done)),
         )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Imports transformers, and makes its models, without torch's compiler, its distributed tensors and sympy.
 
-To import those takes more than a second. transformers uses them for a few decorators and type checks, and torch for
-tensors of the meta device. Motet does not compile models and gives transformers no distributed tensors. Only processes
-of Motet do this: afterwards, transformers there knows no FSDP and no parallelism, and marks nothing for the compiler.
+To import those takes more than a second: docs/benchmarks.md has the figures. transformers uses them for a few decorators
+and type checks, and torch for tensors of the meta device. Motet does not compile models and gives transformers no
+distributed tensors. Only processes of Motet do this: afterwards, transformers there knows no FSDP and no parallelism, and
+marks nothing for the compiler.
 """
 
 from __future__ import annotations

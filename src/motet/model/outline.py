@@ -76,12 +76,6 @@ class BaseOutline:
         return tuple((sum(linear.out_features for linear in family), family[0].in_features) for family in families)
 
     @property
-    def head_shape(self) -> tuple[int, int]:
-        """Outputs and inputs of the product that gives logits."""
-        n_out, n_in = self.base.head.shape
-        return n_out, n_in
-
-    @property
     def norms_of_added(self) -> int:
         """Norms, in a layer of a covered base, of what it adds to the residual stream."""
         decoder: Any = self.base.decoder

@@ -1,6 +1,6 @@
-"""A model of the time of a training pass by this room's kernels: forward, loss, gradients and optimizer step, for a card.
+"""A model of the time of a training pass by Motet's CUDA kernels: forward, loss, gradients and optimizer step, for a card.
 
-Products are those of `motet.cuda.step_time`. Launches between them take a fixed time each, and a multiple of the time that
+Products are those of `bench.gpu.step_time`. Launches between them take a fixed time each, and a multiple of the time that
 their bytes take. These multiples were fitted to a prototype on an H200 whose attention's gradient was a library's; no pass of
 these kernels was measured, so this is a prediction.
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from motet.cuda.decoder_shape import DecoderShape
-from motet.cuda.step_time import LAUNCH, SMALL_LAUNCH, product_time
+from bench.gpu.step_time import LAUNCH, SMALL_LAUNCH, TimedShape, product_time
 
 _GATES, _NORMS, _ADAPTERS, _LOSS = 1.7, 1.2, 1.4, 1.6
 """How many times as long as copying their bytes the launches take: gates; norms and rotation; what reads or writes adapters'
@@ -48,7 +47,7 @@ class PassTime:
 
 
 def pass_time(
-    shape: DecoderShape,
+    shape: TimedShape,
     rows: int,
     keys: float,
     trained: int,
@@ -98,7 +97,7 @@ def pass_time(
     )
 
 
-def _head(shape: DecoderShape, trained: int, block: int, read: float, computed: float) -> float:
+def _head(shape: TimedShape, trained: int, block: int, read: float, computed: float) -> float:
     """Seconds of the head's product and its gradient, whose logits are read twice and written once between them."""
     vocabulary, width = shape.head
     each = 2 * product_time(vocabulary, width, block, read, computed)

@@ -1,4 +1,4 @@
-"""A model of the time of a decoding step by this room's kernels: from launches, bytes and operations, for a card.
+"""A model of the time of a decoding step by Motet's CUDA kernels: from launches, bytes and operations, for a card.
 
 Each launch takes a fixed time, and then as long as its bytes or its operations take, whichever is longer, with a part of the
 shorter that does not overlap. A product also takes as long as one program takes to go through K. The numbers below were
@@ -28,6 +28,16 @@ _DRAW = 5e-6
 """Seconds of embedding and draw, beside reading the logits twice."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedShape(DecoderShape):
+    """A decoder with all that a step reads."""
+
+    head: tuple[int, int]
+    """Outputs and inputs of the head."""
+    adapter_bytes: int = 0
+    """Bytes of one adapter."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step, by what takes them."""
@@ -44,7 +54,7 @@ class StepTime:
         return self.products + self.attention + self.others + self.adapters
 
 
-def step_time(shape: DecoderShape, rows: int, keys: float, adapters: int, read: float, computed: float) -> StepTime:
+def step_time(shape: TimedShape, rows: int, keys: float, adapters: int, read: float, computed: float) -> StepTime:
     """Seconds of a step.
 
     Args:
