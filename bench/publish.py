@@ -1,7 +1,7 @@
-"""How long a version takes to 1, 4 and 16 servers, by files, node agents and as tensors: `python -m bench.publish [MB]`.
+"""How long a version takes to 1, 4 and 16 servers, by files and as tensors: `python -m bench.publish [MB]`.
 
 The servers speak vLLM's protocol and read or fetch a version's bytes as its worker does, but have no base. All are on this
-machine, in one process, and all agents in another.
+machine, in one process.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from motet.core.token_ids import TokenIds
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
 from motet.rollout.connection import Clocks
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
-from motet.rollout.node_agent import NodeAgent
 from motet.rollout.replica import Replica
 from motet.rollout.server import Demand, ServerEngine, ServerLimits
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import VersionServer
 
 SERVERS = (1, 4, 16)
-WAYS = ("files", "agents", "tensors")
+WAYS = ("files", "tensors")
 PUBLISHES = 5
 CLOCKS = Clocks(connect=60.0, health=60.0)
 """A machine that does nothing but copy answers late."""
@@ -85,17 +84,15 @@ async def _serve(apps: Sequence[Starlette], pipe: Pipe) -> None:
     await asyncio.gather(*(one.serve([at]) for one, at in zip(servers, listening, strict=True)))
 
 
-def _serve_all(urls: Sequence[str], directory: Path, pipe: Pipe) -> None:
-    """Servers, or an agent beside each of `urls`."""
-    agents = [NodeAgent(url, DIALECTS["vllm"], directory / f"{number}", None).app() for number, url in enumerate(urls)]
-    asyncio.run(_serve(agents or [server() for _ in range(max(SERVERS))], pipe))
+def _serve_all(pipe: Pipe) -> None:
+    asyncio.run(_serve([server() for _ in range(max(SERVERS))], pipe))
 
 
 @contextlib.contextmanager
-def process(urls: Sequence[str], directory: Path) -> Iterator[list[str]]:
-    """A process with servers, or with the agents beside them; their URLs."""
+def process() -> Iterator[list[str]]:
+    """A process with servers; their URLs."""
     here, there = multiprocessing.Pipe()
-    started = multiprocessing.get_context("spawn").Process(target=_serve_all, args=(urls, directory, there))
+    started = multiprocessing.get_context("spawn").Process(target=_serve_all, args=(there,))
     started.start()
     try:
         yield here.recv()
@@ -104,15 +101,11 @@ def process(urls: Sequence[str], directory: Path) -> Iterator[list[str]]:
         started.join()
 
 
-async def publish(way: str, urls: Sequence[str], agents: Sequence[str], adapter: Path, directory: Path) -> list[float]:
+async def publish(way: str, urls: Sequence[str], adapter: Path, directory: Path) -> list[float]:
     """Seconds of each publish, from the first byte written until every server has loaded it."""
     files = VersionFiles(directory / "served")
     versions = VersionServer(files.directory, urls, []) if way == "tensors" else None
-    besides = agents if way == "agents" else [""] * len(urls)
-    replicas = [
-        Replica(url, DIALECTS["vllm"], CLOCKS, agent=agent, versions=versions)
-        for url, agent in zip(urls, besides, strict=True)
-    ]
+    replicas = [Replica(url, DIALECTS["vllm"], CLOCKS, versions=versions) for url in urls]
     bounds = ServerLimits(64, TokenIds(512), 512, Demand(1, 2, 16), 0.0, RolloutConfig().patience_seconds)
     engine, seconds = ServerEngine(replicas, {}, files, lambda tokens: "", bounds, "bench"), list[float]()
     await engine.ready()
@@ -141,12 +134,9 @@ def main() -> None:
         servers = " | ".join(f"{count} servers" for count in SERVERS[1:])
         print(f"| {megabytes} MB | 1 server | {servers} | the last against the first |")
         print(f"|---|{'---|' * len(SERVERS)}---|")
-        with process([], directory) as urls, process(urls, directory) as agents:
+        with process() as urls:
             for way in WAYS:
-                medians = [
-                    statistics.median(asyncio.run(publish(way, urls[:n], agents[:n], adapter, directory)))
-                    for n in SERVERS
-                ]
+                medians = [statistics.median(asyncio.run(publish(way, urls[:n], adapter, directory))) for n in SERVERS]
                 times = " | ".join(f"{1000 * seconds:.0f} ms" for seconds in medians)
                 print(f"| {way} | {times} | {medians[-1] / medians[0]:.1f}× |", flush=True)
                 shutil.rmtree(directory / "served", ignore_errors=True)

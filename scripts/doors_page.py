@@ -15,13 +15,13 @@ TESTS = Path(__file__).resolve().parents[1] / "tests"
 DOORS = (
     "single turn", "retry", "environment", "agent local", "agent worker", "agent gateway", "Tinker client", "critic",
     "distillation", "preferences", "structured output", "kept turns", "publish by files", "publish by tensors",
-    "publish by node agents", "several bases", "hosts",
+    "several bases", "hosts",
 )  # fmt: skip
 ENGINES = ("embedded", "vLLM", "two vLLMs", "SGLang (fake)", "hosts 2", "shards 2", "Ray")
 BY_HAND = {("hosts", "vLLM"): "2026-11-23"}
 """Tried once by a person, and by no test."""
 NOTHING = {
-    **{(f"publish by {way}", engine): "no version travels" for way in ("files", "tensors", "node agents")
+    **{(f"publish by {way}", engine): "no version travels" for way in ("files", "tensors")
        for engine in ("embedded", "shards 2")},
     ("hosts", "hosts 2"): "the column says it",
     ("hosts", "embedded"): "that is the column `hosts 2`",

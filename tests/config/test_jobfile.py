@@ -512,10 +512,6 @@ FILES = {
         "base: small\nrollout: {engine: vllm, urls: ['http://a:1', 'http://a:1/']}\njobs: [{name: a}]",
         "rollout.urls: lists http://a:1 more than once; give each server once",
     ),
-    "an agent for two servers": (
-        "base: small\nrollout: {engine: vllm, urls: ['http://a:1', 'http://b:1'], agents: ['http://a:2']}\njobs: [{name: a}]",
-        "rollout: agents lists 1 and urls 2: give one agent for each URL, in the same order",
-    ),
     "sweep of a number": (
         "base: small\nsweep: {3: [4]}\njobs: [{name: a, data: x, reward: exact}]",
         "job a-3=4: 3: there is no such field",

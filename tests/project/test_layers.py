@@ -81,8 +81,6 @@ SERVERS = (
     "server_guard",
     "served_versions",
     "connection",
-    "shipping",
-    "node_agent",
     "version_server",
     "in_vllm",
     "in_vllm.motet_vllm",

@@ -27,7 +27,6 @@ from motet.rollout.server import Demand
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rundir import RunDirectory
 from tests.support.base_servers import BaseServer, base_servers, stand_in
-from tests.support.node_agents import node_agent
 from tests.support.processes import ending
 from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import Json, host_process, serving, tiny
@@ -115,13 +114,9 @@ def jobs_of(server: BaseServer) -> set[str]:
     ("servers", "way", "launcher"),
     [
         pytest.param("vllm", "tensors", "local", marks=pytest.mark.cell("publish by tensors", "hosts 2")),
-        pytest.param("vllm", "node agents", "local", marks=pytest.mark.cell("publish by node agents", "hosts 2")),
-        pytest.param("sglang", "node agents", "local", marks=pytest.mark.cell(
-            "publish by node agents, hosts", "SGLang (fake)"
-        )),
+        pytest.param("sglang", "files", "local", marks=pytest.mark.cell("hosts", "SGLang (fake)")),
         pytest.param("vllm", "files", "ray", marks=pytest.mark.cell("publish by files", "Ray")),
         pytest.param("vllm", "tensors", "ray", marks=pytest.mark.cell("publish by tensors", "Ray")),
-        pytest.param("vllm", "node agents", "ray", marks=pytest.mark.cell("publish by node agents", "Ray")),
     ],
     indirect=["servers"],
 )  # fmt: skip
@@ -130,15 +125,10 @@ def test_each_host_has_servers_of_its_own(
 ) -> None:
     """Three servers for two hosts: a version comes to those of its host, whichever way, and nobody else unloads it."""
     place = f"{tmp_path / 'served'}/"
-    with contextlib.ExitStack() as stack:
-        by: Json = {}
-        if way == "tensors":
-            by, place = {"publish_by": way}, PREFIX
-        elif way == "node agents":
-            nodes, place = tmp_path / "nodes", f"{tmp_path / 'nodes'}/"
-            agents = [node_agent(one.url, nodes / f"{one.port}", dialect=one.dialect) for one in fresh]
-            by = {"agents": [stack.enter_context(agent) for agent in agents]}
-        cluster = stack.enter_context(cluster_of(launcher))
+    by: Json = {}
+    if way == "tensors":
+        by, place = {"publish_by": way}, PREFIX
+    with cluster_of(launcher) as cluster:
         assert Run(tmp_path, fresh, by=by, cluster=cluster, hosts=2, shard=1).ended() == alone
     first, second, third = map(jobs_of, fresh)
     assert first | third | second == set(NAMES)
@@ -151,8 +141,6 @@ def test_each_host_has_servers_of_its_own(
         assert sorted(server.unloads) == sorted(server.loads), "each version is unloaded once"
         assert server.loaded == []
     assert not [*tmp_path.glob("served/*")], "files stayed"
-    for node in tmp_path.glob("nodes/*"):
-        assert len([*node.iterdir()]) <= 2, "an agent keeps more than the two that were unloaded last"
 
 
 @HOSTS
@@ -198,7 +186,7 @@ def test_each_host_starts_servers_of_its_own(alone: dict[str, bytes], tmp_path: 
 
 
 def test_servers_are_shared_out() -> None:
-    """Each URL with its agent, and to each host devices for what it starts."""
+    """To each host its URLs, and devices for what it starts."""
     start = StartHost("small", "", {}, {}, {}, [], 1.0, Largest())
     engine = EngineConfig(hosts=2, threads=1)
 
@@ -206,12 +194,9 @@ def test_servers_are_shared_out() -> None:
         rollout = RolloutConfig(engine="vllm", **servers)
         return starts_of((start, HostConfig(base="small", engine=engine, rollout=rollout)))
 
-    urls, agents = [f"http://s{n}" for n in range(3)], [f"http://a{n}" for n in range(3)]
-    found = made(urls=urls, agents=agents)
-    assert [(one.rollout["urls"], one.rollout["agents"]) for one in found] == [
-        (["http://s0", "http://s2"], ["http://a0", "http://a2"]),
-        (["http://s1"], ["http://a1"]),
-    ]
+    urls = [f"http://s{n}" for n in range(3)]
+    found = made(urls=urls)
+    assert [one.rollout["urls"] for one in found] == [["http://s0", "http://s2"], ["http://s1"]]
     assert [one.host for one in found] == [0, 1]
     assert {one.engine["kv_memory_fraction"] for one in found} == {EngineConfig().kv_memory_fraction}
     launch = {"replicas": 2, "devices": ["0", "1", "2", "3"]}

@@ -306,7 +306,6 @@ def test_where_others_could_fetch_too_there_is_a_key(tmp_path: Path) -> None:
     [
         ({"engine": "sglang", "urls": ["http://a"]}, "is for engine vllm, and engine is sglang; leave it out"),
         ({"engine": "embedded"}, "is for engine vllm, and engine is embedded"),
-        ({"engine": "vllm", "urls": ["http://a"], "agents": ["http://b"]}, "node agents receive versions as files"),
         ({"engine": "vllm", "launch": {}, "keep_versions": 0}, "no process can hand them out"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from motet.commands.export import write
 from motet.config import AdapterConfig, EngineConfig, LaunchConfig, RolloutConfig, RunConfig
 from motet.core.errors import EngineError, ProbeError
-from motet.core.types import ADAPTER_FILES, ADAPTER_WEIGHTS, AdapterRef
+from motet.core.types import ADAPTER_WEIGHTS, AdapterRef
 from motet.hosting.launch import load
 from motet.hosting.running import run_config
 from motet.hosting.servers import TOLERANCE, Launched, build_servers, launched
@@ -33,7 +32,6 @@ from tests.support import tiny_models
 from tests.support.cases import few
 from tests.support.doors_run import FLOAT32_GAP, teacher
 from tests.support.fake_run import records
-from tests.support.node_agents import node_agent
 from tests.support.peft_files import export
 from tests.support.service_run import Service, serving, tiny
 from tests.support.vllm_server import OPTIONS, launch, vllm_python, vllm_server
@@ -177,43 +175,6 @@ def test_three_jobs_learn_at_once(small: Any, server: Launched, tmp_path: Path, 
     assert not (tmp_path / "served").exists() or not list((tmp_path / "served").iterdir()), "files stayed"
 
 
-@pytest.mark.cell("publish by node agents", "vLLM")
-@pytest.mark.soak
-def test_versions_come_through_an_agent_and_are_found_by_name(
-    small: Any, server: Launched, place: Path, tmp_path: Path
-) -> None:
-    """No directory is shared with the run. Afterwards the server finds one that nobody has told it to load."""
-    one = job("sent", "toy:sort_letters", 8, steps=2, optimizer={"lr": 1e-3})
-    with node_agent(server.url, place / "by-name", server.key) as agent:
-        rollout = {"urls": [server.url], "agents": [agent], "api_key_env": KEY}
-        result = run_config(config(tmp_path, rollout, [one]), base=small).jobs["sent"]
-    assert result.state == "succeeded", result.message
-    assert max(line["logprob_gap"] for line in records(tmp_path / "run", "sent") if line.get("tokens")) < FLOAT32_GAP
-    (place / "by-name" / "found").mkdir()
-    for file in ADAPTER_FILES:
-        shutil.copyfile(result.adapter / file, place / "by-name" / "found" / file)
-    headers = {"Authorization": f"Bearer {server.key}"}
-    with httpx2.Client(base_url=server.url, headers=headers, timeout=PATIENCE, trust_env=False) as client:
-        base = client.get("/v1/models").json()["data"][0]["id"]
-
-        def logprobs(model: str) -> Any:
-            body = {"model": model, "prompt": list(range(9, 29)), "max_tokens": 1, "prompt_logprobs": 0}
-            answer = client.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            return [
-                next(iter(entry.values()))["logprob"] for entry in answer.json()["choices"][0]["prompt_logprobs"][1:]
-            ]
-
-        by_name = logprobs("found")
-        loaded = {"lora_name": "loaded", "lora_path": str(result.adapter)}
-        assert client.post("/v1/load_lora_adapter", json=loaded).status_code == 200
-        assert by_name == pytest.approx(logprobs("loaded"), abs=1e-6)
-        assert by_name != pytest.approx(logprobs(base), abs=1e-3)
-        assert client.post("/v1/completions", json={"model": "no-such", "prompt": [9]}).status_code == 404
-        for name in ("found", "loaded"):
-            client.post("/v1/unload_lora_adapter", json={"lora_name": name})
-
-
 @pytest.mark.cell("publish by tensors", "vLLM")
 def test_versions_are_fetched_into_the_memory_of_the_server(
     small: Any, server: Launched, place: Path, tmp_path: Path
@@ -272,36 +233,23 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
 
 @NEWEST
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("files", marks=pytest.mark.cell("publish by files", "two vLLMs")),
-        pytest.param("node agents", marks=pytest.mark.cell("publish by node agents", "two vLLMs")),
-    ],
-)
+@pytest.mark.cell("publish by files", "two vLLMs")
 def test_a_job_learns_on_two_servers_that_both_get_each_version(
-    way: str, release: str, small: Any, server: Launched, place: Path, tmp_path: Path
+    release: str, small: Any, server: Launched, place: Path, tmp_path: Path
 ) -> None:
     one = job("both", "toy:sort_letters", 8, steps=4, optimizer={"lr_multiplier": 2})
-    with contextlib.ExitStack() as stack:
-        other = stack.enter_context(
-            vllm_server(small, tmp_path / "other", own_worker=False, release=release, key=server.key)
-        )
-        urls, agents = [server.url, other.url], list[str]()
-        if way == "node agents":
-            beside = (node_agent(url, tmp_path / f"node-{n}", server.key) for n, url in enumerate(urls))
-            agents = [stack.enter_context(agent) for agent in beside]
-        found = run_config(config(tmp_path, {"urls": urls, "agents": agents, "api_key_env": KEY}, [one]), base=small)
+    with vllm_server(small, tmp_path / "other", own_worker=False, release=release, key=server.key) as other:
+        rollout = {"urls": [server.url, other.url], "api_key_env": KEY}
+        found = run_config(config(tmp_path, rollout, [one]), base=small)
     result = found.jobs["both"]
     assert result.state == "succeeded", result.message
     (_, before), (_, after) = result.evaluations
     assert after > before + 0.05
     assert max(line["logprob_gap"] for line in records(tmp_path / "run", "both") if line.get("tokens")) < FLOAT32_GAP
-    for number, log in enumerate((place / "server-0.log", tmp_path / "other" / "server-0.log")):
+    for log in (place / "server-0.log", tmp_path / "other" / "server-0.log"):
         given = re.findall(r"Loaded new LoRA adapter: name 'both\.[^']*-v(\d)', path '([^']*)'", log.read_text())
         assert [version for version, _ in given][-5:] == [*"01234"]
-        where = tmp_path / (f"node-{number}" if way == "node agents" else "served")
-        assert all(path.startswith(f"{where}/") for _, path in given[-5:])
+        assert all(path.startswith(f"{tmp_path / 'served'}/") for _, path in given[-5:])
 
 
 @NEWEST

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import io
 import itertools
 import json
 import os
 import sys
+import tarfile
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -40,7 +41,6 @@ from motet.hosting.workshop import Workshop
 from motet.model.lora_model import LoraModel
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.server_process import free_port
-from motet.rollout.shipping import unpack
 from tests.conftest import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -144,7 +144,8 @@ class BaseServer:
         with tempfile.TemporaryDirectory() as fetched:
             if path.startswith(PREFIX):
                 content = await asyncio.to_thread(fetch, path, None)
-                unpack(content, hashlib.sha256(content).hexdigest(), Path(path := fetched))
+                with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+                    archive.extractall(path := fetched, filter="data")
             await self._engine.load_adapter(ref, Path(path))
         self._adapters[name] = ref
         return Response()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import io
 import itertools
 import random
+import tarfile
 import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -20,7 +20,6 @@ from motet.core.errors import AdapterError
 from motet.core.types import AdapterRef, SamplingParams
 from motet.model.fake import END, FakeTokenizer
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
-from motet.rollout.shipping import unpack
 from tests.support.protocol_core import (
     Ask,
     Backend,
@@ -277,9 +276,8 @@ class Vllm:
         with tempfile.TemporaryDirectory() as directory:
             path = adapter.path
             if self._backend.setup.fetches and path.startswith(PREFIX):
-                content = self._fetch(path)
-                path = directory
-                unpack(content, hashlib.sha256(content).hexdigest(), Path(directory))
+                with tarfile.open(fileobj=io.BytesIO(self._fetch(path))) as archive:
+                    archive.extractall(path := directory, filter="data")
             ref = self._resident[adapter.id] = self._backend.read(adapter.name, path)
         if len(self._resident) > self._backend.setup.max_cpu_loras:
             self._resident.popitem(last=False)

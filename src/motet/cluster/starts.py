@@ -110,8 +110,7 @@ def _passes(entries: Sequence[Sequence[str]], place: int, servers: Counter[str])
 def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequence[str]) -> RolloutConfig:
     """The servers of one host; no other host publishes to them or unloads from them.
 
-    Each host takes every N-th of `urls` with their agents; servers from `launch` start on each host, on these
-    `devices`.
+    Each host takes every N-th of `urls`; servers from `launch` start on each host, on these `devices`.
 
     Raises:
         ConfigError: there are fewer servers than hosts.
@@ -123,7 +122,7 @@ def rollout_of_host(rollout: RolloutConfig, host: int, hosts: int, devices: Sequ
                 f"engine.hosts is {hosts}, and rollout.urls names {len(rollout.urls)}: each host needs its own server; "
                 f"name more, or set hosts to {len(rollout.urls)}"
             )
-        own = {"urls": rollout.urls[host::hosts], "agents": rollout.agents[host::hosts]}
+        own = {"urls": rollout.urls[host::hosts]}
     if rollout.launch is not None:
         own["launch"] = rollout.launch.model_copy(update={"devices": list(devices)})
     return rollout.model_copy(update=own)

@@ -50,10 +50,3 @@ def bound(host: str, port: int, addresses: Callable[..., Sequence[Any]] = socket
             ) from error
         stack.pop_all()
         return sockets
-
-
-def url_of(sockets: Sequence[socket.socket]) -> str:
-    """The address at which clients reach these sockets; IPv4 if one of them is."""
-    one = min(sockets, key=lambda one: one.family != socket.AF_INET)
-    host, port = one.getsockname()[:2]
-    return f"http://[{host}]:{port}" if one.family == socket.AF_INET6 else f"http://{host}:{port}"

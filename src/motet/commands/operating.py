@@ -1,4 +1,4 @@
-"""`motet simulate`, `node-agent`, `backup` and `restore`: for those who run services and servers."""
+"""`motet simulate`, `backup` and `restore`: for those who run services and servers."""
 
 from __future__ import annotations
 
@@ -25,34 +25,6 @@ def simulate(
     from motet.commands.simulate import show
 
     show(cluster, hosts, plot)
-
-
-@app.command(
-    "node-agent", epilog="Example: motet node-agent http://127.0.0.1:8000 --host 0.0.0.0 --key-env VLLM_API_KEY"
-)
-def node_agent(
-    server: Annotated[str, typer.Argument(help="URL of the vLLM or SGLang server on this node.", show_default=False)],
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="After `--`: the command that starts the server, if the agent should start and stop it.",
-            show_default=False,
-        ),
-    ] = None,
-    engine: Annotated[str, typer.Option(help="The kind of server, as in `rollout.engine`.")] = "vllm",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8430,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where to write versions [default: below /dev/shm, in memory].")
-    ] = None,
-    key_env: Annotated[
-        str | None, typer.Option(help="The environment variable that holds the key of the agent and the server.")
-    ] = None,
-) -> None:
-    """Receive adapter versions for the server on this node, without a shared file system (`rollout.agents`)."""
-    from motet.commands.node_agent import listen
-
-    listen(server, engine, host=host, port=port, directory=directory, key_env=key_env, command=command or ())
 
 
 @app.command(epilog="Example: motet backup backups/monday --directory served")

@@ -9,7 +9,7 @@ model's files. Written from the documentation and source of vLLM 0.32 and SGLang
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from motet.core.errors import ServerFault
@@ -44,9 +44,6 @@ class HttpRequest:
 
     path: str
     body: Json | None = None
-    content: bytes | None = None
-    """Sent instead of a body of JSON."""
-    headers: Mapping[str, str] = field(default_factory=dict)
     verb: str = ""
 
     @property

@@ -72,17 +72,14 @@ class RolloutConfig(Config):
     """`embedded` samples on the device that trains. `vllm` and `sglang` are servers, reached over HTTP."""
     urls: list[str] = []
     """Running servers (`http://host:8000`), one for each replica. With `engine.hosts`, each host takes every N-th URL."""
-    agents: list[str] = []
-    """The node agents (`motet node-agent`) beside `urls`, in the same order. They receive versions, so no shared directory
-    is needed."""
     launch: LaunchConfig | None = None
     """Servers to start instead. It applies to each of `engine.hosts` separately."""
     publish_by: Literal["files", "tensors"] = "files"
     """How servers receive a new version: as `files`, or as `tensors` that the workers of vLLM fetch into their memory. If
     fetching fails, they read files and a note of the run says why."""
     directory: str | None = None
-    """Where to write versions for servers. Servers must see it under the same path; for servers on other machines without
-    `agents`, use a shared file system. By default /dev/shm, in memory."""
+    """Where to write versions for servers. Servers must see it under the same path; for servers on other machines, use a
+    shared file system. By default /dev/shm, in memory."""
     rows: int = Field(64, ge=1, le=10**5)
     """Open completions on one replica."""
     keep_versions: int | None = Field(None, ge=0, le=10**5)
@@ -99,7 +96,7 @@ class RolloutConfig(Config):
     health_seconds: float = Field(5.0, gt=0)
     """Time between health checks of a server, and for its answer."""
     api_key_env: str | None = None
-    """The environment variable with the key of the servers and their agents."""
+    """The environment variable with the key of the servers."""
     ca_file: str | None = None
     """Certificates to trust for https, in addition to those of the system."""
     verify_tls: bool = True
@@ -113,7 +110,7 @@ class RolloutConfig(Config):
             raise ValueError(f"must be one of {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}")
         return engine
 
-    @field_validator("urls", "agents")
+    @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
@@ -134,17 +131,11 @@ class RolloutConfig(Config):
             )
         if self.publish_by == "tensors":
             self._can_fetch()
-        if self.agents and len(self.agents) != len(self.urls):
-            raise ValueError(
-                f"agents lists {len(self.agents)} and urls {len(self.urls)}: give one agent for each URL, in the same order"
-            )
         return self
 
     def _can_fetch(self) -> None:
         if self.engine != "vllm":
             raise ValueError(f"publish_by: tensors is for engine vllm, and engine is {self.engine}; leave it out")
-        if self.agents:
-            raise ValueError("node agents receive versions as files: leave out agents, or publish_by: tensors")
         if self.keep_versions == 0:
             raise ValueError(
                 "keep_versions: 0 keeps versions after the run, when no process can hand them out: "

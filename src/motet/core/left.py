@@ -25,7 +25,18 @@ class Left:
 
 
 _OF_ENGINE = {"speculate": Left("leave it out; results are the same bits", idle=(True,), ignored=True)}
-LEFT: Mapping[str, Mapping[str, Left]] = {"EngineConfig": _OF_ENGINE, "ServedBase": _OF_ENGINE}
+_OF_ROLLOUT = {
+    "agents": Left(
+        "there are no node agents. vLLM fetches versions by `publish_by: tensors`; SGLang and releases of vLLM that are "
+        "not tested read them from `directory`, which all machines must share, and systemd restarts such servers",
+        idle=(None, []),
+    ),
+}
+LEFT: Mapping[str, Mapping[str, Left]] = {
+    "EngineConfig": _OF_ENGINE,
+    "ServedBase": _OF_ENGINE,
+    "RolloutConfig": _OF_ROLLOUT,
+}
 """By section, as the name of its class."""
 
 

@@ -91,9 +91,7 @@ def build_servers(
     usual = MEMORY if MEMORY.is_dir() else Path(gettempdir())
     directory = Path(os.path.expanduser(config.directory)) if config.directory else usual
     files = VersionFiles(directory.resolve() / "-".join(filter(None, ("motet", run_id, part))))
-    agents = config.agents or [""] * len(config.urls)
-    beside = zip(config.urls, agents, strict=True)
-    replicas = [Replica(url, dialect, clocks, headers, verify, agent) for url, agent in beside]
+    replicas = [Replica(url, dialect, clocks, headers, verify) for url in config.urls]
     processes = {}
     if config.launch is not None:
         model = _model(info.name, config.launch, files)

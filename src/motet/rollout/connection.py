@@ -91,9 +91,7 @@ class ServerConnection:
             ServerRefused: an error status, with the server's message.
         """
         begun = asyncio.get_running_loop().time()
-        asking = self._open().request(
-            request.method, request.path, json=request.body, content=request.content, headers=request.headers
-        )
+        asking = self._open().request(request.method, request.path, json=request.body)
         try:
             answer = await self._in_time(asking, request, begun, seconds)
         except _GONE as error:

@@ -22,7 +22,6 @@ from motet.core.token_ids import TokenIds
 from motet.core.types import FloatArray, IntArray, ServerLoad, TopTokens
 from motet.rollout.connection import Clocks, ServerConnection, detail_of
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, TESTED
-from motet.rollout.shipping import send, take_back, written
 from motet.rollout.version_server import VersionServer
 
 Result = TypeVar("Result")
@@ -45,8 +44,6 @@ class Replica:
     headers: Mapping[str, str] = field(default_factory=dict)
     verify: Any = True
     """TLS verification: False, True, or an `ssl.SSLContext`."""
-    agent: str = ""
-    """URL of its node agent, which receives versions; without one, the server reads them from a shared path."""
     versions: VersionServer | None = None
     """The server from which its workers fetch versions; None if they read them from a path."""
     from_files: str = ""
@@ -58,8 +55,6 @@ class Replica:
     facts: Facts = field(default_factory=Facts)
     loaded: set[str] = field(default_factory=set)
     """Served names loaded there, as far as this process knows."""
-    left: set[str] = field(default_factory=set)
-    """Served names whose files its agent had at `greet`, although the server had not loaded them."""
     up: bool = False
     note: str = "not asked yet"
     requests: int = 0
@@ -67,8 +62,6 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.server = ServerConnection(self.url, self.clocks, self.headers, self.verify)
-        self._agent = ServerConnection(self.agent, self.clocks, self.headers, self.verify) if self.agent else None
-        self._connections = [one for one in (self.server, self._agent) if one is not None]
 
     def load_now(self) -> ServerLoad:
         """Running requests and tokens, and the number of loaded adapters."""
@@ -103,7 +96,6 @@ class Replica:
             self.from_files = f"{self.untried}, so it reads versions from files and does not fetch them"
         if said := self.from_files or self.untried:
             _log.warning("%s", said)
-        self.left = set() if self._agent is None else await written(self._agent) - self.loaded
         self.up, self.note = True, ""
 
     def _untried(self) -> str:
@@ -114,27 +106,22 @@ class Replica:
         return f"{self.url} is {self.dialect.name} {release}, and Motet is tested with {', '.join(tested)}"
 
     async def healthy(self) -> None:
-        """Check the health of the server and of its agent.
+        """Check the health of the server.
 
         Raises:
             ServerGone: no answer, or not in time.
         """
-        seconds = max(self.clocks.health, self.dialect.health_seconds)
-        await self.server.healthy(seconds)
-        if self._agent is not None:
-            await self._agent.healthy(seconds)
+        await self.server.healthy(max(self.clocks.health, self.dialect.health_seconds))
 
     def leave(self, reason: str) -> None:
         """Mark the server as gone: running requests fail, and no new ones are sent until `greet` succeeds."""
         self.up, self.note = False, reason
         self.loaded.clear()
-        for connection in self._connections:
-            connection.leave(reason)
+        self.server.leave(reason)
 
     async def close(self) -> None:
         """Close the connections."""
-        for connection in self._connections:
-            await connection.close()
+        await self.server.close()
         if self.versions is not None:
             await asyncio.to_thread(self.versions.close)
 
@@ -147,7 +134,7 @@ class Replica:
             EngineError: it cannot be loaded; the message says why.
         """
         try:
-            answer = await (self._ask_to_load(name, path) if self._agent is None else send(self._agent, name, path))
+            answer = await self._ask_to_load(name, path)
         except ServerRefused as error:
             if not self.dialect.known(error.status, error.detail):
                 raise
@@ -193,15 +180,11 @@ class Replica:
             EngineError: it stays loaded; the message says why.
         """
         try:
-            if self._agent is None:
-                await self.server.request(self.dialect.unload(name), self.clocks.load)
-            else:
-                await take_back(self._agent, name)
+            await self.server.request(self.dialect.unload(name), self.clocks.load)
         except ServerRefused as error:
             if not self.dialect.unknown(error.status, error.detail):
                 raise
         self.loaded.discard(name)
-        self.left.discard(name)
 
     async def logprobs(self, token_ids: IntArray, model: str | None) -> FloatArray:
         """Logprobs [T] of each token given those before it, at temperature 1; the first is 0."""

@@ -217,7 +217,7 @@ class ServedVersions:
             EngineError: something stays loaded; the message says why. A name that the server refuses keeps no other there.
         """
         current, refused = {ref.served_name for ref in self._versions}, None
-        for name in sorted(replica.loaded.union(replica.left, perhaps) - current):
+        for name in sorted(replica.loaded.union(perhaps) - current):
             if f".{self._run_id}." in name or name in perhaps:
                 try:
                     await again(lambda name=name: replica.unload(name), _ATTEMPTS, replica.clocks.retry)  # type: ignore[misc]

@@ -22,15 +22,14 @@ _GRACE = 2
 class VersionFiles:
     """The versions of one run, in a directory that servers see under the same path."""
 
-    def __init__(self, directory: Path, *, shared: bool = False) -> None:
-        """What a killed attempt has left in the directory is deleted, unless others have files there too (`shared`)."""
+    def __init__(self, directory: Path) -> None:
+        """What a killed attempt has left in the directory is deleted."""
         self.directory = directory
-        self._shared = shared
         self._retired: deque[Path] = deque()
         self._owned: list[Path] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in () if shared else directory.iterdir():
+            for path in directory.iterdir():
                 shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             raise EngineError(f"{directory} (rollout.directory) cannot be created: {error.strerror}") from error
@@ -38,13 +37,6 @@ class VersionFiles:
     def path(self, name: str) -> Path:
         """The directory of a version, by its served name."""
         return self.directory / name
-
-    def names(self) -> list[str]:
-        """The existing versions, without retired ones."""
-        going = {path.name for path in self._retired}
-        return sorted(
-            path.name for path in self.directory.iterdir() if path.name not in going and not path.name.startswith(".")
-        )
 
     @contextlib.contextmanager
     def write_draft(self, name: str) -> Iterator[Path]:
@@ -75,11 +67,10 @@ class VersionFiles:
         self._owned.append(path)
 
     def close(self) -> None:
-        """Delete retired directories, and then the main directory if it is empty and not shared."""
+        """Delete retired directories, and then the main directory if it is empty."""
         for path in (*self._retired, *self._owned):
             shutil.rmtree(path, ignore_errors=True)
         self._retired.clear()
         self._owned.clear()
-        if not self._shared:
-            with contextlib.suppress(OSError):
-                self.directory.rmdir()
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import hmac
 import ipaddress
 import socket
+import tarfile
 from collections.abc import Callable, Collection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from motet.core.errors import ConfigError
+from motet.core.types import ADAPTER_FILES
 from motet.rollout.in_vllm.motet_vllm import PREFIX
-from motet.rollout.shipping import packed
 
 _SECONDS = 15.0
 """Socket timeout: a worker that stops reading is disconnected."""
@@ -80,6 +82,18 @@ class VersionServer:
         except OSError:  # deleted meanwhile
             pass
         return 404, b"there is no such version, or nobody may ask for it any more"
+
+
+@functools.lru_cache(maxsize=1)
+def packed(directory: str) -> tuple[bytes, str]:
+    """The files of a version as a tar archive, and its SHA-256. Cached for all servers, because a path is never reused."""
+    parts = []
+    for name in ADAPTER_FILES:
+        member, content = tarfile.TarInfo(name), (Path(directory) / name).read_bytes()
+        member.size = len(content)
+        parts += [member.tobuf(), content, bytes(-len(content) % tarfile.BLOCKSIZE)]
+    archive = b"".join((*parts, bytes(2 * tarfile.BLOCKSIZE)))  # one copy; TarFile would make three
+    return archive, hashlib.sha256(archive).hexdigest()
 
 
 class _Server(ThreadingHTTPServer):
