@@ -1,7 +1,7 @@
 """Make what tests/running/test_earlier.py and tests/service/test_earlier_service.py open: an earlier Motet's files.
 
-    git worktree add /tmp/earlier 10c3bf87
-    PYTHONPATH=/tmp/earlier/src .venv/bin/python scripts/make_earlier.py tests/support/earlier
+    git worktree add /tmp/earlier 595e64a6
+    PYTHONPATH=/tmp/earlier/src .venv/bin/python scripts/make_earlier.py tests/support/earlier/595e64a6
 
 The Motet that Python finds trains and serves, and is killed halfway: a run directory with a job that is done and two
 that are not, and a service's directory with its SQLite database. The adapters that the same jobs have without the kill

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem
-from motet.tasks.chat import Chat, stop_token_ids
+from motet.tasks.chat import Chat, end_of_turn, stop_token_ids
 from motet.tasks.forms.letters import token_bytes
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS
@@ -90,10 +89,10 @@ def test_a_space_before_the_end_of_the_turn():
 
 def test_prompts(tokenizer):
     problem = Problem(0, (Message("system", "Be brief."), Message("user", "Hi")), "")
-    chat = Chat.of(tokenizer, DataConfig(source="x"), TODAY)
+    chat = Chat.of(tokenizer, DataConfig(source="x"))
     assert chat.prompt_ids(problem).tolist() == ids_of(tokenizer, [("system", "Be brief."), ("user", "Hi")])
     assert chat.prompt_text(problem).endswith("<|im_start|>assistant\n")
-    raw = Chat.of(tokenizer, DataConfig(source="x", chat_template=False), TODAY)
+    raw = Chat.of(tokenizer, DataConfig(source="x", chat_template=False))
     assert raw.prompt_text(problem) == "Be brief.\n\nHi"
     assert tokenizer.decode(raw.prompt_ids(problem)) == "Be brief.\n\nHi"
 
@@ -119,10 +118,10 @@ def test_stop_tokens_hold_the_end_of_turn_that_is_not_eos():
 def test_a_turn_ends_with_a_call_as_the_base_ends_it(name, ends):
     tokenizer = SPEAKERS[name].tokenizer()
     tokenizer.add_tokens([AddedToken(end, special=True) for end in ends])
-    before = stop_token_ids(tokenizer, rules=Rules(0))
-    assert {*stop_token_ids(tokenizer)} == {*before, *tokenizer.convert_tokens_to_ids(ends)} > {*before}
+    own = {tokenizer.eos_token_id, end_of_turn(tokenizer)}
+    assert {*stop_token_ids(tokenizer)} == {*own, *tokenizer.convert_tokens_to_ids(ends)} - {None}
     tokenizer.chat_template = CHATML  # another's template, for the same vocabulary
-    assert stop_token_ids(tokenizer) == stop_token_ids(tokenizer, rules=Rules(0))
+    assert {*stop_token_ids(tokenizer)} == {tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None}
 
 
 def test_templates_that_are_missing_or_refuse():

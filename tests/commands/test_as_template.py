@@ -9,7 +9,6 @@ import pytest
 
 from motet.commands.as_template import compared
 from motet.config import DataConfig
-from motet.core.rules import TODAY
 from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn, TurnParts
 from motet.tasks.chat import Chat
 from motet.tasks.conversation import rendered_already
@@ -27,7 +26,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 def said(base: str, kind: str, rows: list[dict[str, Any]], **data: Any) -> list[str]:
     config = DataConfig.model_validate({"source": rows, "holdout": 0, **data})
-    chat = Chat.of(tokenizer_of(base), config, TODAY)
+    chat = Chat.of(tokenizer_of(base), config)
     return list(compared(chat, load_dataset(config).train, kind or None))
 
 
@@ -78,11 +77,11 @@ def test_turns_of_an_episode_are_compared() -> None:
 def test_prompts_that_are_rendered_already_are_told(data: dict[str, Any], wanted: str) -> None:
     rows = [{"prompt": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"}, {"prompt": "plain"}]
     config = DataConfig.model_validate({"source": rows, "holdout": 0, **data})
-    note = rendered_already(Chat.of(tokenizer_of("chatml"), config, TODAY), load_dataset(config).train)
+    note = rendered_already(Chat.of(tokenizer_of("chatml"), config), load_dataset(config).train)
     assert wanted in note
     assert bool(note) == bool(wanted)
     if note:  # the hint, followed, leaves nothing to say
         fixed = DataConfig.model_validate(
             {"source": rows, "holdout": 0, "special_tokens": True, "chat_template": False}
         )
-        assert not rendered_already(Chat.of(tokenizer_of("chatml"), fixed, TODAY), load_dataset(fixed).train)
+        assert not rendered_already(Chat.of(tokenizer_of("chatml"), fixed), load_dataset(fixed).train)

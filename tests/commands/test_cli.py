@@ -26,6 +26,7 @@ from motet.commands.overview import LEFT
 from motet.core.checksums import sealed
 from motet.core.types import Problem
 from motet.process.importable import PACKAGE_ROOT
+from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
 from tests.support.processes import ending
@@ -261,7 +262,7 @@ def test_check_shows_what_the_model_reads_and_says_what_run_would(here: Path, sa
     ]  # fmt: skip
     old = here / "runs" / "jobs" / "zero"
     (old / "state" / "3").mkdir(parents=True)
-    (old / "state" / "3" / "state.json").write_bytes(sealed(asdict(Committed(step=3))))
+    (old / "state" / "3" / "state.json").write_bytes(sealed(asdict(Committed(step=3, rules=RULES))))
     (old / "job.yaml").write_text("job: {steps: 7}")
     code, out, err = says("check", job_file(here, *jobs, engine={"threads": 1, "max_rows": 8}), "--rollouts", "2")
     assert (code, err) == (1, ""), out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ import pytest
 import torch
 import transformers
 
-from motet.config import AdapterConfig, EngineConfig, JobConfig
+from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import Batch, Sample, Segment
 from motet.core.device import Device
 from motet.core.errors import EngineError
-from motet.core.rules import NEWEST, Rules
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, IntArray, SamplingParams
 from motet.hosting.launch import load
@@ -25,9 +23,6 @@ from motet.model.distribution import Distribution
 from motet.model.find import SMALL_BASE
 from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine, SameTensors
-from motet.runtime.beginning import changes_for
-from motet.tasks.chat import Chat
-from motet.tasks.dataset import load_dataset
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.padded import ABSENT, HOLES, ROWS, padded
@@ -163,17 +158,6 @@ def test_a_base_says_that_its_head_is_padded(base: LoraModel) -> None:
     assert f"{len(ABSENT)} of {1024 + ROWS} rows of its head have no token" in " ".join(base.info.notes)
     assert base.info.exact
     assert frozenset(base.info.without_token) == ABSENT
-
-
-@pytest.mark.parametrize(("number", "told"), [(0, True), (NEWEST, False)])
-def test_a_job_that_began_with_the_whole_head_is_told(base: LoraModel, number: int, told: bool) -> None:
-    config = JobConfig.model_validate(
-        {"name": "a", "data": {"source": [{"prompt": "x"}], "holdout": 0}, "reward": "exact"}
-    )
-    chat, data = Chat.plain(base.info.tokenizer), load_dataset(config.data)
-    for info, expected in ((base.info, told), (replace(base.info, without_token=()), False)):
-        changes = changes_for(Rules(number), info, config, chat, data)
-        assert any("no token" in one for one in changes) == expected
 
 
 class Listed:

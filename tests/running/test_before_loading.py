@@ -18,6 +18,7 @@ from motet.core.errors import BaseModelError, ConfigError, MotetError, RunError
 from motet.core.types import ADAPTER_CONFIG
 from motet.hosting.before_loading import check_before_loading
 from motet.hosting.running import run_config
+from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file
 
@@ -189,7 +190,7 @@ def test_a_changed_job_is_refused_and_one_that_has_ended_need_not_load_its_code_
 
     done = here / "runs" / "x" / "a"
     (done / "state" / "1").mkdir(parents=True)
-    (done / "state" / "1" / "state.json").write_bytes(sealed(asdict(Committed(step=1))))
+    (done / "state" / "1" / "state.json").write_bytes(sealed(asdict(Committed(step=1, rules=RULES))))
     (done / "job.yaml").write_text(json.dumps({"job": {"steps": 1}}))
     with pytest.raises(RunError, match="was made by a different job, and has done 1 steps"):
         check_before_loading(config())

@@ -1,12 +1,14 @@
-"""A run directory that an earlier Motet left halfway opens, goes on, verifies and is derived again."""
+"""Run directories that earlier Motets left halfway open, are shown, verified, evaluated and exported.
+
+Jobs of today's rules go on to the bytes that they would have had; others are refused, or go on as `inexact`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-import shutil
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,80 +18,125 @@ from digests import processor
 from motet.commands.cli import app
 from motet.commands.verify import verify
 from motet.config.jobfile import load_jobs
-from motet.core.types import JobState
+from motet.core.errors import RunError
+from motet.core.types import ADAPTER_WEIGHTS, JobState
 from motet.hosting.running import run_config
+from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.view.results import RunResult
-from tests.support.earlier import KNOWN, unpack
+from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 
 JOBS = ("done", "half", "pairs")
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project as it was left."""
-    return unpack("project", tmp_path_factory.mktemp("earlier"))
+@pytest.fixture
+def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The project as a commit left it."""
+    return unpack(request.param, "project", tmp_path)
 
 
-@pytest.fixture(scope="module")
-def continued(left: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
-    """A copy whose jobs were trained to their ends; elsewhere than where it was made, with accepted changes."""
-    project = tmp_path_factory.mktemp("continued") / "project"
-    shutil.copytree(left, project)
-    config = load_jobs(project / "jobs.yaml", [f"run={project / 'run'}"])
-    return project, run_config(config, accept_changes=not _as_there(left))
-
-
-def _has_its_versions(project: Path) -> bool:
-    versions = yaml.safe_load((project / "run/half/job.yaml").read_text())["versions"]
-    return all(version(name) == versions[name] for name in versions)
-
-
-def _as_there(project: Path) -> bool:
-    """Whether this machine computes the bits of the one that made it for sure; another processor may."""
-    return KNOWN["processor"] == processor() and _has_its_versions(project)
-
-
-def test_it_is_undamaged_and_has_a_report(left: Path, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    shutil.copytree(left, project)
-    assert verify(project / "run", None) == 0
-    shown = CliRunner().invoke(app, ["report", str(project / "run")])
+def told(*words: str) -> str:
+    """What a command prints that must succeed."""
+    shown = CliRunner().invoke(app, list(words))
     assert shown.exit_code == 0, shown.output
+    return shown.output
+
+
+def go_on(project: Path, *, accept_changes: bool) -> RunResult:
+    return run_config(load_jobs(project / "jobs.yaml", [f"run={project / 'run'}"]), accept_changes=accept_changes)
+
+
+def identity(project: Path, job: str) -> dict[str, Any]:
+    stored: dict[str, Any] = yaml.safe_load((project / "run" / job / "job.yaml").read_text())
+    return stored
+
+
+@pytest.mark.parametrize("project", COMMITS, indirect=True)
+def test_it_is_undamaged_and_has_a_report(project: Path) -> None:
+    assert verify(project / "run", None) == 0
+    told("report", str(project / "run"))
     page = (project / "run/report.html").read_text()
     assert all(re.search(rf"\b{name}\b", page) for name in JOBS)
 
 
-def test_its_jobs_go_on_to_the_bytes_that_they_would_have_had(continued: tuple[Path, RunResult]) -> None:
-    project, result = continued
+@pytest.mark.parametrize("project", COMMITS, indirect=True)
+def test_its_versions_are_evaluated_and_exported(project: Path) -> None:
+    said = told("eval", str(project / "jobs.yaml"), "half", "pairs", "--set", f"run={project / 'run'}")
+    assert re.search(r"half\b.*\d\.\d\d", said), said
+    for job in ("done", "half", "pairs"):
+        version, out = JobDirectory(project / "run" / job).version_named("best"), project / "exported" / job
+        told("export", str(version), "--to", str(out), "--format", "peft", "--base", "small")
+        assert (out / ADAPTER_WEIGHTS).read_bytes() == (version / ADAPTER_WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("project", COMMITS, indirect=True)
+def test_its_receipts_are_compared_with_what_is_here(
+    request: pytest.FixtureRequest, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown() -> str:
+        verify(project / "run", project / "jobs.yaml", [f"run={project / 'run'}"])
+        return " ".join(capsys.readouterr().out.split())
+
+    other, first = request.node.callspec.params["project"] == OTHER_RULES, shown()
+    assert ("its rows were not compared, as Motet 0.1.0 read them by rules 0" in first) == other
+    assert not re.search(r"(data|code|base)/\S+ is not what it was|job\.", first)
+    (project / "rows.jsonl").write_text((project / "rows.jsonl").read_text().replace("word", "words"))
+    assert ("half: data/train is not what it was" in shown()) != other
+
+
+@pytest.mark.parametrize("project", [SAME_RULES], indirect=True)
+def test_jobs_of_todays_rules_go_on_to_the_bytes_that_they_would_have_had(project: Path) -> None:
+    """Wherever a job says that it is exact; elsewhere than where it began, it may say that it is not."""
+    before, known = {name: identity(project, name) for name in JOBS}, KNOWN[SAME_RULES]
+    result = go_on(project, accept_changes=True)
     assert {name: job.state for name, job in result.jobs.items()} == dict.fromkeys(JOBS, JobState.SUCCEEDED)
-    kept = {place: project / "run" / place / "adapter_model.safetensors" for place in KNOWN["adapters"]}
-    if _as_there(project):
-        found = {place: hashlib.sha256(path.read_bytes()).hexdigest() for place, path in kept.items() if path.is_file()}
-        assert found == KNOWN["adapters"]
-        assert not any(job.inexact for job in result.jobs.values())
-    else:
-        inexact = {bool(result.jobs[name].inexact) for name in ("half", "pairs")}
-        assert inexact == {not _has_its_versions(project)}
+    for name in ("half", "pairs"):
+        now = identity(project, name)
+        as_there = all(now[one] == before[name][one] for one in ("versions", "kernels", "device"))
+        assert bool(result.jobs[name].inexact) != as_there
+    if known["processor"] == processor():
+        exact = {place for place in known["adapters"] if not result.jobs[place.partition("/")[0]].inexact}
+        kept = {place for place in exact if (project / "run" / place / ADAPTER_WEIGHTS).is_file()}
+        assert {f"{name}/versions/v10" for name in ("half", "pairs")} & exact <= kept
+        files = {place: (project / "run" / place / ADAPTER_WEIGHTS).read_bytes() for place in kept}
+        found = {place: hashlib.sha256(content).hexdigest() for place, content in files.items()}
+        assert found == {place: known["adapters"][place] for place in kept}
     assert verify(project / "run", None) == 0
 
 
-def test_they_keep_the_rules_that_they_began_with(continued: tuple[Path, RunResult]) -> None:
-    project, _ = continued
-    for name in JOBS:
+@pytest.mark.parametrize("project", [OTHER_RULES], indirect=True)
+def test_jobs_of_other_rules_are_refused_and_go_on_as_inexact_where_that_is_accepted(project: Path) -> None:
+    with pytest.raises(RunError) as refused:
+        go_on(project, accept_changes=False)
+    for name in ("half", "pairs"):
+        assert re.search(
+            rf"/{name} was trained by Motet 0\.1\.0 with rules 0, and this is Motet \S+ with rules {RULES}",
+            str(refused.value),
+        )
+    assert "run/done" not in str(refused.value)
+    result = go_on(project, accept_changes=True)
+    assert {name: job.state for name, job in result.jobs.items()} == dict.fromkeys(JOBS, JobState.SUCCEEDED)
+    for name, job in result.jobs.items():
         done = JobDirectory(project / "run" / name).newest()
         assert done is not None
-        assert (done.rules, done.clock) == (0, "")
-        assert not {"rules", "clock"} & yaml.safe_load((project / "run" / name / "job.yaml").read_text()).keys()
+        assert done.rules == (0 if name == "done" else RULES)
+        assert any(line.startswith(f"the rules changed from 0 to {RULES}") for line in job.inexact) == (name != "done")
+    assert verify(project / "run", None) == 0
 
 
-def test_its_steps_are_derived_again_by_a_motet_in_another_place(left: Path, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    shutil.copytree(left, project)
+@pytest.mark.parametrize("project", [OTHER_RULES], indirect=True)
+def test_steps_of_other_rules_are_trained_again_by_their_motet_alone(project: Path) -> None:
+    words = ["replay", str(project / "jobs.yaml"), "done@0..2", "--set", f"run={project / 'run'}"]
+    why = CliRunner().invoke(app, words).exception
+    assert isinstance(why, RunError)
+    assert "version 1 of done was trained by Motet 0.1.0 with rules 0, and this is Motet" in str(why)
+
+
+@pytest.mark.parametrize("project", [SAME_RULES], indirect=True)
+def test_its_steps_are_derived_again_by_a_motet_in_another_place(project: Path) -> None:
     words = ["replay", str(project / "jobs.yaml"), "done@0..2", "--set", f"run={project / 'run'}"]
     shown = CliRunner().invoke(app, words)
-    if _as_there(left):
-        assert shown.exit_code == 0, shown.output
-        assert "done, versions 1 to 2: the same bytes, and the same rollouts" in shown.output
-    else:
-        assert re.search("the runs first differ in step|the same bytes, and the same rollouts", shown.output)
+    as_there = not re.search(r"(kernels|device|versions\.\w+): was", shown.output)
+    if KNOWN[SAME_RULES]["processor"] == processor() and as_there:
+        assert "done, versions 1 to 2: the same bytes, and the same rollouts" in shown.output, shown.output
+    assert re.search("the runs first differ in step|the same bytes, and the same rollouts", shown.output), shown.output

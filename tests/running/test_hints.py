@@ -13,7 +13,6 @@ import pytest
 
 from motet.config.jobfile import validate
 from motet.core.errors import MotetError
-from motet.core.rules import TODAY
 from motet.hosting.before_loading import check_before_loading
 from motet.hosting.preparing import Sources
 from motet.tasks import reward_forms, reward_loading
@@ -292,7 +291,7 @@ def test_each_hint_about_a_reward_is_followed() -> None:
 
 async def scored(job: Any) -> list[float]:
     """Scores of two answers to the job's first row."""
-    rows = Sources().split(job.data, TODAY).train
+    rows = Sources().split(job.data).train
     problem = next(row for row in rows if row.id == 0)
     shown = AnswerContext(shown=lambda: [("?", "?4"), ("?", "?5")], state=TrainerState.at(0, 1, 1, 3))
     pool = RewardPool(1)

@@ -19,7 +19,6 @@ from motet.config import OF_CLIENT, EngineConfig, HostConfig, JobConfig
 from motet.config.jobfile import validate, validate_as
 from motet.core.checksums import sealed
 from motet.core.errors import ConfigError, RunError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Problem
 from motet.hosting.launch import load
 from motet.hosting.preparing import ReadData, Sources, identity, prepare
@@ -83,7 +82,7 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
         run(base, tmp_path / "refused", job("long", data=data))
     config = validate({"base": "small", "jobs": [job("short", data={**data, "max_prompt_tokens": 1020})]}, "test")
     with contextlib.closing(RunDirectory(tmp_path / "prepared")) as directory:
-        prepared, need = prepare(config.jobs[0], base.info, directory, Sources(), TODAY)
+        prepared, need = prepare(config.jobs[0], base.info, directory, Sources(), "")
     assert prepared.data.notes == (
         "2 of 1200 rows are left out, because their prompts have more than 1020 tokens (data.max_prompt_tokens)",
     )
@@ -101,10 +100,10 @@ def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, 
     shared = WeakValueDictionary[str, ReadData]()
     configs = [validate_as(JobConfig, job(name), "test") for name in ("a", "b", "c")]
     with contextlib.closing(RunDirectory(tmp_path)) as directory, calls() as counted:
-        days = [Rules(clock=f"2026-11-0{day}T00:00+00:00") for day in (1, 2, 3)]  # no template here reads them
+        days = [f"2026-11-0{day}T00:00+00:00" for day in (1, 2, 3)]  # no template here reads them
         each = zip(configs, days, strict=True)
         made = [prepare(one, base.info, directory, Sources(), day, shared)[0] for one, day in each]
-        assert {one.rules.clock for one in made} == {""}
+        assert {one.chat.clock for one in made} == {""}
         assert made[0].data is made[1].data is made[2].data
         assert (counted["read_source"], counted["ReadData.of"]) == (1, 1)
         del made[:2]
@@ -116,7 +115,7 @@ def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, 
 def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path) -> None:
     config = validate_as(JobConfig, {"name": "driven", "data": OF_CLIENT, "algorithm": "client"}, "test")
     with contextlib.closing(RunDirectory(tmp_path)) as directory:
-        prepared, need = prepare(config, base.info, directory, Sources(), TODAY)
+        prepared, need = prepare(config, base.info, directory, Sources(), "")
     assert len(prepared.data.train) == len(prepared.data.holdout) == need.prompt_tokens == 0
     assert len(probe_ids(prepared.chat, prepared.data.train)) > 1
 
@@ -141,9 +140,9 @@ def test_the_automatic_rate_follows_rollouts_and_not_the_rank(
 ) -> None:
     tree = {name: value for name, value in {**job("auto", algorithm={}), **fields}.items() if value is not None}
     with contextlib.closing(RunDirectory(tmp_path)) as directory:
-        auto, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), TODAY)
+        auto, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), "")
         tree["optimizer"] = {**tree.get("optimizer", {}), "lr": 1e-3}
-        given, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), TODAY)
+        given, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), "")
     assert auto.base_rate == pytest.approx(4e-5 * (4096 / 256) ** 1.5 * factor)
     assert given.base_rate == 1e-3 * given.config.optimizer.lr_multiplier, "a rate that is given is taken as it is"
 
@@ -158,7 +157,7 @@ def test_an_automatic_rate_stays_for_the_steps_that_are_left(base: Any, tmp_path
     changed = {**tree, "optimizer": {"lr_multiplier": 1}}
     for fields, rate in ((tree, 0.125), ({**tree, "steps": 2}, 0.125), (changed, chosen / 2)):
         with contextlib.closing(RunDirectory(tmp_path)) as directory:
-            again, _ = prepare(validate_as(JobConfig, fields, "test"), base.info, directory, Sources(), TODAY)
+            again, _ = prepare(validate_as(JobConfig, fields, "test"), base.info, directory, Sources(), "")
         assert again.base_rate == rate
 
 
@@ -345,14 +344,14 @@ def test_what_an_observer_raises_ends_the_run_with_all_saved(error: BaseExceptio
 def test_rows_of_the_hub_are_a_part_of_the_job(base: Any, tmp_path: Path) -> None:
     """Their owner may change them while the job waits; a file is compared by its content."""
 
-    def described(source: str, rules: Rules, size: int) -> dict[str, Any]:
+    def described(source: str, size: int) -> dict[str, Any]:
         config = validate_as(JobConfig, job("a", data={"source": "toy:add", "size": size, "holdout": 2}), "test")
         with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
-            made, _ = prepare(config, base.info, directory, Sources(), rules)
+            made, _ = prepare(config, base.info, directory, Sources(), "")
         made.config = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
         return identity(made, base.info, HostConfig(base="small"), of_config(made.config))
 
-    was, is_ = (described("somebody/numbers", TODAY, size) for size in (20, 21))
+    was, is_ = (described("somebody/numbers", size) for size in (20, 21))
     directory = JobDirectory(tmp_path / "there")
     open_job(directory, was)
     (directory.path / "state/1").mkdir()
@@ -361,8 +360,7 @@ def test_rows_of_the_hub_are_a_part_of_the_job(base: Any, tmp_path: Path) -> Non
     is_["job"] = was["job"]
     with pytest.raises(RunError, match=r"rows.somebody/numbers \(train\): was '\w+', is '\w+'"):
         check_identity(directory, is_, accept_changes=False)
-    assert "rows" not in described("somebody/numbers", Rules(0), 20)
-    assert "rows" not in described("toy:add", TODAY, 20)
+    assert "rows" not in described("toy:add", 20)
 
 
 def test_a_run_has_its_own_switches_of_torch_and_puts_the_users_back(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from motet.config import EngineConfig
+from motet.config.jobfile import validate
 from motet.hosting.launch import load
+from motet.hosting.running import run_config
 from tests.support import small_runs
 
 REWARDS = """
@@ -70,3 +72,31 @@ def test_logs_of_each_librarys_functions_reach_metrics_and_rollouts(small: Any, 
     )
     assert all(1 <= line["reward_metrics"]["label"] <= 4 for line in lines("reward_func")[:2])
     assert all(line["failed"] == 0 for name in ("reward", "compute_score", "reward_func") for line in lines(name)[:2])
+
+
+READ_STEPS = """
+def named(completions, trainer_state, **columns):
+    return [len(text) / trainer_state.max_steps for text in completions]
+
+def among_others(completions, **others):
+    return [len(text) / others["trainer_state"].max_steps for text in completions]
+
+def of_texts(completions, **columns):
+    return [float(len(text)) for text in completions]
+"""
+
+
+def test_a_reward_that_reads_the_number_of_steps_is_told_when_it_grows(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(READ_STEPS)
+    for steps, grown in ((1, False), (1, False), (2, True), (3, True)):
+        jobs = [
+            {
+                "name": name, "data": {"source": "toy:add", "size": 8, "holdout": 0}, "reward": f"{tmp_path}/mine.py:{name}",
+                "steps": steps, "sampling": {"max_tokens": 3}, "algorithm": {"group_size": 2, "groups_per_step": 1},
+            }
+            for name in ("named", "among_others", "of_texts")
+        ]  # fmt: skip
+        config = validate({"base": "small", "run": str(tmp_path / "run"), "engine": {"threads": 1}, "jobs": jobs}, "x")
+        done = run_config(config).jobs
+        told = {name: sum("trainer_state" in one for one in job.inexact) for name, job in done.items()}
+        assert told == {"named": int(grown), "among_others": int(grown), "of_texts": 0}, steps

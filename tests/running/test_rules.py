@@ -1,39 +1,32 @@
-"""A job keeps the rules and the date that it began with, whoever goes on with it, wherever and when."""
+"""A job keeps the date that it began with, wherever it goes on, and goes on by the rules that it began with alone."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import datum
-from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.client import batch_of
 from motet.commands.cli import app
 from motet.commands.verify import verify
 from motet.config.jobfile import merge, validate
-from motet.core.batch import Sample
 from motet.core.checksums import sealed, unsealed
 from motet.core.errors import RunError
-from motet.core.rules import NEWEST, Rules
 from motet.hosting.running import run_config
 from motet.model.find import SMALL_BASE
-from motet.runtime.beginning import rules_at
+from motet.runtime.beginning import RULES, clock_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.receipts import read_receipt
-from motet.tasks.clock import moment
 from motet.view.results import RunResult
 from tests.support import tiny_models as tiny
 from tests.support.small_runs import fingerprint
@@ -148,46 +141,67 @@ def test_a_job_has_one_date_wherever_it_goes_on(
     assert clocks["anew"][:10] < clocks["resumed"][:10]
     assert rollouts(tmp_path / "anew") != rollouts(whole / "run")
     inner = read_receipt(whole / "run/dated/receipts/v4.json")["predicate"]["buildDefinition"]["internalParameters"]
-    assert (inner["rules"], inner["clock"]) == (NEWEST, clocks["resumed"])
+    assert (inner["rules"], inner["clock"]) == (RULES, clocks["resumed"])
 
 
-def test_a_job_by_an_older_release_has_the_date_of_its_first_commit(
+def of_other_rules(whole: Path, place: Path, number: int) -> Path:
+    """A copy of the job, which another number of rules trained."""
+    shutil.copytree(whole / "half", place)
+    (place / "dated/manifest.jsonl").unlink()
+    change(place / "dated", rules=number, after="")
+    return place
+
+
+@pytest.mark.parametrize("number", [RULES - 1, RULES + 1])
+def test_a_job_of_other_rules_is_refused_with_the_motet_that_has_them_and_goes_on_as_inexact(
+    train: Callable[..., RunResult], whole: Path, tmp_path: Path, number: int
+) -> None:
+    place = of_other_rules(whole, tmp_path / "other", number)
+    told = rf"was trained by Motet {version('motet')} with rules {number}, and this is Motet \S+ with rules {RULES}: finish it"
+    with pytest.raises(RunError, match=f"{told} with that Motet, or continue it .* --accept-changes .* inexact"):
+        goes_on(train, whole, place)
+    assert fingerprint(place / "dated") == fingerprint(whole / "half/dated")
+    assert goes_on(train, whole, place, accept_changes=True).jobs["dated"].inexact == (
+        f"the rules changed from {number} to {RULES} at step 2",
+    )
+    assert clock_of(place / "dated") == clock_of(whole / "run/dated")
+    assert [done.rules for done in [JobDirectory(place / "dated").newest()] if done is not None] == [RULES]
+    again = goes_on(train, whole, place, steps=5)  # it is one of today's rules, and says what was before
+    assert again.jobs["dated"].inexact == (f"the rules changed from {number} to {RULES} at step 2",)
+
+
+def test_other_rules_matter_to_no_job_that_has_ended_or_done_no_step(
     train: Callable[..., RunResult], whole: Path, tmp_path: Path
 ) -> None:
-    for name in ("older", "dated"):
-        shutil.copytree(whole / "half", tmp_path / name)
-        (tmp_path / name / "dated/manifest.jsonl").unlink()
-    then = datetime(2020, 2, 29, 23, 30, tzinfo=UTC).timestamp()
-    os.utime(tmp_path / "older/dated/receipts/v0.json", (then, then))
-    with in_zone(LAST):
-        change(tmp_path / "older/dated", rules=None, clock=None, after="")
-        change(tmp_path / "dated/dated", rules=0, clock=moment(then), after="")
-    for name in ("older", "dated"):
-        assert not goes_on(train, whole, tmp_path / name).jobs["dated"].inexact
-    assert rollouts(tmp_path / "older") == rollouts(tmp_path / "dated") != rollouts(whole / "run")
-    done = JobDirectory(tmp_path / "older/dated").newest()
-    assert done is not None
-    assert (done.rules, done.clock) == (0, "2020-02-29T12:30-11:00")
-    assert "rules" not in yaml.safe_load((tmp_path / "older/dated/job.yaml").read_text())
+    ended = train(of_other_rules(whole, tmp_path / "ended", RULES - 1), 2).jobs["dated"]
+    assert (ended.state, ended.message, ended.inexact) == ("succeeded", "done before", ())
+    begun = of_other_rules(whole, tmp_path / "begun", RULES - 1)
+    for step in (1, 2):
+        shutil.rmtree(begun / "dated/state" / str(step))
+        shutil.rmtree(begun / "dated/versions" / f"v{step}")
+    assert not goes_on(train, whole, begun).jobs["dated"].inexact
+    assert rollouts(begun) == rollouts(whole / "run")
 
 
-def test_rules_that_are_not_known_yet_are_refused_and_a_job_that_starts_over_has_todays(
+def test_a_fork_of_a_job_of_other_rules_goes_on_by_todays(
     train: Callable[..., RunResult], whole: Path, tmp_path: Path
 ) -> None:
-    newer = tmp_path / "newer"
-    shutil.copytree(whole / "half", newer)
-    change(newer / "dated", rules=NEWEST + 1)
-    with pytest.raises(RunError, match=f"begun by a newer Motet, with rules {NEWEST + 1}.* install that release"):
-        train(newer)
+    other = of_other_rules(whole, tmp_path / "other", RULES - 1)
+    fork(JobDirectory(other / "dated"), 2, tmp_path / "forked/dated", 0)
+    assert goes_on(train, whole, tmp_path / "forked").jobs["dated"].inexact == (
+        f"the rules changed from {RULES - 1} to {RULES} at step 2",
+    )
+
+
+def test_a_job_that_starts_over_has_the_present_time(whole: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun/dated"
     shutil.copytree(whole / "half/dated", begun)
     for step in (1, 2):
         shutil.rmtree(begun / "state" / str(step))
-    known = yaml.safe_load((begun / "job.yaml").read_text())
-    today = Rules(clock="2030-01-01T00:00+00:00")
-    assert rules_at(JobDirectory(begun), {"job": known["job"]}, today).clock == clock_of(whole / "run/dated")
-    assert rules_at(JobDirectory(begun), {"job": {**known["job"], "seed": 5}}, today) == today
-    assert rules_at(JobDirectory(tmp_path / "none"), {}, today) == today
+    known, now = yaml.safe_load((begun / "job.yaml").read_text()), "2030-01-01T00:00+00:00"
+    assert clock_at(JobDirectory(begun), {"job": known["job"]}, now) == clock_of(whole / "run/dated")
+    assert clock_at(JobDirectory(begun), {"job": {**known["job"], "seed": 5}}, now) == now
+    assert clock_at(JobDirectory(tmp_path / "none"), {}, now) == now
 
 
 def test_a_loop_of_ones_own_has_the_date_of_its_adapters(base: Path, tmp_path: Path) -> None:
@@ -205,26 +219,24 @@ def test_a_loop_of_ones_own_has_the_date_of_its_adapters(base: Path, tmp_path: P
     assert again["a"] == first != again["b"]
 
 
-def test_a_loop_that_an_older_release_began_adds_its_data_in_order(tmp_path: Path) -> None:
-    tokens = [tiny.tokens(length, seed=length).numpy() for length in (9, 40, 17, 3, 33)]
-    data = [datum(ids[:-1], ids[1:], weights=np.linspace(-1, 1, len(ids) - 1)) for ids in tokens]
-
-    def stepped(name: str, given: Sequence[Sample] | StepBatch, rules: int = NEWEST) -> bytes:
-        """The adapter after a second step; a run of another number of `rules` began it."""
-        place = tmp_path / name
-        if (tmp_path / "begun").exists():
-            shutil.copytree(tmp_path / "begun", place)
-            (place / "a/manifest.jsonl").unlink()
-            change(place / "a", rules=rules, after="")
-        with Verbs(directory=place, longest=64) as verbs:
-            verbs.add_adapter("a", rank=4)
-            verbs.forward_backward({"a": given}, "cross_entropy")
+def test_a_loop_of_ones_own_that_other_rules_trained_is_refused(tmp_path: Path) -> None:
+    def stepped(*, accept_changes: bool = False) -> int:
+        with Verbs(directory=tmp_path / "loop", longest=64, accept_changes=accept_changes) as verbs:
+            done = verbs.add_adapter("a", rank=4)
+            ids = tiny.tokens(9, seed=9).numpy()
+            verbs.forward_backward({"a": [datum(ids[:-1], ids[1:])]}, "cross_entropy")
             verbs.optim_step("a", AdamW(1e-3))
-            verbs.save_adapter("a", place / "saved")
-        assert [done.rules for done in [JobDirectory(place / "a").newest()] if done is not None] == [rules]
-        return (place / "saved/adapter_model.safetensors").read_bytes()
+            return done
 
-    stepped("begun", data)
-    shutil.rmtree(tmp_path / "begun/saved")
-    in_order = stepped("in-order", batch_of(data, by_sample=False))
-    assert stepped("older", data, 1) == in_order != stepped("today", data)
+    stepped()
+    (tmp_path / "loop/a/manifest.jsonl").unlink()
+    change(tmp_path / "loop/a", rules=RULES - 1, after="")
+    with pytest.raises(RunError, match=rf"with rules {RULES - 1}, and this is .* \(accept_changes=True"):
+        stepped()
+    assert stepped(accept_changes=True) == 1
+    assert stepped() == 2
+
+
+def test_who_changes_the_meaning_of_the_rules_raises_their_number_and_the_version() -> None:
+    """A message names the version that finishes a job, so that no two numbers have the same one from here on."""
+    assert (RULES, version("motet")) in {(3, "0.1.0")}

@@ -17,7 +17,6 @@ import transformers
 
 import motet
 from motet.config import DataConfig
-from motet.core.rules import TODAY
 from motet.core.types import ToolCall, TurnParts
 from motet.model.find import SMALL_BASE
 from motet.tasks.chat import Chat
@@ -230,7 +229,7 @@ def played(taught: Taught, step: int) -> list[Json]:
 
 
 def test_an_example_is_what_the_template_writes(taught: Taught) -> None:
-    problems = load_dataset(DataConfig(source=rows(taught.name), holdout=0), rules=TODAY).train
+    problems = load_dataset(DataConfig(source=rows(taught.name), holdout=0)).train
     for order, problem in zip(ORDERS, problems, strict=True):
         examples = row_of(problem, "answer", taught.chat, "rows").examples
         messages = conversation(taught.name, order)

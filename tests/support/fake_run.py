@@ -16,7 +16,6 @@ from motet.config import JobConfig, RewardConfig
 from motet.config.candidates import raced
 from motet.config.jobfile import merge
 from motet.core.device import Device
-from motet.core.rules import TODAY, Rules
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
@@ -95,7 +94,6 @@ class InlineRewards(RewardPool):
         scorer: ScorerSpec | None = None,
         log: Path | None = None,
         columns: Sequence[str] | None = None,
-        rules: Rules = TODAY,
     ) -> None:
         await asyncio.sleep(0)
         self._rewards[job] = rewards
@@ -162,8 +160,6 @@ class Setting:
     """Seconds that a step may go on after its job must give its slot away."""
     ordered: Callable[[list[JobConfig]], Sequence[JobConfig]] = list
     """In which order the pipeline gets the jobs."""
-    began: Rules = TODAY
-    """What jobs began with."""
     late: frozenset[str] = frozenset()
     """Jobs that the pipeline does not get at first."""
 
@@ -181,7 +177,7 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
         data=Dataset(
             Problems.of(problems(20)), problems(setting.holdout, first=100), None, shuffle=config.data.shuffle
         ),
-        chat=Chat(FakeTokenizer(), chat_template=False, rules=setting.began),
+        chat=Chat(FakeTokenizer(), chat_template=False),
         directory=directory.job(config.name),
         base_rate=rate,
         stop_token_ids=(END,),

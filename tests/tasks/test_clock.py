@@ -14,7 +14,6 @@ import pytest
 
 from motet.config import DataConfig
 from motet.core.errors import ConfigError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.clock import moment, reads_clock
@@ -59,7 +58,7 @@ def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def chat(template: str, clock: str = CLOCK, **kwargs: Any) -> Chat:
-    return Chat(byte_tokenizer(template), True, {"form": "%-d/%m", **kwargs}, Rules(clock=clock))
+    return Chat(byte_tokenizer(template), True, {"form": "%-d/%m", **kwargs}, clock)
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -79,7 +78,7 @@ def test_what_a_job_gives_stands_and_a_template_without_a_clock_is_not_touched()
 
 
 def test_a_chat_without_a_job_sees_the_time_of_the_call() -> None:
-    now = replace(chat("{{ strftime_now('%Y') }}"), rules=Rules())
+    now = replace(chat("{{ strftime_now('%Y') }}"), clock="")
     assert int(now.prompt_text(PROBLEM)) >= datetime.now().year
 
 
@@ -109,9 +108,8 @@ def test_a_moment_has_this_machines_date() -> None:
 def test_a_template_that_draws_by_chance_is_no_jobs(template: str, by: str | None) -> None:
     """A prompt is a function of its row."""
     tokenizer, config = byte_tokenizer(template), DataConfig(source="toy:add")
-    Chat.of(tokenizer, config, Rules(0))  # began before
     if by is None:
-        Chat.of(tokenizer, config, TODAY)
+        Chat.of(tokenizer, config)
         return
     with pytest.raises(ConfigError, match=rf"draws by chance \({by}.*data\.chat_template_kwargs"):
-        Chat.of(tokenizer, config, TODAY)
+        Chat.of(tokenizer, config)

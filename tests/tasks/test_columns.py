@@ -10,7 +10,6 @@ import pytest
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, DataError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Chat
 from motet.tasks.columns import FIRST_ROWS
@@ -37,8 +36,8 @@ CALLED = [
 ]
 
 
-def read(rows: list[Any], rules: Rules = TODAY, **fields: Any) -> Dataset:
-    return load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0, **fields}), rules=rules)
+def read(rows: list[Any], **fields: Any) -> Dataset:
+    return load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0, **fields}))
 
 
 CHOICES = [
@@ -196,7 +195,7 @@ LONG, DOTS = "n" * 501, "a" + ".a" * 33
 def test_names_that_are_too_long_are_refused(field: str, name: str) -> None:
     value: Any = {"template": f"x{{{name}}}", "pools": {"column": name, "weights": {"a": 1}}}.get(field, name)
     with pytest.raises((DataError, ValueError), match="may have 500 characters and 32 dots, this one has"):
-        read([VERL], TODAY, **{field: value})
+        read([VERL], **{field: value})
     kept = name[1:] if name == LONG else name[2:]
     with pytest.raises(DataError, match=f"no column '{kept}'"):
         read([VERL], answer=kept)
@@ -262,20 +261,9 @@ def test_an_evaluation_source_has_its_own_columns(tmp_path: Path) -> None:
     assert data.columns.endswith("eval.jsonl: prompt = problem, answer = solution")
 
 
-def test_a_job_that_began_earlier_keeps_the_choice_of_each_row() -> None:
-    rows = [
-        {"question": "q", "label": "easy", "output": 4, "x": None},
-        {"prompt": "p", "answer": None, "output": [True]},
-    ]
-    data = read(rows, Rules(0))
-    assert [(one.messages[0].content, one.answer) for one in data.train] == [("q", "easy"), ("p", "")]
-    assert (data.columns, data.notes) == ("", ())
-    assert read(rows[:1], Rules(0), template="{x} {output}").train[0].messages[0].content == "None 4"
-
-
 def test_the_rows_that_columns_are_chosen_from_are_bounded_in_bytes() -> None:
     rows = iter([{"question": "q" * 2**20, "answer": "a"}] * 9)
-    next(Reading(DataConfig(source="data"), TODAY).problems(rows, None))
+    next(Reading(DataConfig(source="data")).problems(rows, None))
     assert len(list(rows)) == 5
 
 
@@ -296,8 +284,6 @@ def test_a_row_has_tools_and_variables_of_the_template() -> None:
     assert chat.prompt_text(second) == "no user:2 + 2?<|im_end|>assistant:"
     (example,) = row_of(first, "answer", chat, "data").examples
     assert chat.tokenizer.decode(example.token_ids) == chat.prompt_text(first) + "4<|im_end|>"
-    earlier = Chat(byte_tokenizer(SHOWS), rules=Rules(0))
-    assert earlier.prompt_text(first) == "user:2 + 2?<|im_end|>assistant:", "an earlier job goes on as before"
     for wrong in ({"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"thinks": ["x"]}, {"thinks": "x" * 201}):
         with pytest.raises(
             DataError, match=r"row 2: chat_template_kwargs\.\w+: (this is not a variable|give true, false)"

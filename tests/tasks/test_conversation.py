@@ -11,10 +11,9 @@ import pytest
 
 from motet.config import DataConfig
 from motet.core.errors import DataError
-from motet.core.rules import TODAY
 from motet.core.types import Message, ToolCall
 from motet.tasks.chat import Chat, Tools
-from motet.tasks.conversation import examples_of, is_plain
+from motet.tasks.conversation import examples_of
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import row_of
 from tests.support.chat_templates import BASES, tokenizer_of
@@ -44,7 +43,7 @@ def learned(
     """The tokenizer, the trained texts, and the ids of the examples of a row."""
     tokenizer = tokenizer_of(base)
     config = DataConfig.model_validate({"source": [row], "holdout": 0} | data)
-    examples = row_of(load_dataset(config).train[0], kind, Chat.of(tokenizer, config, TODAY), "data").examples
+    examples = row_of(load_dataset(config).train[0], kind, Chat.of(tokenizer, config), "data").examples
     texts = []
     for one in examples:
         edges = np.flatnonzero(np.diff(one.loss_mask.astype(int), prepend=0, append=0))
@@ -79,13 +78,6 @@ def test_every_turn_is_trained_as_the_model_samples_it(base: str) -> None:
     assert texts == LEARNED[base]
     assert examples[-1] == whole(tokenizer, TALK)
     assert len(examples) == (2 if base in ("qwen3", "qwen3.5") else 1)  # they rewrite the turn before
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_jobs_of_before_are_told_only_where_their_turns_were_others(base: str) -> None:
-    chat = Chat(tokenizer_of(base))
-    assert is_plain(chat, "a") == (base in ("chatml", "llama3", "mistral", "gemma"))
-    assert is_plain(chat, " a ") == (base in ("chatml", "mistral"))
 
 
 def test_a_turn_behind_an_opened_thought_closes_it_and_has_one_mark() -> None:

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from motet.config import DataConfig, JobConfig
 from motet.core.errors import DataError
-from motet.core.rules import Rules
 from motet.core.types import Message, Problem
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.plain_json import as_json
@@ -371,11 +370,10 @@ def test_a_text_that_looks_like_messages_is_one_where_that_is_meant():
         {"content": "<think>\nHm.\n</think>\n4", "reasoning": "Hm.\n"},
     ],
 )
-def test_jobs_that_began_before_read_the_turns_that_are_refused_today(turn):
+def test_turns_that_would_be_read_as_something_else_are_refused(turn):
     config = DataConfig(source=[{"messages": [*TURNS, {"role": "assistant", **turn}]}], holdout=0)
     with pytest.raises(DataError, match=r"row 1: a (message has function_call|thought is there twice)"):
         load_dataset(config)
-    assert load_dataset(config, rules=Rules(0)).train[0].answer == turn["content"]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
@@ -389,7 +387,6 @@ def test_a_name_that_an_object_has_twice_is_told(tmp_path, suffix, text):
     where = "line 1 " if suffix == ".jsonl" else ""
     with pytest.raises(DataError, match=f"{where}is not valid JSON: an object has '(answer|z)' twice"):
         load_dataset(DataConfig(source=str(file), holdout=0))
-    assert load_dataset(DataConfig(source=str(file), holdout=0), rules=Rules(0)).train[0].answer in ("5", "")
 
 
 def test_a_file_may_begin_with_its_mark_and_empty_lines(tmp_path):

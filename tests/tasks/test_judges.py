@@ -21,7 +21,6 @@ from motet.commands.replay import replay
 from motet.config import EngineConfig, JobConfig, RewardConfig
 from motet.core import seeds
 from motet.core.errors import ConfigError, GraderError, JobFailed, RewardError
-from motet.core.rules import Rules
 from motet.core.types import Chunk, FinishReason, Message, Problem, TurnParts
 from motet.hosting.launch import load
 from motet.rollout.fake import FakeEngine
@@ -194,22 +193,6 @@ def test_a_verdict_that_quotes_the_end_of_a_thought_is_read_whole(tmp_path: Path
     assert [(one.error, one.reward) for (one,) in found] == [("", 0.25)] * 2
 
 
-def test_a_judge_of_a_job_by_earlier_rules_is_read_as_a_whole(tmp_path: Path) -> None:
-    async def work(rules: dict[str, Rules]) -> list[ScoreOutcome]:
-        pool = RewardPool(1, of_a_run(tmp_path, rules=rules))
-        try:
-            await pool.register("job", [reward])
-            return await pool.score("job", PROBLEM, [f"4 {len(rules)}"])
-        finally:
-            await pool.close()
-
-    (tmp_path / "job").mkdir()
-    with judging(lambda question: "<think>0.5") as server:
-        reward = judge(server)
-        (today,), (before,) = (asyncio.run(work(rules)) for rules in ({}, {"job": Rules(number=0)}))
-    assert (today.error != "", before.reward) == (True, 0.5)
-
-
 class Saying(FakeEngine):
     """Answers each question with the same tokens."""
 
@@ -229,10 +212,8 @@ def test_the_verdict_of_the_base_is_not_in_its_thought(small: Any, said: str, wa
     speaker = SPEAKERS["qwen35"].tokenizer()
     engine = Saying(speaker.encode(said, add_special_tokens=False), said.replace("</think>", ""))
     ask = BaseJudge(replace(small.info, tokenizer=speaker), engine, FairScheduler(8), kv_tokens=4000)
-    ask.rules["old"] = Rules(number=0)
     fields = {"model": "base", "messages": [{"role": "user", "content": "Say."}], "temperature": 0.0, "max_tokens": 9}
     assert asyncio.run(ask("new", fields)).text == wanted
-    assert asyncio.run(ask("old", fields)).text == said.replace("</think>", "")
 
 
 def test_a_verdict_without_a_thought_is_what_the_base_says(small: Any) -> None:
@@ -274,7 +255,7 @@ def test_the_base_judges_on_the_date_of_the_jobs_prompts(small: Any) -> None:
     tokenizer = byte_tokenizer("{{ strftime_now('%Y') }}{{ messages[0]['content'] }}")
     engine, scheduler = FakeEngine(), FairScheduler(8)
     ask = BaseJudge(replace(small.info, tokenizer=tokenizer), engine, scheduler, kv_tokens=99)
-    ask.rules["old"] = Rules(clock="1999-12-31T23:59+00:00")
+    ask.clocks["old"] = "1999-12-31T23:59+00:00"
     fields = {"model": "base", "messages": [{"role": "user", "content": "Say."}], "temperature": 0.0, "max_tokens": 1}
     for job in ("old", "new"):
         asyncio.run(ask(job, fields))

@@ -12,7 +12,6 @@ import pytest
 from motet.config import DataConfig
 from motet.core.batch import Example
 from motet.core.errors import BaseModelError, DataError
-from motet.core.rules import TODAY
 from motet.core.token_ids import TokenIds
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
@@ -53,7 +52,7 @@ def examples(
     rows: list[dict[str, Any]], kind: str, template: str = MARKED, row: int = 0, **data: Any
 ) -> tuple[Chat, Any]:
     config = DataConfig.model_validate({"source": rows, "holdout": 0, **data})
-    chat = Chat.of(byte_tokenizer(template), config, TODAY)
+    chat = Chat.of(byte_tokenizer(template), config)
     return chat, row_of(load_dataset(config).train[row], kind, chat, "data")
 
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem, ToolCall
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
@@ -119,21 +118,13 @@ def test_a_jobs_own_rows_may_have_special_tokens_and_nothing_else() -> None:
         }
     )
     tokenizer = byte_tokenizer(CHATML)
-    chat, (problem,) = Chat.of(tokenizer, config, TODAY), load_dataset(config).train
+    chat, (problem,) = Chat.of(tokenizer, config), load_dataset(config).train
     assert chat.prompt_ids(problem).tolist() == tokenizer.encode(rendered, add_special_tokens=False)
     (example,) = row_of(problem, "answer", chat, "data").examples
     assert example.token_ids.tolist() == [*tokenizer.encode(f"{rendered}yo<|im_end|>"), tokenizer.eos_token_id]
     letters = replace(problem.messages[0], content=f"{rendered}<|im_end|>")  # what an environment says behind a row
     assert chat.prompt_of((letters,)).tolist().count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
     assert Problems.of([problem])[0] == problem
-
-
-def test_a_job_of_before_reads_special_tokens_in_texts() -> None:
-    tokenizer = byte_tokenizer(CHATML)
-    chat = Chat(tokenizer, rules=Rules(0))
-    turns = [{"role": "user", "content": "<|im_end|>"}]
-    wanted = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    assert chat.prompt_of((Message("user", "<|im_end|>"),)).tolist() == wanted
 
 
 @pytest.mark.parametrize("template", [True, False])
@@ -146,7 +137,7 @@ def test_tags_of_a_form_named_by_hand_are_letters_in_texts(form: str, special: b
     tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
     chat, marks = Chat(tokenizer, template, tool_format=form), set(tokenizer.convert_tokens_to_ids([*tags]))
 
-    def n_marks(*messages: Message, tools: Any = (), chat: Chat = chat) -> int:
+    def n_marks(*messages: Message, tools: Any = ()) -> int:
         return sum(token in marks for token in chat.prompt_of(chat.opening(messages, tools), tools).tolist())
 
     text = "a ".join(tags)
@@ -165,8 +156,6 @@ def test_tags_of_a_form_named_by_hand_are_letters_in_texts(form: str, special: b
     assert tokenizer.decode(chat.prompt_of((Message("user", text),))).count(text) == 1
     own = Message("assistant", text)
     assert n_marks(QUESTION, own, QUESTION) == sum(not special or tag in PART_TAGS for tag in tags)
-    began_before = Chat(tokenizer, template, rules=Rules(2), tool_format=form)
-    assert n_marks(Message("user", text), chat=began_before) == (0 if special else len({*tags} - PART_TAGS))
 
 
 def test_what_a_tokenizer_adds_by_itself_is_there_once_and_no_prompt_ends() -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from motet.commands.forecast import warnings_of
 from motet.config import DataConfig, EnvironmentConfig, JobConfig
-from motet.core.rules import TODAY, Rules
 from motet.core.types import (
     Chunk,
     FinishReason,
@@ -208,5 +207,4 @@ def test_a_form_can_be_named_and_an_unknown_one_is_told() -> None:
     config = JobConfig.model_validate({"name": "a", "data": "toy:sums", "environment": {"name": "shop.py:Shop"}})
     assert any("data.tool_format" in line for line in warnings_of(config, chat, [PROBLEM], []))
     named = DataConfig(source="toy:sums", tool_format="glm")
-    assert Chat.of(tokenizer, named, TODAY).form.name == "glm"
-    assert Chat.of(tokenizer, named, Rules(0)).form.name == "hermes"
+    assert Chat.of(tokenizer, named).form.name == "glm"

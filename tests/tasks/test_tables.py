@@ -14,7 +14,6 @@ import pytest
 
 from motet.config import DataConfig
 from motet.core.errors import DataError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Problem
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.row_files import UPLOADED, RowLimits
@@ -57,10 +56,10 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def read(source: Any, rules: Rules = TODAY, bounds: RowLimits | None = None, **fields: Any) -> Dataset:
+def read(source: Any, bounds: RowLimits | None = None, **fields: Any) -> Dataset:
     given = str(source) if isinstance(source, Path) else source
     config = DataConfig.model_validate({"source": given, "holdout": 0, "shuffle": False, **fields})
-    return load_dataset(config, bounds, rules=rules)
+    return load_dataset(config, bounds)
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
@@ -116,9 +115,6 @@ def test_objects_have_the_fields_that_were_written(tmp_path: Path, name: str) ->
     assert problems_of(read(source)) == wanted
     if name == "parquet":
         assert problems_of(read(source, bounds=UPLOADED)) == wanted
-        parts = read(source, Rules(0)).train[1].metadata["tests"]
-        assert parts == [{"input": None, "output": "4"}], "a job that began earlier keeps its rows"
-        assert parts == read(source, Rules(0), UPLOADED).train[1].metadata["tests"]
 
 
 def test_a_null_that_was_written_stays_where_a_format_can_tell(tmp_path: Path) -> None:
@@ -220,8 +216,8 @@ def test_times_in_maps_keep_their_nanoseconds() -> None:
     column = pyarrow.array([[("x", MOMENT + 1), ("y", None)]], pyarrow.map_(pyarrow.string(), TIMES.type))
     table = pyarrow.table({"prompt": ["a"], "answer": column})
     frame = table.to_pandas(types_mapper=pandas.ArrowDtype)
-    for source, rules in ((table, TODAY), (frame, TODAY), (frame, Rules(0))):
-        (problem,) = read(source, rules).train
+    for source in (table, frame):
+        (problem,) = read(source).train
         assert problem.answer == '{"x": "01:02:03.000000001", "y": null}'
 
 
@@ -294,7 +290,6 @@ def test_whole_numbers_stay_whole_where_pandas_has_a_missing_value(tmp_path: Pat
     assert any("the column 'answer' has whole numbers" in note for note in data.notes)
     if name == "parquet":
         assert [problem.answer for problem in read(source, bounds=UPLOADED).train] == ["2", "0", ""]
-        assert [problem.answer for problem in read(source, Rules(0)).train] == ["2.0", "0.0", ""]
 
 
 def test_numbers_stay_as_a_file_says_where_no_value_is_missing(tmp_path: Path) -> None:
@@ -323,7 +318,6 @@ def test_infinite_and_short_numbers_of_python_and_json(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": math.inf}, {"prompt": "b", "answer": {"x": [-math.inf, math.nan]}}]
     for source in (rows, jsonl(tmp_path / "d.jsonl", rows)):
         assert [problem.answer for problem in read(source).train] == ["inf", '{"x": ["-inf", null]}']
-        assert read(source, Rules(0)).train[0].answer == ""
     odd = [{"prompt": "a", "answer": np.array([0.1, np.inf], np.float32)}, {"prompt": "b", "answer": np.float16(0.1)},
            {"prompt": "c", "answer": decimal.Decimal("-Infinity")}]  # fmt: skip
     assert [problem.answer for problem in read(odd).train] == ['[0.1, "inf"]', "0.1", "-inf"]

@@ -11,7 +11,6 @@ import pytest
 
 from motet.agents.processes import AgentProcesses
 from motet.config import EnvironmentConfig, RewardConfig
-from motet.core.rules import TODAY, Rules
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.reward_pool import RewardPool
 
@@ -46,24 +45,24 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "world.py"
 
 
-async def of_reward(file: Path, rules: Rules) -> None:
+async def of_reward(file: Path) -> None:
     pool = RewardPool(1)
     try:
-        await pool.register("job", [RewardConfig(name=f"{file}:reward")], rules=rules)
+        await pool.register("job", [RewardConfig(name=f"{file}:reward")])
     finally:
         await pool.close()
 
 
-async def of_environment(file: Path, rules: Rules) -> None:
-    workers = EnvironmentWorkers(EnvironmentConfig(name=f"{file}:Environment"), file.parent / "log", 1, rules)
+async def of_environment(file: Path) -> None:
+    workers = EnvironmentWorkers(EnvironmentConfig(name=f"{file}:Environment"), file.parent / "log", 1)
     try:
         await workers.open()
     finally:
         await workers.close()
 
 
-async def of_agent(file: Path, rules: Rules) -> None:
-    processes = AgentProcesses(f"{file}:agent", {}, file.parent / "log", rules=rules)
+async def of_agent(file: Path) -> None:
+    processes = AgentProcesses(f"{file}:agent", {}, file.parent / "log")
     try:
         await processes.usable()
     finally:
@@ -72,17 +71,13 @@ async def of_agent(file: Path, rules: Rules) -> None:
 
 @pytest.mark.parametrize("process", [of_reward, of_environment, of_agent])
 def test_code_sees_the_same_on_each_machine(
-    process: Callable[[Path, Rules], Coroutine[Any, Any, None]], file: Path, monkeypatch: pytest.MonkeyPatch
+    process: Callable[[Path], Coroutine[Any, Any, None]], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: dict[int, list[str]] = {}
-    for rules in (TODAY, Rules(0)):
-        for machine in MACHINES:
-            for name, value in machine.items():
-                monkeypatch.setenv(name, value)
-            asyncio.run(process(file, rules))
-            found.setdefault(rules.number, []).append(file.with_name("seen").read_text())
-    today, before = found[TODAY.number], found[0]
-    assert today[0] == today[1]
-    assert today[0].lower().startswith("utf-8 0 h ")
-    # a job that began before keeps the zone of its machine
-    assert before == [today[0].replace(" 0 h", " 5 h"), today[0].replace(" 0 h", " 19 h")]
+    found = list[str]()
+    for machine in MACHINES:
+        for name, value in machine.items():
+            monkeypatch.setenv(name, value)
+        asyncio.run(process(file))
+        found.append(file.with_name("seen").read_text())
+    assert found[0] == found[1]
+    assert found[0].lower().startswith("utf-8 0 h ")

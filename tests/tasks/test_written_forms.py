@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from motet.core.rules import Rules
 from motet.core.types import Message, ToolCall, TurnParts
 from motet.tasks.chat import Chat
 from motet.tasks.conversation import examples_of
 from motet.tasks.forms.table import CALL_STYLES, HARMONY
-from motet.tasks.spellings import plain
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS
 
@@ -44,12 +42,12 @@ def tags_of(form: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def chat_of(form: str, tokens: str, *, template: bool, number: int = Rules.number) -> Chat:
+def chat_of(form: str, tokens: str, *, template: bool) -> Chat:
     """A chat with a form named by hand, whose tags are special or shown tokens, or letters."""
     tokenizer = byte_tokenizer(CHATML)
     tags = ("<think>", "</think>", *tags_of(form)) if tokens else ()
     tokenizer.add_tokens([AddedToken(tag, special=tokens == "special", normalized=False) for tag in tags])
-    return Chat(tokenizer, template, rules=Rules(number), tool_format=form)
+    return Chat(tokenizer, template, tool_format=form)
 
 
 def arguments_of(form: str, *, raw: bool) -> list[dict[str, Any]]:
@@ -143,16 +141,6 @@ def test_a_template_that_asks_for_a_form_and_writes_no_call_has_it_in_its_histor
     asks = "{% if tools %}{{ tools | tojson }} Answer with <function=NAME>.{% endif %}"
     turn = TurnParts("", "", (ToolCall("add", {"n": 1}),))
     assert read_back(Chat(byte_tokenizer(asks + CHATML)), turn) == turn
-
-
-@pytest.mark.parametrize("template", [True, False])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_job_that_began_before_writes_calls_as_it_did(form: str, template: bool) -> None:
-    chat = chat_of(form, "", template=template, number=2)
-    call = Message("assistant", "I", (ToolCall("add", {"x": "ä\ud83d"}),), thought="So.")
-    text = chat.rendered((ASKED, call, ASKED), generation_prompt=False)
-    assert 'I\n<tool_call>\n{"name": "add", "arguments": {"x": "ä\\ud83d"}}\n</tool_call>' in plain(text)
-    assert "So." not in text
 
 
 _HEAD = "{% if tools %}<|turn>system\n{{ tools | tojson }}{% endif %}{% for m in messages %}<|turn>{{ m.role }}\n"

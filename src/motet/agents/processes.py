@@ -11,7 +11,6 @@ from typing import Any
 
 from motet.agents import messages as m
 from motet.core.errors import EngineError, EnvironmentFault
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Problem
 from motet.process import wall
 from motet.process.channel import Child, ProcessFault
@@ -63,21 +62,14 @@ class AgentProcess:
 class AgentProcesses:
     """Runs one agent. Lives in one event loop."""
 
-    def __init__(
-        self,
-        name: str,
-        args: Mapping[str, Any],
-        log: Path | None,
-        hidden: Collection[str] = (),
-        rules: Rules = TODAY,
-    ) -> None:
+    def __init__(self, name: str, args: Mapping[str, Any], log: Path | None, hidden: Collection[str] = ()) -> None:
         """Create it without starting a process.
 
         Agents, which may execute a model's text, do not see the `hidden` environment variables; without a `log`, their output
         goes to standard error.
         """
         self._name, self._args, self._log, self._hidden = name, dict(args), log, hidden
-        self._variables = {name: value for name, value in wall.FIXED.items() if name != "TZ" or rules.fixes_zone}
+        self._variables = dict(wall.FIXED)
         self._numbers = itertools.count()
         self._process: AgentProcess | None = None
         self._given_up: list[AgentProcess] = []

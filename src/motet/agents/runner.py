@@ -24,7 +24,6 @@ from motet.agents.processes import AgentProcesses
 from motet.agents.served_episode import MODELS, OVER, RETRY, ROUTES, ServedEpisode, refusal
 from motet.config import EnvironmentConfig
 from motet.core.errors import EnvironmentFault
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Rollout
 from motet.tasks.episode import GroupContext, OwnEnvironment, judged
 
@@ -112,9 +111,9 @@ class _Server(uvicorn.Server):
 class AgentRunner(OwnEnvironment):
     """Runs the agent of one job."""
 
-    def __init__(self, job: str, config: EnvironmentConfig, log: Path, rules: Rules = TODAY) -> None:
+    def __init__(self, job: str, config: EnvironmentConfig, log: Path) -> None:
         self._job, self._config = job, config
-        self._gateway, self._processes = Gateway(), AgentProcesses(config.name, config.args, log, rules=rules)
+        self._gateway, self._processes = Gateway(), AgentProcesses(config.name, config.args, log)
 
     async def open(self) -> None:
         """Load the agent, and listen for its requests. Raises EnvironmentFault if it does not load."""

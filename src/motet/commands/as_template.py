@@ -58,7 +58,7 @@ def _line(what: str, n: int, parted: Sequence[Parted]) -> str:
 
 
 def _row(chat: Chat, problem: Problem, kind: str | None) -> Parted | None:
-    where, tools = f"row {problem.id + 1}", tools_shown(problem.metadata, chat.rules)
+    where, tools = f"row {problem.id + 1}", tools_shown(problem.metadata)
     if kind is None or kind == "soft":
         return _parted(chat.of_row(problem), where, chat.prompt_ids(problem).tolist(), problem.messages, tools, True)
     chat = chat.of_row(problem)

@@ -97,7 +97,7 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
         base = open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
         for note in base.info.notes:
             console.print(f"note: {note}")
-        prepared = prepare_all(config.jobs, base.info, directory, checked.sources, checked.rules)
+        prepared = prepare_all(config.jobs, base.info, directory, checked.sources, checked.clocks)
         check_prepared(plans, [job for job, _ in prepared])
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)

@@ -6,7 +6,7 @@ import fcntl
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import zip_longest
@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from motet import __version__
 from motet.algorithms.rows import RowAlgorithm
 from motet.cluster.starts import engine_of_host
 from motet.commands.answers import INTERRUPTED, say, say_untrained
@@ -26,12 +27,14 @@ from motet.core.errors import ConfigError, RunError
 from motet.core.near import close_matches
 from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosting.running import run_config
+from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.opening import rollout_sums
 from motet.runtime.progress import JobProgress
 from motet.runtime.race_record import known_jobs
 from motet.runtime.receipts import (
+    builder_of,
     changed_materials,
     dependencies_of,
     differences,
@@ -40,6 +43,7 @@ from motet.runtime.receipts import (
     outputs_of,
     read_receipt,
     receipt_numbers,
+    rules_of,
 )
 from motet.runtime.recorded import check_recorded, edit_of
 from motet.tasks.judge_answers import FILE, JudgeAnswers
@@ -92,6 +96,7 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
     job = _job_of(config, wanted.job)
     original = JobDirectory(Path(config.run) / job.name)
     first, last = _bounds(wanted, original)
+    _check_rules(original, (first + 1, last))
     if last > job.steps:
         raise ConfigError(
             f"version {last} of {job.name} cannot be trained again: the job file has {job.steps} steps; give the same --set "
@@ -161,6 +166,18 @@ def _bounds(wanted: Range, original: JobDirectory) -> tuple[int, int]:
             f"{', '.join(map(str, original.steps()))}"
         )
     return first, last
+
+
+def _check_rules(original: JobDirectory, versions: Iterable[int]) -> None:
+    """Refuse versions that were trained by other rules, which nobody can train again here. Raises RunError."""
+    for number in versions:
+        if (path := original.receipts / f"v{number}.json").is_file():
+            receipt = read_receipt(path)
+            if (rules := rules_of(receipt)) != RULES:
+                raise RunError(
+                    f"version {number} of {original.path.name} was trained by Motet {builder_of(receipt)} with rules {rules}, "
+                    f"and this is Motet {__version__} with rules {RULES}: train it again with that Motet"
+                )
 
 
 def _edit(original: JobDirectory, first: int, last: int) -> str | None:

@@ -20,7 +20,6 @@ from motet.config import JobConfig, RunConfig
 from motet.config.candidates import raced
 from motet.config.chain import chains
 from motet.core.errors import ConfigError, MotetError, ServiceError
-from motet.core.rules import TODAY
 from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosting.before_loading import check_data
 from motet.hosting.preparing import Sources
@@ -168,7 +167,7 @@ def check_files(jobs: Sequence[JobConfig]) -> None:
     for job in jobs:
         if Path(job.data.source).suffix.lower() in READERS:
             try:
-                check_data(job, sources, TODAY)
+                check_data(job, sources)
             except MotetError as error:
                 wrong.append(f"job {job.name}: {error}")
     if wrong:

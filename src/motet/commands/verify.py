@@ -13,9 +13,9 @@ from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
 from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.model_info import card_of
-from motet.core.rules import Rules
 from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
 from motet.hosting.preparing import Sources
+from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
@@ -27,9 +27,11 @@ from motet.runtime.receipts import (
     RECEIPT,
     RECEIPTS,
     Materials,
+    builder_of,
     read_receipt,
     receipt_damages,
     receipt_numbers,
+    rules_of,
     subjects_of,
     version_before,
 )
@@ -201,15 +203,20 @@ def _compared(
     name: str, receipt: Mapping[str, Any], job: JobConfig, base: str, sources: Sources
 ) -> tuple[bool, list[str]]:
     """Whether a job could be compared with a receipt, and the differences, or why it could not."""
-    number = receipt["predicate"]["buildDefinition"]["internalParameters"].get("rules", 0)
+    number = rules_of(receipt)
     try:
-        now = Materials(of_config(job), base, sources.split(job.data, Rules(number)))
+        now = Materials(of_config(job), base, sources.split(job.data))
     except MotetError as error:
         return False, [f"{name}: it cannot be compared with the job file: {error}"]
-    # only the tokenizer decides which rows stay
-    skipped = "data/" if job.data.max_prompt_tokens is not None else None
+    # only the tokenizer decides which rows stay, and other rules may read them otherwise
+    skipped = "data/" if job.data.max_prompt_tokens is not None or number != RULES else None
     lines = [f"{name}: {line}" for line in now.changes(receipt, without=skipped)]
-    if skipped:
+    if number != RULES:
+        lines.append(
+            f"{name}: its rows were not compared, as Motet {builder_of(receipt)} read them by rules {number}; this is rules "
+            f"{RULES}"
+        )
+    elif skipped:
         lines.append(
             f"{name}: its rows were not compared, as data.max_prompt_tokens needs the base; `motet replay` does"
         )

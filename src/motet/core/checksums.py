@@ -160,7 +160,6 @@ def link(there: Path, here: Path) -> None:
         os.link(there, here)
     except OSError:
         replace_file(here, there.read_bytes())
-        os.utime(here, ns=(then := there.stat().st_mtime_ns, then))  # a job may have no other record of its beginning
 
 
 def disk_error(error: OSError, path: Path | None) -> Exception:

@@ -21,7 +21,6 @@ from motet.config import DataConfig
 from motet.core import seeds
 from motet.core.device import used_by
 from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
-from motet.core.rules import TODAY
 from motet.core.stops import met
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, Message
@@ -196,7 +195,7 @@ class Answers:
         config = DataConfig(**{"source": "toy:add", **json.loads(template)})
         if not tokenizer.chat_template:
             config = config.model_copy(update={"chat_template": False})
-        return Chat.of(tokenizer, config, TODAY)
+        return Chat.of(tokenizer, config)
 
     async def _scored(self, question: m.Complete, prompt_ids: IntArray, ref: AdapterRef | None) -> m.PromptScored:
         logprobs = await self._engine.score(prompt_ids, ref)

@@ -19,13 +19,12 @@ from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains, shape_of, unlike
 from motet.core.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.core.near import close_matches
-from motet.core.rules import Rules
 from motet.core.types import JobState
 from motet.hosting.launch import check_directories
 from motet.hosting.preparing import Sources, check_reference
 from motet.model.find import find_adapter, find_files
 from motet.native.choice import Choice, of_jobs
-from motet.runtime.beginning import rules_at
+from motet.runtime.beginning import check_rules, clock_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.interrupt import Interrupt
@@ -109,10 +108,10 @@ class Checked:
     """The jobs' data."""
     identities: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The identity of each job (`of_config`), by name."""
-    rules: dict[str, Rules] = field(default_factory=dict)
-    """Those of each job, by name."""
-    today: Rules = field(default_factory=lambda: Rules(clock=moment()))
-    """Those of jobs that begin now: all of a run have one time."""
+    clocks: dict[str, str] = field(default_factory=dict)
+    """The time that each job's chat template sees, by name."""
+    now: str = field(default_factory=moment)
+    """That of jobs that begin now: all of a run have one time."""
     changed: dict[str, list[str]] = field(default_factory=dict)
     """How jobs differ from their directories, by name, if that is accepted."""
 
@@ -122,11 +121,11 @@ class Checked:
             self.identities[job.name] = of_config(job)
         return self.identities[job.name]
 
-    def rules_of(self, job: JobConfig, directory: JobDirectory) -> Rules:
-        """The rules of a job with this directory, or with that of the job that is derived again. Raises RunError."""
-        if job.name not in self.rules:
-            self.rules[job.name] = rules_at(directory, self.identity(job), self.today)
-        return self.rules[job.name]
+    def clock_of(self, job: JobConfig, directory: JobDirectory) -> str:
+        """The clock of a job with this directory, or with that of the job that is derived again. Raises RunError."""
+        if job.name not in self.clocks:
+            self.clocks[job.name] = clock_at(directory, self.identity(job), self.now)
+        return self.clocks[job.name]
 
 
 def auto_kernels(config: RunConfig) -> Choice | None:
@@ -155,7 +154,7 @@ def check_before_loading(
 ) -> Checked:
     """Check everything that does not need the base; returns the data that was read.
 
-    `loaded`: the base is. `recorded`: no server is asked, as their answers are read. `begun`: a directory with the job's rules.
+    `loaded`: the base is. `recorded`: no server is asked, as their answers are read. `begun`: a directory with the job's clock.
 
     Raises:
         ConfigError, RunError: every mistake, one per line; nothing was written.
@@ -183,8 +182,7 @@ def check_before_loading(
         with refusals.of(job.name):
             if changes := changes_of(directory, job, checked.identity(job), accept_changes=accept_changes):
                 checked.changed[job.name] = changes
-            checked.rules_of(job, begun or directory)
-        rules = checked.rules.get(job.name, checked.today)
+            checked.clock_of(job, begun or directory)
         with refusals.of(job.name):
             if isinstance(job.algorithm, ClientDriven):
                 raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
@@ -195,10 +193,10 @@ def check_before_loading(
             with refusals.of(job.name):
                 _check_start(job, made_by_others, names)
             with refusals.of(job.name):
-                data = check_data(job, checked.sources, rules)
+                data = check_data(job, checked.sources)
         if not has_ended(directory, job):
             with refusals.of(job.name):
-                for key, load in _own_code(job, data, pool, rules).items():
+                for key, load in _own_code(job, data, pool).items():
                     code.setdefault(key, (load, []))[1].append(job.name)
     if here and code:
         Interrupt().run(lambda: _load_all(list(code.values()), refusals))
@@ -247,11 +245,11 @@ def _check_start(job: JobConfig, made_by_others: Container[str], names: Sequence
         raise ConfigError(f"adapter.init: {directory} {wrong}")
 
 
-def check_data(job: JobConfig, sources: Sources, rules: Rules) -> Dataset:
+def check_data(job: JobConfig, sources: Sources) -> Dataset:
     """Read a job's data. Raises DataError or RewardError if it lacks what the job needs, and says what and where."""
-    data, source = sources.split(job.data, rules), job.data.source
+    data, source = sources.split(job.data), job.data.source
     if isinstance(job.algorithm, RowAlgorithm):
-        sources.check_rows(job.data, rules, job.algorithm.kind)
+        sources.check_rows(job.data, job.algorithm.kind)
     named = [reward.name for reward in job.rewards if reward.function is None]
     if SCORER in named and data.scorer is None:
         raise RewardError(NO_SCORER)
@@ -287,6 +285,8 @@ def changes_of(
 ) -> list[str]:
     """The accepted differences of a job from its directory. Raises RunError for others, and says what to do."""
     ended = has_ended(directory, job)
+    if not (ended or accept_changes):
+        check_rules(directory)
     changes = check_identity(directory, identity, accept_changes=accept_changes or ended)
     if changes and ended and not accept_changes:
         raise RunError(f"{of_another_job(directory, changes)}{TOO_LATE}")
@@ -309,7 +309,7 @@ def has_ended(directory: JobDirectory, job: JobConfig) -> bool:
     return done[-1] >= job.steps or bool(ended_early(directory, job.stop_when))
 
 
-def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool, rules: Rules) -> Mapping[str, Load]:
+def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool) -> Mapping[str, Load]:
     """A person's code that a separate process must load, by a key that identifies it among jobs.
 
     Raises:
@@ -317,7 +317,7 @@ def _own_code(job: JobConfig, data: Dataset | None, pool: RewardPool, rules: Rul
     """
     code: dict[str, Load] = {}
     scorer = None if data is None else data.scorer
-    columns = columns_of(data.train, data.holdout) if data is not None and rules.reads_columns else None
+    columns = columns_of(data.train, data.holdout) if data is not None else None
     if _check_rewards(job, columns) and not (data is None and any(reward.name == SCORER for reward in job.rewards)):
         described = [reward.model_dump(mode="json") for reward in job.rewards]
         functions = [id(reward.function) for reward in job.rewards]

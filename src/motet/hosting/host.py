@@ -60,7 +60,7 @@ class Host:
         scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)
         self._judge = BaseJudge(self.info, workshop.engine, scheduler, workshop.kv_tokens)
         if rewards is None:
-            rewards = RewardPool(engine.reward_processes, of_a_run(directory.path, self._judge, self._judge.rules))
+            rewards = RewardPool(engine.reward_processes, of_a_run(directory.path, self._judge))
         self.services = Services(
             engine=workshop.engine,
             trainer=workshop.trainer,
@@ -108,7 +108,7 @@ class Host:
         described = identity(job, self.info, self.config, known)
         job.directory.materials = Materials(described, self.info.name, job.data)
         changes = open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_damage)
-        job.recorded, self._judge.rules[job.name] = self._recorded, job.rules
+        job.recorded, self._judge.clocks[job.name] = self._recorded, job.chat.clock
         for reason in (*changes, *self.workshop.inexact):
             job.note_inexact(reason)
 

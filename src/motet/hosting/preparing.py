@@ -16,9 +16,8 @@ from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.core.model_info import ModelInfo
-from motet.core.rules import Rules
 from motet.core.types import Problem
-from motet.runtime.beginning import changes_for, rate_so_far
+from motet.runtime.beginning import RULES, rate_so_far
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
 from motet.runtime.learning_rate import auto_learning_rate
@@ -53,28 +52,28 @@ class Sources:
         self._whole: dict[str, Dataset] = {}
         self._learned = set[str]()
 
-    def split(self, config: DataConfig, rules: Rules, longer: Longer | None = None) -> Dataset:
+    def split(self, config: DataConfig, longer: Longer | None = None) -> Dataset:
         """The data of a section; without `longer`, with long prompts too. Raises DataError if it cannot be used."""
-        key = key_of(config, rules)
+        key = key_of(config)
         if longer is None and key in self._whole:
             return self._whole[key]
-        data = split(config, self._source(config, rules), longer)
+        data = split(config, self._source(config), longer)
         if longer is None:
             self._whole[key] = data
         return data
 
-    def check_rows(self, config: DataConfig, rules: Rules, kind: str) -> None:
+    def check_rows(self, config: DataConfig, kind: str) -> None:
         """Look at the rows of a section that are learned from; see `tasks.rows.check_rows`."""
-        data, key = self.split(config, rules), f"{kind} {key_of(config, rules)}"
+        data, key = self.split(config), f"{kind} {key_of(config)}"
         if key not in self._learned:
             for part in (data.train, data.holdout):
                 check_rows(part, kind, config.source)
             self._learned.add(key)
 
-    def _source(self, config: DataConfig, rules: Rules) -> Source:
-        if (key := key_of(config, rules)) not in self._read:
+    def _source(self, config: DataConfig) -> Source:
+        if (key := key_of(config)) not in self._read:
             try:
-                self._read[key] = read_source(config, self._bounds, rules)
+                self._read[key] = read_source(config, self._bounds)
             except DataError as error:
                 self._read[key] = error
         if isinstance(known := self._read[key], DataError):
@@ -82,9 +81,9 @@ class Sources:
         return known
 
 
-def key_of(config: DataConfig, rules: Rules) -> str:
-    """The same for data sections that mean the same rows under these rules."""
-    return f"{config.model_dump_json()} {id(config.rows)} {rules.number}"
+def key_of(config: DataConfig) -> str:
+    """The same for data sections that mean the same rows."""
+    return f"{config.model_dump_json()} {id(config.rows)}"
 
 
 @dataclass(frozen=True)
@@ -99,12 +98,12 @@ class ReadData:
     """Tokens of the longest that is not held out."""
 
     @classmethod
-    def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, rules: Rules, kind: str | None) -> ReadData:
+    def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, clock: str, kind: str | None) -> ReadData:
         """`kind` says what rows are read for, where rows are learned."""
-        chat = Chat.of(info.tokenizer, config, rules)
+        chat = Chat.of(info.tokenizer, config, clock)
         if config.source == OF_CLIENT:
             return cls(Dataset(Problems.of(()), (), None), chat, None)
-        data = sources.split(config, rules, chat.longer_than)
+        data = sources.split(config, chat.longer_than)
         if note := rendered_already(chat, data.train):
             data = replace(data, notes=(*data.notes, f"{config.source}: {note}"))
         parts = [part for part in (data.train, data.holdout) if part]
@@ -129,13 +128,13 @@ def prepare(
     info: ModelInfo,
     directory: RunDirectory,
     sources: Sources,
-    rules: Rules,
+    clock: str,
     known: MutableMapping[str, ReadData] | None = None,
     original: JobDirectory | None = None,
 ) -> tuple[Job, budgets.Need]:
     """Load a job's data and resolve what it left open; `original` is of the job, if it is derived again.
 
-    The job keeps its `rules` (`rules_at`), with their clock if the chat template reads it.
+    The job keeps its `clock` (`clock_at`) if the chat template reads it.
 
     `known` is what was made of data for other jobs; a job keeps its part alive where these references are weak.
 
@@ -146,20 +145,19 @@ def prepare(
     info.adapted(config.adapter.target_modules)  # a target that is not there is told now
     kind = config.algorithm.kind if isinstance(config.algorithm, RowAlgorithm) else None
     if not (config.data.chat_template and reads_clock(info.tokenizer, config.data.chat_template_kwargs)):
-        rules = replace(rules, clock="")
-    known, key = {} if known is None else known, f"{key_of(config.data, rules)} {rules.clock} {kind}"
-    read = known[key] = known.get(key) or ReadData.of(config.data, info, sources, rules, kind)
+        clock = ""
+    known, key = {} if known is None else known, f"{key_of(config.data)} {clock} {kind}"
+    read = known[key] = known.get(key) or ReadData.of(config.data, info, sources, clock, kind)
     own = directory.job(config.name)
-    concerned = changes_for(rules, info, config, read.chat, read.data)
     job = Job(
         config=config,
         data=read.data,
         chat=read.chat,
         directory=own,
         base_rate=_rate(config, info, original or own),
-        stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids, rules),
+        stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
-        inexact=[*filter(None, [info.inexact]), *concerned],
+        inexact=list(filter(None, [info.inexact])),
         keeps=read,
     )
     if read.longest is None:
@@ -179,7 +177,7 @@ def _judge_tokens(job: Job, info: ModelInfo, problem: Problem) -> int:
     Raises:
         ConfigError: the base has no positions for a question about an empty answer.
     """
-    config, chat, found = job.config, replace(Chat.plain(info.tokenizer), rules=job.rules), [0]
+    config, chat, found = job.config, replace(Chat.plain(info.tokenizer), clock=job.chat.clock), [0]
     n = max(config.rl.group_size, config.eval.n)
     for reward in config.rewards:
         if reward.name == "judge":
@@ -253,7 +251,7 @@ def prepare_all(
     info: ModelInfo,
     directory: RunDirectory,
     sources: Sources,
-    rules: Mapping[str, Rules],
+    clocks: Mapping[str, str],
     original: JobDirectory | None = None,
 ) -> list[tuple[Job, budgets.Need]]:
     """Prepare every job from data that was read, so that all mistakes are told at once; arguments as in `prepare`.
@@ -265,7 +263,7 @@ def prepare_all(
     known: dict[str, ReadData] = {}
     for config in configs:
         try:
-            prepared.append(prepare(config, info, directory, sources, rules[config.name], known, original))
+            prepared.append(prepare(config, info, directory, sources, clocks[config.name], known, original))
         except MotetError as error:
             wrong.append(f"job {config.name}: {str(error).removeprefix(f'job {config.name}: ')}")
     if wrong:
@@ -303,8 +301,8 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
         "micro_batch_tokens": engine.micro_batch_tokens,
         "learning_rate": job.base_rate,
         "seed": job.seed,
-        **({"rules": job.rules.number} if job.rules.number else {}),  # in this form earlier releases wrote their jobs
-        **({"clock": job.rules.clock} if job.rules.clock else {}),
+        "rules": RULES,
+        **({"clock": job.chat.clock} if job.chat.clock else {}),
         **known,
         **({"rows": rows} if (rows := _rows_elsewhere(job)) else {}),
     }
@@ -314,7 +312,7 @@ def _rows_elsewhere(job: Job) -> dict[str, str]:
     """The first digits of the sum of rows that no file here has, by their source."""
     data, parts = job.config.data, {"train": job.data.train, "holdout": Problems.of(job.data.holdout)}
     sources = {"train": data.source, "holdout": data.eval_source or data.source}
-    if not job.rules.knows_rows or data.rows is not None or data.source == OF_CLIENT:
+    if data.rows is not None or data.source == OF_CLIENT:
         return {}
     return {
         f"{sources[name]} ({name})": part.sum()[:SHOWN] for name, part in parts.items() if is_elsewhere(sources[name])

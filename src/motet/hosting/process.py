@@ -18,7 +18,6 @@ from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
 from motet.core.errors import ConfigError, EngineError
-from motet.core.rules import Rules
 from motet.core.types import JobState, Wanted
 from motet.hosting.answers import Answers, reason
 from motet.hosting.host import Host
@@ -32,7 +31,7 @@ from motet.hosting.workshop import Workshop
 from motet.process.alive import Pulse
 from motet.process.channel import Parent
 from motet.protocols import RolloutEngine
-from motet.runtime.beginning import rules_at
+from motet.runtime.beginning import clock_at
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -250,8 +249,8 @@ class HostProcess:
         sources = Sources(None if start.own_jobs else OF_A_JOB)
         config = JobConfig.model_validate(message.job)
         known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
-        rules = rules_at(self.directory.job(config.name), known, Rules(clock=moment()))
-        job, need = prepare(config, info, self.directory, sources, rules, self._read)
+        clock = clock_at(self.directory.job(config.name), known, moment())
+        job, need = prepare(config, info, self.directory, sources, clock, self._read)
         if message.until is not None and (why := too_few(job.config.data, len(job.data.holdout))):
             raise ConfigError(why)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}

@@ -83,7 +83,7 @@ def run_config(
         own, slots = auto_kernels(config), 1 if sequential else config.engine.slots
         stack.enter_context(own_switches())
         opened = base or open_base(config, directory, stack, own, of_torchrun=config.cluster.launcher == "torchrun")
-        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, checked.rules, original)
+        prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, checked.clocks, original)
         check_prepared(plans, jobs := [job for job, _ in prepared])
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs, original=original)
@@ -120,7 +120,7 @@ def _check(
     check_something_is_left(config, checked)
     for plan in plans:
         first = plan.candidates[0]
-        check_rows(plan, len(checked.sources.split(first.data, checked.rules[first.name]).holdout))
+        check_rows(plan, len(checked.sources.split(first.data).holdout))
     return checked
 
 
@@ -246,8 +246,8 @@ def _join(
     host: Host, directory: RunDirectory, checked: Checked, jobs: list[Job], accept_changes: bool, config: JobConfig
 ) -> Job:
     """Make a job of a candidate that a race adds."""
-    rules = checked.rules_of(config, directory.job(config.name))
-    job, _ = prepare(config, host.info, directory, checked.sources, rules)
+    clock = checked.clock_of(config, directory.job(config.name))
+    job, _ = prepare(config, host.info, directory, checked.sources, clock)
     _take(host, job, checked, accept_changes=accept_changes)
     jobs.append(job)
     return job

@@ -25,14 +25,13 @@ from motet.config.service import Largest
 from motet.core import seeds
 from motet.core.batch import AdamW, Loss, LossStats, OptimStats, Sample, Segment, Trained
 from motet.core.errors import AdapterError
-from motet.core.rules import Rules
 from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base, own_switches
 from motet.hosting.preparing import Sources, prepare
 from motet.native.choice import of_jobs
 from motet.runtime import rundir
-from motet.runtime.beginning import rules_at
+from motet.runtime.beginning import check_rules, clock_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.session import FinishedStep, Session
@@ -253,8 +252,10 @@ class Verbs:
     async def _add(self, config: JobConfig) -> int:
         host, name = self._host, config.name
         known = of_config(config)
-        rules = await asyncio.to_thread(rules_at, self._directory.job(name), known, Rules(clock=moment()))
-        job, _ = await asyncio.to_thread(prepare, config, host.info, self._directory, Sources(), rules)
+        if not self._accept_changes:
+            await asyncio.to_thread(check_rules, self._directory.job(name))
+        clock = await asyncio.to_thread(clock_at, self._directory.job(name), known, moment())
+        job, _ = await asyncio.to_thread(prepare, config, host.info, self._directory, Sources(), clock)
         await asyncio.to_thread(host.take, job, known, accept_changes=self._accept_changes)
         if not self._commits:
             job.directory.materials = None  # receipts of what nobody keeps
@@ -305,7 +306,7 @@ class Verbs:
 
     async def _group(self, name: str, problem: Problem, n: int, seed: int, params: SamplingParams) -> Group:
         session = self._adapter(name).session
-        prompt, versions = replace(self._chat, rules=session.job.rules).prompt_ids(problem), session.versions
+        prompt, versions = replace(self._chat, clock=session.job.chat.clock).prompt_ids(problem), session.versions
         version = versions.latest
         self._asked += 1
         chunks: dict[int, Chunk] = {}
@@ -331,9 +332,7 @@ class Verbs:
     ) -> dict[str, tuple[Segment, ...]]:
         """The micro-batches of each adapter that has something to train."""
         whole = {
-            name: batch
-            if isinstance(batch, StepBatch)
-            else batch_of(batch, by_sample=loss is not None and self._adapter(name).session.job.rules.adds_by_sample)
+            name: batch if isinstance(batch, StepBatch) else batch_of(batch, by_sample=loss is not None)
             for name, batch in batches.items()
         }
         budget = self._host.services.micro_batch_tokens

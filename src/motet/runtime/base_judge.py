@@ -14,7 +14,6 @@ import numpy as np
 
 from motet.core import seeds
 from motet.core.model_info import ModelInfo
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Chunk, FinishReason, GenerateRequest, IntArray, Message, Problem, SamplingParams
 from motet.protocols import RolloutEngine
 from motet.runtime.scheduler import FairScheduler
@@ -35,9 +34,9 @@ class BaseJudge:
         self._room = min(info.max_positions, kv_tokens or info.max_positions)
         self._chat = Chat.plain(info.tokenizer)
         self._stops = stop_token_ids(info.tokenizer, info.eos_token_ids)
-        self._chats: dict[tuple[str, Rules], Chat] = {}
+        self._chats: dict[tuple[str, str], Chat] = {}
         self._numbers = itertools.count()
-        self.rules: dict[str, Rules] = {}
+        self.clocks: dict[str, str] = {}
         """Those of jobs, by name: the base sees the time that a job's own prompts have."""
 
     async def __call__(self, job: str, body: Mapping[str, Any]) -> Said:
@@ -49,7 +48,7 @@ class BaseJudge:
         """
         asked = ((one["role"], one["content"]) for one in body["messages"])
         messages = tuple(Message(role, text, letters=len(text)) for role, text in asked)  # answers are in any of them
-        chat = self._chat_of(body.get(TEMPLATE, {}), self.rules.get(job, TODAY))
+        chat = self._chat_of(body.get(TEMPLATE, {}), self.clocks.get(job, ""))
         most = int(body["max_tokens"])
         prompt_ids = await asyncio.to_thread(chat.prompt_ids, Problem(0, messages, ""))
         if len(prompt_ids) + most > self._room:
@@ -83,13 +82,13 @@ class BaseJudge:
         said = await asyncio.to_thread(_spoken, chat, prompt_ids, chunks)
         return Said(said, len(prompt_ids), written)
 
-    def _chat_of(self, template_kwargs: Mapping[str, Any], rules: Rules) -> Chat:
+    def _chat_of(self, template_kwargs: Mapping[str, Any], clock: str) -> Chat:
         """The chat of questions of one kind; it knows its template's form already if it was asked before."""
-        key = json.dumps(template_kwargs, sort_keys=True), rules
+        key = json.dumps(template_kwargs, sort_keys=True), clock
         if key not in self._chats:
             if len(self._chats) >= _MOST_CHATS:
                 del self._chats[next(iter(self._chats))]
-            self._chats[key] = replace(self._chat, template_kwargs=template_kwargs, rules=rules)
+            self._chats[key] = replace(self._chat, template_kwargs=template_kwargs, clock=clock)
         return self._chats[key]
 
 

@@ -75,10 +75,11 @@ class Committed:
     inexact: tuple[str, ...] = ()
     """Why the job's bytes may depend on time or on other jobs; empty for an exact job."""
     rules: int = 0
+    """Number of the rules of its steps (`beginning.RULES`); 0 in jobs by releases that stored none."""
     clock: str = ""
-    """The `Rules` that the job began with; number 0 in jobs by releases that stored none."""
+    """The time that its chat template sees; empty where it reads none, and in such jobs."""
     steps: int = 0
-    """Its number of steps when it began; 0 in such jobs."""
+    """Its number of steps when it began; 0 in jobs by releases that stored none."""
     after: str = ""
     """Sum of the manifest's newest record before this commit; empty in commits by older releases of Motet."""
 

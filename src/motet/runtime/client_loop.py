@@ -185,7 +185,7 @@ class ClientLoop(Driver):
         samples = tuple(datum.sample() for datum in command.data)
         if (reason := _misfit(self.services, command)) is not None:
             return j.Failed(reason)
-        batch = batch_of(samples, by_sample=self.job.rules.adds_by_sample and not command.forward_only)
+        batch = batch_of(samples, by_sample=not command.forward_only)
         segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
         self.job.progress.phase = "training"
         before, executed = self._tokens, unheard if number <= self._forward_until else self._executed

@@ -15,7 +15,6 @@ from motet.config import EnvironmentConfig, JobConfig
 from motet.core.batch import LossFunctions
 from motet.core.device import Device, used_by
 from motet.core.errors import MotetError
-from motet.core.rules import Rules
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, SamplingParams
 from motet.protocols import RolloutEngine, Trainer, WeightSync
@@ -195,11 +194,6 @@ class Job:
     def seed(self) -> int:
         """The configured seed, or one derived from the job's name."""
         return self.config.effective_seed
-
-    @property
-    def rules(self) -> Rules:
-        """Those that it began with."""
-        return self.chat.rules
 
     @property
     def state(self) -> JobState:

@@ -21,7 +21,7 @@ _GO_ON = "put it back, or use --accept-changes to continue with the present file
 _REMOVE = "remove it, or use --accept-changes to keep it"
 _BEFORE = "computed_before"
 _BEGAN_WITH = ("rules", "clock")
-"""What a job keeps from its beginning; no change of it is one of the job."""
+"""Not compared as settings are: a job keeps its clock, and `beginning.check_rules` compares the rules."""
 _LOOKS = 50
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C is ten times as fast; a host opens all its jobs when it resumes."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from motet.config import JobConfig
 from motet.core.errors import EnvironmentFault
-from motet.core.rules import TODAY, Rules
 from motet.runtime.job import Job, Services
 from motet.tasks.environments import EnvironmentWorkers
 from motet.tasks.episode import OwnEnvironment
@@ -38,13 +37,13 @@ async def own_environment(job: Job, services: Services) -> OwnEnvironment:
     if config.elsewhere and services.agents is not None:
         _check_not_put_aside(job.config)
         return services.agents(job.name, config)
-    workers = await _loaded(job.config, log, job.rules)
+    workers = await _loaded(job.config, log)
     if not workers.info.agent:
         return workers
     await workers.close()
     from motet.agents.runner import AgentRunner
 
-    runner = AgentRunner(job.name, config, log, job.rules)
+    runner = AgentRunner(job.name, config, log)
     await runner.open()
     return runner
 
@@ -55,16 +54,16 @@ async def check_environment(config: JobConfig, log: Path) -> None:
     Raises:
         EnvironmentFault: it cannot be used.
     """
-    await (await _loaded(config, log, TODAY)).close()
+    await (await _loaded(config, log)).close()
 
 
-async def _loaded(config: JobConfig, log: Path, rules: Rules) -> EnvironmentWorkers:
+async def _loaded(config: JobConfig, log: Path) -> EnvironmentWorkers:
     """Start an environment process; agents are checked for missing packages."""
     if config.environment.elsewhere:
         raise EnvironmentFault(
             "environment 'agent' runs beside a service (`motet agent`); here, name the function as `file.py:function`"
         )
-    workers = EnvironmentWorkers(config.environment, log, rules=rules)
+    workers = EnvironmentWorkers(config.environment, log)
     await workers.open()
     if workers.info.agent or config.team:
         try:

@@ -275,6 +275,16 @@ def receipt_numbers(folder: Path) -> list[int]:
     return sorted(int(path.stem[1:]) for path in folder.glob("v*.json") if path.stem[1:].isdecimal())
 
 
+def builder_of(statement: Mapping[str, Any]) -> str:
+    """Return the version of Motet that made the version."""
+    return str(statement["predicate"]["runDetails"]["builder"]["version"]["motet"])
+
+
+def rules_of(statement: Mapping[str, Any]) -> int:
+    """Return the number of the rules that the version was trained by; 0 by releases that stored none."""
+    return int(statement["predicate"]["buildDefinition"]["internalParameters"].get("rules", 0))
+
+
 def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
     """sha256 of the version's files, by name."""
     return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}

@@ -71,8 +71,8 @@ class JobSampler:
             RewardError, EnvironmentFault: one of them cannot be used.
         """
         job, path, own = self._job, self._job.directory.path, self._job.data
-        columns = columns_of(own.train, own.holdout, named=job.config.data.answer) if job.rules.reads_columns else None
-        known = job.config.rewards, job.data.scorer, path / "rewards.log", columns, job.rules
+        columns = columns_of(own.train, own.holdout, named=job.config.data.answer)
+        known = job.config.rewards, job.data.scorer, path / "rewards.log", columns
         await self._services.rewards.register(job.name, *known)
         if job.config.environment.own:
             self._own_environment = await own_environment(job, self._services)
@@ -299,15 +299,15 @@ class JobSampler:
 
 def _context(job: Job, step: int, width: int, rollouts: Sequence[Rollout]) -> AnswerContext:
     """What rewards may see of answers; the conversations only where they are more than a prompt and one turn."""
-    config, new = job.config, job.rules.reads_parts
+    config = job.config
     several = config.environment.own or config.environment.turns > 1
     parts = [one.turns[-1].parts if one.turns else TurnParts() for one in rollouts]
     plain = all(own == TurnParts(speech=one.completion) for own, one in zip(parts, rollouts, strict=True))
     return AnswerContext(
         [one.transcript for one in rollouts] if several else [],
-        parts if new and not plain else [],
+        [] if plain else parts,
         lambda: [_with_tokens(job.chat, one) for one in rollouts],
-        TrainerState.at(step, config.steps, width, len(job.data.train)) if new else None,
+        TrainerState.at(step, config.steps, width, len(job.data.train)),
     )
 
 

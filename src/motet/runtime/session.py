@@ -22,6 +22,7 @@ from motet.core.batch import LossStats, OptimStats
 from motet.core.device import used_by
 from motet.core.errors import JobFailed
 from motet.protocols import Trainer
+from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import Committed, kept_of
 from motet.runtime.held_out import best_after, first_trained, lines_of, unchanged, untrained
 from motet.runtime.job import Job, Services, StepDone
@@ -141,7 +142,7 @@ class Session:
 
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         self.job, self.services = job, services
-        self.done = replace(committed or Committed(), rules=job.rules.number, clock=job.rules.clock)
+        self.done = replace(committed or Committed(rules=RULES), clock=job.chat.clock)
         self.work = StepWork(
             job,
             services,
@@ -185,6 +186,9 @@ class Session:
             await self._load(state / str(start), optimizer=True)
             for reason in self.done.inexact:
                 job.note_inexact(reason)
+            if start and self.done.rules != RULES:
+                job.note_inexact(f"the rules changed from {self.done.rules} to {RULES} at step {start}")
+            self.done = replace(self.done, rules=RULES)
             if self.done.threads != services.threads:
                 job.note_inexact(
                     f"torch threads changed from {self.done.threads} to {services.threads} at step {start}"
@@ -202,8 +206,8 @@ class Session:
             await self.commit()
         await self.work.open(start)
         job.progress.begin(start)
-        if job.rules.clock:
-            job.note(date_told(job.rules.clock))
+        if job.chat.clock:
+            job.note(date_told(job.chat.clock))
 
     async def close(self) -> None:
         """Unload all versions and release the slots, also after an error."""

@@ -17,7 +17,6 @@ import numpy as np
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import BoolArray, IntArray, Message, Problem, ToolCall, TurnParts
 from motet.tasks.clock import with_clock
 from motet.tasks.forms.table import ASKED
@@ -54,8 +53,8 @@ class Chat(ReadsTurns):
     """False: the text of the messages is the prompt, with the tokenizer's own special tokens (BOS)."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the template (`enable_thinking`, …)."""
-    rules: Rules = TODAY
-    """Those of its job; a chat without a job has today's, and the time of each call."""
+    clock: str = ""
+    """The time that its template sees, in ISO 8601 with its offset; empty for that of the call, and where none reads it."""
     tool_format: str | None = None
     """How the base writes calls; by default its template tells."""
     _pairs: dict[tuple[int, int], str] = field(default_factory=dict, repr=False, compare=False)
@@ -72,9 +71,9 @@ class Chat(ReadsTurns):
             )
 
     @classmethod
-    def of(cls, tokenizer: Any, config: DataConfig, rules: Rules) -> Chat:
-        """The chat for the data section of a job with these rules. Raises ConfigError for a template that draws by chance."""
-        chat = cls(tokenizer, config.chat_template, config.chat_template_kwargs, rules, config.tool_format)
+    def of(cls, tokenizer: Any, config: DataConfig, clock: str = "") -> Chat:
+        """The chat for the data section of a job with this clock. Raises ConfigError for a template that draws by chance."""
+        chat = cls(tokenizer, config.chat_template, config.chat_template_kwargs, clock, config.tool_format)
         return _without_chance(chat)
 
     @classmethod
@@ -91,14 +90,13 @@ class Chat(ReadsTurns):
         return self.prompt_encoded(self._prompt(problem))
 
     def _prompt(self, problem: Problem) -> str:
-        chat, tools = self.of_row(problem), tools_shown(problem.metadata, self.rules)
+        chat, tools = self.of_row(problem), tools_shown(problem.metadata)
         return chat.rendered(chat.with_tools(problem.messages, tools), tools)
 
     @property
     def spellings(self) -> Spellings:
         """Which letters are tokens in what the template writes, and letters in texts."""
-        tags = self.form.tags if self.rules.knows_named_tags else ()
-        return Spellings.of(self.tokenizer, self._source if self.chat_template else "", tags)
+        return Spellings.of(self.tokenizer, self._source if self.chat_template else "", self.form.tags)
 
     @property
     def _source(self) -> str:
@@ -106,7 +104,7 @@ class Chat(ReadsTurns):
 
     def of_row(self, problem: Problem) -> Chat:
         """The chat of a problem, whose row may have variables of the template of its own."""
-        return _with_variables(self, self._of_rows, variables_of(problem.metadata, self.rules))
+        return _with_variables(self, self._of_rows, variables_of(problem.metadata))
 
     @cached_property
     def wording(self) -> Wording:
@@ -254,14 +252,10 @@ class Chat(ReadsTurns):
         """A conversation as text with marks, see `Spellings`. Raises BaseModelError if the template refuses it."""
         if not self.chat_template:
             return "\n\n".join(map(self.marked_text, messages))
-        seal = ""
-        if self.rules.writes_as_template:
-            try:
-                messages, tools, seal = self.spellings.sealed(messages, tools)
-            except RecursionError as error:
-                raise BaseModelError(
-                    "tools or the arguments of a call are nested too deep; make them flatter"
-                ) from error
+        try:
+            messages, tools, seal = self.spellings.sealed(messages, tools)
+        except RecursionError as error:
+            raise BaseModelError("tools or the arguments of a call are nested too deep; make them flatter") from error
         in_parts = any(one.thought or one.tool_calls or one.role == "tool" for one in messages)
         given = (self.wording if in_parts else Wording()).given(messages)
         return self.spellings.marked(apply(self.tokenizer, given, generation_prompt, self._given(tools)), seal)
@@ -269,7 +263,7 @@ class Chat(ReadsTurns):
     def _given(self, tools: Tools) -> dict[str, Any]:
         """The template's variables besides the messages."""
         given = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
-        return with_clock(self.tokenizer, given, self.rules.clock) if self.rules.clock else given
+        return with_clock(self.tokenizer, given, self.clock) if self.clock else given
 
     def encoded(self, text: str) -> IntArray:
         """Token ids of a text with marks, [T].
@@ -297,17 +291,17 @@ class Chat(ReadsTurns):
 
 def _as_text(chat: Chat, message: Message) -> str:
     spellings, form = chat.spellings, chat.form_as_text
-    if chat.rules.writes_in_form and message.role == "assistant" and (message.thought or message.tool_calls):
+    if message.role == "assistant" and (message.thought or message.tool_calls):
         (sealed,), _, seal = spellings.sealed([message], ())
         return spellings.marked(form.written(TurnParts(sealed.thought, sealed.content, sealed.tool_calls)), seal)
     if message.tool_calls:
         text = form.written(TurnParts("", message.content, message.tool_calls))
         message = replace(message, content=text, tool_calls=())
-    return spellings.text_of(message) if chat.rules.writes_as_template else spellings.marked(message.content)
+    return spellings.text_of(message)
 
 
 def _without_chance(chat: Chat) -> Chat:
-    if chat.chat_template and chat.rules.writes_as_template and (found := _CHANCE.search(chat._source)):
+    if chat.chat_template and (found := _CHANCE.search(chat._source)):
         raise ConfigError(
             f"the chat template draws by chance ({found['by']}), so that a row has another prompt each time: give "
             "data.chat_template_kwargs a chat_template without it"
@@ -322,7 +316,7 @@ def _with_variables(chat: Chat, known: dict[str, Chat], own: Mapping[str, Any]) 
     if (found := known.get(key := json.dumps(own, sort_keys=True))) is None:
         if any(chat.spellings.all.found(str(value)) for value in own.values()):
             raise BaseModelError(f"{ROW_VARIABLES} {key:.80} of a row has a special token; take it out")
-        found = Chat(chat.tokenizer, chat.chat_template, {**chat.template_kwargs, **own}, chat.rules, chat.tool_format)
+        found = Chat(chat.tokenizer, chat.chat_template, {**chat.template_kwargs, **own}, chat.clock, chat.tool_format)
         if len(known) < _MOST_KINDS_OF_ROWS:
             known[key] = found
     return found
@@ -364,7 +358,7 @@ def render(tokenizer: Any, messages: Sequence[Message], generation_prompt: bool,
     return apply(tokenizer, Wording().given(messages), generation_prompt, kwargs)
 
 
-def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = (), rules: Rules = TODAY) -> tuple[int, ...]:
+def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> tuple[int, ...]:
     """Ids that end a turn: EOS of the tokenizer and of the generation configuration, and those of the chat template.
 
     The template's ends of answers and calls are found by rendering them and looking at the special token behind: several
@@ -373,8 +367,7 @@ def stop_token_ids(tokenizer: Any, eos_token_ids: Sequence[int] = (), rules: Rul
     stops = {tokenizer.eos_token_id, *eos_token_ids}
     if tokenizer.chat_template:
         stops.add(end_of_turn(tokenizer))
-    if tokenizer.chat_template and rules.reads_parts:
-        chat, source = Chat(tokenizer, rules=rules), str(tokenizer.chat_template)
+        chat, source = Chat(tokenizer), str(tokenizer.chat_template)
         own = {end for tag, end in _ENDS_OF_CALLS.items() if tag in source} | {*map(plain, chat.ends)}
         stops |= {token for token, name in tokenizer.added_tokens_decoder.items() if str(name) in own}
     return tuple(sorted(int(token) for token in stops if token is not None))

@@ -16,11 +16,6 @@ FIRST_ROWS = 100
 """Rows from which the columns of a source are chosen."""
 PROMPT_COLUMNS = ("prompt", "question", "messages", "conversations", "problem", "instruction", "query", "input")
 ANSWER_COLUMNS = ("answer", "solution", "target", "output", "response", "label", "labels", "ground_truth")
-BEFORE = {
-    "prompt": ("prompt", "question", "messages", "problem", "input"),
-    "answer": ("answer", "solution", "target", "label", "output"),
-}
-"""The columns of jobs that began when each row had its own choice."""
 _OF_VERL = "reward_model.ground_truth"
 _CONVERSATIONS = ("messages", "conversations")
 _LEARNED = {"chosen": "chosen and rejected", "completion": "completion", "token_ids": "token_ids"}
@@ -48,13 +43,6 @@ class Columns:
     """Why another column may be meant; empty if none shows."""
     learned: str = ""
     """What rows are learned from, if it is not the answer."""
-
-    @classmethod
-    def of_row(cls, config: DataConfig, row: Row) -> Columns:
-        """The columns of one row, by the rules of jobs that began earlier."""
-        known = {part: next((one for one in names if one in row), None) for part, names in BEFORE.items()}
-        prompt = None if config.template is not None else config.prompt or known["prompt"]
-        return cls(prompt, config.answer or known["answer"])
 
     @classmethod
     def of(cls, config: DataConfig, rows: Sequence[Row]) -> Columns:

@@ -72,14 +72,6 @@ def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tool
         yield one.example()
 
 
-def is_plain(chat: Chat, content: str) -> bool:
-    """Whether a turn is trained as its text and one token that ends it, as releases before wrote every turn."""
-    said = Message("assistant", content)
-    one, *others = examples_of(chat, (_ASKED, said, _ASKED, said), 1, ())
-    own = [*chat.encoded(chat.marked_text(said)), *chat.encoded(chat.spellings.marked(chat.end_of_turn))]
-    return not others and one.token_ids[one.loss_mask].tolist() == own * 2
-
-
 @dataclass(eq=False)
 class _Growing:
     """An example, turn by turn."""

@@ -17,7 +17,6 @@ from motet.config import DataConfig
 from motet.config.data import HELD_OUT
 from motet.core import seeds
 from motet.core.errors import DataError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Problem
 from motet.tasks.nested import names_of, text_of, value_at
 from motet.tasks.pools import Pools, order_of, passes
@@ -90,26 +89,22 @@ class Source:
     """What a person should know of the columns."""
 
 
-def load_dataset(
-    config: DataConfig, bounds: RowLimits | None = None, longer: Longer | None = None, rules: Rules = TODAY
-) -> Dataset:
+def load_dataset(config: DataConfig, bounds: RowLimits | None = None, longer: Longer | None = None) -> Dataset:
     """Read, check and split a job's data; see `read_source` and `split`."""
-    return split(config, read_source(config, bounds, rules), longer)
+    return split(config, read_source(config, bounds), longer)
 
 
-def read_source(config: DataConfig, bounds: RowLimits | None = None, rules: Rules = TODAY) -> Source:
+def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
     """Read all rows of a job's data as problems, within `bounds` if they are not the user's own; needs no tokenizer.
-
-    Rows are read by the job's `rules`.
 
     Raises:
         DataError: the source cannot be read, or a row is invalid; the message says where and what to do.
     """
     check_part(config)
-    source = _read(config, bounds, rules)
+    source = _read(config, bounds)
     if config.eval_source is None:
         return source
-    other, scorer = _evaluation(config, bounds, rules), source.scorer
+    other, scorer = _evaluation(config, bounds), source.scorer
     apart = f"; {config.eval_source}: {other.columns}" if other.columns != source.columns else ""
     return Source(
         source.problems,
@@ -120,14 +115,14 @@ def read_source(config: DataConfig, bounds: RowLimits | None = None, rules: Rule
     )
 
 
-def _read(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Source:
+def _read(config: DataConfig, bounds: RowLimits | None) -> Source:
     """The problems of `config.source`; it is read again if only its last row shows that a column holds whole numbers."""
-    rows, scorer = read_rows(config, bounds, rules)
-    reading = Reading(config, rules)
+    rows, scorer = read_rows(config, bounds)
+    reading = Reading(config)
     problems = Problems.of(reading.problems(rows, bounds))
     if whole := reading.whole:
-        reading = Reading(config, rules, whole)
-        problems = Problems.of(reading.problems(read_rows(config, bounds, rules)[0], bounds))
+        reading = Reading(config, whole)
+        problems = Problems.of(reading.problems(read_rows(config, bounds)[0], bounds))
     columns = "" if reading.columns is None else reading.columns.text(config)
     return Source(problems, None, scorer, columns, tuple(reading.notes()))
 
@@ -228,7 +223,7 @@ def _nothing_left(config: DataConfig, problems: Sequence[Problem]) -> str:
     )
 
 
-def _evaluation(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Source:
+def _evaluation(config: DataConfig, bounds: RowLimits | None) -> Source:
     if config.holdout == 0:
         raise DataError("data.eval_source is set but data.holdout is 0: set it to how many of its rows to use")
     if config.eval_split is not None and not has_splits(str(config.eval_source)):
@@ -241,6 +236,6 @@ def _evaluation(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> S
     changes = {"source": config.eval_source, "split": named, "size": size, "seed": far, "rows": None}
     other = config.model_copy(update=changes)
     try:
-        return _read(other, bounds, rules)
+        return _read(other, bounds)
     except DataError as error:
         raise DataError(str(error).replace("data.source", "data.eval_source", 1)) from error

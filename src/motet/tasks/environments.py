@@ -18,7 +18,6 @@ import numpy as np
 
 from motet.config import EnvironmentConfig
 from motet.core.errors import BaseModelError, EngineError, EnvironmentFault
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, TurnParts
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
@@ -52,8 +51,8 @@ class _WorkerSlot:
 class EnvironmentWorkers(OwnEnvironment):
     """The processes of one job's environment, and where its instances are."""
 
-    def __init__(self, config: EnvironmentConfig, log: Path | None, n_workers: int = 2, rules: Rules = TODAY) -> None:
-        self.config, self._log, self._rules = config, log, rules
+    def __init__(self, config: EnvironmentConfig, log: Path | None, n_workers: int = 2) -> None:
+        self.config, self._log = config, log
         self._slots = [_WorkerSlot() for _ in range(n_workers)]
         self.info = m.EnvironmentLoaded()
 
@@ -95,7 +94,7 @@ class EnvironmentWorkers(OwnEnvironment):
             await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
 
     async def _start(self, slot: _WorkerSlot) -> _Worker:
-        worker = await _Worker.spawn(self._log, self._rules)
+        worker = await _Worker.spawn(self._log)
         try:
             request = m.LoadEnvironment(import_path(), self.config.target, self.config.args)
             reply = await worker.exchange(request, m.EnvironmentLoaded | m.LoadRefused, LOAD_SECONDS)

@@ -138,7 +138,7 @@ ENVIRONMENTS: Mapping[str, Environment] = {"single": single_turn, "retry": retry
 
 async def _first_turn(context: GroupContext) -> list[Rollout]:
     chat, problem, indices = context.chat, context.problem, tuple(range(context.group_size))
-    prompt, tools = chat.prompt_ids(problem), tools_shown(problem.metadata, chat.rules)
+    prompt, tools = chat.prompt_ids(problem), tools_shown(problem.metadata)
     messages = chat.with_tools(problem.messages, tools)
     opening = () if messages == problem.messages else messages
     chunks = await whole(context.generate(prompt, indices, 0), context.group_size)
@@ -152,7 +152,7 @@ async def _first_turn(context: GroupContext) -> list[Rollout]:
 async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
     (branch,) = rollout.branches
     rollout = answered(rollout, (Message("user", RETRY_MESSAGE),))
-    tools = tools_shown(context.problem.metadata, context.chat.rules)
+    tools = tools_shown(context.problem.metadata)
     read, anew = _next(context.chat, rollout, branch.token_ids[branch.loss_mask], tools)
     prompt = read if anew else np.concatenate([branch.token_ids, read])
     try:

@@ -23,7 +23,6 @@ from pydantic import Field, ValidationError
 
 from motet.config import Config, RewardConfig
 from motet.core.errors import EngineError, JobFailed, RewardError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.graders import item_of
@@ -123,12 +122,9 @@ def _key(address: JudgeAddress) -> str:
 class Judges:
     """Asks judges, for all jobs of a process. Lives in one event loop."""
 
-    def __init__(
-        self, directory: Path, http: HttpRewards, base: OfBase | None = None, rules: Mapping[str, Rules] | None = None
-    ) -> None:
-        """`directory` is that of the run: each job keeps its answers in its own directory below. `rules` are by job."""
+    def __init__(self, directory: Path, http: HttpRewards, base: OfBase | None = None) -> None:
+        """`directory` is that of the run: each job keeps its answers in its own directory below."""
         self._directory, self._http, self._base = directory, http, base
-        self._rules = {} if rules is None else rules  # not a copy: jobs come later
         self._graders = Graders(Walls())
         self._gates: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
         self._spent: dict[str, Spend] = {}
@@ -223,7 +219,7 @@ class Judges:
                 for attempt in range(1, 10**6):
                     try:
                         got = await self._http.post_once(job, args, asked, attempt)
-                        return _read(got, len(asked), most, self._rules.get(job, TODAY))
+                        return _read(got, len(asked), most)
                     except AddressFailed as error:
                         reason = f" ({host} {error})"
                     await asyncio.sleep(pause)
@@ -269,7 +265,7 @@ def _request(address: JudgeAddress, judge: Judge, messages: list[dict[str, str]]
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _read(body: bytes, asked: int, most: int, rules: Rules) -> Said:
+def _read(body: bytes, asked: int, most: int) -> Said:
     """Read an answer in OpenAI's form. Raises AddressRefused if it has another one.
 
     If the server counts no tokens, each byte is one: never too few for a budget. The question has `asked` bytes; an answer
@@ -287,7 +283,7 @@ def _read(body: bytes, asked: int, most: int, rules: Rules) -> Said:
     if isinstance(text, str):  # a cut emoji is half a character, which cannot be stored
         text = text.encode("utf-8", "replace").decode()
     said = len(text.encode()) if isinstance(text, str) else most
-    if isinstance(text, str) and rules.reads_parts:
+    if isinstance(text, str):
         text = _spoken(text)
     if not isinstance(text, str) or len(text) > _LONGEST_ANSWER:
         text = None
@@ -306,9 +302,7 @@ def _spoken(text: str) -> str:
     return text[text.rfind(_END, end, verdict.start() if verdict else len(text)) + len(_END) :]
 
 
-def of_a_run(
-    directory: Path, base: OfBase | None = None, rules: Mapping[str, Rules] | None = None
-) -> dict[str, Elsewhere]:
+def of_a_run(directory: Path, base: OfBase | None = None) -> dict[str, Elsewhere]:
     """Scorers outside reward processes for `motet run`, which may ask any address; without a `base`, only for checks."""
     http = HttpRewards(Addresses(anywhere=True))
-    return {"http": http, "judge": Judges(directory, http, base, rules)}
+    return {"http": http, "judge": Judges(directory, http, base)}

@@ -88,19 +88,6 @@ def check_characters(messages: Iterable[Message], where: str) -> None:
             ) from error
 
 
-def without_odd_thoughts(turns: Any) -> Any:
-    """Turns of a job that began when thoughts were not read: without those that are no text, or none for a tokenizer."""
-    if isinstance(turns, list):
-        return [without_odd_thoughts(one) if isinstance(one, dict) else one for one in turns]
-    if not isinstance(turns, dict):
-        return turns
-    return {key: value for key, value in turns.items() if key not in THOUGHT_NAMES or _readable(value)}
-
-
-def _readable(value: Any) -> bool:
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
 def with_special_tokens(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Messages of a job's row in which names of special tokens are the tokens; results of tools stay letters."""
     return tuple(one if one.role == "tool" else replace(one, special=len(one.content)) for one in messages)

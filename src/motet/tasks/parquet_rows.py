@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from motet.core.errors import DataError
-from motet.core.rules import Rules
 from motet.process import ending, wall
 from motet.tasks import pace
 from motet.tasks.plain_json import as_json
@@ -34,14 +33,14 @@ _CRASHES = frozenset({signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS})
 """Signals by which Arrow ends its process when it gets no memory."""
 
 
-def read(path: Path, rules: Rules) -> Iterator[dict[str, Any]]:
+def read(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file. Raises DataError if it cannot be read."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_BATCH)
-        yield from of_arrow(batches) if rules.reads_columns else (row for part in batches for row in part.to_pylist())
+        yield from of_arrow(batches)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     # ValueError and OverflowError: also a date that Python cannot represent
@@ -49,12 +48,12 @@ def read(path: Path, rules: Rules) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
 
 
-def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, rules: Rules) -> Generator[bytes]:
+def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
     """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
     Raises DataError if it cannot be read, or not within the limits.
     """
-    command = wall.command(__name__, str(path.resolve()), str(memory_mb), str(rules.number))
+    command = wall.command(__name__, str(path.resolve()), str(memory_mb))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     late = threading.Event()
     with tempfile.TemporaryFile() as printed, subprocess.Popen(
@@ -103,11 +102,11 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, rules: 
             process.kill()
 
 
-def _write(path: Path, rules: Rules, target: IO[str]) -> None:
+def _write(path: Path, target: IO[str]) -> None:
     """Runs in the process that reads."""
     try:
-        for row in read(path, rules):
-            target.write(json.dumps(as_json(row, infinite_as_text=rules.reads_columns), separators=(",", ":")) + "\n")
+        for row in read(path):
+            target.write(json.dumps(as_json(row, infinite_as_text=True), separators=(",", ":")) + "\n")
     except DataError as error:
         target.write(json.dumps(str(error)) + "\n")
     target.flush()
@@ -116,6 +115,6 @@ def _write(path: Path, rules: Rules, target: IO[str]) -> None:
 if __name__ == "__main__":
     wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], most_written=_PRINTED, where_possible=True)
     try:
-        _write(Path(sys.argv[1]), Rules(int(sys.argv[3])), sys.stdout)
+        _write(Path(sys.argv[1]), sys.stdout)
     except MemoryError:
         os._exit(_NO_MEMORY)

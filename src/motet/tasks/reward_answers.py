@@ -100,7 +100,7 @@ class AnswerContext:
     shown: Callable[[], list[tuple[str, str]]] | None = None
     """The prompt, and prompt and answer, as the model read and wrote them, special tokens included."""
     state: TrainerState | None = None
-    """None for jobs that began when rewards had none."""
+    """None where no job asks."""
 
     def whole(self, problem: Problem, texts: Sequence[str]) -> Sequence[Transcript]:
         """The conversation of each answer."""

@@ -184,7 +184,6 @@ class _Function:
             raise RewardError(f"reward {self.name!r} takes {wrong}; write {usual}")
         self._check_args()
         seen = [key for key in _SEEN if key in parameters and key not in self.args]
-        defaults = {key for key in seen if key != "transcript" and key not in self.required}
 
         def call(asked: Asked) -> Any:
             (answer,) = asked.answers
@@ -194,9 +193,7 @@ class _Function:
                 "speech": answer.part("speech"),
             }
             parts["calls"] = answer.calls
-            # a job that began when rewards saw no parts leaves a parameter of that name its default
-            left = defaults if asked.state is None and answer.parts is None else ()
-            more = {**{key: parts[key] for key in seen if key not in left}, **self.args}
+            more = {**{key: parts[key] for key in seen}, **self.args}
             if by_name:
                 return self.function(problem=asked.problem, completion=answer.text, **more)
             return self.function(asked.problem, answer.text, **more)

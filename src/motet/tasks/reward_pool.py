@@ -24,7 +24,6 @@ import msgspec
 
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, RewardError
-from motet.core.rules import TODAY, Rules
 from motet.core.types import LARGEST_REWARD, Message, Problem, TurnParts
 from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
@@ -122,11 +121,11 @@ class RewardPool:
 
     async def register(
         self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
-        columns: Sequence[str] | None = None, rules: Rules = TODAY,
+        columns: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used.
 
-        `columns` are those that every row has, where that is known; one may ask for no other. `rules` are the job's.
+        `columns` are those that every row has, where that is known; one may ask for no other.
         """
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
@@ -136,7 +135,7 @@ class RewardPool:
             own = {index: rewards[index] for index in here if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side, columns)
             others = self._may_start_another, self._most_waiting, functools.partial(self._charge, job)
-            groups.append(WorkerGroup(request, log, own, *others, rules=rules))
+            groups.append(WorkerGroup(request, log, own, *others))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
         try:
             for group in groups:

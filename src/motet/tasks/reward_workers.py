@@ -14,7 +14,6 @@ from pathlib import Path
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
-from motet.core.rules import TODAY, Rules
 from motet.process.piped import Piped
 from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
@@ -66,14 +65,14 @@ class RewardLink(WorkerLink):
         self.loaded = m.RewardsLoaded((), ())
 
     @classmethod
-    async def start(cls, request: m.LoadRewards, log: Path | None, rules: Rules = TODAY) -> RewardLink:
+    async def start(cls, request: m.LoadRewards, log: Path | None) -> RewardLink:
         """Start a process and load its rewards.
 
         Raises:
             RewardError: the rewards do not load; the text is for a person.
             ProcessDiedError, ClockLimitError: loading ended the process or took too long.
         """
-        link = await cls.spawn(log, rules, walled=request.walled)
+        link = await cls.spawn(log, walled=request.walled)
         try:
             reply = await link.exchange(request, m.RewardsLoaded | m.LoadRefused, LOAD_SECONDS)
             if isinstance(reply, m.LoadRefused):
@@ -118,8 +117,6 @@ class WorkerGroup:
     """Most processes if the rewards wait rather than compute."""
     charge: Callable[[float], None] = lambda _: None
     """Called with the CPU seconds that the processes use."""
-    rules: Rules = TODAY
-    """The job's."""
     loaded: m.RewardsLoaded = field(default_factory=lambda: m.RewardsLoaded((), ()))
     workers: list[Worker] = field(default_factory=list)
     closed: bool = False
@@ -133,7 +130,7 @@ class WorkerGroup:
     async def open(self) -> None:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
-        link = self.workers[0].link = await RewardLink.start(self.request, self.log, self.rules)
+        link = self.workers[0].link = await RewardLink.start(self.request, self.log)
         self.loaded, link.charge = link.loaded, self.charge
         self.give_back(self.workers[0])
         if self.loaded.waits:
@@ -170,7 +167,7 @@ class WorkerGroup:
     async def start(self) -> RewardLink:
         """A new process. Raises ProcessDiedError if the job has ended or the rewards no longer load, and as `exchange`."""
         try:
-            link = await RewardLink.start(self.request, self.log, self.rules)
+            link = await RewardLink.start(self.request, self.log)
         except RewardError as error:
             raise ProcessDiedError(f"could not be loaded again: {error}") from error
         link.charge = self.charge

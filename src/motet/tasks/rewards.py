@@ -173,18 +173,6 @@ def _tests(given: Any) -> Any:
     return None if given is MISSING else [given] if isinstance(given, str | Mapping) else given
 
 
-def read_otherwise(row: Mapping[str, Any], column: str) -> bool:
-    """Whether `code` takes the tests of a row for others than the rules before."""
-    before = row.get(column)
-    try:
-        tests = _tests(value_at(row, column))
-    except ValueError:  # refused, then as now
-        return False
-    each = [one for one in tests if isinstance(one, Mapping)] if isinstance(tests, list) else []
-    nulls = any(one.get(name, "") is None for one in each for name in ("input", "output"))
-    return nulls or tests != ([before] if isinstance(before, str | Mapping) else before)
-
-
 def _prints(sandbox: Sandbox, program: str, test: Mapping[str, Any]) -> bool:
     """Whether a program prints the expected output, except for spaces at line ends; compared outside its process."""
     given, output = test.get("input"), test.get("output")

@@ -14,7 +14,6 @@ from typing import Any
 
 from motet.core.doubles import doubled_in
 from motet.core.errors import DataError
-from motet.core.rules import TODAY, Rules
 from motet.process import wall
 from motet.tasks import parquet_rows
 
@@ -46,12 +45,12 @@ OF_A_JOB = RowLimits(rows=200_000)
 """Limits of a service per job; every row is checked before the job begins."""
 
 
-def rows_of(path: Path, bounds: RowLimits | None = None, rules: Rules = TODAY) -> Iterator[Row]:
+def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
     """The rows of a .jsonl, .json, .csv or .parquet file, in order; without `bounds`, only memory limits them.
 
     Raises DataError if it cannot be read, contains something other than rows, or exceeds the bounds.
     """
-    for number, row in enumerate(READERS[path.suffix.lower()](path, bounds, rules)):
+    for number, row in enumerate(READERS[path.suffix.lower()](path, bounds)):
         if bounds is not None and number >= bounds.rows:
             raise DataError(f"{path} has more than {bounds.rows} rows, the limit here; split it, or set data.size")
         yield row
@@ -122,21 +121,21 @@ def _within(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | N
 # --- JSON -------------------------------------------------------------------------------------------------------------------
 
 
-def _json_lines(path: Path, bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
-    yield from _objects(_lines(path, bounds), path, "line", bounds, rules)
+def _json_lines(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
+    yield from _objects(_lines(path, bounds), path, "line", bounds)
 
 
-def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
+def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None) -> Iterator[Row]:
     for where, line in _within(lines, path, unit, bounds):
         if line.removeprefix(codecs.BOM_UTF8).strip():
-            yield _object(_parse(line, where, rules), where)
+            yield _object(_parse(line, where), where)
 
 
-def _json_list(path: Path, bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
+def _json_list(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     text = path.read_bytes()
     if bounds is not None and _values(text) > bounds.values:
         raise _too_many_values(path, bounds)
-    value = _parse(text, str(path), rules)
+    value = _parse(text, str(path))
     if not isinstance(value, list):
         raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
     for number, row in enumerate(value, 1):
@@ -151,10 +150,9 @@ def _values(text: bytes) -> int:
     return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
-def _parse(text: bytes, where: str, rules: Rules) -> Any:
-    once = _once if rules.reads_columns else None
+def _parse(text: bytes, where: str) -> Any:
     try:
-        return json.loads(_decoded(text, where).rstrip(), object_pairs_hook=once)
+        return json.loads(_decoded(text, where).rstrip(), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         if error.pos >= len(error.doc) or error.msg.startswith("Unterminated string"):
             raise DataError(
@@ -195,7 +193,7 @@ def _object(value: Any, where: str) -> Row:
 # --- CSV --------------------------------------------------------------------------------------------------------------------
 
 
-def _csv(path: Path, bounds: RowLimits | None, _: Rules) -> Iterator[Row]:
+def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     """All fields stay texts: `007` may be a code, not the number 7."""
     csv.field_size_limit(sys.maxsize)  # a limit of the whole process; rows have their own bounds
     reader = csv.reader(_texts(path, bounds), strict=True)
@@ -229,16 +227,16 @@ def _texts(path: Path, bounds: RowLimits | None) -> Iterator[str]:
 # --- parquet ----------------------------------------------------------------------------------------------------------------
 
 
-def _parquet(path: Path, bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
+def _parquet(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     if bounds is None:
-        yield from parquet_rows.read(path, rules)
+        yield from parquet_rows.read(path)
         return
-    lines = parquet_rows.read_apart(path, bounds.seconds, bounds.memory_mb, bounds.row_bytes + 1, rules)
+    lines = parquet_rows.read_apart(path, bounds.seconds, bounds.memory_mb, bounds.row_bytes + 1)
     with contextlib.closing(lines):
-        yield from _objects(lines, path, "row", bounds, rules)
+        yield from _objects(lines, path, "row", bounds)
 
 
-READERS: dict[str, Callable[[Path, RowLimits | None, Rules], Iterator[Row]]] = {
+READERS: dict[str, Callable[[Path, RowLimits | None], Iterator[Row]]] = {
     ".jsonl": _json_lines, ".json": _json_list, ".csv": _csv, ".parquet": _parquet,
 }  # fmt: skip
 

@@ -12,7 +12,6 @@ from typing import Any
 from motet.config import DataConfig
 from motet.config.data import column_name
 from motet.core.errors import DataError
-from motet.core.rules import Rules
 from motet.core.types import Message, Problem
 from motet.tasks import pace
 from motet.tasks.columns import FIRST_ROWS, PROMPT_COLUMNS, Columns
@@ -25,7 +24,6 @@ from motet.tasks.messages import (
     messages_of,
     plain_preference,
     with_special_tokens,
-    without_odd_thoughts,
     without_prompt,
 )
 from motet.tasks.nested import MISSING, may_lead_on, names_of, text_of, value_at
@@ -79,9 +77,9 @@ def _whole(value: Any) -> Any:
 class Reading:
     """Makes problems of the rows of a source, which it sees once and in order."""
 
-    def __init__(self, config: DataConfig, rules: Rules, whole: frozenset[str] = frozenset()) -> None:
+    def __init__(self, config: DataConfig, whole: frozenset[str] = frozenset()) -> None:
         """`whole`: columns whose floats are whole numbers."""
-        self._config, self._rules, self._whole = config, rules, whole
+        self._config, self._whole = config, whole
         self._seen = WholeNumbers(config.source)
         self._parts = [] if config.template is None else parts_of(config.template)
         self._asked = {config.answer: "answer", **{column: "template" for _, column in self._parts}}
@@ -89,12 +87,12 @@ class Reading:
         self._lacking, self._first_lacking = 0, ""
         self._rows, self._first = 0, Row()
         self.columns: Columns | None = None
-        """Those of the source, once its first rows are read; None where each row has its own."""
+        """Those of the source; None until its first rows are read."""
 
     @property
     def whole(self) -> frozenset[str]:
         """Columns of floats that are whole numbers; see `WholeNumbers`."""
-        return self._seen.columns - self._whole if self._rules.reads_columns else frozenset()
+        return self._seen.columns - self._whole
 
     def problems(self, rows: Iterator[Row], bounds: RowLimits | None) -> Iterator[Problem]:
         """The problems of rows. Raises DataError for a row that is none; the message says where, and what to do."""
@@ -141,8 +139,6 @@ class Reading:
             rows = ({k: _whole(v) if k in self._whole else v for k, v in row.items()} for row in rows)
         if self._config.template is None:
             rows = map(plain_preference, rows)
-        if not self._rules.reads_columns:
-            return rows
         first, size = list[Row](), 0
         while len(first) < FIRST_ROWS and size < _FIRST_BYTES and (row := next(rows, None)) is not None:
             first.append(row)
@@ -153,7 +149,8 @@ class Reading:
 
     def _problem(self, row: Row, index: int) -> Problem:
         config, where = self._config, f"{self._config.source} row {index + 1}"
-        columns = self.columns or Columns.of_row(config, row)
+        columns = self.columns
+        assert columns is not None  # the first rows are read
         own = self._asked_for(row, columns.answer, where) if columns.answer else ""
         answer = text_of(own)
         value: Any
@@ -169,21 +166,17 @@ class Reading:
                 f"{where} has no column named {', '.join(PROMPT_COLUMNS)}. {_columns(row)}. "
                 f"Set data.prompt to one of them, or data.template to a text with {{column}} fields{texts}"
             )
-        if self._rules.reads_columns:
-            for name in filter(row.get, (columns.prompt or "", *CONTINUATIONS)):  # a template has no column
-                check_text(row[name], name, where)
-            for turns in (value, *map(row.get, CONTINUATIONS)):
-                check_turns(turns, where)
+        for name in filter(row.get, (columns.prompt or "", *CONTINUATIONS)):  # a template has no column
+            check_text(row[name], name, where)
+        for turns in (value, *map(row.get, CONTINUATIONS)):
+            check_turns(turns, where)
         conversational = isinstance(value, list)
-        if not self._rules.reads_parts:
-            value = without_odd_thoughts(value)
-            row = {**row, **{name: without_odd_thoughts(row[name]) for name in CONTINUATIONS if name in row}}
         messages = _with_more(messages_of(value, where, columns.prompt or "template"), row, columns, where)
         continuation: tuple[Message, ...] = ()
         if messages[-1].role == "assistant":  # a row for supervised training: its last turn is the reference answer
             messages, continuation = messages[:-1], messages[-1:]
             answer = answer or continuation[0].content
-            if self._rules.reads_columns and columns.prompt == "prompt":
+            if columns.prompt == "prompt":
                 check_end(row, where)
         if not messages or messages[-1].role not in ("user", "tool"):
             raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
@@ -192,7 +185,7 @@ class Reading:
         if config.special_tokens:
             messages, continuation = with_special_tokens(messages), with_special_tokens(continuation)
         check_characters((*messages, *continuation), where)
-        check_variables(variables_of(row, self._rules), f"{where}: {ROW_VARIABLES}")
+        check_variables(variables_of(row), f"{where}: {ROW_VARIABLES}")
         nothing = own is None or own is MISSING or (own == "" and self._config.source.lower().endswith(".csv"))
         if nothing and not answer and not row.keys() & {"completion", "chosen"}:
             self._note_lacking(row, columns, index)
@@ -235,9 +228,8 @@ class Reading:
         return value
 
     def _filled(self, row: Row, where: str) -> str:
-        write = text_of if self._rules.reads_columns else str
         return "".join(
-            text if column is None else text + write(self._asked_for(row, column, where))
+            text if column is None else text + text_of(self._asked_for(row, column, where))
             for text, column in self._parts
         )
 

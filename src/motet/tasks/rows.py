@@ -200,7 +200,7 @@ def _tools(problem: Problem, where: str) -> Tools:
 
 def _examples(chat: Chat, messages: Sequence[Message], first: int, problem: Problem, where: str) -> Iterator[Example]:
     turns = sum(message.role == "assistant" for message in messages[first:])
-    if turns * len(messages) > _MOST_WORK and chat.chat_template and chat.rules.writes_as_template:
+    if turns * len(messages) > _MOST_WORK and chat.chat_template:
         raise DataError(
             f"{where} has {turns} turns to learn in {len(messages)} messages, and every turn is written with all messages "
             f"before it, which would take too long; split it into rows of at most {_SHORT} messages"

@@ -10,7 +10,6 @@ from pathlib import Path
 from motet.config import GENERATED_ROWS, DataConfig
 from motet.core.errors import DataError
 from motet.core.near import close_matches
-from motet.core.rules import TODAY, Rules
 from motet.tasks import tables
 from motet.tasks.plain_json import as_json
 from motet.tasks.reasoning import ScorerSpec, make_entries
@@ -20,9 +19,7 @@ _HUB_SECONDS = 10
 _ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
-def read_rows(
-    config: DataConfig, bounds: RowLimits | None = None, rules: Rules = TODAY
-) -> tuple[Iterator[Row], ScorerSpec | None]:
+def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
     """At most `config.size` rows of a source, with JSON values only, and the data's own scorer, if any.
 
     Rows are read lazily, within `bounds` if they are another person's; errors are raised during iteration.
@@ -36,7 +33,7 @@ def read_rows(
         return iter(make_entries(spec, bounds)), spec
     if source.startswith("toy:"):
         return _toy(config, source.partition(":")[2]), None
-    return _plain(config, itertools.islice(_rows(config, bounds, rules), config.size), bounds, rules), None
+    return _plain(config, itertools.islice(_rows(config, bounds), config.size), bounds), None
 
 
 def has_splits(source: str) -> bool:
@@ -61,7 +58,7 @@ def check_part(config: DataConfig) -> None:
             raise DataError(f"data.{field} {value!r}: {config.source} has no {field}s; leave it out")
 
 
-def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None, rules: Rules) -> Iterator[Row]:
+def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Row]:
     number = -1
     for number, row in enumerate(rows):
         if bounds is not None and number >= bounds.rows:
@@ -69,20 +66,20 @@ def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None, ru
                 f"data.source {config.source!r} has more than {bounds.rows} rows; set data.size to use the first"
             )
         try:
-            yield as_json(row, infinite_as_text=rules.reads_columns)
+            yield as_json(row, infinite_as_text=True)
         except RecursionError as error:
             raise DataError(f"data.source {config.source!r} has a row that is nested too deep") from error
     if number < 0:
         raise DataError(f"data.source {config.source!r} has no rows; a row is an object such as {_ROW}")
 
 
-def _rows(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Iterable[Row]:
+def _rows(config: DataConfig, bounds: RowLimits | None) -> Iterable[Row]:
     path = Path(os.path.expanduser(config.source))
     if config.rows is not None:
-        return _of_python(config, rules)
+        return _of_python(config)
     if path.suffix.lower() in READERS:
         if path.is_file():
-            return rows_of(path, bounds, rules)
+            return rows_of(path, bounds)
         if path.is_dir():
             raise DataError(_a_directory(config.source, path))
         near = _near(path.name, _siblings(path))
@@ -92,13 +89,12 @@ def _rows(config: DataConfig, bounds: RowLimits | None, rules: Rules) -> Iterabl
         raise DataError(
             f"data.source {config.source!r} is a file of another kind: its name must end with {', '.join(READERS)}"
         )
-    return _datasets(config, rules)
+    return _datasets(config)
 
 
-def _of_python(config: DataConfig, rules: Rules) -> Iterator[Row]:
-    rows = tables.of_python(config.rows) if rules.reads_columns else tables.as_written(config.rows)
+def _of_python(config: DataConfig) -> Iterator[Row]:
     try:
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(tables.of_python(config.rows), 1):
             if not isinstance(row, Mapping):
                 raise DataError(f"{config.source} row {number} must be a mapping of columns, got {type(row).__name__}")
             yield dict(row)
@@ -169,7 +165,7 @@ def _ask_hub(source: str) -> None:
         raise DataError(f"it is not on this machine, and the hub does not answer ({reason:.200}); {instead}") from error
 
 
-def _datasets(config: DataConfig, rules: Rules) -> Iterator[Row]:
+def _datasets(config: DataConfig) -> Iterator[Row]:
     import datasets
 
     source, split = config.source, config.split
@@ -182,7 +178,7 @@ def _datasets(config: DataConfig, rules: Rules) -> Iterator[Row]:
             if not saved.exists():
                 _ask_hub(source)
             table = datasets.load_dataset(str(saved) if saved.is_dir() else source, name=config.subset, split=split)
-        yield from tables.of_datasets(table) if rules.reads_columns else (dict(table[i]) for i in range(len(table)))
+        yield from tables.of_datasets(table)
     except DataError as error:
         raise DataError(f"data.source {source!r}: {error}") from error
     except (

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from motet.core.errors import DataError
-from motet.core.rules import Rules
 
 ROW_VARIABLES = "chat_template_kwargs"
 """The column of a row's own variables, as in TRL."""
@@ -36,16 +35,16 @@ def check_variables(values: Mapping[str, Any], field: str) -> None:
             )
 
 
-def variables_of(row: Mapping[str, Any], rules: Rules) -> Mapping[str, Any]:
+def variables_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The variables that a row has of its own."""
     own = row.get(ROW_VARIABLES)
-    return own if rules.reads_columns and isinstance(own, Mapping) else {}
+    return own if isinstance(own, Mapping) else {}
 
 
-def tools_shown(row: Mapping[str, Any], rules: Rules) -> Sequence[Mapping[str, Any]]:
+def tools_shown(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The tools that the prompt of a row shows; none where its column of this name holds something else."""
     try:
-        return tools_of(row) if rules.reads_columns else ()
+        return tools_of(row)
     except ValueError:
         return ()
 

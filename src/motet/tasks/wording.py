@@ -11,7 +11,7 @@ from typing import Any
 from motet.core.errors import BaseModelError
 from motet.core.types import Message, ToolCall, TurnParts
 from motet.tasks.forms.reading import TurnForm
-from motet.tasks.forms.table import CALL_STYLES, EARLIER
+from motet.tasks.forms.table import CALL_STYLES, HERMES
 from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS, Given, GiveThought
 from motet.tasks.template_errors import let_go
 
@@ -52,7 +52,7 @@ class Wording:
     """None: the template leaves thoughts out."""
     calls: bool = False
     """Whether it writes calls; otherwise they are text, in the base's form."""
-    form: TurnForm = EARLIER
+    form: TurnForm = HERMES
     several: bool = True
     """Whether it writes several calls of one turn; otherwise each gets a turn."""
     as_json: bool = False

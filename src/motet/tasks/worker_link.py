@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from motet.core.rules import Rules
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, ChannelMessage, ProcessFault, decode, encode
 from motet.process.piped import Piped
@@ -51,15 +50,13 @@ class WorkerLink:
         self._used = 0.0
 
     @classmethod
-    async def spawn(cls, log: Path | None, rules: Rules, *, walled: bool = False) -> Self:
+    async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
         """Start a process; one for behind a wall gets none of this process's environment variables.
 
         What its code makes of a call depends on the call: random numbers, hashes, encodings and the zone are fixed.
         """
         # The limit is on address space; one arena and one thread keep it close to the memory in use.
         environment = wall.environment(MALLOC_ARENA_MAX="2")
-        if not rules.fixes_zone:
-            del environment["TZ"]
         if not walled:
             own = {name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}
             environment = {**os.environ, **own}

@@ -1,4 +1,4 @@
-"""Files that commit 10c3bf87 left when it was killed halfway: see scripts/make_earlier.py."""
+"""Files that two commits left when they were killed halfway, by the commit: see scripts/make_earlier.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-KNOWN: dict[str, Any] = json.loads((_HERE / "known.json").read_text())
+OTHER_RULES, SAME_RULES = "10c3bf87", "595e64a6"
+"""The commits: one whose jobs go on by other rules than today's, and one with today's rules."""
+COMMITS = (OTHER_RULES, SAME_RULES)
+KNOWN: dict[str, dict[str, Any]] = {one: json.loads((_HERE / one / "known.json").read_text()) for one in COMMITS}
 """The adapters of undisturbed jobs by sha256, the processor that gave them; the service's keys, jobs and usage."""
 
 
-def unpack(name: str, target: Path) -> Path:
+def unpack(commit: str, name: str, target: Path) -> Path:
     """`project`: job file, data, reward and run directory; `served`: a service's directory."""
-    with tarfile.open(_HERE / f"{name}.tar.xz") as archive:
+    with tarfile.open(_HERE / commit / f"{name}.tar.xz") as archive:
         archive.extractall(target, filter="data")
     return target / name

@@ -54,8 +54,8 @@ ASKED: Mapping[str, str] = {
     "none": "",
 }
 """How a message that introduces tools asks for calls, by form."""
-EARLIER = TurnForm("hermes", None, CALL_STYLES["hermes"])
-"""How jobs that began under earlier rules read turns: all is speech, and calls are JSON in tags."""
+HERMES = TurnForm("hermes", None, CALL_STYLES["hermes"])
+"""The most common form: all of a turn but its calls is speech, and these are JSON in tags."""
 
 _ASKED, _THOUGHT, _SAID = "7asked7text7", "7thought7text7", "7said7text7"
 """Letters and digits only, so that no template trims or escapes them."""
@@ -91,14 +91,14 @@ def find_form(
         return HARMONY
     thought = template.thought()
     if not (templated or tool_format):
-        return replace(EARLIER, thought=thought)
+        return replace(HERMES, thought=thought)
     if tool_format:
         style = CALL_STYLES.get(tool_format)
         return TurnForm(tool_format, thought, style, in_template=style is None or template.writes(style, thought))
     reads = next((name for name in CALL_STYLES if template.writes(CALL_STYLES[name], thought)), "")
     if name := reads if template.calls else template.introduces():
         return TurnForm(name, thought, CALL_STYLES[name])
-    return replace(EARLIER, thought=thought, known=not (template.calls or template.lists_tools))
+    return replace(HERMES, thought=thought, known=not (template.calls or template.lists_tools))
 
 
 class _Template:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from motet.core.rules import Rules
 from motet.core.types import Chunk, FinishReason, IntArray, TurnParts
 from motet.tasks.forms.arguments import schemas_of
 from motet.tasks.forms.letters import Vocabulary
 from motet.tasks.forms.reading import TurnForm, TurnReader
-from motet.tasks.forms.table import EARLIER, find_form
+from motet.tasks.forms.table import HERMES, find_form
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -26,7 +25,6 @@ class ReadsTurns:
     tokenizer: Any
     chat_template: bool
     template_kwargs: Mapping[str, Any]
-    rules: Rules
     tool_format: str | None
 
     @cached_property
@@ -37,16 +35,12 @@ class ReadsTurns:
     @cached_property
     def form(self) -> TurnForm:
         """How the base writes a turn."""
-        if not self.rules.reads_parts:
-            return EARLIER
         return find_form(self.tokenizer, self.template_kwargs, self.tool_format or "", templated=self.chat_template)
 
     @cached_property
     def form_as_text(self) -> TurnForm:
         """How turns are written whose parts no template writes."""
-        if not self.rules.writes_in_form:
-            return EARLIER
-        return self.form if self.form.calls or not self.form.plain else replace(EARLIER, thought=self.form.thought)
+        return self.form if self.form.calls or not self.form.plain else replace(HERMES, thought=self.form.thought)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
