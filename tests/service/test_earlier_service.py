@@ -1,4 +1,7 @@
-"""A service's directory that an earlier Motet left when it was killed: keys, jobs, files and usage are there, and go on."""
+"""A service's directory that an earlier Motet left when it was killed: keys, jobs, files and usage are there.
+
+Jobs of today's rules go on; others pause, and their owners continue them as `inexact` or cancel them.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +9,53 @@ import contextlib
 import shutil
 import sqlite3
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from motet.commands.verify import verify
-from motet.core.rules import NEWEST
-from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.beginning import RULES
 from motet.service.database.store import Store
-from tests.support.earlier import KNOWN, unpack
+from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 from tests.support.service_run import Service, serving
 
-KEYS = KNOWN["keys"]
+
+@pytest.fixture(params=COMMITS)
+def commit(request: pytest.FixtureRequest) -> str:
+    """The one that left it."""
+    return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def left(commit: str, tmp_path: Path) -> Path:
     """Its directory."""
-    return unpack("served", tmp_path_factory.mktemp("earlier"))
+    return unpack(commit, "served", tmp_path / "earlier")
 
 
-@pytest.fixture(scope="module")
-def service(left: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service of today on a copy of it."""
-    directory = tmp_path_factory.mktemp("served") / "served"
-    shutil.copytree(left, directory)
-    with serving(directory, keys=True) as found:
+@pytest.fixture
+def service(left: Path) -> Iterator[Service]:
+    """A service of today on it."""
+    with serving(left, keys=True) as found:
         yield found
 
 
-def test_its_database_loses_no_row_when_its_tables_are_those_of_today(left: Path, tmp_path: Path) -> None:
+def test_its_database_loses_no_row_when_its_tables_are_those_of_today(commit: str, left: Path, tmp_path: Path) -> None:
     shutil.copy(left / "motet.db", tmp_path)
     store = Store(f"sqlite:///{tmp_path / 'motet.db'}")
     store.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
-        found = {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in KNOWN["rows"]}
-    # every tenant gets a row that lifts a limit which is new
-    assert found == {**KNOWN["rows"], "starts": KNOWN["rows"]["starts"] + 1, "limits": KNOWN["rows"]["tenants"]}
+        rows = KNOWN[commit]["rows"]
+        found = {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in rows}
+    if commit == OTHER_RULES:  # every tenant gets a row that lifts a limit which was new then
+        rows = {**rows, "limits": rows["tenants"]}
+    assert found == {**rows, "starts": rows["starts"] + 1}
 
 
-def test_rows_of_tables_that_it_left_empty_stay_too(left: Path, tmp_path: Path) -> None:
+def test_rows_of_tables_that_it_left_empty_stay_too(commit: str, left: Path, tmp_path: Path) -> None:
     shutil.copy(left / "motet.db", tmp_path)
-    empty = sorted(name for name, rows in KNOWN["rows"].items() if not rows)
+    empty = sorted(name for name, rows in KNOWN[commit]["rows"].items() if not rows)
     assert {"bases", "closed_tenants", "fine_tunings", "races", "scoring_units"} <= set(empty)
     with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
         columns = {name: _fill(database, name) for name in empty}
@@ -84,41 +91,40 @@ def _contents(database: sqlite3.Connection, columns: dict[str, list[str]]) -> di
     return {table: database.execute(f"SELECT {of} FROM {table} ORDER BY 1").fetchall() for table, of in quoted.items()}
 
 
-def test_its_keys_open_what_they_opened(service: Service) -> None:
-    service.become(KEYS["acme"])
-    assert {job["name"] for job in service.ask("GET", "/v1/jobs")["data"]} == KNOWN["jobs"].keys() - {"paused"}
-    assert [one["id"] for one in service.ask("GET", "/v1/files")["data"]] == [KNOWN["file"]]
-    assert [one["id"] for one in service.ask("GET", "/v1/adapters")["data"]] == [KNOWN["adapter"]]
+def test_its_keys_open_what_they_opened(commit: str, service: Service) -> None:
+    known = KNOWN[commit]
+    keys = known["keys"]
+    service.become(keys["acme"])
+    assert {job["name"] for job in service.ask("GET", "/v1/jobs")["data"]} == known["jobs"].keys() - {"paused"}
+    assert [one["id"] for one in service.ask("GET", "/v1/files")["data"]] == [known["file"]]
+    assert [one["id"] for one in service.ask("GET", "/v1/adapters")["data"]] == [known["adapter"]]
     assert service.weights("done")
-    service.become(KEYS["globex"])
+    service.become(keys["globex"])
     assert [job["name"] for job in service.ask("GET", "/v1/jobs")["data"]] == ["paused"]
     assert [one["name"] for one in service.ask("GET", "/v1/shares")["received"]] == ["mine"]
     assert service.ask("GET", "/v1/limits")["limits"]["tokens_per_day"] == 1_000_000
-    service.become(KEYS["revoked"])
+    service.become(keys["revoked"])
     service.refused(401, "GET", "/v1/jobs")
-    service.become(KEYS["admin"])
-    assert len(service.ask("GET", "/v1/audit")["data"]) >= KNOWN["rows"]["audit"]
+    service.become(keys["admin"])
+    assert len(service.ask("GET", "/v1/audit")["data"]) >= known["rows"]["audit"]
     used, before = (
         {line["tenant"]: line["tokens_trained"] for line in lines["data"] if line["tenant"]}
-        for lines in (service.ask("GET", "/v1/usage", params={"by": "tenant"}), KNOWN["usage"])
+        for lines in (service.ask("GET", "/v1/usage", params={"by": "tenant"}), known["usage"])
     )
     assert used.keys() == before.keys()
     assert all(used[tenant] >= before[tenant] for tenant in before)
 
 
-def test_its_jobs_go_on(service: Service) -> None:
-    service.become(KEYS["acme"])
+@pytest.mark.parametrize("commit", [SAME_RULES], indirect=True)
+def test_its_jobs_go_on(commit: str, service: Service) -> None:
+    service.become(KNOWN[commit]["keys"]["acme"])
     assert service.ended("half") == "succeeded", service.job("half")
     assert service.ended("queued") == "succeeded", service.job("queued")
-    begun = {
-        name: JobDirectory(service.directory / "run" / service.job(name)["id"]).newest() for name in ("half", "queued")
-    }
-    assert {name: done and done.rules for name, done in begun.items()} == {"half": 0, "queued": NEWEST}
     assert service.steps("half") == list(range(service.job("half")["steps"] + 1))
     assert {name: service.job(name)["state"] for name in ("done", "cancelled")} == {
         "done": "succeeded", "cancelled": "cancelled",
     }  # fmt: skip
-    service.become(KEYS["globex"])
+    service.become(KNOWN[commit]["keys"]["globex"])
     step = service.job("paused")["step"]
     assert service.job("paused")["state"] == "paused"
     service.steer("paused", "resume")
@@ -127,3 +133,49 @@ def test_its_jobs_go_on(service: Service) -> None:
     assert service.ended("paused") == "cancelled"
     for job in (service.directory / "run").glob("job-*"):
         assert verify(job) == 0, job
+
+
+@pytest.mark.parametrize("commit", [OTHER_RULES], indirect=True)
+def test_its_jobs_of_other_rules_pause_until_their_owner_decides(commit: str, service: Service) -> None:
+    why = (
+        f"paused: it was trained by Motet 0.1.0 with rules 0, and this is Motet {version('motet')} with rules {RULES}: "
+    )
+    cure = "resume it to continue by the rules of this one, as inexact, or cancel it"
+    keys = KNOWN[commit]["keys"]
+    for tenant, name in (("acme", "half"), ("globex", "paused")):
+        service.become(keys[tenant])
+        assert service.becomes(name, "paused")["message"].startswith(why)
+        assert service.job(name)["message"].endswith(cure)
+    service.steer("paused", "cancel")
+    assert service.ended("paused") == "cancelled"
+    service.become(keys["acme"])
+    assert service.job("queued")["state"] == "queued"
+    step = service.job("half")["step"]
+    service.steer("half", "resume")
+    service.reaches("half", step + 1)
+    service.kill_all()
+    service.start()  # who has decided is not asked again
+    assert service.ended("half") == "succeeded", service.job("half")
+    assert service.ended("queued") == "succeeded", service.job("queued")
+    assert service.steps("half") == list(range(service.job("half")["steps"] + 1))
+    (*_, last), (*_, other) = (
+        [one["data"] for one in service.events(name) if one["kind"] == "state"] for name in ("half", "queued")
+    )
+    assert any(reason.startswith(f"the rules changed from 0 to {RULES} at step ") for reason in last["inexact"])
+    assert other["inexact"] == []
+    for job in (service.directory / "run").glob("job-*"):
+        assert verify(job) == 0, job
+
+
+@pytest.mark.parametrize("commit", [OTHER_RULES], indirect=True)
+def test_a_failed_job_of_other_rules_says_so_and_may_be_resumed(left: Path, commit: str) -> None:
+    with contextlib.closing(sqlite3.connect(left / "motet.db")) as database:
+        database.execute("UPDATE jobs SET state = 'failed', message = 'no luck' WHERE name = 'half'")
+        database.commit()
+    with serving(left, keys=True) as service:
+        service.become(KNOWN[commit]["keys"]["acme"])
+        job = service.job("half")
+        assert job["state"] == "failed"
+        assert job["message"].startswith("no luck; it was trained by Motet 0.1.0 with rules 0, and this is Motet")
+        service.steer("half", "resume")
+        assert service.ended("half") == "succeeded", service.job("half")
