@@ -204,6 +204,26 @@ def test_a_job_that_starts_over_has_the_present_time(whole: Path, tmp_path: Path
     assert clock_at(JobDirectory(tmp_path / "none"), {}, now) == now
 
 
+def test_a_field_that_left_is_no_change_of_a_job(train: Callable[..., RunResult], whole: Path, tmp_path: Path) -> None:
+    """Also in a list; what a person names freely counts."""
+    place = tmp_path / "older"
+    for reward, told in ({"left": 1}, ""), ({"args": {"pattern": "[1-5]", "left": 1}}, r"job.rewards"):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(whole / "half", place)
+        (place / "dated/manifest.jsonl").unlink()
+        change(place / "dated", after="")
+        stored = yaml.safe_load((place / "dated/job.yaml").read_text())
+        stored["job"] |= {"left": True, "eval": {**stored["job"]["eval"], "left": [1]}}
+        stored["job"]["algorithm"]["left"] = 2
+        stored["job"]["rewards"][0] |= reward
+        (place / "dated/job.yaml").write_text(yaml.safe_dump(stored, sort_keys=False))
+        if told:
+            with pytest.raises(RunError, match=told):
+                goes_on(train, whole, place)
+        else:
+            assert not goes_on(train, whole, place).jobs["dated"].inexact
+
+
 def test_a_loop_of_ones_own_has_the_date_of_its_adapters(base: Path, tmp_path: Path) -> None:
     problem = Problem(0, (Message("user", "Hi"),), "")
 

@@ -13,7 +13,7 @@ from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory, cut_back
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
-from motet.runtime.receipts import differences, without_arguments
+from motet.runtime.receipts import differences, known_settings, without_arguments
 from motet.runtime.rollout_logs import in_order, must_be_there
 from motet.runtime.source_sums import code_changes
 
@@ -157,6 +157,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between a job and its directory, one line each; additional steps do not count."""
     lines = list(code_changes(before.get("code") or {}, now.get("code", {})))
     then = {key: before.get(key) for key in now if key not in ("code", NOT_FOLLOWED, *_BEGAN_WITH)}
+    then |= {"job": known_settings(then["job"])} if "job" in then else {}
     lines += differences(then, {key: now[key] for key in then})
     return [line for line in lines if not (line.startswith("job.steps:") and _more_steps(before, now))]
 

@@ -19,10 +19,14 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 
+from motet.algorithms.algorithm import Algorithm
+from motet.algorithms.registry import ALGORITHMS
+from motet.config import Config, JobConfig
 from motet.core.checksums import Damage, hash_of
 from motet.core.errors import BaseModelError, RunError
 from motet.core.model_info import kept_on_another
@@ -108,7 +112,7 @@ class Materials:
         yield from (line for line in changed_materials(before, now) if not (without and line.startswith(without)))
         built = receipt["predicate"]["buildDefinition"]
         yield from differences(
-            {**built["externalParameters"], "version": None}, {**self._identity["job"], "version": None}
+            {**known_settings(built["externalParameters"]), "version": None}, {**self._identity["job"], "version": None}
         )
         inner = {name: value for name, value in self._identity.items() if name in built["internalParameters"]}
         yield from differences({name: built["internalParameters"][name] for name in inner}, inner)
@@ -139,6 +143,22 @@ def without_arguments(job: Mapping[str, Any]) -> dict[str, Any]:
     """A job's settings; code arguments and URL queries, which may be secret or long, become short sums."""
     sections = {name: job[name] for name in ("environment", "rewards") if name in job}
     return {**job, **{name: _hidden(value) for name, value in sections.items()}}
+
+
+def known_settings(tree: Any, section: Any = JobConfig) -> Any:
+    """Return a stored job's settings, or those of a section, without fields that Motet does not have any more."""
+    if get_origin(section) in (list, Union, UnionType):
+        section = next(
+            (part for part in get_args(section) if isinstance(part, type) and issubclass(part, Config)), None
+        )
+    if isinstance(tree, list):
+        return [known_settings(one, section) for one in tree]
+    if isinstance(tree, Mapping) and section is Algorithm:
+        section = ALGORITHMS.get(str(tree.get("type")))
+    if not (isinstance(tree, Mapping) and isinstance(section, type) and issubclass(section, Config)):
+        return tree
+    fields = section.model_fields
+    return {name: known_settings(value, fields[name].annotation) for name, value in tree.items() if name in fields}
 
 
 def _hidden(section: Any) -> Any:
