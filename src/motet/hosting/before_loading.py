@@ -285,11 +285,11 @@ def changes_of(
 ) -> list[str]:
     """The accepted differences of a job from its directory. Raises RunError for others, and says what to do."""
     ended = has_ended(directory, job)
-    if not (ended or accept_changes):
-        check_rules(directory)
     changes = check_identity(directory, identity, accept_changes=accept_changes or ended)
     if changes and ended and not accept_changes:
         raise RunError(f"{of_another_job(directory, changes)}{TOO_LATE}")
+    if not (ended or accept_changes):
+        check_rules(directory)
     return changes
 
 
