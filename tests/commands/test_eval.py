@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,11 +15,9 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from motet.commands.cli import app
-from motet.commands.evaluate import Asked, find_models, task_of
+from motet.commands.evaluate import Asked, task_of
 from motet.config.jobfile import load_jobs
-from motet.core.errors import ConfigError, RunError
 from motet.hosting.running import run_config
-from motet.runtime.race_record import RaceOutcome, RaceRecord, known_jobs
 from tests.support.commands import Motet, job_file
 from tests.support.small_runs import REWARDS, job
 
@@ -213,21 +210,6 @@ def test_what_cannot_be_evaluated_is_refused(trained: Path, tmp_path: Path, says
         code, _, err = says("eval", trained, *words)
         assert code == 2, (words, err)
         assert why in err
-
-
-def test_candidates_of_a_race_are_models(tmp_path: Path) -> None:
-    races = job("sort", tmp_path, steps=40, data={"size": 256, "holdout": 64}, race=True, eval={"every": 5})
-    config = load_jobs(job_file(tmp_path, {**races, "reward": "exact"}, run=str(tmp_path / "run")))
-    name = next(name for name in known_jobs(config.jobs, tmp_path) if name.startswith("sort-c=03"))
-    (place := tmp_path / "run" / name / "versions" / "v0").mkdir(parents=True)
-    assert [model.path for model in find_models(config, [f"{name}@0", name])] == [place, place]
-    assert task_of(config, [f"{name}@0"], Asked()).name == name
-    with pytest.raises(ConfigError, match="did you mean sort-c=03"):
-        find_models(config, [name[:-1]])
-    for outcome, told in ((None, f"a candidate, such as {name}"), (RaceOutcome(name), f"its finalist {name}")):
-        RaceRecord("sort", {name: {}}, (), (), outcome).write(tmp_path / "run" / "sort.race.json")
-        with pytest.raises(RunError, match=re.escape(f"it is a race; name {told}")):
-            find_models(config, ["sort"])
 
 
 def test_other_rows_are_of_the_same_subset_and_split(tmp_path: Path) -> None:

@@ -65,19 +65,15 @@ def test_defaults_are_merged_field_by_field() -> None:
 @pytest.mark.parametrize(
     ("defaults", "job", "found"),
     [
-        ({"race": {"budget": 10**6}}, {"race": 16}, lambda job: (job.race.candidates, job.race.budget) == (16, 10**6)),
-        ({"race": {"budget": 10**6}}, {"race": True}, lambda job: job.race.budget == 10**6),
-        ({"race": {"budget": 10**6}}, {"race": False}, lambda job: job.race is None),
-        ({"race": 16}, {"race": {"budget": 10**6}}, lambda job: (job.race.candidates, job.race.budget) == (16, 10**6)),
         (
             {"stop_when": {"no_gain": {"evaluations": 4, "least": 0.1}}},
             {"stop_when": {"no_gain": 5}, "eval": {"every": 1}},
             lambda job: (job.stop_when.no_gain.evaluations, job.stop_when.no_gain.least) == (5, 0.1),
         ),
         (
-            {"environment": {"name": "x.py:Game", "args": {"data": "boards", "race": 3}}},
+            {"environment": {"name": "x.py:Game", "args": {"data": "boards", "cluster": "ray"}}},
             {"environment": {"args": {"size": 2}}},
-            lambda job: job.environment.args == {"data": "boards", "race": 3, "size": 2},
+            lambda job: job.environment.args == {"data": "boards", "cluster": "ray", "size": 2},
         ),
     ],
 )
@@ -88,9 +84,6 @@ def test_short_forms_are_merged_like_the_sections_they_mean(
 
 
 def test_an_override_below_a_short_form_keeps_what_that_says() -> None:
-    job = only({**JOB, "race": 16}, overrides=("race.first=10",))
-    assert job.race is not None
-    assert (job.race.candidates, job.race.first) == (16, 10)
     rules = {"stop_when": {"no_gain": 5}, "eval": {"every": 1}}
     gain = only({**JOB, **rules}, overrides=("stop_when.no_gain.least=0.1",)).stop_when.no_gain
     assert gain is not None
@@ -580,6 +573,27 @@ def test_settings_that_the_engine_does_not_read_are_refused(text: str) -> None:
     parse_jobs(
         f"base: small\nengine: {{threads: 1}}\nrollout: {{engine: sglang, launch: {{lora_backend: csgmv}}}}\n{jobs}"
     )
+
+
+@pytest.mark.parametrize("value", [True, 16, {"candidates": 4}])
+def test_a_field_that_left_is_refused_with_what_to_do_instead(value: Any) -> None:
+    cure = "job add: race: there is no such field any more: leave it out and train longer with `lr: auto`"
+    for told in (
+        wrong(race=value),
+        message({"base": "small", "defaults": {"race": value}, "jobs": [JOB]}),
+        message({"base": "small", "jobs": [JOB]}, ("race=4",)),
+        message({"base": "small", "jobs": [JOB]}, ("race.candidates=4",)),
+    ):
+        assert cure in told
+        assert "examples/search.py" in told
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_a_field_that_left_and_asks_for_nothing_is_read_as_if_it_were_not_there(value: Any) -> None:
+    found = only({**JOB, "race": value}, defaults={"race": value})
+    assert found == only()
+    assert JobConfig.model_validate({**JOB, "race": value}) == JobConfig.model_validate(JOB)
+    assert "race" not in found.model_fields_set
 
 
 @pytest.mark.parametrize("override", OVERRIDES)

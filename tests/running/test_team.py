@@ -377,8 +377,6 @@ def test_a_team_trains_on_one_host_with_the_embedded_engine(file: Path, place: d
 def test_who_does_not_know_teams_says_so(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="team: a service trains no teams"):
         validated(lengths(file), Allowed(False, {}, Addresses(), Walls()))
-    with pytest.raises(ConfigError, match="a race compares one adapter with others"):
-        run(tmp_path / "race", lengths(file, race=True))
     with pytest.raises(
         ConfigError, match="`motet check` samples no team; train one step instead: motet run FILE --set steps=1 --run"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -9,6 +10,8 @@ import math
 import re
 import tempfile
 import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import encode
 from rich.console import Console
+from rich.text import Text
 
 import motet
+from motet.cluster import messages as m
 from motet.commands.compare import _means
 from motet.commands.served_jobs import details, job_cells
 from motet.config import OF_CLIENT, AdapterConfig, JobConfig
-from motet.core.types import JobState
+from motet.core.types import JobState, Problem
+from motet.hosting.reports import EveryStep, JobReports
 from motet.report.comparison import evaluated, side_of_job
 from motet.report.page import _job
 from motet.report.read import read_job
@@ -31,14 +37,17 @@ from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.evaluations import HARDLY, NOTHING
 from motet.runtime.held_out import (
     best_after,
+    deciding,
     figure_of,
     first_trained,
     lines_of,
+    mean_of,
     named_best,
     ranked,
     unchanged,
     untrained,
 )
+from motet.runtime.identity import of_config
 from motet.runtime.journal import Journal, Load, OptimStep
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
@@ -46,10 +55,11 @@ from motet.runtime.signs import LEAST, RECENT
 from motet.service.database.tables import Event, StoredJob, newer_evaluation
 from motet.service.routes.fine_tuning import _checkpoint, _event
 from motet.service.schemas import HeldOut, Job, JobEvent, Version
+from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.training.fake import FakeTrainer
 from motet.view import LogView, summary_table
 from motet.view.results import JobResult, RunResult
-from tests.support.fake_run import FakeRun, Setting, job, run_jobs
+from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, run_jobs
 from tests.support.waiting import until
 
 RULES = {"reward": "reward", "accuracy": "accuracy, then loss", "nll": "log-lik"}
@@ -360,3 +370,74 @@ def test_an_adapter_that_a_client_loads_is_a_version_of_its_own(tmp_path: Path) 
     lines = list(lines_of(run.jobs["a"].directory.metrics))
     assert [unchanged(line) for line in lines] == [True, False]
     assert first_trained(lines) == 2
+
+
+class Rated(InlineRewards):
+    """Rates held-out rows by the place of the row and how many evaluations it had."""
+
+    def __init__(self, rate: Callable[[int, int], float]) -> None:
+        super().__init__()
+        self._rate, self._evaluated = rate, Counter[int]()
+
+    async def score(
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
+    ) -> list[ScoreOutcome]:
+        scored = await super().score(job, problem, completions, context)
+        if problem.id < 100:
+            return scored
+        rate = self._rate(problem.id - 100, self._evaluated[problem.id])
+        self._evaluated[problem.id] += 1
+        return [ScoreOutcome(rate, {"rate": rate}) for _ in scored]
+
+
+@pytest.mark.parametrize("keep", [1, 100])
+def test_rows_that_confirm_do_not_choose_the_version_that_is_shown_everywhere(keep: int, tmp_path: Path) -> None:
+    """They rate version 6 much higher, so it has the best mean of all rows; by the others, version 2 is the best."""
+
+    def rate(place: int, evaluation: int) -> float:
+        return (0.0, 0.5, 0.3, 0.2, 0.4)[evaluation] + (evaluation == 3 and place % 3 == 2)
+
+    told: list[m.JobStepped] = []
+
+    def tell(message: m.FromHost) -> None:
+        if isinstance(message, m.JobStepped):
+            told.append(message)
+
+    async def listen(run: FakeRun) -> None:
+        for one in run.jobs.values():
+            one.observer = functools.partial(JobReports(tell, "host").event, one, leaves=False)
+
+    config = job("say", steps=8, eval={"every": 2, "confirm": True}, checkpoint={"keep": keep})
+    run = run_jobs(tmp_path, [config], Setting(holdout=15, rewards=functools.partial(Rated, rate)), listen)
+    say, stored = run.jobs["say"], None
+    EveryStep(say.directory, 0, functools.partial(JobReports(tell, "next").event, say, leaves=False))
+    assert [(one.line["step"], one.best) for one in told if "eval" in one.line] == [
+        *((0, False), (2, True), (4, False), (6, False), (8, False)),
+        *((0, False), (2, True), (4, False), (6, False), (8, False)),
+    ]
+    for one in told:
+        if "eval" in one.line:
+            figure = figure_of(one.line["eval"])
+            stored = newer_evaluation(stored, one.line["step"], figure, best=one.best, best_by=one.best_by)
+    record = read_job(say.directory.path)
+    figures = dict(zip(record.evaluations.xs, record.evaluations.ys, strict=True))
+    assert max(figures, key=lambda version: figures[version]) == 6
+    assert (done := say.directory.newest()) is not None
+    assert done.best_version == 2
+    named = {"figure": "reward", "best_by": "reward, over the rows that decide"}
+    assert stored == {"version": 8, "value": figures[8], "best_version": 2, "best": figures[2], **named}
+    assert record.best == (2, figures[2])
+    assert list(summary_table([say.progress], tmp_path).columns[-1].cells) == [Text("v2 (newest v8)")]
+
+
+def test_rows_without_a_reward_do_not_decide() -> None:
+    assert deciding([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [0.0, 1.0, 3.0, 4.0, 6.0]
+    assert (mean_of([1.0, math.nan, 0.0]), mean_of([math.nan])) == (0.5, -math.inf)
+
+
+def test_leaving_rows_out_of_the_best_version_makes_no_other_job() -> None:
+    """So a job that began without it goes on."""
+    plain = JobConfig.model_validate({"name": "say", "data": "toy:add", "reward": "exact"})
+    confirming_rows = plain.model_copy(update={"eval": plain.eval.model_copy(update={"confirm": True})})
+    assert of_config(confirming_rows) == of_config(plain)
+    assert "confirm" not in of_config(plain)["job"]["eval"]

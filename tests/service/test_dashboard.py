@@ -479,33 +479,6 @@ def test_a_job_of_uploaded_rows_runs_until_its_adapter_is_taken_home(
         assert {Path(name).name for name in archive.getnames()} >= {*ADAPTER_FILES}
 
 
-@pytest.mark.soak
-def test_the_tab_of_a_race_shows_who_was_dropped_and_opens_the_others(service: Keyed, page: Page) -> None:
-    race = {"candidates": 3, "first": 1, "finalists": 1, "exploit": [0.3], "over": {"optimizer.lr": [1e-3, 4e-3]}}
-    service.submit(
-        {**tiny("raced", 4), "data": {"source": "toy:sort_letters", "size": 64, "holdout": 12}, "race": race}
-    )
-    service.until(lambda: service.ask("GET", "/v1/races/raced")["ended"] is not None)
-    record = service.ask("GET", "/v1/races/raced")["record"]
-    open_job(page, "raced-c=00", "Race")
-    rows = page.locator("table.race tbody tr")
-    (copy,) = record["rungs"][0]["copies"]
-    expect(rows).to_have_count(4)
-    shown = rows.all_inner_texts()
-    assert sum(f"at step {copy['step']}, lr × 0.3" in text for text in shown) == 1
-    out = sum(one["verdict"] in ("worse", "dropped") for rung in record["rungs"] for one in rung["standings"])
-    assert sum("dropped" in text for text in shown) == out > 0
-    best = "winner" if record["outcome"]["low"] > 0 else "best, not confirmed"
-    assert sum(best in text for text in shown) == 1
-    rows.last.get_by_role("link").click()
-    expect(page.get_by_role("heading", level=1)).not_to_have_text("raced-c=00")
-    expect(page.get_by_role("tab", name="Race")).to_have_attribute("aria-selected", "true")
-    page.get_by_role("link", name="Jobs").first.click()
-    page.get_by_role("link", name="ended", exact=True).click()
-    expect(page.get_by_role("tab", name="Curves")).to_be_visible()
-    expect(page.get_by_role("tab", name="Race")).to_have_count(0)
-
-
 # --- what it learned --------------------------------------------------------------------------------------------------------
 
 

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
 from motet.commands.verify import verify
 from motet.runtime.beginning import RULES
 from motet.service.database.store import Store
+from motet.service.database.tables import StoredRace
+from motet.service.jobs.handover import in_turn
+from tests.support.database import person, queued
 from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 from tests.support.service_run import Service, serving
 
@@ -179,3 +183,16 @@ def test_a_failed_job_of_other_rules_says_so_and_may_be_resumed(left: Path, comm
         assert job["message"].startswith("no luck; it was trained by Motet 0.1.0 with rules 0, and this is Motet")
         service.steer("half", "resume")
         assert service.ended("half") == "succeeded", service.job("half")
+
+
+def test_candidates_of_a_race_that_was_open_go_on_as_plain_jobs(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'motet.db'}")
+    us = person(store, "us")
+    with store.transaction() as session:
+        session.add(StoredRace(id="race-1", tenant_id=us.tenant_id, name="sort", spec={}))
+    waiting = queued(store, us, "sort-c=00", {}, 4, None)
+    store.change_job(waiting.id, race="race-1", until=2, step=2)
+    assert [job.id for job in store.scalars(in_turn(set(), None))] == [waiting.id]
+    store.delete_job(waiting.id)
+    assert [race.id for race in store.scalars(select(StoredRace))] == ["race-1"]
+    store.close()

@@ -177,23 +177,6 @@ def test_a_worker_that_is_killed_loses_its_episodes_to_another_and_the_bytes_are
     assert trained <= told
 
 
-@pytest.mark.soak
-def test_an_agent_of_a_race_also_works_for_its_copies(service: Service, tmp_path: Path) -> None:
-    race = {"candidates": 3, "first": 1, "finalists": 2, "over": {"optimizer.lr": [1e-3, 4e-3]}, "exploit": [0.3]}
-    data, small = {"source": "toy:add", "size": 64, "holdout": 12}, {"group_size": 2, "groups_per_step": 1}
-    wanted = job("races", f"{service.directory}/agent.py:speaks", steps=4, race=race, data=data, algorithm=small)
-    file = tmp_path / "jobs.yaml"
-    file.write_text(json.dumps({"base": "small", "jobs": [wanted]}))
-    with ending(worker(service, file)) as running:
-        service.until(lambda: any(one["ended"] for one in service.ask("GET", "/v1/races")["data"]), PATIENCE)
-        code, out = ended(running)
-    assert code == 0, out
-    told = service.ask("GET", "/v1/races/races")
-    (copy,) = told["record"]["rungs"][0]["copies"]
-    states = Counter(service.job(name)["state"] for name in told["jobs"])
-    assert (states, service.job(copy["name"])["state"]) == ({"succeeded": 2, "cancelled": 2}, "succeeded")
-
-
 def test_an_agent_that_hangs_costs_its_rollout(service: Service, tmp_path: Path) -> None:
     file = tmp_path / "jobs.yaml"
     environment = {"name": f"{service.directory}/agent.py:run", "wall_seconds": 4}

@@ -452,7 +452,6 @@ WORK = {
     ),
     THREAD: (
         "GET /v1/jobs", "GET /v1/jobs/{job}", "POST /v1/jobs/{job}/{word}", "PATCH /v1/jobs/{job}",
-        "GET /v1/races", "GET /v1/races/{race}", "POST /v1/races/{race}/{word}",
         "DELETE /v1/jobs/{job}", "GET /v1/jobs/{job}/events", "GET /v1/jobs/{job}/steps",
         "GET /v1/jobs/{job}/versions", "GET /v1/adapters", "GET /v1/adapters/{adapter}",
         "DELETE /v1/adapters/{adapter}", "POST /v1/shares", "GET /v1/shares", "DELETE /v1/shares/{share}",

@@ -67,7 +67,7 @@ def filled(house: House, path: str) -> str:
     """A path with the names of `ours`."""
     key = next(one for one, _ in house.store.tenants.all_keys() if one.name == "revoked")
     known = {"job": house.job["id"], "file": house.file["id"], "key": key.id, "version": "latest", "word": "pause"}
-    known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w", "episode": "e", "race": "r"}
+    known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w", "episode": "e"}
     known |= {"model": "ended@latest"}
     return path.format(**known)
 

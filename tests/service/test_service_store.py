@@ -25,7 +25,6 @@ from motet.core.errors import StoreError
 from motet.service.adapters.adapters import ALL, MOST_SHARES, Adapters
 from motet.service.bases import Bases
 from motet.service.database.opening import EVENTS, MIGRATING, open_engine
-from motet.service.database.races import RaceRows
 from motet.service.database.store import MOST_OF_A_PAGE, Store, files_of, jobs_of, size_of
 from motet.service.database.tables import (
     FineTuning,
@@ -33,7 +32,6 @@ from motet.service.database.tables import (
     Share,
     StoredFile,
     StoredJob,
-    StoredRace,
     Table,
     Tenant,
     TenantLimits,
@@ -565,12 +563,10 @@ def test_a_page_of_large_jobs_is_short_and_none_is_left_out(store: Store) -> Non
         before = page[-1].number
     assert [len(page) for page in pages] == [2, 2, 3, 2], "the last large one has small ones beside it"
     assert [job for page in pages for job in page] == ids[::-1]
-    races, fine_tunings = RaceRows(store), FineTunings(store, None, None)  # type: ignore[arg-type]
+    fine_tunings = FineTunings(store, None, None)  # type: ignore[arg-type]
     with store.transaction() as session:
-        for number, job in enumerate(ids[-3:]):
-            session.add(StoredRace(id=f"race-{number}", tenant_id=us.tenant_id, name=f"race{number}", spec=large))
-            session.add(FineTuning(job_id=job, request={"metadata": {"a": "b"}}))
-    assert [len(page) for page in (races.page(us)[0], fine_tunings.page(us, None, 5, {"a": "b"})[0])] == [2, 2]
+        session.add_all(FineTuning(job_id=job, request={"metadata": {"a": "b"}}) for job in ids[-3:])
+    assert len(fine_tunings.page(us, None, 5, {"a": "b"})[0]) == 2
     assert fine_tunings.page(us, ids[-2], 5, None)[1] is False
 
 

@@ -1,6 +1,6 @@
 """Kill a run with -9 at one file-system event after another, go on with the same command, and compare bytes.
 
-A script of its own, because it forks: `python -m tests.support.crash_at_every_event DIRECTORY STRIDE [race]`. An audit hook
+A script of its own, because it forks: `python -m tests.support.crash_at_every_event DIRECTORY STRIDE`. An audit hook
 counts every opening for writing, rename, link, mkdir, removal and truncation inside the run directory, and kills the
 process at the N-th.
 Prints how many events there were; ends with 1 and the first difference where bytes are not those of an undisturbed run.
@@ -18,22 +18,11 @@ from motet.commands.verify import verify
 from tests.support.fake_run import Setting, job, run_jobs
 
 EVENTS = {"os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
-SCENES = {
-    "": [
-        job("steady", steps=3, checkpoint={"keep": 1}),
-        job("lagging", steps=4, algorithm={"max_off_policy_steps": 2}, checkpoint={"every": 2}),
-        job("early", steps=6, stop_when={"kl_above": 1e-9}, checkpoint={"every": 4}),
-    ],
-    "race": [
-        job(
-            "racing",
-            steps=5,
-            eval={"every": 1},
-            race={"candidates": 4, "keep_one_in": 2, "first": 1, "over": {"optimizer.lr": [0.02, 0.1, 0.2]}},
-        )
-    ],
-}
-JOBS = SCENES["".join(sys.argv[3:])]
+JOBS = [
+    job("steady", steps=3, checkpoint={"keep": 1}),
+    job("lagging", steps=4, algorithm={"max_off_policy_steps": 2}, checkpoint={"every": 2}),
+    job("early", steps=6, stop_when={"kl_above": 1e-9}, checkpoint={"every": 4}),
+]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -41,7 +30,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     wanted = ("metrics.jsonl", "adapter_model.safetensors", "optimizer.safetensors", "state.json")
     files = [file for file in directory.rglob("*") if file.name in wanted or file.parent.name == "rollouts"]
     assert not [file for file in directory.glob("*/*/.tmp-*") if file.exists()]
-    timeless = [file for file in (*files, *directory.glob("*.race.json")) if file.name != "state.json"]
+    timeless = [file for file in files if file.name != "state.json"]
     return {str(file.relative_to(directory)): file.read_bytes() for file in timeless}
 
 
@@ -63,7 +52,7 @@ def in_child(directory: Path, kill_at: int | None) -> tuple[int, int]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(hook)
-        run_jobs(directory, JOBS, Setting(holdout=12 if sys.argv[3:] else 4))
+        run_jobs(directory, JOBS, Setting(holdout=4))
         os.write(writing, str(count).encode())
         os._exit(0)
     os.close(writing)

@@ -13,20 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import JobConfig, RewardConfig
-from motet.config.candidates import raced
 from motet.config.jobfile import merge
 from motet.core.device import Device
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, Message, Problem
 from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.rollout.fake import FakeEngine, FakeSync
-from motet.runtime.checkpoint import Committed
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
-from motet.runtime.race import Race
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Rule
@@ -213,21 +210,12 @@ async def _run(
         vocabulary=TokenIds(VOCABULARY),
         agents=setting.agents,
     )
-    ordinary, plans = raced(configs)
-    made = [make_job(config, directory, setting) for config in setting.ordered(ordinary)]
+    made = [make_job(config, directory, setting) for config in setting.ordered(list(configs))]
     jobs = {one.name: one for one in made}
-
-    def join(config: JobConfig) -> Job:
-        one = make_job(config, directory, setting)
-        one.progress.step = (one.directory.newest() or Committed()).step
-        jobs[one.name] = one
-        return one
-
-    races = [Race(plan, jobs, directory.path, join) for plan in plans]
     taken = [one for one in jobs.values() if one.name not in setting.late]
     stays = setting.max_idle is not None
     idle, step = setting.max_idle or 0.0, setting.most_step
-    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=idle, most_step=step, races=races)
+    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=idle, most_step=step)
     for tenant, rule in setting.rules.items():
         pipeline.rule(tenant, rule)
     run = FakeRun(pipeline, jobs, services, engine, trainer)

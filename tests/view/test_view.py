@@ -520,12 +520,6 @@ def test_variants_of_a_sweep_are_ranked_with_their_errors(width: int) -> None:
     assert all(cell_len(line) <= width for line in lines)
 
 
-def test_only_the_race_ranks_its_candidates(tmp_path: Path) -> None:
-    jobs = [job(f"add-c=0{n}-rank={8 << n}", evaluations=[(0, 0.2), (40, value)]) for n, value in enumerate((0.3, 0.7))]
-    table = summary_table(jobs, tmp_path, raced={one.name for one in jobs}, width=160)
-    assert "place" not in [column.header for column in table.columns]
-
-
 def test_variants_of_the_data_are_other_tasks() -> None:
     jobs = [("add-source=toy_add", 0.3), ("add-source=toy_sub", 0.4), ("b-seed=1", 0.3), ("b-seed=2", 0.3), ("c", 0.1)]
     assert ranks(jobs) == {"b-seed=1": 1, "b-seed=2": 1}

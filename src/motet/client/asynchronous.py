@@ -13,7 +13,6 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from motet.client.adapters import AdapterMethods
 from motet.client.connection import Following, path_of
-from motet.client.races import RaceMethods
 from motet.client.sign_in import SignInMethods
 from motet.client.steps import StepMethods
 from motet.client.tenants import TenantMethods
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from motet.config import JobConfig
 
 
-class AsyncClient(AdapterMethods, RaceMethods, SignInMethods, StepMethods, TenantMethods):
+class AsyncClient(AdapterMethods, SignInMethods, StepMethods, TenantMethods):
     """A client for concurrent requests, with the methods of `Client`."""
 
     async def __aenter__(self) -> Self:

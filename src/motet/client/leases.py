@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from motet.client.connection import Connection, path_of, worker_name
 from motet.core.errors import ServiceError
 from motet.core.types import JobState
-from motet.service.schemas import Job, Race
+from motet.service.schemas import Job
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeWork, Lease, ScoringWork
 
 Work = TypeVar("Work", EpisodeWork, ScoringWork)
@@ -23,8 +23,6 @@ Running = dict[str, asyncio.Task[None]]
 """Running work by id."""
 _WAIT_SECONDS = 20.0
 _LEAVE_SECONDS = 3.0
-_LOOK_SECONDS = 2.0
-"""Between two looks for copies of a race."""
 
 
 class LeaseWorker(ABC, Generic[Work]):
@@ -62,9 +60,6 @@ class LeaseWorker(ABC, Generic[Work]):
             async with asyncio.TaskGroup() as group:
                 for job in served:
                     group.create_task(self._serve(job))
-                for race in {job.race for job in served if job.race is not None}:
-                    names = {job.name for job in served if job.race == race}
-                    group.create_task(self._serve_copies(race, names, group))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         finally:
@@ -83,20 +78,6 @@ class LeaseWorker(ABC, Generic[Work]):
                 raise
             return str(error)[:2000]
         return ""
-
-    async def _serve_copies(self, race: str, names: set[str], group: asyncio.TaskGroup) -> None:
-        """Also serve the copies that a race makes of these candidates, until it has ended."""
-        while True:
-            now = await self._client._patiently(Race, "GET", path_of("races", race))
-            for copy in (one for rung in now.record.get("rungs", ()) for one in rung["copies"]):
-                if copy["of"] in names and copy["name"] in now.jobs.keys() - names:
-                    names.add(copy["name"])
-                    job = await self._client._patiently(Job, "GET", path_of("jobs", now.jobs[copy["name"]]))
-                    await self._prepare(job)
-                    group.create_task(self._serve(job))
-            if now.ended is not None or not now.record.get("exploit"):
-                return
-            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serve(self, job: Job) -> None:
         """Take work of one job, up to `at_once` pieces, until the job has ended."""

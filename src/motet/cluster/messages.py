@@ -66,7 +66,6 @@ class AddJob(ChannelMessage, frozen=True):
     slots: int = 1
     base: str = ""
     resumes: bool = False  # it had a slot when its host ended
-    until: int | None = None  # steps after which its host releases it, because its race has to decide
 
 
 class SteerJob(ChannelMessage, frozen=True):
@@ -278,7 +277,7 @@ class JobWorked(ChannelMessage, frozen=True):
 
 
 class Released(ChannelMessage, frozen=True):
-    """A job is saved, and this host has forgotten it: it was asked to, or the job waits for a decision of its race."""
+    """A job is saved, and this host has forgotten it, as it was asked to."""
 
     job: str
 

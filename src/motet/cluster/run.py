@@ -17,10 +17,9 @@ from motet.config.service import Largest
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import HostNow, JobState, Wanted
 from motet.native.choice import Choice
-from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.progress import JobProgress
-from motet.runtime.race import Race, let_decide
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import FREE
 
@@ -43,8 +42,6 @@ class HostedJob:
 
     counted: int = 0
     """Its host's token count at the last report."""
-    until: int | None = None
-    """Steps after which it waits for a decision of its race; None where it trains to the end."""
 
     @property
     def open(self) -> bool:
@@ -60,13 +57,6 @@ class HostedJob:
     def state(self) -> JobState:
         """The current state."""
         return self.progress.state
-
-    @property
-    def arrived(self) -> bool:
-        """Whether it waits for a decision of its race, and its commit can be seen here: a shared directory may be late."""
-        if self.until is None or self.progress.step < self.until:
-            return False
-        return (self.directory.newest() or Committed()).step >= self.until
 
     def move(self, state: JobState, message: str = "") -> None:
         """Change the state and record it. No host may have the job."""
@@ -115,11 +105,10 @@ class HostedRun:
         *,
         accept_changes: bool = False,
         own: Choice | None = None,
-        races: Sequence[Race[HostedJob]] = (),
     ) -> None:
         """`launch` starts the hosts; `accept_changes` resumes jobs that differ from their directories.
 
-        `own` has the kernels that `auto` selects; `races` decide which of the jobs go on.
+        `own` has the kernels that `auto` selects.
 
         Raises:
             ConfigError: a job cannot run in another process.
@@ -157,7 +146,6 @@ class HostedRun:
         self._client = Hosts(hosts, directory.path.absolute(), launch)
         self._stopping = asyncio.Event()
         self._jobs = {job.name: job for job in jobs}
-        self._races, self._failures = races, list[BaseException]()
 
     def now(self) -> list[HostNow]:
         """The state of each host; empty after the run."""
@@ -176,7 +164,7 @@ class HostedRun:
 
     async def run(self, interrupt: Interrupt, observe: Callable[[Sequence[JobProgress]], None] | None) -> None:
         """Run until all jobs have ended, spent their budgets, or saved. Raises RunError if no host can start."""
-        stopping, failures = self._stopping, self._failures
+        stopping, failures = self._stopping, list[BaseException]()
 
         def progress() -> list[JobProgress]:
             return [job.progress for job in self._jobs.values()]
@@ -196,8 +184,6 @@ class HostedRun:
                     except (Exception, SystemExit) as error:  # rich exits if the output is closed
                         failures.append(error)
                         break
-                    if any(race.ready(self._on_hosts()) for race in self._races):
-                        self._client.look()
                     if none_can_start(self._client.hosts):
                         raise RunError(self._client.failure)
                     await asyncio.sleep(_LOOK_SECONDS)
@@ -211,30 +197,15 @@ class HostedRun:
                 look()
         if failures:
             raise failures[0]
-        if not any(job.open for job in self._jobs.values()):
-            let_decide(self._races, ())  # their outcomes
 
     def _open_jobs(self) -> list[m.AddJob]:
-        """The jobs that hosts may train now, after decisions of races. Called in the thread of the jobs' events."""
-        there = self._on_hosts()
-        try:
-            for job in self._jobs.values():
-                if job.open and job.name not in there and job.arrived:  # its host has released it, or is gone
-                    job.progress.state = JobState.QUEUED
-            for job in let_decide(self._races, there):
-                self._jobs = {**self._jobs, job.name: job}  # other threads read it
-            return [self._message(job) for job in self._jobs.values() if job.open and not job.arrived]
-        except Exception as error:  # it ends the run, as it does on one host
-            self._failures.append(error)
-            return []
-
-    def _on_hosts(self) -> set[str]:
-        return {name for name in self._jobs if self._client.has(name)}
+        """The jobs that hosts may train now. Called in the thread of the jobs' events."""
+        return [self._message(job) for job in self._jobs.values() if job.open]
 
     @staticmethod
     def _message(job: HostedJob) -> m.AddJob:
         tree = job.config.model_dump(mode="json")
-        return m.AddJob(tree, Wanted.RUN, max(job.lines, default=-1) + 1, "", FREE, job.config.slots, until=job.until)
+        return m.AddJob(tree, Wanted.RUN, max(job.lines, default=-1) + 1, "", FREE, job.config.slots)
 
 
 def none_can_start(hosts: Sequence[HostLink]) -> bool:

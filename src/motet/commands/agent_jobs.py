@@ -12,10 +12,9 @@ from motet.client import AsyncClient, Client
 from motet.client.agents import AgentWorker
 from motet.commands import served_jobs
 from motet.commands.answers import say
-from motet.commands.control import found
 from motet.config import EnvironmentConfig, JobConfig
 from motet.config.jobfile import load_jobs
-from motet.core.errors import ConfigError
+from motet.core.errors import ConfigError, ServiceError
 from motet.service.schemas import Job
 
 _LOOK_SECONDS = 0.5
@@ -29,9 +28,18 @@ def of_file(client: Client, file: Path, overrides: Sequence[str], agent: str | N
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     base = served_jobs.base_meant(config, client.health(), file)
-    names = [name for job in chosen for name in served_jobs.names_of(job)]
-    known = {name: served for name in names if (served := found(client.job, name)) is not None}
+    known = {job.name: served for job in chosen if (served := _found(client, job.name)) is not None}
     return served_jobs.submit(client, [_elsewhere(job) for job in chosen], base=base, known=known), function
+
+
+def _found(client: Client, name: str) -> Job | None:
+    """A job of a service; None if it has no such job."""
+    try:
+        return client.job(name)
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        return None
 
 
 def meant(jobs: Sequence[JobConfig], agent: str | None) -> tuple[list[JobConfig], str]:

@@ -23,7 +23,6 @@ from motet.commands.as_template import compared
 from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
-from motet.config.candidates import RacePlan, raced
 from motet.core.batch import Batch, Segment
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import Group
@@ -37,7 +36,6 @@ from motet.runtime.held_out import LOG_LIKELIHOOD
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
-from motet.runtime.race import check_prepared
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.signs import in_thought, no_signal
@@ -79,12 +77,10 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
     Returns whether each job has an answer that got a reward, and can be resumed if it has begun.
     """
     console, failing = plain_console(), list[str]()
-    candidates, plans = raced(config.jobs)
-    if team := next((job.name for job in candidates if job.team), None):
+    if team := next((job.name for job in config.jobs if job.team), None):
         raise ConfigError(
             f"job {team}: `motet check` samples no team; train one step instead: motet run FILE --set steps=1 --run DIRECTORY"
         )
-    config = config.model_copy(update={"jobs": candidates})
     for one in config.observers:
         load_observer(one)
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
@@ -98,20 +94,16 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
         for note in base.info.notes:
             console.print(f"note: {note}")
         prepared = prepare_all(config.jobs, base.info, directory, checked.sources, checked.clocks)
-        check_prepared(plans, [job for job, _ in prepared])
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)
-        for note in [*host.workshop.notes[len(base.info.notes) :], *left_out([job for job, _ in prepared])]:
+        jobs = [job for job, _ in prepared]
+        for note in [*host.workshop.notes[len(base.info.notes) :], *left_out(jobs)]:
             console.print(f"note: {note}", soft_wrap=True)
         try:
-            others = {one.name for plan in plans for one in plan.candidates[1:]}
-            jobs = [job for job, _ in prepared if job.name not in others]
             print_rates(console, jobs)
             steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
             begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
             Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun))
-            for plan in plans:
-                console.print(_forecast(plan), soft_wrap=True)
             console.print(_longest(base, config.engine, max(need.tokens for _, need in prepared)))
         finally:
             host.close()
@@ -123,18 +115,6 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
     held = f"KV cache: {kv_tokens:,} tokens{beside} · " if kv_tokens else ""
     console.print(f"{held}peak memory so far: {peak:.1f} GiB · nothing was trained")
     return not failing and not refused
-
-
-def _forecast(plan: RacePlan) -> str:
-    """The highest possible cost of a race."""
-    decisions = [f"step {plan.stop(rung)}: {keep} of them" for rung, (_, keep) in enumerate(plan.rungs)]
-    n, total = len(plan.candidates), plan.total_steps
-    budget = f", within {plan.settings.budget:,} tokens if that is less" if plan.settings.budget else ""
-    copies = "; half of these are copies of the best" if plan.settings.exploit else ""
-    return (
-        f"race {plan.name}: {n} candidates; these continue: after {', after '.join(decisions)}{copies}. At most {total} steps "
-        f"in all, {total / plan.steps:.1f} times one run and {total / (n * plan.steps):.0%} of training all to the end{budget}"
-    )
 
 
 def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set[str]:

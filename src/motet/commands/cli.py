@@ -97,12 +97,6 @@ def run(
             "--accept-changes", help="Resume even if the job or its code has changed, or saved files are damaged."
         ),
     ] = False,
-    race: Annotated[
-        bool,
-        typer.Option(
-            "--race", help="Race several settings of each job and drop the worse ones early, as with `race: true`."
-        ),
-    ] = False,
     ray: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Run the hosts on the nodes of this Ray cluster; `auto` finds it."),
@@ -119,7 +113,6 @@ def run(
             directory=directory,
             sequential=sequential,
             accept_changes=accept_changes,
-            race=race,
             ray=ray,
             trust_remote_code=trust_remote_code,
         )
@@ -131,14 +124,13 @@ def check(
     jobs: JobFile,
     overrides: Override = None,
     rollouts: Annotated[int, typer.Option(min=2, max=64, help="Rollouts sampled and scored per job.")] = 4,
-    race: Annotated[bool, typer.Option("--race", help="Check the jobs as `motet run --race` would run them.")] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Load everything, show the first prompts token by token, and sample and score a few rollouts, without training."""
     from motet.commands.check import check_config
     from motet.config.jobfile import load_jobs
 
-    config = load_jobs(jobs, overrides or [], race=race, trust_remote_code=trust_remote_code)
+    config = load_jobs(jobs, overrides or [], trust_remote_code=trust_remote_code)
     raise typer.Exit(0 if check_config(config, rollouts) else 1)
 
 

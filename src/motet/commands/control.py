@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from motet.core.checksums import replace_file
-from motet.core.errors import ConfigError, RunError, ServiceError
+from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.race_record import records, why_out
 from motet.runtime.rundir import CONTROL
-
-Thing = TypeVar("Thing")
 
 
 def send(directory: Path, job: str, word: str) -> str:
@@ -33,8 +28,6 @@ def send(directory: Path, job: str, word: str) -> str:
         raise RunError(f"{directory} has no job {job!r}; there are: {', '.join(jobs) or 'none'}")
     if not _running(directory):
         raise RunError(f"no process runs {directory}; start it with `motet run`, which resumes it")
-    if word == "resume" and (out := why_out(records(directory), JobDirectory(place))):
-        raise RunError(f"job {job!r}: {out}")
     state = JobDirectory(place).read_status().get("state")
     if state in (JobState.SUCCEEDED, JobState.CANCELLED):
         raise RunError(f"job {job!r} is {state} and stays so; give it another name or run directory to train it again")
@@ -43,7 +36,7 @@ def send(directory: Path, job: str, word: str) -> str:
 
 
 def steer(url: str | None, key: str | None, job: str, word: str) -> str:
-    """Pause, resume or cancel a job of a service, or all candidates of a race.
+    """Pause, resume or cancel a job of a service.
 
     Raises:
         ConfigError: this is not the name of a job.
@@ -53,23 +46,8 @@ def steer(url: str | None, key: str | None, job: str, word: str) -> str:
     if "/" in job or (Path(job) / "run.json").is_file():
         raise ConfigError(f"{job} is a run directory; name a job of it too: motet {word} {job} JOB")
     with Client(url, key) as client:
-        try:
-            getattr(client, word)(job)
-        except ServiceError as error:
-            if error.status != 404 or found(client.race, job) is None:
-                raise
-            getattr(client, f"{word}_race")(job)
+        getattr(client, word)(job)
     return f"asked {job} to {word}"
-
-
-def found(ask: Callable[[str], Thing], name: str) -> Thing | None:
-    """What a service answers about a name; None if it knows no such thing."""
-    try:
-        return ask(name)
-    except ServiceError as error:
-        if error.status != 404:
-            raise
-        return None
 
 
 def _running(directory: Path) -> bool:

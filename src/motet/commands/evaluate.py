@@ -16,6 +16,7 @@ from typing import Any
 
 from motet.algorithms.rows import RowAlgorithm
 from motet.commands.answers import INTERRUPTED, check_place, say, say_untrained, table
+from motet.commands.candidates import known_jobs
 from motet.commands.compare import print_differences
 from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import load_jobs, validate_as
@@ -33,7 +34,6 @@ from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import errors_of, group_metrics, rollout_records
-from motet.runtime.race_record import known_jobs, records
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.settings import Mean
@@ -180,7 +180,7 @@ def evaluate(
 
 
 def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
-    """Versions of the jobs of a file and of the candidates of their races, and PEFT directories.
+    """Versions of the jobs of a file, and PEFT directories.
 
     Raises:
         ConfigError: a name is none of these.
@@ -197,7 +197,9 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
             directory = JobDirectory(Path(config.run) / job)
             found = directory.version_named(version or "best")
             if not (kept := directory.versions()):
-                raise RunError(f"{config.run} has no version of {job}: {_instead(Path(config.run), job)}")
+                raise RunError(
+                    f"{config.run} has no version of {job}: train it, or name the directory of its run with --set run=DIRECTORY"
+                )
             if not found.is_dir():
                 raise RunError(f"{name}: {found} is not there; kept versions: {', '.join(map(str, kept))}")
             say_untrained(found)
@@ -211,16 +213,6 @@ def find_models(config: RunConfig, names: Sequence[str]) -> list[Model]:
             meant = f"; did you mean {near[0]}?" if near else f" ({', '.join(written[:8])})"
             raise ConfigError(f"{name!r} is no job of the file and no directory{meant}")
     return models
-
-
-def _instead(run: Path, job: str) -> str:
-    """What to do where a job has no version: a race has none of its own."""
-    race = next((one for one in records(run) if one.name == job), None)
-    if race is None:
-        return "train it, or name the directory of its run with --set run=DIRECTORY"
-    finalist = race.outcome and race.outcome.finalist
-    named = f"its finalist {finalist}" if finalist else f"a candidate, such as {next(iter(race.values))}"
-    return f"it is a race; name {named}"
 
 
 def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:

@@ -41,9 +41,6 @@ def submit(
             help="Score on this machine with these functions until all jobs end; you can repeat the option.",
         ),
     ] = None,
-    race: Annotated[
-        bool, typer.Option("--race", help="Race several settings of each job, as with `race: true`.")
-    ] = False,
     as_json: AsJson = False,
     url: Url = None,
     key: Key = None,
@@ -53,7 +50,7 @@ def submit(
     from motet.commands import served_jobs
     from motet.config.jobfile import load_jobs
 
-    config = load_jobs(jobs, overrides or [], race=race)
+    config = load_jobs(jobs, overrides or [])
     to_submit = RewardFiles(reward).for_service(config.jobs) if reward else config.jobs
     with motet.Client(url, key) as client:
         base = served_jobs.base_meant(config, client.health(), jobs)
@@ -99,15 +96,11 @@ def ls(
 
 @app.command(epilog="Example: motet show sort")
 def show(job: ServedJob, as_json: AsJson = False, url: Url = None, key: Key = None) -> None:
-    """Show one job of a service and the versions of its adapter, or the decisions of a race."""
-    from motet.commands.served_jobs import bracket, details, job_or_race
-    from motet.service.schemas import Race
+    """Show one job of a service and the versions of its adapter."""
+    from motet.commands.served_jobs import details
 
     with motet.Client(url, key) as client:
-        asked = job_or_race(client, job)
-        if isinstance(asked, Race):
-            print_answer(asked, as_json, "" if as_json else bracket(asked))
-            return
+        asked = client.job(job)
         versions = client.versions(job)
         answer = {
             **asked.model_dump(mode="json"),

@@ -21,9 +21,13 @@ HEADINGS = {
 }  # fmt: skip
 """Every command, once. `pause`, `resume`, `cancel`, `chat` and `compare` also work with a service."""
 _UPLOAD = "`hf upload NAME/sort DIRECTORY --private` uploads what `motet export --format card` writes"
+_SEARCH = "train longer with `lr: auto`, which is better first, or search settings with examples/search.py"
 LEFT: Mapping[str, str] = {
     "export --push": _UPLOAD,
     "export --public": _UPLOAD,
+    "run --race": _SEARCH,
+    "check --race": _SEARCH,
+    "submit --race": _SEARCH,
 }
 """Commands and options that left, and what to do instead."""
 _LONGEST = 200

@@ -19,6 +19,7 @@ from motet import __version__
 from motet.algorithms.rows import RowAlgorithm
 from motet.cluster.starts import engine_of_host
 from motet.commands.answers import INTERRUPTED, say, say_untrained
+from motet.commands.candidates import known_jobs
 from motet.config import JobConfig, RunConfig, StopConfig
 from motet.config.chain import chains
 from motet.config.jobfile import jobs_of, load_jobs
@@ -32,7 +33,6 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.opening import rollout_sums
 from motet.runtime.progress import JobProgress
-from motet.runtime.race_record import known_jobs
 from motet.runtime.receipts import (
     builder_of,
     changed_materials,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -15,10 +15,9 @@ from motet.core.errors import ConfigError
 from motet.core.types import HostNow, JobState
 from motet.hosting.host import Host
 from motet.hosting.running import run_config
-from motet.runtime.bracket import bracket_rows, verdict
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
-from motet.view import bracket_table, glyphs_of, make_view, settings_table, summary_table
+from motet.view import glyphs_of, make_view, settings_table, summary_table
 from motet.view.results import RunResult
 from motet.view.text import plain_console
 
@@ -30,12 +29,11 @@ def run_file(
     directory: Path | None,
     sequential: bool = False,
     accept_changes: bool = False,
-    race: bool = False,
     ray: str | None = None,
     trust_remote_code: bool = False,
 ) -> int:
     """Run a job file; returns the exit code: 0 all succeeded or spent their budgets, 1 a job failed, 130 interrupted."""
-    config = load_jobs(path, overrides, race=race, trust_remote_code=trust_remote_code)
+    config = load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     if directory is not None:
         config = config.model_copy(update={"run": str(directory)})
     if ray is not None:
@@ -74,20 +72,14 @@ def run_file(
     finally:
         view.stop()
     _print_notes(console, result.notes, printed)
-    raced = {name for one in result.races.values() for name in (*one.values, *(copy.name for copy in one.copies))}
-    _print_tables(console, last, Path(config.run), view.seconds, raced)
-    for one in result.races.values():
-        said = verdict(one) + ("; run the same command to resume" if one.outcome is None else "")
-        print_table(console, bracket_table(one.name, *bracket_rows(one), said, glyphs_of(console)))
-    return _farewell(console, result, config.base, raced=bool(raced))
+    _print_tables(console, last, Path(config.run), view.seconds)
+    return _farewell(console, result, config.base)
 
 
-def _print_tables(
-    console: Console, jobs: Sequence[JobProgress], run: Path, seconds: Mapping[str, float], raced: Collection[str]
-) -> None:
+def _print_tables(console: Console, jobs: Sequence[JobProgress], run: Path, seconds: Mapping[str, float]) -> None:
     """Print the results of jobs, and of settings if some were trained with several seeds."""
     glyphs, width = glyphs_of(console), width_of(console)
-    print_table(console, summary_table(jobs, run, seconds, glyphs, width, raced))
+    print_table(console, summary_table(jobs, run, seconds, glyphs, width))
     if (seeds := settings_table(jobs, glyphs, width)) is not None:
         print_table(console, seeds)
         if seeds.row_count > 1:
@@ -133,11 +125,11 @@ def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> 
             console.print(f"note: {note}", soft_wrap=True)
 
 
-def _farewell(console: Console, result: RunResult, base: str, *, raced: bool) -> int:
+def _farewell(console: Console, result: RunResult, base: str) -> int:
     again = same_command()
     report = result.report or "not written, the disk is full"
     console.print(f"report: {report}", soft_wrap=True)
-    if (job := next((one for one in result.jobs.values() if one.best.is_dir()), None)) is not None and not raced:
+    if (job := next((one for one in result.jobs.values() if one.best.is_dir()), None)) is not None:
         console.print(f"talk to an adapter: motet chat {base} --adapter {job.best}", soft_wrap=True)
     for job in result.jobs.values():
         if job.spent:

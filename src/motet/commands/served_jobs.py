@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from motet.client import AsyncClient, Client
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
-from motet.commands.control import found
 from motet.config import JobConfig, RunConfig
-from motet.config.candidates import raced
 from motet.config.chain import chains
 from motet.core.errors import ConfigError, MotetError, ServiceError
 from motet.core.types import ADAPTER_CONFIG, JobState
@@ -26,10 +23,10 @@ from motet.hosting.preparing import Sources
 from motet.runtime.evaluations import HARDLY, NOTHING
 from motet.runtime.held_out import figure_of, rule_text
 from motet.runtime.progress import JobProgress
-from motet.service.schemas import Health, Job, JobEvent, Race, Version
+from motet.service.schemas import Health, Job, JobEvent, Version
 from motet.tasks.clock import DATE
 from motet.tasks.row_files import READERS
-from motet.view import LogView, bracket_table, glyphs_of
+from motet.view import LogView, glyphs_of
 from motet.view.text import STATE_STYLES, Glyphs, count_text, duration_text, held_out_text, plain_console, reward_text
 
 _OF_A_RUN = ("engine", "rollout", "cluster", "observers")
@@ -97,7 +94,7 @@ def submit(
     Raises:
         MotetError: one of them was refused; then none is submitted, and their uploads are deleted.
     """
-    new = [job for job in jobs if not all(name in known for name in names_of(job))]
+    new = [job for job in jobs if job.name not in known]
     check_files(new)
     files: dict[str, str] = {}
     awaited: dict[str, list[str]] = {}
@@ -123,38 +120,7 @@ def submit(
     if not quiet:
         for taken in submitted:
             say(f"{taken.name}  {taken.id}")
-    return [by_name[name] for job in jobs for name in names_of(job)]
-
-
-def names_of(job: JobConfig) -> list[str]:
-    """The name of a job, or those of its candidates if it races."""
-    return [one.name for one in raced([job])[0]]
-
-
-def asked_for(client: Client, names: Iterable[str]) -> list[Job]:
-    """Jobs of a service by name or id; of a race, its candidates.
-
-    Raises:
-        ServiceError: there is no such job and no such race.
-    """
-    jobs = list[Job]()
-    for one in (job_or_race(client, name) for name in names):
-        jobs += [one] if isinstance(one, Job) else map(client.job, one.jobs.values())
-    return jobs
-
-
-def job_or_race(client: Client, name: str) -> Job | Race:
-    """A job of a service by name or id, or else a race.
-
-    Raises:
-        ServiceError: there is neither.
-    """
-    try:
-        return client.job(name)
-    except ServiceError as error:
-        if error.status != 404 or (race := found(client.race, name)) is None:
-            raise
-        return race
+    return [by_name[job.name] for job in jobs]
 
 
 def check_files(jobs: Sequence[JobConfig]) -> None:
@@ -304,13 +270,6 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
             shown.append(f"\n{name:<10}", style="not bold bright_black")
             shown.append(glyphs.plain(value), style=f"not bold {style}" if style != "bold red" else style)
     return shown
-
-
-def bracket(race: Race) -> Table | Text:
-    """The decisions of a race, and where it stands; only the latter if they cannot be read."""
-    one, glyphs = race.bracket, glyphs_of(plain_console())
-    table = bracket_table(race.name, one.headings, one.rows, one.verdict, glyphs)
-    return table if one.rows else Text(glyphs.plain(one.verdict))
 
 
 def _best(job: Job) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.commands.answers import say
+from motet.commands.candidates import known_jobs
 from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
@@ -21,7 +22,6 @@ from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
 from motet.runtime.opening import damages, identity_in
 from motet.runtime.ownership import removed_jobs
-from motet.runtime.race_record import known_jobs
 from motet.runtime.receipts import (
     KERNELS,
     RECEIPT,

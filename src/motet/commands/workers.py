@@ -17,7 +17,7 @@ app = typer.Typer(rich_markup_mode=None)
 
 @app.command(epilog="Example: motet score sort --reward rewards.py")
 def score(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Jobs or races, by name or id.", show_default=False)],
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Jobs, by name or id.", show_default=False)],
     reward: Annotated[
         list[str],
         typer.Option(metavar="FILE.py[:FUNCTION]", help="Your reward functions; you can repeat the option."),
@@ -30,7 +30,7 @@ def score(
     from motet.commands import served_jobs
 
     with motet.Client(url, key) as client:
-        asked = served_jobs.asked_for(client, jobs)
+        asked = [client.job(job) for job in jobs]
     say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here{_code(*reward)}; Ctrl-C stops it")
     raise typer.Exit(served_jobs.follow(url, key, asked, served_jobs.scoring(reward, processes), same_command()))
 
@@ -60,7 +60,7 @@ def agent(
     jobs: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE|JOB", help="A job file, or jobs or races on the service by name or id.", show_default=False
+            metavar="FILE|JOB", help="A job file, or jobs on the service by name or id.", show_default=False
         ),
     ],
     agent: Annotated[
@@ -88,7 +88,7 @@ def agent(
         elif agent is None:
             raise ConfigError("name your agent function: --agent agent.py:run")
         else:
-            wanted, function = served_jobs.asked_for(client, jobs), agent
+            wanted, function = [client.job(job) for job in jobs], agent
     jobs_here = ", ".join(f"{job.name} ({job.state})" for job in wanted)
     say(f"running {function}{_code(function)} for {jobs_here} here; Ctrl-C stops it")
     work = agent_jobs.running(function, concurrency)

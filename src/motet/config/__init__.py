@@ -23,7 +23,6 @@ from motet.config.job import (
     SamplingConfig,
 )
 from motet.config.observer import ObserverConfig, Observers
-from motet.config.race import RaceConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.config.stopping import StopConfig
 from motet.config.team import NOT_ON_HOSTS, RoleConfig
@@ -109,7 +108,6 @@ __all__ = [
     "ObserverConfig",
     "OptimizerConfig",
     "PricesConfig",
-    "RaceConfig",
     "RewardConfig",
     "RoleConfig",
     "RolloutConfig",

@@ -16,7 +16,6 @@ from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
 from motet.config.data import OF_CLIENT, DataConfig
-from motet.config.race import RaceConfig, race_of
 from motet.config.stopping import StopConfig
 from motet.config.team import MOST_RANK, TeamConfig, team_mistake
 from motet.core.batch import AdamW
@@ -199,8 +198,8 @@ class EvalConfig(Config):
     """Sample every evaluation with the same random numbers: an answer changes only where the adapter changed it. Versions
     compare with less noise."""
     confirm: bool = False
-    """Leave every third held-out row out of the choice of the best version. Candidates of a [race](races.md) do: these rows
-    confirm the winner."""
+    """Leave every third held-out row out of the choice of the best version, so that these rows can confirm it
+    ([Search settings](search.md))."""
 
     def count(self, steps: int) -> int:
         """Evaluations of a job with held-out problems."""
@@ -292,9 +291,6 @@ class JobConfig(Config):
     and `high` 10."""
     budget: int | None = Field(None, ge=1, le=10**15)
     """The job pauses at the end of the step in which it has sampled and trained this many tokens. Raise it to continue."""
-    race: Annotated[RaceConfig | None, BeforeValidator(race_of)] = None
-    """Try several settings of this job at once and drop the worse ones early ([Races](races.md)). `true` takes the
-    defaults."""
     stop_when: StopConfig = StopConfig()
     """When the job ends before its last step, as succeeded."""
     team: TeamConfig = {}

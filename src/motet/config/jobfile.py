@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from motet.config import Config, EngineConfig, RaceConfig, RunConfig
+from motet.config import Config, EngineConfig, RunConfig
 from motet.config.chain import take_shapes
 from motet.config.engine import ClusterConfig
 from motet.config.mistakes import check_fields, explain, refuse, unknown_fields
@@ -28,7 +28,6 @@ _SHORT: Mapping[str, tuple[str, type]] = {
     "data": ("source", str),
     "algorithm": ("type", str),
     "environment": ("name", str),
-    "race": ("candidates", int),
     "no_gain": ("evaluations", int),
     "rollout": ("engine", str),
     "cluster": ("launcher", str),
@@ -37,15 +36,12 @@ _SHORT: Mapping[str, tuple[str, type]] = {
 _EXAMPLE = "`- {name: add, data: 'toy:add', reward: exact}`"
 
 
-def load_jobs(
-    path: str | Path, overrides: Sequence[str] = (), *, race: bool = False, trust_remote_code: bool = False
-) -> RunConfig:
+def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False) -> RunConfig:
     """Read and validate a job file.
 
     Args:
         path: the YAML file.
         overrides: `path=value` each; `jobs.NAME.field=value` for one job, `engine.…`, `base=…`, or a job field for all jobs.
-        race: whether jobs race by default.
         trust_remote_code: whether the base's own code may run; a file cannot set this.
 
     Raises:
@@ -57,9 +53,6 @@ def load_jobs(
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the job file {file}: {_why_unread(file, error)}") from error
     config = parse_jobs(text, str(file), overrides, directory=file.parent)
-    if race:
-        jobs = [job if job.race else job.model_copy(update={"race": RaceConfig()}) for job in config.jobs]
-        config = config.model_copy(update={"jobs": jobs})
     engine = config.engine.model_copy(update={"trust_remote_code": trust_remote_code})
     return config.model_copy(update={"engine": engine})
 
@@ -185,8 +178,6 @@ def normal_job(job: Tree) -> Tree:
 
 def _spelled(field: str, value: Any) -> Any:
     """A section, from its short form too."""
-    if field == "race" and value is True:
-        return {}
     key, kind = _SHORT.get(field, ("", None))
     return {key: value} if type(value) is kind else value
 

@@ -32,10 +32,15 @@ _OF_ROLLOUT = {
         idle=(None, []),
     ),
 }
+_RACE = (
+    "leave it out and train longer with `lr: auto`, which is better first, or search settings with examples/search.py; "
+    "candidates of earlier races are ordinary jobs"
+)
 LEFT: Mapping[str, Mapping[str, Left]] = {
     "EngineConfig": _OF_ENGINE,
     "ServedBase": _OF_ENGINE,
     "RolloutConfig": _OF_ROLLOUT,
+    "JobConfig": {"race": Left(_RACE, idle=(None, False))},
 }
 """By section, as the name of its class."""
 

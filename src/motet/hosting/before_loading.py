@@ -116,7 +116,7 @@ class Checked:
     """How jobs differ from their directories, by name, if that is accepted."""
 
     def identity(self, job: JobConfig) -> dict[str, Any]:
-        """The identity of a job; a race adds candidates after the checks."""
+        """The identity of a job."""
         if job.name not in self.identities:
             self.identities[job.name] = of_config(job)
         return self.identities[job.name]

@@ -17,7 +17,7 @@ from motet.agents import episode_messages as e
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
-from motet.core.errors import ConfigError, EngineError
+from motet.core.errors import EngineError
 from motet.core.types import JobState, Wanted
 from motet.hosting.answers import Answers, reason
 from motet.hosting.host import Host
@@ -36,7 +36,6 @@ from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.pipeline import Pipeline
-from motet.runtime.race import too_few
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
 from motet.tasks.clock import moment
@@ -238,7 +237,7 @@ class HostProcess:
                 self._reports.changed(name, JobState.FAILED, reason(error))
             return
         if name in self._wanted:
-            job.tenant, job.resumes, job.until = message.tenant, message.resumes, message.until
+            job.tenant, job.resumes = message.tenant, message.resumes
             self.pipeline.add(job)
             if (change := self._changes.pop(name, None)) is not None:
                 self._change(change)
@@ -251,8 +250,6 @@ class HostProcess:
         known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
         clock = clock_at(self.directory.job(config.name), known, moment())
         job, need = prepare(config, info, self.directory, sources, clock, self._read)
-        if message.until is not None and (why := too_few(job.config.data, len(job.data.holdout))):
-            raise ConfigError(why)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         self.host.take(job, known, [need], **accepts)
         if (committed := job.directory.newest()) is not None:
@@ -262,11 +259,10 @@ class HostProcess:
         return job
 
     def _release(self) -> None:
-        """Release jobs that must leave and have saved, and those that wait for a decision of their race."""
-        waiting = [job.name for job in self.pipeline.jobs.values() if job.arrived and job.state is JobState.QUEUED]
-        for name in {*self._leaving, *waiting}:
+        """Release jobs that must leave and have saved."""
+        for name in list(self._leaving):
             job = self.pipeline.jobs.get(name)
-            if job is not None and (job.state is JobState.PAUSED or name in waiting):
+            if job is not None and job.state is JobState.PAUSED:
                 self.pipeline.forget(name)
             elif job is not None and not job.state.final:
                 self.pipeline.pause(name)  # again: a fault of the device has put it back into the queue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.config import Config, EngineConfig, JobConfig, RunConfig, StopConfig
-from motet.config.candidates import RacePlan, raced
 from motet.config.team import NOT_ON_HOSTS
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import HostNow, JobState
 from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading, check_something_is_left
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base, own_switches
-from motet.hosting.preparing import left_out, prepare, prepare_all
+from motet.hosting.preparing import left_out, prepare_all
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
@@ -27,8 +25,6 @@ from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
-from motet.runtime.race import Race, check_prepared, check_rows, known_of
-from motet.runtime.rundir import RunDirectory
 from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
 from motet.tracking.follow import Followers, begin, job_of_run
@@ -70,46 +66,36 @@ def run_config(
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
     """
-    config, plans = _raced(config)
     if (config.engine.hosts > 1 or config.cluster.launcher == "ray") and not sequential and base is None:
         return _run_on_hosts(
-            config, plans, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
+            config, accept_changes=accept_changes, observe=observe, loading=loading, notify=notify, watch=watch
         )
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run)))
         seen = stack.enter_context(_followed(config, directory.path, observe, notify))
-        checked = _check(config, plans, base, original, accept_changes=accept_changes)
+        checked = _check(config, base, original, accept_changes=accept_changes)
         loading()
         own, slots = auto_kernels(config), 1 if sequential else config.engine.slots
         stack.enter_context(own_switches())
         opened = base or open_base(config, directory, stack, own, of_torchrun=config.cluster.launcher == "torchrun")
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, checked.clocks, original)
-        check_prepared(plans, jobs := [job for job, _ in prepared])
+        jobs = [job for job, _ in prepared]
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
         host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs, original=original)
         try:
             for job in jobs:
                 _take(host, job, checked, accept_changes=accept_changes)
-            join = functools.partial(_join, host, directory, checked, jobs, accept_changes)
-            races = [Race(plan, {job.name: job for job in jobs}, directory.path, join) for plan in plans]
             host.workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
             started(host, jobs)
-            (interrupt := Interrupt(notify)).run(lambda: _run_jobs(jobs, host, slots, interrupt, seen, races))
+            (interrupt := Interrupt(notify)).run(lambda: _run_jobs(jobs, host, slots, interrupt, seen))
         finally:
             host.close()
         results = {job.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-        return RunResult(directory.path, results, _report(directory.path), tuple(host.workshop.notes), known_of(races))
-
-
-def _raced(config: RunConfig) -> tuple[RunConfig, list[RacePlan]]:
-    """The run with the candidates of its races as jobs."""
-    jobs, plans = raced(config.jobs)
-    return config.model_copy(update={"jobs": jobs}) if plans else config, plans
+        return RunResult(directory.path, results, _report(directory.path), tuple(host.workshop.notes))
 
 
 def _check(
     config: RunConfig,
-    plans: Sequence[RacePlan],
     base: LoraModel | None = None,
     original: JobDirectory | None = None,
     *,
@@ -118,15 +104,11 @@ def _check(
     known = {"loaded": base is not None, "recorded": original is not None}
     checked = check_before_loading(config, accept_changes=accept_changes, begun=original, **known)
     check_something_is_left(config, checked)
-    for plan in plans:
-        first = plan.candidates[0]
-        check_rows(plan, len(checked.sources.split(first.data).holdout))
     return checked
 
 
 def _run_on_hosts(
     config: RunConfig,
-    plans: Sequence[RacePlan],
     *,
     accept_changes: bool,
     observe: _Observe | None,
@@ -146,29 +128,24 @@ def _run_on_hosts(
             rundir.opened(Path(config.run), "run") as directory,
             _followed(config, directory.path, observe, notify) as seen,
         ):
-            checked = _check(config, plans, accept_changes=accept_changes)
+            checked = _check(config, accept_changes=accept_changes)
             loading()
             jobs = list[HostedJob]()
 
-            def join(one: JobConfig) -> HostedJob:
+            for one in config.jobs:
                 at = directory.job(one.name)
                 job = HostedJob(one, at, JobProgress.of(one, setting_of(checked.identity(one))))
                 job.lines.update(_take_up(at, job.progress, one.stop_when, changed=one.name in checked.changed))
                 jobs.append(job)
-                return job
-
-            for one in config.jobs:
-                join(one)
             notes = _notes(checked, [job.progress for job in jobs])
-            races = [Race(plan, {job.name: job for job in jobs}, directory.path, join) for plan in plans]
             launch, own = launcher(config.cluster, config), auto_kernels(config)
-            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=own, races=races)
+            run = HostedRun(config, directory, jobs, launch, accept_changes=accept_changes, own=own)
             if watch is not None:
                 watch(run.now)
             interrupt = Interrupt(notify)
             interrupt.run(lambda: run.run(interrupt, seen))
             results = {job.config.name: _result(job.directory, job.progress, job.inexact) for job in jobs}
-            return RunResult(directory.path, results, _report(directory.path), tuple(notes), known_of(races))
+            return RunResult(directory.path, results, _report(directory.path), tuple(notes))
     finally:
         log.removeHandler(notices)
 
@@ -242,26 +219,14 @@ def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig, *
     return [int(line["step"]) for line in lines]
 
 
-def _join(
-    host: Host, directory: RunDirectory, checked: Checked, jobs: list[Job], accept_changes: bool, config: JobConfig
-) -> Job:
-    """Make a job of a candidate that a race adds."""
-    clock = checked.clock_of(config, directory.job(config.name))
-    job, _ = prepare(config, host.info, directory, checked.sources, clock)
-    _take(host, job, checked, accept_changes=accept_changes)
-    jobs.append(job)
-    return job
-
-
 async def _run_jobs(
     jobs: Sequence[Job],
     host: Host,
     slots: int,
     interrupt: Interrupt,
     observe: _Observe | None,
-    races: Sequence[Race[Job]],
 ) -> None:
-    pipeline = Pipeline(jobs, host.services, slots, races=races)
+    pipeline = Pipeline(jobs, host.services, slots)
     failures = list[BaseException]()
 
     def progress() -> list[JobProgress]:

@@ -15,8 +15,6 @@ from typing import Any
 
 from motet.report.read import JobRecord, Line, RunRecord, Series, number
 from motet.report.svg import escaped, printable
-from motet.runtime.bracket import bracket_rows, verdict
-from motet.runtime.race_record import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting
 from motet.view.names import ranks, task_of
 
@@ -63,13 +61,8 @@ def _json(data: Any) -> str:
 def _run(run: RunRecord) -> dict[str, Any]:
     device = {name: _series(points) for name, points in run.device().items()}
     jobs = [_job(job, run.start) for job in run.jobs]
-    settings, races = _settings(run.settings), [_race(race) for race in run.races]
-    return {"name": run.name, "device": device, "jobs": jobs, "settings": settings, "seeds": OVER_SEEDS, "races": races}
-
-
-def _race(race: RaceRecord) -> dict[str, Any]:
-    headings, rows = bracket_rows(race)
-    return {"name": race.name, "verdict": verdict(race), "headings": headings, "rows": rows}
+    settings = _settings(run.settings)
+    return {"name": run.name, "device": device, "jobs": jobs, "settings": settings, "seeds": OVER_SEEDS}
 
 
 def _settings(groups: Sequence[Setting]) -> list[dict[str, Any]]:

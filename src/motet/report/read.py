@@ -19,7 +19,6 @@ from motet.config import RewardConfig
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.held_out import ACCURACY, LOG_LIKELIHOOD, REWARD, named_best, newest_commit, recommended, rule_text
-from motet.runtime.race_record import RaceRecord, records
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
 from motet.tasks.reward_elsewhere import weights_of
@@ -173,7 +172,6 @@ class RunRecord:
 
     path: Path
     jobs: tuple[JobRecord, ...]
-    races: tuple[RaceRecord, ...] = ()
 
     @property
     def name(self) -> str:
@@ -228,7 +226,7 @@ def read_run(path: Path) -> RunRecord:
             f"{path} has no jobs: give the directory of a run, runs/<name of the job file> unless `run:` or --run says "
             f"otherwise{hint}"
         )
-    return RunRecord(path, tuple(read_job(item) for item in jobs), tuple(records(path)))
+    return RunRecord(path, tuple(read_job(item) for item in jobs))
 
 
 def read_job(path: Path) -> JobRecord:

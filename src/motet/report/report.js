@@ -92,13 +92,6 @@ function seeds() {
     el("div", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, ["setting", "place", "seeds", "held-out before → after"].map(text => el("th", {scope: "col"}, text)))), el("tbody", {}, rows))));
 }
 
-/** Which job was dropped at which decision of a race, and why. */
-function races() {
-  return run.races.map(race => el("section", {}, el("h2", {}, `Race ${race.name}`), el("p", {class: "soft"}, race.verdict),
-    el("div", {class: "card"}, el("table", {class: "jobs"}, el("thead", {}, el("tr", {}, race.headings.map(text => el("th", {scope: "col"}, text)))),
-      el("tbody", {}, race.rows.map(row => el("tr", {}, row.map((text, place) => el("td", {data: {label: race.headings[place]}, class: place ? "number" : "name"}, text)))))))));
-}
-
 /** Charts of the device over time; all jobs report the same device. */
 function deviceCharts() {
   const time = {xTitle: "minutes", share: true}, parts = Object.entries(DEVICE).filter(([name]) => run.device[name].x.length);
@@ -137,7 +130,7 @@ function configurations() {
 
 const learning = jobCurves(), device = deviceCharts();
 const draw = () => { for (const charts of [learning, device]) charts.update(jobs.filter(job => !hidden.has(job))); };
-add(document.querySelector("main"), header(), summary(), ...races(), seeds() || null, legend(draw), el("section", {}, el("h2", {}, "Learning"), learning.node),
+add(document.querySelector("main"), header(), summary(), seeds() || null, legend(draw), el("section", {}, el("h2", {}, "Learning"), learning.node),
   el("section", {}, el("h2", {}, "Device"), el("p", {class: "soft"}, "One device serves all jobs of the run."), device.node), samples() || null, configurations() || null,
   el("footer", {class: "small faint"}, "Made by Motet from the files of the run. This page loads nothing from the network."));
 draw();

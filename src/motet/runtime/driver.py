@@ -42,7 +42,7 @@ class Driver:
                 await self._publish()
             while not self.ended:
                 job.progress.spent = self.spent
-                if self._pause or self._stops:
+                if self._pause or self.spent:
                     await session.commit(closed=True)
                     if session.work.kept.passes:
                         await self._keep()
@@ -141,26 +141,20 @@ class Driver:
         return budget is not None and done.tokens >= budget and done.step < self.job.config.steps and not self._reason
 
     @property
-    def _stops(self) -> bool:
-        """Whether the job may not begin another step: its budget is used up, or its race has to decide."""
-        until = self.job.until
-        return self.spent or (until is not None and self.session.done.step >= until)
-
-    @property
     def commits(self) -> bool:
         """Whether the current step is committed: also if it may be the best version, or if a resumed job needs it."""
         config, version = self.job.config, self.session.done.step + 1
-        wanted = version % config.checkpoint.every == 0 or version in (config.steps, self.job.until) or self._pause
+        wanted = version % config.checkpoint.every == 0 or version == config.steps or self._pause
         lasting = config.algorithm.lag > 0 or config.algorithm.updates > 1
         return wanted or self.job.evaluates(version) or lasting
 
     async def _publish(self) -> None:
         """Publish the newest version, unless nothing was trained, or nothing samples from it before the job is opened again."""
-        if self._stops or self.session.versions.latest == self.session.done.step:
+        if self.spent or self.session.versions.latest == self.session.done.step:
             return
         if self.job.recorded is None:
             await self.session.publish()
-        if not self._stops:
+        if not self.spent:
             self.published(self.session.done.step)
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from motet.core.errors import RunError
@@ -22,6 +23,7 @@ _LONGEST_HEADER = 2**24
 UNTRAINED = "untrained.txt"
 """A file in a copy of an untrained adapter, which is no longer beside the metrics of its job; it has the reason."""
 IS_UNTRAINED = "is untrained: it equals the adapter that the job began with"
+_CONFIRMS = 3
 Evaluations = Sequence[tuple[int, float]]
 """(version, figure), in order; higher is better."""
 
@@ -42,6 +44,17 @@ def ranked(figures: Mapping[str, Any], best_by: str) -> tuple[float, float]:
     """
     tie = -float(figures["loss"]) if "loss" in figures else 0.0
     return (tie, 0.0) if "loss" in figures and not best_by else (figure_of(figures)[1], tie)
+
+
+def deciding(rows: Sequence[float]) -> list[float]:
+    """Return the rows that choose a version under `eval.confirm`: all but every third one, which can confirm the choice."""
+    return [value for place, value in enumerate(rows) if place % _CONFIRMS != _CONFIRMS - 1]
+
+
+def mean_of(rows: Sequence[float]) -> float:
+    """Return the mean over the rows whose reward is known; -inf without any."""
+    known = [value for value in rows if math.isfinite(value)]
+    return fmean(known) if known else -math.inf
 
 
 def unchanged(line: Mapping[str, Any]) -> bool:

@@ -28,7 +28,7 @@ _OWN_CODE = re.compile(r"[^\s:]+\.py:[\w.]+")
 
 def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The part that is known before anything is loaded; `installed` maps an operator's rewards to their functions."""
-    job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget", "race", "stop_when"})
+    job = config.model_dump(mode="json", exclude={"checkpoint", "priority", "budget", "stop_when"})
     if not config.team:
         del job["team"]  # directories and receipts of other jobs stay as they are
     del job["eval"]["confirm"]  # as `checkpoint`: it decides what is kept

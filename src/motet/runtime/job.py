@@ -172,8 +172,6 @@ class Job:
     """Of the job, if its steps are derived again from rollouts that are recorded there: nothing is sampled or published."""
     keeps: object = None
     """What lives as long as a job needs it, such as data that jobs share."""
-    until: int | None = None
-    """Steps after which it waits for a decision of its race; None where it trains to the end."""
 
     def __post_init__(self) -> None:
         """Count its work from now on."""
@@ -199,11 +197,6 @@ class Job:
     def state(self) -> JobState:
         """The current state."""
         return self.progress.state
-
-    @property
-    def arrived(self) -> bool:
-        """Whether it waits for a decision of its race."""
-        return self.until is not None and self.progress.step >= self.until
 
     def move(self, state: JobState, message: str = "") -> None:
         """Change the state and record it.

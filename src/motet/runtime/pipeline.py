@@ -15,7 +15,6 @@ from motet.core.errors import DeviceError, DeviceLost, MotetError, RunError
 from motet.core.types import JobState, Wanted
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.job import Job, Services
-from motet.runtime.race import Race, let_decide, refused
 from motet.runtime.rundir import read_commands
 from motet.runtime.running_job import Running, cut_off, driver_of, outcome
 from motet.runtime.scheduler import weight_of
@@ -41,13 +40,12 @@ class Pipeline:
         max_idle: float = MAX_IDLE,
         most_step: float = MOST_STEP,
         turns: SlotTurns | None = None,
-        races: Sequence[Race[Job]] = (),
     ) -> None:
         """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
         self._turns, self._stays = turns or SlotTurns(), stays
         self._timeouts, self._cuts = SlotTimeouts(max_idle), SlotTimeouts(most_step)
         self.jobs = {job.name: job for job in jobs}
-        self._services, self._slots, self._races = services, slots, races
+        self._services, self._slots = services, slots
         self._running: dict[str, Running] = {}
         self._rules: dict[str, Rule] = {}
         self._disk_gate, self._changed = DiskSpaceGate(), asyncio.Event()
@@ -126,7 +124,7 @@ class Pipeline:
             running.pause, running.preempted = None, False
             if running.loop is not None:
                 running.loop.go_on()
-        elif running is None and job.state in (JobState.PAUSED, JobState.FAILED) and not refused(self._races, job):
+        elif running is None and job.state in (JobState.PAUSED, JobState.FAILED):
             _move(job, JobState.QUEUED)
         self._obey(job)
         self._changed.set()
@@ -189,8 +187,6 @@ class Pipeline:
         return [_claim(one.job) for one in self._running.values()]
 
     def _fill_slots(self) -> None:
-        for job in let_decide(() if self._stopping else self._races, self._running):
-            self.add(job)
         _fail_chained(self.jobs.values())
         claims = self._queued()
         if self._stopping:
@@ -296,16 +292,15 @@ def _move(job: Job, state: JobState, message: str = "") -> None:
 
 
 def _may_begin(job: Job) -> bool:
-    """Whether the adapter that it starts from exists (a job with commits no longer needs it), and no race holds it."""
-    begins = job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
-    return begins and not job.arrived
+    """Whether the adapter that it starts from exists; a job with commits no longer needs it."""
+    return job.before is None or job.before.state is JobState.SUCCEEDED or bool(job.directory.steps())
 
 
 def _fail_chained(jobs: Iterable[Job]) -> None:
     """Fail jobs that wait for one that ended without success."""
     for job in jobs:
         before = job.before
-        if before is None or job.state is not JobState.QUEUED or job.arrived or _may_begin(job):
+        if before is None or job.state is not JobState.QUEUED or _may_begin(job):
             continue
         spent = before.progress.spent
         if spent or before.state in (JobState.FAILED, JobState.CANCELLED):

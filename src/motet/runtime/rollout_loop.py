@@ -15,10 +15,10 @@ from motet.core.types import Group
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.generation import ended
+from motet.runtime.held_out import deciding, mean_of
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import Critic, learn
 from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
-from motet.runtime.race_rule import deciding, mean_of
 from motet.runtime.recorded import RecordedSampler, exact_rows
 from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
@@ -81,8 +81,7 @@ class RolloutLoop(Driver):
         """Start the sampling that this version allows."""
         if self.job.recorded is None and self.evaluates(version) and self.session.done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
-        end = self.job.config.steps if self.job.until is None else self.job.until
-        last = min(end, version + self.job.config.algorithm.lag + 1)
+        last = min(self.job.config.steps, version + self.job.config.algorithm.lag + 1)
         for step in range(version, last):
             if not self._pause and not self.ended:
                 self._begin(step)

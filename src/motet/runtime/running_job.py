@@ -75,8 +75,6 @@ def outcome(job: Job, state: JobState, reason: str | None, *, preempted: bool) -
             f"paused {done}: its budget of {job.config.budget} tokens is spent; to continue, raise it "
             "(`motet resume JOB --budget TOKENS`, or `budget` in the job file and the same command)"
         )
-    if job.arrived and (reason is None or preempted):
-        return JobState.QUEUED, f"waits {done} for the other candidates of its race"
     if preempted:
         return JobState.QUEUED, f"gave its slot to another tenant's job {done}; continues when a slot is free"
     if reason is None:  # it was resumed while it stopped

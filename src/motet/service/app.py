@@ -34,7 +34,6 @@ from motet.service.routes import (
     fine_tuning,
     health,
     jobs,
-    races,
     rewards,
     sign_in,
     tenants,
@@ -48,7 +47,7 @@ from motet.service.tinker.parts import Tinker
 
 ROUTES = (
     completions, training, sessions, runs,
-    files, jobs, races, events, adapters, tenants, sign_in, fine_tuning, dashboard, rewards, episodes, health,
+    files, jobs, events, adapters, tenants, sign_in, fine_tuning, dashboard, rewards, episodes, health,
 )  # fmt: skip
 """Searched in this order for each request: those that are sent most come first."""
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -73,9 +72,7 @@ class Lifecycle:
         with contextlib.suppress(*AWAY):  # the next start sends it
             service.recorder.observe_ended()
         service.hosts.start(service.handlers())
-        self._watching = asyncio.gather(
-            service.queue.watch(), service.races.watch(), service.enforcer.watch(), self._tinker.leases.watch()
-        )
+        self._watching = asyncio.gather(service.queue.watch(), service.enforcer.watch(), self._tinker.leases.watch())
         # a second Ctrl-C skips `close`
         self._watching.add_done_callback(lambda done: done.cancelled() or done.exception())
 

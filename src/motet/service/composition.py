@@ -37,7 +37,6 @@ from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.jobs.handover import Handover, begun_jobs
 from motet.service.jobs.initial_adapter import InitialAdapters
 from motet.service.jobs.queue import JobQueue
-from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.jobs.submissions import Submissions
 from motet.service.jobs.validation import Allowed
@@ -99,10 +98,9 @@ class Service:
         self.queue = JobQueue(
             store, self.bus, self.adapters, initial, self.recorder.record_state, self.handover.hand_over
         )
-        self.races = Races(store, self.storage, self.bus, self.recorder, self.hosts)
         self.submissions = Submissions(
             allowed, bases, store, self.storage, self.bus, self.adapters, self.quotas, self.enforcer, self.queue,
-            self.handover, self.hosts, secrets, self.recorder, self.races, self.ledger,
+            self.handover, self.hosts, secrets, self.recorder, self.ledger,
         )  # fmt: skip
         self.erasure = Erasure(store, self.storage, self.adapters, self.submissions, self.followers.home)
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)

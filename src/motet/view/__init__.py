@@ -14,11 +14,11 @@ from rich.console import Console
 
 from motet.view.live import LiveView
 from motet.view.log import LogView
-from motet.view.tables import bracket_table, settings_table, summary_table
+from motet.view.tables import settings_table, summary_table
 from motet.view.text import glyphs_of
 from motet.view.view import View
 
-__all__ = ["LiveView", "LogView", "View", "bracket_table", "glyphs_of", "make_view", "settings_table", "summary_table"]
+__all__ = ["LiveView", "LogView", "View", "glyphs_of", "make_view", "settings_table", "summary_table"]
 
 
 def make_view(console: Console, base: str = "") -> View:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from motet.core.types import JobState
-from motet.runtime.race_record import RaceRecord
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
 from motet.view.names import ranks, task_of
 from motet.view.text import UNICODE, held_out_text
@@ -57,14 +56,11 @@ class RunResult:
     """The HTML report; None if the disk was full."""
     notes: tuple[str, ...] = ()
     """Notes about the base, rows that were left out, and sampling processes that did not take part."""
-    races: Mapping[str, RaceRecord] = field(default_factory=dict)
-    """The results of races, by the name of the job."""
 
     @property
     def ok(self) -> bool:
-        """Whether every job succeeded, except those that a race dropped."""
-        dropped = {name for race in self.races.values() for name in race.dropped()}
-        return all(job.state is JobState.SUCCEEDED for job in self.jobs.values() if job.name not in dropped)
+        """Whether every job succeeded."""
+        return all(job.state is JobState.SUCCEEDED for job in self.jobs.values())
 
     @property
     def settings(self) -> list[Setting]:

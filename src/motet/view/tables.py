@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -147,11 +147,8 @@ def summary_table(
     seconds: Mapping[str, float] | None = None,
     glyphs: Glyphs = UNICODE,
     width: int = 120,
-    raced: Collection[str] = (),
 ) -> Table:
     """The result of each job; variants of a sweep are ranked by the figure of their best version, unless they are seeds.
-
-    The candidates `raced` have no places: their race chooses the best on rows that no decision used.
 
     With the `run` directory, the table has each adapter's path. `seconds` is how long each job ran (`View.seconds`);
     otherwise until now. A narrow `width` leaves out some columns.
@@ -160,9 +157,8 @@ def summary_table(
     name_width = 20 if width >= 100 else 12
     shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
     seeds = any(len(one.jobs) > 1 for one in _settings(jobs))
-    sweeps = (job for job in jobs if job.name not in raced)
     taken = {job.name: _taken(job, run) for job in jobs}
-    best = ((job.name, figure[1] if (figure := taken[job.name]) else None) for job in sweeps)
+    best = ((job.name, figure[1] if (figure := taken[job.name]) else None) for job in jobs)
     places = {} if seeds else ranks(best)  # settings have ranks, seeds have none
     stems = list(dict.fromkeys(names.stems.values()))
     ordered = sorted(jobs, key=lambda job: (stems.index(names.stems[job.name]), places.get(job.name, len(jobs))))
@@ -212,21 +208,6 @@ def settings_table(jobs: Sequence[JobProgress], glyphs: Glyphs = UNICODE, width:
     table.title = Text("Settings: jobs that differ only in their seed", style="bold")
     what = glyphs.plain(OVER_SEEDS.replace("±", glyphs.plus_minus))
     table.caption = Text(f"held-out: {what}", style="not italic bright_black")
-    return table
-
-
-def bracket_table(
-    name: str, headings: Iterable[str], rows: Iterable[Sequence[str]], verdict: str, glyphs: Glyphs
-) -> Table:
-    """The bracket of a race with the verdict below."""
-    table = _titled()
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        style = "bold green" if row[-2] == "winner" else "bright_black" if "dropped" in row[-2] else ""
-        table.add_row(*(Text(glyphs.plain(cell), style=style) for cell in row))
-    table.title = Text(f"Race {glyphs.plain(name)}", style="bold")
-    table.caption = Text(glyphs.plain(verdict), style="not italic not dim")
     return table
 
 

@@ -3,13 +3,12 @@ import {ask, jobPath, request, versionsOf} from "./api.js";
 import {chatTab} from "./chat.js";
 import {columns, jobCurves} from "./curves.js";
 import {add, copyOf, el, explain, fill, say, sure} from "./dom.js";
-import {raceTab} from "./race.js";
 import {rolloutsTab} from "./rollouts.js";
 import {useTab} from "./use.js";
 import {age, bytes, clock, count, FINAL, measured, notes, span} from "./words.js";
 
 const POINTS = 600;
-const TABS = [["curves", "Curves"], ["race", "Race"], ["rollouts", "Rollouts"], ["chat", "Chat"], ["use", "Use it"], ["configuration", "Configuration"], ["events", "Events"]];
+const TABS = [["curves", "Curves"], ["rollouts", "Rollouts"], ["chat", "Chat"], ["use", "Use it"], ["configuration", "Configuration"], ["events", "Events"]];
 const MOST_EVENTS = 300;
 
 /** One entry of the list of events. */
@@ -149,7 +148,7 @@ function makeHead(context, refreshed, complain, leaving) {
 
 /** Tabs after the ARIA tabs pattern: one tab stop, arrow keys move. */
 function makeTabs(context, job, chosen, opened) {
-  const may = {chat: context.may("completions"), use: context.may("completions"), race: Boolean(job.race)};
+  const may = {chat: context.may("completions"), use: context.may("completions")};
   const offered = TABS.filter(([key]) => may[key] ?? true);
   const list = el("div", {role: "tablist", "aria-label": "What to see of the job"}), panel = el("div", {role: "tabpanel", id: "panel", "aria-labelledby": "", tabindex: -1});
   const tabs = offered.map(([key, text]) => el("button", {type: "button", role: "tab", id: `tab-${key}`, "aria-controls": "panel", onclick: () => open(key)}, text));
@@ -207,7 +206,7 @@ export function jobPage(context, id, tab) {
 
   function open(key, panel) {
     current = key;
-    tabs[key] ||= {curves: () => jobCurves(), race: () => raceTab(job), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job), use: () => useTab(context, job),
+    tabs[key] ||= {curves: () => jobCurves(), rollouts: () => rolloutsTab(job), chat: () => chatTab(context, job), use: () => useTab(context, job),
       configuration: () => configurationTab(context, job), events: () => eventsTab(job, context.live)}[key]();
     fill(panel, tabs[key].node);
     if (key === "curves") drawCurves();

@@ -33,7 +33,6 @@ from motet.service.database.tables import (
     KnownBase,
     StoredFile,
     StoredJob,
-    StoredRace,
     Tenant,
     UploadedAdapter,
     new_id,
@@ -41,7 +40,7 @@ from motet.service.database.tables import (
 from motet.service.database.tenants import Principal, Tenants, audit_entry
 
 Value = TypeVar("Value")
-Named = TypeVar("Named", StoredJob, StoredRace, UploadedAdapter)
+Named = TypeVar("Named", StoredJob, UploadedAdapter)
 AWAY = (OperationalError, InterfaceError, NoConnection)
 """Errors of a database that is unreachable, full, read-only (in a failover) or out of connections; a retry may succeed."""
 _READ_ONLY = "25006"
@@ -54,7 +53,7 @@ OPEN = tuple(state.value for state in JobState if not state.final)
 
 
 def only_one(tenants: Tenants, who: Principal, name: str, found: Sequence[Named]) -> Named | None:
-    """The job, race or adapter that an admin means: the tenant's own, that of the id, or the only one.
+    """The job or adapter that an admin means: the tenant's own, that of the id, or the only one.
 
     Raises:
         StoreError: it could be any of several.
@@ -203,8 +202,8 @@ class Store:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------------
 
-    def submit(self, who: Principal, jobs: Sequence[StoredJob], races: Sequence[StoredRace] = ()) -> list[StoredJob]:
-        """Queue jobs (rows with name, spec and steps) and the races of which they are, in one transaction: all or none.
+    def submit(self, who: Principal, jobs: Sequence[StoredJob]) -> list[StoredJob]:
+        """Queue jobs (rows with name, spec and steps) in one transaction: all or none.
 
         Raises:
             StoreError: the tenant has a job with such a name or idempotency key.
@@ -215,8 +214,6 @@ class Store:
         try:
             with self.transaction() as session:
                 self.wait_for_earlier_events(session)
-                session.add_all(races)
-                session.flush()  # jobs name them
                 for job in jobs:
                     session.add(job)
                     session.flush()

@@ -115,13 +115,13 @@ class StoredJob(Table):
     base: Mapped[str | None] = mapped_column(Text)
     """The name of its base; None for the first base, in databases from when there was only one."""
     race: Mapped[str | None] = mapped_column(ForeignKey("races.id"), index=True)
-    """The race of which it is a candidate."""
+    """The race of an earlier release of which it was a candidate."""
     until: Mapped[int | None]
-    """Steps after which it waits for the next decision of its race; None if it trains to the end."""
+    """Not used any more."""
 
 
 class StoredRace(Table):
-    """A race and the job that it was submitted as; its decisions are in a file."""
+    """A race of an earlier release. It is only read, and deleted with its tenant."""
 
     __tablename__ = "races"
     __table_args__ = (UniqueConstraint("tenant_id", "name"),)

@@ -54,10 +54,7 @@ class Erasure:
         if waiting := sum(not JobState(job.state).final for job in jobs):
             return waiting
         for job in jobs:
-            try:
-                self._submissions.delete(job)
-            except StoreError:  # its race ends in a moment
-                return len(jobs)
+            self._submissions.delete(job)
         for adapter in self._store.scalars(select(UploadedAdapter).where(UploadedAdapter.tenant_id == tenant_id)):
             self._adapters.remove(adapter)
         for file in self._store.scalars(select(StoredFile).where(StoredFile.tenant_id == tenant_id)):
@@ -65,7 +62,7 @@ class Erasure:
             self._store.delete_file(file.id)
         shutil.rmtree(self._storage.samples(tenant_id), ignore_errors=True)
         for race in self._store.scalars(select(StoredRace.id).where(StoredRace.tenant_id == tenant_id)):
-            shutil.rmtree(self._storage.races / race, ignore_errors=True)  # after a crash between its jobs and itself
+            shutil.rmtree(self._storage.races / race, ignore_errors=True)
         remove_tenant(self._observers, self._store.tenants.name_of(tenant_id))
         try:
             with self._store.transaction() as session:

@@ -166,9 +166,7 @@ class Handover:
         first_step = self._log.first_missing_step(job.id) if first_step is None else first_step
         rule = rule or self._enforcer.rule_with_job(job)
         resumes = job.state == JobState.RUNNING.value
-        return AddJob(
-            tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes, until=job.until
-        )
+        return AddJob(tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for what it names. Raises `ConfigError` for a missing file."""
@@ -198,8 +196,6 @@ def begun_jobs(store: Store) -> list[tuple[str, str, str | None]]:
 def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:
     """Open jobs that no host has and that may start, with tenants taking turns; jobs that had begun come first.
 
-    Candidates that wait for a decision of their race are left out.
-
     Args:
         assigned: ids of the jobs that hosts have.
         most: number per tenant and base; None for all.
@@ -210,8 +206,7 @@ def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:
         partition_by=(StoredJob.tenant_id, StoredJob.base), order_by=(begun, priority.desc(), StoredJob.number)
     )
     asleep = (StoredJob.state == JobState.PAUSED.value) & (StoredJob.wanted == Wanted.PAUSE.value)
-    decides = StoredJob.until.is_not(None) & (StoredJob.step >= StoredJob.until)
-    waiting = StoredJob.state.in_(OPEN) & ~StoredJob.waits & ~asleep & ~decides & StoredJob.id.not_in(assigned)
+    waiting = StoredJob.state.in_(OPEN) & ~StoredJob.waits & ~asleep & StoredJob.id.not_in(assigned)
     turns = select(StoredJob.number, of_each.label("turn")).where(waiting).subquery()
     chosen = select(StoredJob).join(turns, turns.c.number == StoredJob.number)
     chosen = chosen if most is None else chosen.where(turns.c.turn <= most)

@@ -105,16 +105,6 @@ class InitialAdapters:
         _link(source.path, self.path(job.id), source.name)
 
 
-def continue_start(run: Path, original: str, copy: str) -> None:
-    """Link the initial adapter of a job into the directory of a copy of it, which has begun and resolves none.
-
-    Raises:
-        ConfigError: it has just been deleted.
-    """
-    if _start(run, original).is_dir() and not _start(run, copy).exists():
-        _link(_start(run, original), _start(run, copy), original)
-
-
 def _start(run: Path, job_id: str) -> Path:
     return run / job_id / "start"
 

@@ -25,7 +25,7 @@ from motet.core.types import JobState, Wanted
 from motet.process.apart import ThreadTurns
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.store import Store, name_taken
-from motet.service.database.tables import StoredJob, StoredRace, new_id
+from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.handover import UNFIT
@@ -57,18 +57,13 @@ class Planned:
     source: Resolved | None
     """The initial adapter, if it exists already."""
     idempotency: str | None = None
-    race: str | None = None
-    """Id of its race."""
-    until: int | None = None
-    """Steps after which it waits for the first decision of its race."""
 
     def row(self) -> StoredJob:
         """The row to store."""
         return StoredJob(
             id=self.id, name=self.config.name, spec=self.config.model_dump(mode="json"), steps=self.config.steps,
             base=self.base, after=list(self.after) or None, start_at=self.at, waits=bool(self.message),
-            message=self.message, starts_from=self.starts_from, idempotency_key=self.idempotency, race=self.race,
-            until=self.until,
+            message=self.message, starts_from=self.starts_from, idempotency_key=self.idempotency,
         )  # fmt: skip
 
 
@@ -141,11 +136,9 @@ class JobQueue:
         """`InitialAdapters.drafts` for `submit`; the adapters are read to be checked, which may take minutes."""
         return self._initial.drafts([one.source for one in planned])
 
-    def submit(
-        self, who: Principal, planned: Sequence[Planned], drafts: Sequence[Path], races: Sequence[StoredRace] = ()
-    ) -> list[StoredJob]:
-        """Store jobs, with initial adapters and races, all or none. Raises `StoreError` if a name is taken."""
-        jobs = self._store.submit(who, [one.row() for one in planned], races)
+    def submit(self, who: Principal, planned: Sequence[Planned], drafts: Sequence[Path]) -> list[StoredJob]:
+        """Store jobs, with initial adapters, all or none. Raises `StoreError` if a name is taken."""
+        jobs = self._store.submit(who, [one.row() for one in planned])
         for draft, job in zip(drafts, jobs, strict=True):
             self._initial.take_draft(draft, job.id)
         if any(job.waits for job in jobs):

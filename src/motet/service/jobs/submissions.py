@@ -11,7 +11,6 @@ from motet.algorithms.client import ClientDriven
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
-from motet.config.candidates import RacePlan, plan
 from motet.core.errors import ConfigError, MotetError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.runtime.journal import Journal
@@ -19,16 +18,14 @@ from motet.runtime.progress import STOPPED_EARLY
 from motet.service.adapters.adapters import Adapters
 from motet.service.bases import Bases
 from motet.service.database.store import Store, find_job
-from motet.service.database.tables import OF_CLIENTS, StoredJob, StoredRace, new_id
+from motet.service.database.tables import OF_CLIENTS, StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import let_go
 from motet.service.events import ANY_JOB, EventBus
 from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue, Planned
-from motet.service.jobs.races import Races
 from motet.service.jobs.recorder import EventRecorder
-from motet.service.jobs.validation import Allowed, check_allowed, check_race, check_room, validated
-from motet.service.schemas import MOST_SUBMITTED
+from motet.service.jobs.validation import Allowed, check_room, validated
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
@@ -70,7 +67,6 @@ class Submissions:
         hosts: Hosts,
         secrets: Secrets,
         recorder: EventRecorder,
-        races: Races,
         ledger: Ledger,
     ) -> None:
         """`allowed`: resources that jobs may use."""
@@ -78,22 +74,16 @@ class Submissions:
         self._store, self._storage, self._bus, self._adapters = store, storage, bus, adapters
         self._quotas, self._enforcer, self._queue = quotas, enforcer, queue
         self._handover, self._hosts, self._secrets = handover, hosts, secrets
-        self._recorder, self._races, self._ledger = recorder, races, ledger
+        self._recorder, self._ledger = recorder, ledger
         self._changing = threading.Lock()
 
-    def check(
-        self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None
-    ) -> tuple[list[Planned], list[StoredRace]]:
+    def check(self, who: Principal, jobs: Sequence[GivenJob], idempotency: str | None = None) -> list[Planned]:
         """Check jobs that are submitted together; a job may start from the adapter of an earlier one.
-
-        Returns the jobs, with the candidates of races, and the races.
 
         Raises:
             MotetError: a job is not accepted; the message says why, for each of several jobs.
         """
         planned: list[Planned] = []
-        above: list[Planned] = []  # those of them that do not race
-        races: list[StoredRace] = []
         wrong: list[tuple[str, MotetError]] = []
         names = set[str]()
         for number, job in enumerate(jobs):
@@ -104,19 +94,8 @@ class Submissions:
                 names.add(config.name)
                 if (config.adapter.init or "").partition("@")[0] in (name for name, _ in wrong):
                     continue  # the error of the job that it starts from is reported instead
-                if len(planned) + (1 if config.race is None else config.race.candidates) > MOST_SUBMITTED:
-                    raise ConfigError(
-                        f"race: this request has more than {MOST_SUBMITTED} jobs with its candidates; send it in parts"
-                    )
                 key = f"{idempotency}#{number}" if idempotency and len(jobs) > 1 else idempotency
-                if config.race is None:
-                    one = self._plan(who, config, base, job, above)
-                    planned.append(replace(one, idempotency=key))
-                    above.append(planned[-1])
-                else:
-                    race, candidates = self._raced(who, config, plan(config, config.race), base, job, key)
-                    races.append(race)
-                    planned += candidates
+                planned.append(replace(self._plan(who, config, base, job, planned), idempotency=key))
             except MotetError as error:
                 wrong.append((str(job.tree.get("name")), error))
                 let_go(error)  # its frames hold this list
@@ -126,28 +105,7 @@ class Submissions:
             kinds = {type(error) for _, error in wrong}
             kind = StoreError if kinds == {StoreError} else ConfigError
             raise kind("\n".join(f"job {name:.100}: {error}" for name, error in wrong[:MOST_TOLD])) from wrong[0][1]
-        return planned, races
-
-    def _raced(
-        self, who: Principal, config: JobConfig, race: RacePlan, base: str, given: GivenJob, key: str | None
-    ) -> tuple[StoredRace, list[Planned]]:
-        """A race and its candidates; the first of these has the request's key."""
-        file = self._store.file(who, config.data.eval_source or config.data.source)
-        check_race(race, None if file is None else file.rows)
-        for one in race.candidates:
-            check_allowed(one, self._allowed, base)
-            self._quotas.check_size(who.tenant_id, one)
-        same = self._races.rows.find(Principal.member_of(who.tenant_id), config.name)
-        if same is not None and not self._races.forget(same.id):
-            raise StoreError(f"there is a race {config.name!r} already; give this one another name")
-        # without defaults, because the rungs depend on what is set
-        spec = self._secrets.sealed(config).model_dump(mode="json", exclude_unset=True)
-        row = StoredRace(id=new_id("race"), tenant_id=who.tenant_id, name=config.name, spec=spec, base=base)
-        plans = [self._plan(who, one, base, given) for one in race.candidates]
-        return row, [
-            replace(one, idempotency=None if number else key, race=row.id, until=race.stop(0))
-            for number, one in enumerate(plans)
-        ]
+        return planned
 
     def _plan(
         self, who: Principal, config: JobConfig, base: str, given: GivenJob, above: Sequence[Planned] = ()
@@ -184,12 +142,12 @@ class Submissions:
         if same := self._submitted(who, idempotency, len(jobs)):
             return same
         try:
-            planned, races = self.check(who, jobs, idempotency)
+            planned = self.check(who, jobs, idempotency)
             sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
             configs = [one.config for one in planned]
             # drafts first: they take long, and one request of all tenants is admitted at a time
             with self._queue.drafts(planned) as drafts, self._quotas.admitting(who.tenant_id, configs):
-                submitted = self._queue.submit(who, sealed, drafts, races)
+                submitted = self._queue.submit(who, sealed, drafts)
                 for job in submitted:
                     self._quotas.stored.changed(job.id)
                 for job in submitted:
@@ -208,10 +166,7 @@ class Submissions:
         """Jobs submitted earlier with the same key."""
         keys = [f"{idempotency}#{number}" for number in range(n)] if idempotency and n > 1 else [idempotency]
         same = [self._store.submitted(who, key) for key in keys]
-        if any(job is None for job in same):
-            return []
-        found = [job for job in same if job is not None]
-        return [one for job in found for one in ([job] if job.race is None else self._races.rows.candidates(job.race))]
+        return [] if any(job is None for job in same) else [job for job in same if job is not None]
 
     def steer(self, job: StoredJob, wanted: Wanted) -> None:
         """Pause, resume or cancel a job.
@@ -222,8 +177,6 @@ class Submissions:
             LimitError: a limit prevents it.
         """
         state = JobState(job.state)
-        if state is JobState.FAILED and (out := self._races.why_out(job)) is not None:
-            raise StoreError(f"job {job.name!r} is {out}; submit it as a job of its own to train it further")
         if state in (JobState.SUCCEEDED, JobState.CANCELLED) or (state is JobState.FAILED and wanted is not Wanted.RUN):
             why = f" ({job.message})" if job.message.startswith(STOPPED_EARLY) else ""
             raise StoreError(f"job {job.name!r} has {state.value}{why}; it cannot be asked to {wanted.word}")
@@ -260,8 +213,6 @@ class Submissions:
         """
         if JobState(job.state) in (JobState.SUCCEEDED, JobState.CANCELLED):
             raise StoreError(f"job {job.name!r} has {job.state}; nothing of it can be changed")
-        if job.race is not None and fields.get("budget") is not None:
-            raise ConfigError("a budget would stop one candidate of the race; cancel it, or set race.budget for all")
         with self._changing:  # concurrent changes apply in sequence
             with self._store.transaction() as session:
                 row = find_job(session, job.id)
@@ -277,15 +228,9 @@ class Submissions:
         """Delete a job and its files. Raises `StoreError` if it has not ended."""
         if not JobState(job.state).final:
             raise StoreError(f"job {job.name!r} has not ended; cancel it first")
-        if job.race is not None and self._races.open(job.race):
-            raise StoreError(
-                f"the race of job {job.name!r} has not ended, and reads its evaluations; cancel the others first"
-            )
         self._hosts.send(ForgetJob(job.id))
         self._adapters.forget_shares(job.id)
         self._storage.job(job.id).delete()  # files first: after a crash, the job can be deleted again
         self._recorder.delete_observed(job)
         self._store.delete_job(job.id)
         self._quotas.stored.forget(job.id)
-        if job.race is not None:
-            self._races.forget(job.race)

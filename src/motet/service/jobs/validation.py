@@ -17,7 +17,6 @@ from typing import Any
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import OF_CLIENT, DataConfig, EnvironmentConfig, JobConfig, RewardConfig
-from motet.config.candidates import RacePlan
 from motet.config.chain import rank_of
 from motet.config.jobfile import jobs_of, normal_job, validate_as
 from motet.config.service import ANY_SIZE, Largest
@@ -25,7 +24,6 @@ from motet.core import plain_yaml
 from motet.core.errors import ConfigError, RewardError
 from motet.core.near import close_matches
 from motet.process.apart import Apart, TooMuchError
-from motet.runtime.race import check_rows
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings
@@ -62,8 +60,6 @@ MOST: Mapping[str, int] = {
     "checkpoint.keep": 10_000,
 }
 """Largest values of job fields, so that one job cannot use all memory."""
-MOST_RACE_ROWS = 4096
-"""Completions of an evaluation that decides in a race."""
 MOST_ROLLOUTS = 131_072
 """Rollouts of one step, including those sampled for selection."""
 MOST_EVALUATED = 1_048_576
@@ -162,30 +158,6 @@ def check_allowed(config: JobConfig, allowed: Allowed, base: str = "") -> None:
     graded = any(source.startswith("reasoning-gym:") for source in sources)
     if not graded and any(reward.name == SCORER for reward in config.rewards):
         raise RewardError(NO_SCORER)
-
-
-def check_race(plan: RacePlan, rows: int | None) -> None:
-    """Check what a service has to read for the decisions of a race.
-
-    Args:
-        plan: the race.
-        rows: of the file that rows are held out of; None if this is no file.
-
-    Raises:
-        ConfigError: too many held-out rows, or too few.
-    """
-    job, data = plan.candidates[0], plan.candidates[0].data
-    if data.eval_source is None:
-        held_out = data.held_out_of(min((n for n in (rows, data.size) if n is not None), default=None))
-    else:
-        most = data.held_out_of(None)
-        held_out = most if rows is None else min(most, rows)
-    check_rows(plan, held_out)
-    if held_out * job.eval.n > MOST_RACE_ROWS:
-        raise ConfigError(
-            f"race: each evaluation has {held_out * job.eval.n} completions, and at most {MOST_RACE_ROWS} are compared here; "
-            "lower data.holdout or eval.n"
-        )
 
 
 def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:

@@ -43,7 +43,7 @@ def _shown(who: Principal, service: Service, job: StoredJob) -> Job:
         id=job.id, name=job.name, tenant=service.store.tenants.name_of(job.tenant_id) if who.admin else None,
         state=job.state, message=job.message, step=job.step, steps=job.steps, created=job.created, ended=job.ended,
         spec=spec, reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [],
-        at=job.start_at, progress=_progress(service, job.id), base=service.bases.shown(job.base), race=job.race,
+        at=job.start_at, progress=_progress(service, job.id), base=service.bases.shown(job.base),
     )  # fmt: skip
 
 
@@ -77,14 +77,11 @@ async def submit(
     ] = None,
     idempotency_key: Annotated[str | None, Header(max_length=200)] = None,
 ) -> Job:
-    """Submit a job. Repeating a request with the same Idempotency-Key returns the same job.
-
-    Of a job that races, the answer is the first candidate; `race` is the id of the race.
-    """
+    """Submit a job. Repeating a request with the same Idempotency-Key returns the same job."""
 
     def take() -> Job:
         given = GivenJob(job, after or (), at)
-        submitted, *_ = service.submissions.submit(who, [given], idempotency_key)
+        (submitted,) = service.submissions.submit(who, [given], idempotency_key)
         service.store.audit(who, "submit", submitted.id)
         return _shown(who, service, submitted)
 
@@ -98,10 +95,7 @@ async def submit_all(
     asked: JobsToSubmit,
     idempotency_key: Annotated[str | None, Header(max_length=190)] = None,
 ) -> Response:
-    """Submit several jobs, all or none. A job may name an earlier one in `adapter.init`; it then waits for that one.
-
-    Of a job that races, the answer has all candidates.
-    """
+    """Submit several jobs, all or none. A job may name an earlier one in `adapter.init`; it then waits for that one."""
 
     def take() -> Response:
         given = [GivenJob(one.job, one.after, asked.at) for one in asked.jobs]

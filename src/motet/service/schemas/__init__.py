@@ -69,8 +69,6 @@ class Job(Answer):
     """Ids of jobs that must succeed before it starts."""
     at: float | None = None
     """Earliest start, in Unix seconds."""
-    race: str | None = None
-    """Id of the race of which it is a candidate."""
     spec: dict[str, Any]
     """The validated configuration."""
     progress: dict[str, Any] | None = None
@@ -81,46 +79,6 @@ class Jobs(Answer):
     """A page of jobs, newest first."""
 
     data: list[Job]
-    next: str | None
-    """Send it as `after` for the next page; null on the last."""
-
-
-class Bracket(Answer):
-    """A race as a table, in words."""
-
-    headings: list[str]
-    rows: list[list[str]]
-    """One for each candidate, the furthest first; none if the decisions cannot be read."""
-    names: list[str]
-    """Of the candidates, in the order of the rows."""
-    verdict: str
-    """The result, where the race stands, or why it could not decide."""
-
-
-class Race(Answer):
-    """A race and its decisions."""
-
-    id: str
-    name: str
-    """The name of the job that was submitted."""
-    tenant: str | None = None
-    """Name of the owner; shown to admins only."""
-    created: float
-    """Unix seconds."""
-    ended: float | None
-    failure: str
-    """Why it could not decide; empty otherwise."""
-    jobs: dict[str, str]
-    """Ids of the candidates, by name."""
-    record: dict[str, Any]
-    """As in a run's `<job>.race.json`: the settings of each candidate, the decisions, and the outcome."""
-    bracket: Bracket
-
-
-class Races(Answer):
-    """A page of races, newest first."""
-
-    data: list[Race]
     next: str | None
     """Send it as `after` for the next page; null on the last."""
 
