@@ -20,10 +20,10 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.cluster.starts import engine_of_host
 from motet.commands.answers import INTERRUPTED, say, say_untrained
 from motet.commands.candidates import known_jobs
-from motet.config import JobConfig, RunConfig, StopConfig
+from motet.config import JobConfig, RolloutConfig, RunConfig, StopConfig
 from motet.config.chain import chains
 from motet.config.jobfile import jobs_of, load_jobs
-from motet.core.checksums import hash_of, replace_file
+from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.core.near import close_matches
 from motet.core.types import ADAPTER_CONFIG, JobState
@@ -36,7 +36,6 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import (
     builder_of,
     changed_materials,
-    dependencies_of,
     differences,
     fields_apart,
     materials_of,
@@ -45,15 +44,10 @@ from motet.runtime.receipts import (
     receipt_numbers,
     rules_of,
 )
-from motet.runtime.recorded import check_recorded, edit_of
 from motet.tasks.judge_answers import FILE, JudgeAnswers
 
 _MOST = 200
 """Characters of a value that are shown."""
-FROM_RECORD = (
-    " from its recorded rollouts: the trainer's half of these steps, without the servers' half, which sampled them"
-)
-"""Of a job whose rollouts servers sampled."""
 _OF_FORK = b"# Written by `motet fork`, which adds the next job of this run here.\n"
 """First line of a forked job's file."""
 
@@ -94,6 +88,11 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
     """Derive versions again and compare; returns 0 where all bytes are equal, 130 after Ctrl-C, 1 otherwise."""
     wanted, config = Range.of(text), load_jobs(path, overrides, trust_remote_code=trust_remote_code)
     job = _job_of(config, wanted.job)
+    if config.rollout.engine != "embedded" and not isinstance(job.algorithm, RowAlgorithm):
+        raise ConfigError(
+            f"servers ({config.rollout.engine}) sampled the rollouts of {job.name}, and they cannot be sampled again: replay "
+            "jobs whose rollouts Motet samples, and check this one with `motet verify`"
+        )
     original = JobDirectory(Path(config.run) / job.name)
     first, last = _bounds(wanted, original)
     _check_rules(original, (first + 1, last))
@@ -102,10 +101,6 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
             f"version {last} of {job.name} cannot be trained again: the job file has {job.steps} steps; give the same --set "
             "options as in the first run"
         )
-    served = config.rollout.engine != "embedded" and not isinstance(job.algorithm, RowAlgorithm)
-    if served and (edit := _edit(original, first, last)) is not None:
-        say(edit)
-        return 1
     if into is not None and into.exists() and any(into.iterdir()):
         raise RunError(f"{into} is not empty: give another directory with --run")
     with tempfile.TemporaryDirectory(prefix="motet-replay-") as folder:
@@ -113,16 +108,17 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         again = JobDirectory(run / job.name)
         if first:
             run.mkdir(exist_ok=True)
-            fork(original, first, again.path, 0 if served else job.algorithm.lag)
+            fork(original, first, again.path, job.algorithm.lag)
         else:  # what judges said is a fact of the run, as its data is
             JudgeAnswers(original.path / FILE).copy(again.path / FILE)
         versions = f"version {last}" if last == first + 1 else f"versions {first + 1} to {last}"
-        say(f"deriving {versions} of {job.name} again{FROM_RECORD if served else ''} …")
+        say(f"deriving {versions} of {job.name} again …")
         # commits change no bit, and with one a step every receipt of the original has its version here
         each = job.checkpoint.model_copy(update={"every": 1})
         whole = job.model_copy(update={"checkpoint": each, "stop_when": StopConfig(), "budget": None})
         engine = engine_of_host(config.engine, 0)  # the job was on one of them
-        alone = {"run": str(run), "engine": engine, "jobs": [whole], "observers": []}
+        # rows are not sampled, so no server is asked
+        alone = {"run": str(run), "engine": engine, "rollout": RolloutConfig(), "jobs": [whole], "observers": []}
         seconds = _train(config.model_copy(update=alone), last, original)
         if seconds is None:
             say(f"stopped before version {last}, so nothing was compared")
@@ -134,8 +130,7 @@ def replay(path: Path, text: str, overrides: Sequence[str], into: Path | None, *
         if parted:
             say("\n".join(parted))
             return 1
-    same = "trained again from the recorded rollouts" if served else "and the same rollouts"
-    say(f"{job.name}, {versions}: the same bytes, {same} ({seconds:.0f} s)")
+    say(f"{job.name}, {versions}: the same bytes, and the same rollouts ({seconds:.0f} s)")
     return 0
 
 
@@ -178,33 +173,6 @@ def _check_rules(original: JobDirectory, versions: Iterable[int]) -> None:
                     f"version {number} of {original.path.name} was trained by Motet {builder_of(receipt)} with rules {rules}, "
                     f"and this is Motet {__version__} with rules {RULES}: train it again with that Motet"
                 )
-
-
-def _edit(original: JobDirectory, first: int, last: int) -> str | None:
-    """Where recorded rollouts are not what was saved, in words; None if they are.
-
-    Raises:
-        RunError: they are not there, or do not have what was trained on.
-    """
-    done = original.newest()
-    assert done is not None
-    sums = rollout_sums(original, done)
-    for receipt in (original.receipts / f"v{number}.json" for number in range(first + 1, last + 1)):
-        if receipt.is_file():
-            made_of = dependencies_of(read_receipt(receipt)).items()
-            sums |= {name.removeprefix("rollouts/"): one for name, one in made_of if name.startswith("rollouts/")}
-    for step in range(first, last):
-        path = original.path / "rollouts" / f"{step}.jsonl"
-        if not path.is_file():
-            raise RunError(
-                f"{path} was deleted, and servers' answers cannot be sampled again; replay later steps, and raise "
-                "checkpoint.rollouts_mb to keep more"
-            )
-        check_recorded(path)
-        if hash_of(path).hexdigest() != sums.get(path.name):
-            where = edit_of(path) or "rows were added, removed or moved"
-            return f"the rollouts of step {step} are not what was recorded: {where} ({path}); nothing was trained again"
-    return None
 
 
 def _job_of(config: RunConfig, name: str) -> JobConfig:

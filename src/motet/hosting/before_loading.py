@@ -149,12 +149,11 @@ def check_before_loading(
     *,
     accept_changes: bool = False,
     loaded: bool = False,
-    recorded: bool = False,
     begun: JobDirectory | None = None,
 ) -> Checked:
     """Check everything that does not need the base; returns the data that was read.
 
-    `loaded`: the base is. `recorded`: no server is asked, as their answers are read. `begun`: a directory with the job's clock.
+    `loaded`: the base is. `begun`: a directory with the job's clock.
 
     Raises:
         ConfigError, RunError: every mistake, one per line; nothing was written.
@@ -169,7 +168,7 @@ def check_before_loading(
     if here:
         with refusals.of():
             check_directories(config.engine)
-    if here and config.rollout.engine != "embedded" and not recorded:
+    if here and config.rollout.engine != "embedded":
         from motet.hosting.servers import check_settings
 
         with refusals.of():

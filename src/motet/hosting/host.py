@@ -11,7 +11,6 @@ from motet.config.service import Largest
 from motet.hosting.launch import assemble
 from motet.hosting.preparing import identity
 from motet.runtime.base_judge import BaseJudge
-from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.opening import open_job
@@ -40,22 +39,17 @@ class Host:
         alone: bool = True,
         rewards: RewardPool | None = None,
         agents: Agents | None = None,
-        original: JobDirectory | None = None,
     ) -> None:
         """Build the engine and the trainer on a base from `launch.open_base`, which stays open.
 
         If no other host uses the memory (`alone`), it is checked that adapters in all slots fit. By default, `rewards`
-        may call any HTTP address. `original` is of the one job, if it is derived again; rollouts that servers sampled
-        are read from there.
+        may call any HTTP address.
 
         Raises:
             ConfigError: the settings of servers cannot work, or not even one adapter or the longest sample fits.
         """
         self.base, self.info, self.config = base, base.info, config
-        served = config.rollout.engine != "embedded"
-        self._recorded = original if served else None
-        recorded = self._recorded is not None
-        workshop = self.workshop = assemble(base, config, needs, directory, jobs, alone=alone, recorded=recorded)
+        workshop = self.workshop = assemble(base, config, needs, directory, jobs, alone=alone)
         engine = config.engine
         scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)
         self._judge = BaseJudge(self.info, workshop.engine, scheduler, workshop.kv_tokens)
@@ -78,7 +72,7 @@ class Host:
             longest=None if workshop.samples is None else workshop.samples.longest,
             vocabulary=self.info.vocabulary,
             functions=base.math,
-            exact_logs=served,
+            exact_logs=config.rollout.engine != "embedded",
             agents=agents,
         )
 
@@ -108,7 +102,7 @@ class Host:
         described = identity(job, self.info, self.config, known)
         job.directory.materials = Materials(described, self.info.name, job.data)
         changes = open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_damage)
-        job.recorded, self._judge.clocks[job.name] = self._recorded, job.chat.clock
+        self._judge.clocks[job.name] = job.chat.clock
         for reason in (*changes, *self.workshop.inexact):
             job.note_inexact(reason)
 

@@ -142,12 +142,10 @@ def assemble(
     wanted: Sequence[JobConfig] | Largest,
     *,
     alone: bool = True,
-    recorded: bool = False,
 ) -> Workshop:
     """Build everything that jobs on a host share; `wanted` are its jobs, or the largest job that may come.
 
-    With `recorded`, no server is asked: their rollouts are recorded. If no other host uses the memory (`alone`), also
-    checks that adapters in all slots and the longest sample fit.
+    If no other host uses the memory (`alone`), also checks that adapters in all slots and the longest sample fit.
 
     Raises:
         ConfigError: the settings of servers cannot work, or not even one adapter or the longest sample fits.
@@ -160,7 +158,7 @@ def assemble(
         group = base.group
         trainer = ShardedTrainer(group, slots=config.engine.slots)
     if config.rollout.engine != "embedded":
-        workshop = _build_on_servers(base, config, directory, wanted, trainer, recorded=recorded)
+        workshop = _build_on_servers(base, config, directory, wanted, trainer)
     else:
         whole = base if isinstance(base, LoraModel) else base.here
         assert whole is not None, "the embedded engine samples from a base of its own"
@@ -185,17 +183,14 @@ def _build_on_servers(
     directory: RunDirectory,
     wanted: Sequence[JobConfig] | Largest,
     trainer: Trainer | None,
-    *,
-    recorded: bool,
 ) -> Workshop:
-    """An engine that samples on servers, or none with `recorded`, and a trainer: the given one, or one on this device."""
+    """An engine that samples on servers, and a trainer: the given one, or one on this device."""
     import torch
 
     from motet.hosting import servers
     from motet.model.accelerator import free_memory, total_memory, wait_for
     from motet.model.lora_model import LoraModel
     from motet.rollout.server import FileSync
-    from motet.rollout.unasked import UnaskedEngine
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
@@ -205,11 +200,8 @@ def _build_on_servers(
         if isinstance(base, LoraModel):  # ranks check their own devices
             wait_for(base.device)
 
-    demand, asked, unasked = servers.demand(wanted, config.engine.slots), None, UnaskedEngine()
-    if not recorded:
-        asked = servers.build_servers(
-            base.info, config.rollout, demand, directory.run_id, directory.path, directory.part
-        )
+    demand = servers.demand(wanted, config.engine.slots)
+    asked = servers.build_servers(base.info, config.rollout, demand, directory.run_id, directory.path, directory.part)
     memory = None
     if trainer is None:
         assert isinstance(base, LoraModel)
@@ -222,9 +214,9 @@ def _build_on_servers(
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn, check),
-        asked or unasked,
+        asked,
         trainer,
-        unasked if asked is None else FileSync(asked, trainer),
+        FileSync(asked, trainer),
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         keep_versions=config.rollout.keep_versions,
         servers=asked,

@@ -61,7 +61,7 @@ def run_config(
         started: called once, before the first step, with what was loaded; not where hosts load it.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
         watch: called once with what says how hosts stand, where there are several.
-        original: of the one job, if it is derived again: its rate is taken, and rollouts that servers sampled for it.
+        original: of the one job, if it is derived again: its rate is taken.
 
     Raises:
         MotetError: nothing could start; every other failure is a job's state.
@@ -81,7 +81,7 @@ def run_config(
         prepared = prepare_all(config.jobs, opened.info, directory, checked.sources, checked.clocks, original)
         jobs = [job for job, _ in prepared]
         at_once = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": slots})})
-        host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs, original=original)
+        host = Host(opened, at_once, directory, [need for _, need in prepared], config.jobs)
         try:
             for job in jobs:
                 _take(host, job, checked, accept_changes=accept_changes)
@@ -101,8 +101,7 @@ def _check(
     *,
     accept_changes: bool,
 ) -> Checked:
-    known = {"loaded": base is not None, "recorded": original is not None}
-    checked = check_before_loading(config, accept_changes=accept_changes, begun=original, **known)
+    checked = check_before_loading(config, accept_changes=accept_changes, loaded=base is not None, begun=original)
     check_something_is_left(config, checked)
     return checked
 

@@ -152,8 +152,7 @@ class Driver:
         """Publish the newest version, unless nothing was trained, or nothing samples from it before the job is opened again."""
         if self.spent or self.session.versions.latest == self.session.done.step:
             return
-        if self.job.recorded is None:
-            await self.session.publish()
+        await self.session.publish()
         if not self.spent:
             self.published(self.session.done.step)
 

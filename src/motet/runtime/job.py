@@ -168,8 +168,6 @@ class Job:
     """A job of this run that must succeed first, because this one starts from its adapter."""
     before_version: str = "best"
     """Which of its versions: `best`, `latest`, or a number."""
-    recorded: JobDirectory | None = None
-    """Of the job, if its steps are derived again from rollouts that are recorded there: nothing is sampled or published."""
     keeps: object = None
     """What lives as long as a job needs it, such as data that jobs share."""
 

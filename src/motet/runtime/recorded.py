@@ -1,31 +1,26 @@
 """What a step trained on, exactly, in the rollout logs of runs whose rollouts servers sampled.
 
 Such rollouts cannot be sampled again bit for bit. A row therefore also has `trained_on`, the rollout as the trainer had
-it, and `sums`, one of each field. `motet replay` trains the step again from them, and names the field of an edit.
+it, and `sums`, one of each field.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from motet.core.errors import RunError
-from motet.core.types import Branch, Group, Message, Problem, Rollout, Turn
-from motet.runtime.checkpoint import JobDirectory, dump_line
-from motet.runtime.job import Job
-from motet.runtime.steps import SampledStep, Supply
+from motet.core.types import Branch, Message, Problem, Rollout, Turn
+from motet.runtime.checkpoint import dump_line
+from motet.runtime.steps import SampledStep
 
 _DIGITS = 8
-"""Of the sum of a field, which tells where a file was edited; that it was, the sum of the file tells."""
+"""Of the sum of a field, which tells where a file was edited; that it was, the receipt's sum of the file tells."""
 
 
 class RecordedBranch(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -117,98 +112,6 @@ def exact_rows(sampled: SampledStep, rows: Iterable[Mapping[str, Any]]) -> Itera
     for rollout, row in zip(rollouts, rows, strict=True):
         whole = {**row, "trained_on": msgspec.to_builtins(RecordedRollout.of(rollout))}
         yield {**whole, "sums": {name: _sum(value) for name, value in whole.items()}}
-
-
-def check_recorded(log: Path) -> None:
-    """Check that a rollout log has what was trained on.
-
-    Raises:
-        RunError: it does not.
-    """
-    with log.open("rb") as lines:
-        if b'"trained_on"' not in (first := lines.readline()) and first:
-            raise RunError(
-                f"{log} does not hold exactly what the step was trained on, because an earlier Motet wrote it: the step "
-                "cannot be replayed"
-            )
-
-
-def edit_of(log: Path) -> str | None:
-    """Which row and field of a rollout log is not what was recorded, in words; None if each row is."""
-    with log.open("rb") as lines:
-        for number, line in enumerate(lines):
-            try:
-                row = json.loads(line)
-                sums = row.pop("sums")
-                names = [*row, *(name for name in sums if name not in row)]
-                edited = (name for name in names if name not in row or sums.get(name) != _sum(row[name]))
-                if (name := next(edited, None)) is not None:
-                    return f"row {number}, field {name}"
-            except (ValueError, TypeError, AttributeError, KeyError):
-                return f"row {number}"
-    return None
-
-
-class RecordedSampler:
-    """In the place of a `JobSampler`: gives the steps that another directory of the job recorded."""
-
-    waits = False
-
-    def __init__(self, job: Job, original: JobDirectory, supply: Supply) -> None:
-        self._job, self._original = job, original
-        self.supply = supply
-
-    async def open(self) -> None:
-        """Nothing scores and no environment runs."""
-
-    async def close(self) -> None:
-        """Nothing was opened."""
-
-    def rest(self) -> None:
-        """Nothing is waited for."""
-
-    async def step(self, step: int) -> SampledStep:
-        """Read the groups of a step.
-
-        Raises:
-            RunError: the log does not have them.
-        """
-        try:
-            groups = list(self._groups(step))
-        except FileNotFoundError as error:
-            raise RunError(f"no rollouts of step {step} are recorded in {self._original.path}") from error
-        tokens = sum(rollout.sampled for group in groups for rollout in group.rollouts)
-        return SampledStep(step, groups[0].version if groups else step, groups, 0.0, 0.0, tokens)
-
-    async def evaluation(self, version: int) -> SampledStep:
-        """Evaluations change no weight; they are not replayed."""
-        raise NotImplementedError
-
-    @functools.cached_property
-    def _places(self) -> dict[int, int]:
-        return {problem.id: place for place, problem in enumerate(self._job.data.train)}
-
-    def _groups(self, step: int) -> Iterator[Group]:
-        rows: list[dict[str, Any]] = []
-        for row in self._original.each_rollout(step):
-            if rows and (row["problem"] != rows[0]["problem"] or row["index"] <= rows[-1]["index"]):
-                yield self._group(step, rows)
-                rows = []
-            rows.append(row)
-        if rows:
-            yield self._group(step, rows)
-
-    def _group(self, step: int, rows: list[dict[str, Any]]) -> Group:
-        if (place := self._places.get(rows[0]["problem"])) is None:
-            raise RunError(
-                f"step {step} was trained on row {rows[0]['problem'] + 1} of the data, which is not there now"
-            )
-        problem = self._job.data.train[place]
-        return Group(problem, step, rows[0]["version"], tuple(_rollout(row, problem) for row in rows))
-
-
-def _rollout(row: Mapping[str, Any], problem: Problem) -> Rollout:
-    return msgspec.convert(row["trained_on"], RecordedRollout).rollout(problem, row["index"])
 
 
 def _sum(value: Any) -> str:

@@ -19,7 +19,7 @@ from motet.runtime.held_out import deciding, mean_of
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import Critic, learn
 from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
-from motet.runtime.recorded import RecordedSampler, exact_rows
+from motet.runtime.recorded import exact_rows
 from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.runtime.steps import SampledStep, Supply
@@ -34,12 +34,8 @@ class RolloutLoop(Driver):
         super().__init__(job, services, committed)
         done = self.session.done
         supply = Supply(done.position, set(done.pending))
-        self._sampler: JobSampler | RecordedSampler
-        if job.recorded is None:
-            self._sampler = JobSampler(job, services, self.session.versions, supply)
-            self._sampler.finished = self.session.work.kept.groups
-        else:
-            self._sampler = RecordedSampler(job, job.recorded, supply)
+        self._sampler = JobSampler(job, services, self.session.versions, supply)
+        self._sampler.finished = self.session.work.kept.groups
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
         self._evaluation: asyncio.Task[SampledStep] | None = None
         critic = job.config.rl.needs_values
@@ -79,7 +75,7 @@ class RolloutLoop(Driver):
 
     def published(self, version: int) -> None:
         """Start the sampling that this version allows."""
-        if self.job.recorded is None and self.evaluates(version) and self.session.done.evaluated < version:
+        if self.evaluates(version) and self.session.done.evaluated < version:
             self._evaluation = asyncio.create_task(self._sampler.evaluation(version))
         last = min(self.job.config.steps, version + self.job.config.algorithm.lag + 1)
         for step in range(version, last):

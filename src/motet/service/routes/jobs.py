@@ -185,7 +185,7 @@ async def rollouts(
 ) -> Response:
     """List the rollouts of a step or an evaluation, with rewards; name the step when you ask for a following page."""
     directory, evals = service.storage.job(job.id), purpose == "eval"
-    exact = ("trained_on", "sums")  # for `motet replay`; its errors may contain paths too
+    exact = ("trained_on", "sums")  # of servers' rollouts; its errors may contain paths too
     hidden = exact if tokens else (*exact, "token_texts", "logprobs")
 
     def fits(row: int, reward: float) -> bool:
