@@ -1,20 +1,19 @@
 """A 70B base on 16 cards as a plan: memory, bytes over links, steps an hour, cost: `python -m bench.plan_70b --write`.
 
-Nothing is measured here. Memory of adapters is that of `motet.hosting.slot_memory`, time is that of `motet simulate` with
+Nothing is measured here. Memory of adapters is that of `motet.hosting.slot_memory`, time is that of `bench.cluster` with
 costs that follow from the assumptions, and `docs/plan-70b.md` has both.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from bench.cluster import Costs, Hosts, Jobs, Outcome, simulate
 from bench.speed.table import markdown
 
 from motet.algorithms.packing import cut
-from motet.cluster.simulation.outcome import SimulationOutcome, simulate
-from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
 from motet.hosting.slot_memory import SlotMemory
 from motet.training.sharded.trainer import scatter
 
@@ -25,7 +24,7 @@ HIDDEN, INNER, LAYERS, KV_WIDTH, VOCABULARY = 8192, 28672, 80, 1024, 128256
 """Llama 3 70B."""
 TILE = 256
 """Each segment is padded to a multiple of so many rows."""
-JOBS = JobsConfig(count=1, steps=(20, 20), groups_per_step=8, group_size=8, completion_tokens=(512, 512))
+JOBS = Jobs(count=1, steps=(20, 20), groups_per_step=8, group_size=8, completion_tokens=(512, 512))
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Plan:
     """Of the products of one training pass."""
     link_seconds: float
     """Of what it receives, which comes while products are computed."""
-    outcome: SimulationOutcome
+    outcome: Outcome
 
     @property
     def rank_gb(self) -> float:
@@ -142,7 +141,7 @@ def plan(given: Assumptions) -> Plan:
     flops = 6 * weights / 2 * GB * pass_tokens
     products = flops / (given.peak_tflops * 1e12 * given.train_utilisation)
     links = gathered / given.link_gb_per_second
-    costs = HostCosts(
+    costs = Costs(
         token_seconds=weights / given.samplers / (given.read_gb_per_second * given.sample_utilisation),
         row_seconds=given.row_seconds,
         train_tokens_per_second=given.ranks * pass_tokens / max(products, links),
@@ -150,9 +149,8 @@ def plan(given: Assumptions) -> Plan:
         own_sampler=True,
         price_per_hour=(given.ranks + given.samplers) * given.dollars_per_card_hour,
     )
-    jobs = JOBS.model_copy(update={"count": given.slots})
-    hosts = HostsConfig(count=1, slots=given.slots, rows=given.completions, costs=costs)
-    outcome = simulate(SimulationConfig(hosts=hosts, jobs=[jobs]))
+    hosts = Hosts(count=1, slots=given.slots, rows=given.completions, costs=costs)
+    outcome = simulate(hosts, [replace(JOBS, count=given.slots)])
     return Plan(adapter, pass_tokens, segments, weights, parts, uneven, gathered, products, links, outcome)
 
 

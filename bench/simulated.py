@@ -1,4 +1,4 @@
-"""Runs on two hosts beside what `motet simulate` says of them: `python -m bench.simulated [STEPS] [PAIRS]`.
+"""Runs on two hosts beside what `bench.cluster` says of them: `python -m bench.simulated [STEPS] [PAIRS]`.
 
 Runs whose costs are measured and one that is foretold from them take turns, so that whatever else the machine does meets all of
 them alike. Costs are those of one job alone on each host, of which one samples few rows and the other many; by how much jobs
@@ -19,8 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from motet.cluster.simulation.outcome import simulate
-from motet.config.simulation import SimulationConfig
+from bench.cluster import Costs, Hosts, Jobs, simulate
 
 HOSTS, JOBS, ROWS, EVALUATION = 2, 8, 8, 16
 GROUPS = 4
@@ -84,12 +83,12 @@ def _measured(job: Path, steps: int) -> Measured:
     return Measured((job / "job.yaml").stat().st_mtime, lines[:steps], float(lines[-1]["time"]))
 
 
-Costs = dict[str, float]
+CostFields = dict[str, Any]
 Lengths = tuple[int, int]
 """Tokens of a completion, and those that are trained beside it."""
 
 
-def costs(steps: int) -> tuple[Costs, Lengths]:
+def costs(steps: int) -> tuple[CostFields, Lengths]:
     """What one host takes for what."""
     few, many = measured((FEW, MANY), steps)
     jobs, rows = (few, many), [groups * ROWS for groups in (FEW, MANY)]
@@ -139,23 +138,20 @@ def whole(jobs: Sequence[Measured]) -> float:
     return max(job.last for job in jobs) - min(job.came for job in jobs)
 
 
-def foretold(host: Costs, lengths: Lengths, jobs: int, steps: int, evaluation: int) -> float:
+def foretold(host: CostFields, lengths: Lengths, jobs: int, steps: int, evaluation: int) -> float:
     """Seconds that the simulation says for a run."""
-    config = {
-        "hosts": {"count": HOSTS, "slots": JOBS, "rows": 256, "costs": host},
-        "jobs": [
-            {
-                "count": jobs,
-                "steps": [steps, steps],
-                "groups_per_step": GROUPS,
-                "group_size": ROWS,
-                "prompt_tokens": [lengths[1]] * 2,
-                "completion_tokens": [lengths[0]] * 2,
-                "evaluation": evaluation,
-            }
-        ],
-    }
-    return 3600 * simulate(SimulationConfig.model_validate(config)).hours - host["publish_seconds"]
+    prompt, completion = (lengths[1], lengths[1]), (lengths[0], lengths[0])
+    hosts = Hosts(HOSTS, Costs(**host), slots=JOBS, rows=256)
+    run = Jobs(
+        jobs,
+        steps=(steps, steps),
+        groups_per_step=GROUPS,
+        group_size=ROWS,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        evaluation=evaluation,
+    )
+    return 3600 * simulate(hosts, [run]).hours - float(host["publish_seconds"])
 
 
 def main() -> None:

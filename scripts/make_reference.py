@@ -39,7 +39,6 @@ from motet.config.service import (
     ServedBase,
     ServiceConfig,
 )
-from motet.config.simulation import HostCosts, HostsConfig, JobsConfig, SimulationConfig
 from motet.core.section import described
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -55,14 +54,7 @@ OF_A_SERVICE: tuple[tuple[str, str, type[Config]], ...] = (
     ("installed rewards", "rewards.NAME", InstalledReward),
 )
 """Of the file of `motet serve --config`; what it has as a job file does is not repeated."""
-OF_A_SIMULATION: tuple[tuple[str, str, type[Config]], ...] = (
-    ("simulation", "", SimulationConfig),
-    ("simulated hosts", "hosts", HostsConfig),
-    ("simulated costs", "hosts.costs", HostCosts),
-    ("simulated jobs", "jobs[]", JobsConfig),
-)
-"""Of the file of `motet simulate`."""
-HEADINGS = {model: name for name, _, model in (*OF_A_SERVICE, *OF_A_SIMULATION)}
+HEADINGS = {model: name for name, _, model in OF_A_SERVICE}
 """Where a field's name is not that of its section."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least"}  # attributes of annotated-types
 
@@ -182,14 +174,13 @@ def configuration() -> str:
     Raises:
         ValueError: two sections would share a heading.
     """
-    found = [*sections(RunConfig, "run", ""), *OF_A_SERVICE, *OF_A_SIMULATION]
+    found = [*sections(RunConfig, "run", ""), *OF_A_SERVICE]
     names = [name for name, _, _ in found]
     if len(set(names)) < len(names):
         raise ValueError(f"two sections of the configuration share a heading: {names}")
     head = (
-        "# Configuration\n\nEvery field with its default. Sections up to `checkpoint` are for job files, those from "
-        "[service](#service) for `motet serve --config`, and those from [simulation](#simulation) for `motet simulate`. "
-        "An unknown field is an error.\n\n"
+        "# Configuration\n\nEvery field with its default. Sections up to `checkpoint` are for job files, and those from "
+        "[service](#service) for `motet serve --config`. An unknown field is an error.\n\n"
     )
     contents = "".join(
         f"- [{name}](#{name.replace(' ', '-')}){f': `{path}`' if path else ''}\n" for name, path, _ in found

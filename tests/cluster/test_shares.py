@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+from bench.cluster import Costs, Hosts, Jobs, Simulation, under_virtual_clock
 
 from motet.cluster.shares import MOST, ClusterShares
-from motet.cluster.simulation.clock import under_virtual_clock
-from motet.cluster.simulation.cluster import Simulation
-from motet.config.simulation import SimulationConfig
 
 
 def test_who_is_behind_gets_more_and_nobody_more_than_the_most() -> None:
@@ -49,15 +48,11 @@ def test_whoever_comes_is_level_with_the_one_that_has_had_least() -> None:
 
 def test_one_account_over_two_hosts() -> None:
     """One tenant's only job shares its host with those of a crowd, which has the other host to itself."""
-    jobs = {"steps": [20, 20], "groups_per_step": 16, "group_size": 8, "completion_tokens": [100, 100]}
-    crowd, few = {"tenant": "crowd", "count": 7, **jobs}, {"tenant": "few", "count": 1, **jobs}
-    costs = {"token_seconds": 0.01, "train_tokens_per_second": 100_000}
-    config = SimulationConfig.model_validate(
-        {"hosts": {"count": 2, "slots": 8, "rows": 16, "costs": costs}, "jobs": [crowd, few]}
-    )
+    crowd = Jobs(7, "crowd", steps=(20, 20), groups_per_step=16, group_size=8, completion_tokens=(100, 100))
+    hosts = Hosts(2, Costs(token_seconds=0.01, train_tokens_per_second=100_000), slots=8, rows=16)
 
     async def run() -> float:
-        simulation = Simulation(config)
+        simulation = Simulation(hosts, [crowd, replace(crowd, tenant="few", count=1)])
         running = asyncio.create_task(simulation.run())
         while not simulation.used["few"] or simulation.jobs[-1].ended is None:
             await asyncio.sleep(1.0)

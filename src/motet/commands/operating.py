@@ -1,4 +1,4 @@
-"""`motet simulate`, `backup` and `restore`: for those who run services and servers."""
+"""`motet backup` and `restore`: for those who run services."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None)
 Database = Annotated[str | None, typer.Option(help="postgresql://… [default: the SQLite file in the directory].")]
-
-
-@app.command(epilog="Example: motet simulate examples/cluster.yaml --hosts 12 --plot cluster.html")
-def simulate(
-    cluster: Annotated[Path, typer.Argument(help="YAML with hosts, their costs, and jobs.", show_default=False)],
-    hosts: Annotated[int | None, typer.Option(min=1, help="Override the number of hosts.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw jobs over time.")] = None,
-) -> None:
-    """Simulate a cluster: how long its jobs take, how busy and fair it is, and what it costs."""
-    from motet.commands.simulate import show
-
-    show(cluster, hosts, plot)
 
 
 @app.command(epilog="Example: motet backup backups/monday --directory served")

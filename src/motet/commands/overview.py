@@ -17,7 +17,7 @@ HEADINGS = {
         "login", "logout", "submit", "ls", "show", "logs", "delete", "pull", "push", "adapters", "share", "unshare", "shares",
         "rewards", "score", "agent", "usage",
     ),
-    "Run a service or servers": ("serve", "keys", "tenants", "audit", "backup", "restore", "simulate"),
+    "Run a service or servers": ("serve", "keys", "tenants", "audit", "backup", "restore"),
 }  # fmt: skip
 """Every command, once. `pause`, `resume`, `cancel`, `chat` and `compare` also work with a service."""
 _UPLOAD = "`hf upload NAME/sort DIRECTORY --private` uploads what `motet export --format card` writes"

@@ -17,7 +17,6 @@ from motet.config.chain import take_shapes
 from motet.config.engine import ClusterConfig
 from motet.config.mistakes import check_fields, explain, refuse, unknown_fields
 from motet.config.service import ServiceConfig
-from motet.config.simulation import SimulationConfig
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError
 from motet.core.near import close_matches
@@ -107,16 +106,6 @@ def _why_unread(file: Path, error: OSError | UnicodeDecodeError) -> str:
     beside = [item.name for item in file.parent.glob("*.y*ml")] if isinstance(error, FileNotFoundError) else []
     near = close_matches(file.name, beside, n=1)
     return f"{error.strerror}; did you mean {file.parent / near[0]}?" if near else str(error.strerror)
-
-
-def load_simulation(path: Path, hosts: int | None = None) -> SimulationConfig:
-    """The description of a cluster to simulate, or a ConfigError that says what to change; `hosts` overrides its number."""
-    tree = _read_tree(path)
-    if not isinstance(tree, dict) or not isinstance(tree.get("hosts"), dict):
-        raise ConfigError(f"{path} must hold `hosts:` and `jobs:`; see examples/cluster.yaml")
-    if hosts is not None:
-        tree["hosts"]["count"] = hosts
-    return validate_as(SimulationConfig, tree, str(path))
 
 
 def parse_jobs(
