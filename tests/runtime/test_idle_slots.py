@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class Late(InlineRewards):
         """Wait for somebody, then score."""
         if job == "late":
             self.asked += 1
-            if self.asked > 10:
+            if self.asked > 11:
                 await self.somebody.wait()
         return await super().score(job, problem, completions)
 
@@ -51,7 +52,13 @@ def test_a_job_that_waits_for_scores_gives_its_slot_away(tmp_path: Path) -> None
 
     found = run_jobs(tmp_path / "beside", jobs, Setting(slots=1, max_idle=0.5, rewards=Late), script)
     assert found.state("late") is JobState.SUCCEEDED
-    run_jobs(tmp_path / "alone", [job("late")])
+    assert found.jobs["late"].starts > 1
+    sampled = Counter(request.id.rsplit("/", 1)[0] for request in found.engine.requests if request.job == "late")
+    assert set(sampled.values()) == {1}, "neither what was scored nor what waited for it is sampled again"
+    alone = run_jobs(tmp_path / "alone", [job("late")])
+    assert set(sampled) == {request.id.rsplit("/", 1)[0] for request in alone.engine.requests}
+    commits = [run.jobs["late"].directory.newest() for run in (found, alone)]
+    assert len({one.tokens for one in commits if one is not None}) == 1, "nor counted again"
     assert metrics(tmp_path / "beside", "late") == metrics(tmp_path / "alone", "late")
     assert weights(tmp_path / "beside", "late", 4) == weights(tmp_path / "alone", "late", 4)
 
@@ -60,7 +67,7 @@ def test_a_job_that_is_to_pause_does_not_wait_for_scores_that_do_not_come(tmp_pa
     async def script(run: FakeRun) -> None:
         rewards = run.services.rewards
         assert isinstance(rewards, Late)
-        await until(lambda: rewards.asked > 10, PATIENCE)
+        await until(lambda: rewards.asked > 11, PATIENCE)
         run.pipeline.pause("late")
         await until(lambda: run.state("late") is JobState.PAUSED, PATIENCE)
         run.pipeline.stop()

@@ -323,19 +323,13 @@ class _GatheringLearner(Learner):
         self._calls = 0
         self._gathered = [asyncio.Event(), asyncio.Event()]
 
-    async def train(
-        self,
-        job: str,
-        segments: tuple[Segment, ...],
-        executed: Executed = unheard,
-        finished: Callable[[Any], object] = bool,
-    ) -> tuple[Trained, ...]:
+    async def train(self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard) -> tuple[Trained, ...]:
         call, self._calls = self._calls, self._calls + 1
         if call < 6:
             if call % 3 == 2:
                 self._gathered[call // 3].set()
             await self._gathered[call // 3].wait()
-        return await super().train(job, segments, executed, finished)
+        return await super().train(job, segments, executed)
 
 
 def test_a_batch_that_fails_takes_only_its_own_job_down(tmp_path: Path) -> None:

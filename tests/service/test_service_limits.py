@@ -15,7 +15,7 @@ import pytest
 
 from motet.client import Client
 from motet.cluster.hosts import Hosts
-from motet.cluster.messages import SetRule, ToHost, UsageWindow
+from motet.cluster.messages import HostReady, SetRule, ToHost, UsageWindow
 from motet.config import JobConfig
 from motet.config.chain import take_shape
 from motet.config.jobfile import load_service
@@ -81,6 +81,37 @@ def test_a_rank_that_another_adapter_decides_is_limited_once_it_is_known(house: 
     quotas.check_size(tenant, take_shape(given, {"rank": 8}))
     with pytest.raises(LimitError, match=r"adapter\.rank: 9 is more than 8"):
         quotas.check_size(tenant, take_shape(given, {"rank": 9}))
+
+
+def test_a_job_whose_steps_are_too_large_is_refused_with_the_number_that_fits(house: House) -> None:
+    (host,) = house.service.hosts.hosts
+    most, steps, tenant = 131_072 * 2, house.service.handover.steps, person(house.store, "us").tenant_id
+    large = tiny("large", algorithm={"group_size": 8, "groups_per_step": 16_384}, sampling={"max_tokens": 4})
+
+    def submitted(name: str) -> Json | None:
+        answer = house.ask("POST", "/v1/jobs", json={**large, "name": name})
+        assert answer.status_code in (201, 403)
+        return None if answer.status_code == 201 else answer.json()["error"]
+
+    assert steps.most(tenant, host.base) is None
+    assert submitted("early") is None, "no host has said yet what its base does"
+    host.told = HostReady([], positions=256, step_tokens=most)
+    assert steps.most(tenant, host.base) == most
+    (error,) = [submitted("large")]
+    assert error is not None
+    assert f"step_tokens: a step of this job has up to {131_072 * 8 + 4 * 4} tokens" in error["message"]
+    assert "algorithm.groups_per_step: 4095 fits" in error["message"]
+    assert "motet tenants limit --step-tokens" in error["message"]
+    limit(house, step_tokens=None)
+    assert submitted("any") is None
+    limit(house, step_tokens=131_072 * 8 + 4 * 4)
+    assert submitted("fits") is None
+    limit(house, step_tokens="auto")
+    assert submitted("again") is not None
+    job = house.ask("GET", "/v1/jobs/early").json()["id"]
+    stored = house.store.job_by_id(job)
+    assert stored is not None
+    assert house.service.handover.message(stored).step_tokens == most, "its host looks at prompts and rows"
 
 
 def test_usage_is_read_once_a_second_and_what_this_process_stores_counts_at_once(house: House) -> None:
@@ -606,4 +637,5 @@ def test_the_page_about_limits_has_every_field_with_its_default() -> None:
     for model in (LimitsConfig, RateConfig):
         for name, field in model.model_fields.items():
             (told,) = re.findall(rf"^\| `{name}` \| ([^|]+) \|", page, re.M)
-            assert told.replace(",", "") == ("none" if field.default is None else f"{field.default:.0f}"), name
+            default = "none" if field.default is None else field.default
+            assert told.replace(",", "") == (default if isinstance(default, str) else f"{default:.0f}"), name

@@ -153,7 +153,7 @@ class Setting:
     """Of tenants."""
     max_idle: float | None = None
     """Seconds after which jobs that only wait for scores lose their slots; the pipeline then stays when its jobs have ended."""
-    most_step: float = 60.0
+    step_seconds: float = 60.0
     """Seconds that a step may go on after its job must give its slot away."""
     ordered: Callable[[list[JobConfig]], Sequence[JobConfig]] = list
     """In which order the pipeline gets the jobs."""
@@ -214,8 +214,8 @@ async def _run(
     jobs = {one.name: one for one in made}
     taken = [one for one in jobs.values() if one.name not in setting.late]
     stays = setting.max_idle is not None
-    idle, step = setting.max_idle or 0.0, setting.most_step
-    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=idle, most_step=step)
+    idle, step = setting.max_idle or 0.0, setting.step_seconds
+    pipeline = Pipeline(taken, services, setting.slots, stays=stays, max_idle=idle, step_seconds=step)
     for tenant, rule in setting.rules.items():
         pipeline.rule(tenant, rule)
     run = FakeRun(pipeline, jobs, services, engine, trainer)

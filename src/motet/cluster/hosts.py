@@ -284,6 +284,12 @@ def longest_sequence(hosts: Hosts, *bases: str) -> int:
     return max(known) if all(known) else 0
 
 
+def usual_step(hosts: Hosts, base: str) -> int:
+    """The most tokens of a step by default on any host of a base; 0 before one was ready."""
+    known = (host.told.step_tokens for host in hosts.hosts if host.base == base)
+    return min(filter(None, known), default=0)
+
+
 def form_of(hosts: Hosts, base: str) -> tuple[str, str]:
     """The form in which a base writes thoughts and calls, and a note where it is not known; empty before a host was ready."""
     told = ((host.told.tool_format, host.told.base_note) for host in hosts.hosts if host.base == base)

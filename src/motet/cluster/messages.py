@@ -66,6 +66,7 @@ class AddJob(ChannelMessage, frozen=True):
     slots: int = 1
     base: str = ""
     resumes: bool = False  # it had a slot when its host ended
+    step_tokens: int | None = None  # most tokens of a step of a job that begins, and of a client's step; None: no limit
 
 
 class SteerJob(ChannelMessage, frozen=True):
@@ -201,6 +202,7 @@ class HostReady(ChannelMessage, frozen=True):
     positions: int = 0  # tokens of the base's longest sequence; 0 if unknown
     tool_format: str = ""  # in which its base writes turns; empty if it is not known
     base_note: str = ""  # what those who talk to its base must know, such as that its form is not known
+    step_tokens: int = 0  # most tokens of a step by default (`hosting.base_speed`); 0 if unknown
 
 
 class HostFailed(ChannelMessage, frozen=True):
@@ -268,12 +270,9 @@ class JobWorked(ChannelMessage, frozen=True):
     """A part of a step is done, whether or not the step is ever finished."""
 
     job: str
-    step: int
-    """The version that the step started from."""
-    tokens: int
-    """Tokens trained in the step so far, times the targets of each."""
-    sampled: int = 0
-    """Tokens sampled so far that are in no finished step."""
+    step: int  # the version that the step started from
+    tokens: int  # tokens trained in the step so far, times the targets of each
+    sampled: int = 0  # tokens sampled so far that are in no finished step
 
 
 class Released(ChannelMessage, frozen=True):

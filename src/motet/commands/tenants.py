@@ -126,6 +126,10 @@ def set_limits(
     open_samples: Annotated[str | None, typer.Option(metavar="N", help="Open completions of Tinker samples.")] = None,
     rank: Annotated[str | None, typer.Option(metavar="N", help="The largest rank.")] = None,
     steps: Annotated[str | None, typer.Option(metavar="N", help="The largest number of steps of a job.")] = None,
+    step_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="The most tokens of a step, or `auto`: what the base does in ten minutes."),
+    ] = None,
     tokens_per_day: Annotated[str | None, typer.Option(metavar="N", help="Tokens per day (UTC).")] = None,
     storage_mb: Annotated[str | None, typer.Option(metavar="MB", help="Everything stored for the tenant.")] = None,
     cpu_seconds: Annotated[str | None, typer.Option(metavar="S", help="The largest cpu_seconds of a reward.")] = None,
@@ -191,7 +195,7 @@ _FRACTIONS = ("share", "storage_mb", "cpu_seconds", "wall_seconds", "device_seco
 def _limit(name: str, text: str) -> str | float | int | None:
     if text == "none":
         return None
-    if name == "priority":
+    if name == "priority" or (name, text) == ("step_tokens", "auto"):
         return text
     try:
         number: float = int(text) if name not in _FRACTIONS else float(text)

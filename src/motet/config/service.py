@@ -39,6 +39,9 @@ class LimitsConfig(Config):
     """The largest `adapter.rank` of a job."""
     steps: int | None = Field(None, ge=1, le=10**9)
     """The largest `steps` of a job."""
+    step_tokens: Annotated[int, Field(ge=1, le=10**15)] | Literal["auto"] | None = "auto"
+    """The most tokens of a step of a job, or of a client's: prompts read, tokens sampled and trained, held-out evaluation.
+    `auto` is what the base does alone in ten minutes. For services whose tenants share slots: a step is their shortest turn."""
     tokens_per_day: int | None = Field(10**9, ge=1, le=10**15)
     """Tokens sampled, trained and read as prompts, per day (UTC). Jobs pause when they are spent."""
     storage_mb: float | None = Field(50_000.0, ge=0, le=1e12, allow_inf_nan=False)
@@ -266,9 +269,8 @@ class ServiceConfig(Config):
     """Time that a job keeps a slot that another job needs while it waits for scores or an agent and asks nothing of the
     device. If it must give the slot up again before it finishes a step, it gets twice as long."""
     step_seconds: float = Field(60.0, gt=0, le=86400)
-    """Time that a step may go on after its job must give its slot to another tenant's. Then the job stops within the step, and
-    later goes on there. Operators with slow devices raise it, so that most steps end. A job that finishes no part of its step
-    in this time gets twice as long at its next turn."""
+    """Time that a step may go on after its job must give its slot to another tenant's. Then the step is dropped, and done again
+    at the job's next turn with twice the device seconds. Operators with slow devices raise it, so that most steps end."""
     takeover_seconds: float = Field(600.0, ge=0, le=86400)
     """Time that the engine keeps training after `motet serve` was killed. A new `motet serve` can take it over in
     this time. After this time, its jobs save and it ends. 0 ends it at once."""

@@ -45,6 +45,8 @@ class BusyTime:
     """Seconds of all calls and ticks on the device's thread."""
     started: float = field(default_factory=time.monotonic)
     _decoded: Counter[str] = field(default_factory=Counter)
+    _used: Counter[str] = field(default_factory=Counter)
+    """Microseconds of jobs, since they were first here."""
     _spent: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,13 +59,24 @@ class BusyTime:
             self.decode += seconds
             self.full += full
             self._decoded.update(parts)
+            self._used.update(parts)
 
     def called(self, seconds: float, owners: Mapping[str, float]) -> None:
         """Divide a call's time among its owners in proportion to their parts; the caller updates `train` and `full`."""
         whole = sum(owners.values())
         with self._lock:
             for name, part in owners.items():
-                self._spent[name] = self._spent.get(name, 0.0) + seconds * (part / whole if whole else 1 / len(owners))
+                own = seconds * (part / whole if whole else 1 / len(owners))
+                self._spent[name] = self._spent.get(name, 0.0) + own
+                self._used[name] += round(1e6 * own)
+
+    def of(self, job: str) -> float:
+        """Seconds that a job has used here."""
+        return self._used[job] / 1e6
+
+    def forget(self, job: str) -> None:
+        """Forget the seconds of a job that has ended."""
+        self._used.pop(job, None)
 
     def take(self) -> tuple[float, dict[str, int], dict[str, float]]:
         """Seconds of decoding so far; since the last `take`, microseconds of decoding and seconds of calls, by job."""

@@ -105,13 +105,6 @@ class ScorerAway(MotetError):
     """A job's scorer is absent, and the job must pause; it resumes from its last commit."""
 
 
-class GaveWay(ScorerAway):
-    """A job must give its slot away within a step; it resumes there."""
-
-    def __init__(self) -> None:
-        super().__init__("another tenant's job gets the slot")
-
-
 OF_SERVERS = (ServerGone, ServerRefused, ServerFault, ServerUnfit)
 """Faults of servers, perhaps temporary; any other EngineError is the request's fault."""
 

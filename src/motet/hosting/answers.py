@@ -73,13 +73,21 @@ class Answers:
         """Characters that as many of the longest tokens have as a prompt may have tokens."""
         self._numbers = 0
 
-    def ready(self, notes: Sequence[str], tokens_per_second: float, device: str) -> m.HostReady:
+    def ready(self, notes: Sequence[str], tokens_per_second: float, device: str, step_tokens: int = 0) -> m.HostReady:
         """What this host says of itself when it can answer."""
         form = self._chat_in("{}").form
         positions, name = self._base.info.max_positions, form.name if form.known else ""
         note = "" if form.known else _NO_FORM
         told = [*notes, note] if note else [*notes]
-        return m.HostReady(told, tokens_per_second, device, positions=positions, tool_format=name, base_note=note)
+        return m.HostReady(
+            told,
+            tokens_per_second,
+            device,
+            positions=positions,
+            tool_format=name,
+            base_note=note,
+            step_tokens=step_tokens,
+        )
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:
         """Keep the task of an answer, so that `abandon` can cancel it."""

@@ -14,6 +14,7 @@ from typing import Any
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
+from motet.config.step_tokens import tokens_of_step
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.core.model_info import ModelInfo
 from motet.core.types import Problem
@@ -96,6 +97,8 @@ class ReadData:
     """None where a client brings the data."""
     trained: int = 0
     """Tokens of the longest that is not held out."""
+    row: int = 0
+    """Most tokens of a row in all its examples; 0 where rows are prompts."""
 
     @classmethod
     def of(cls, config: DataConfig, info: ModelInfo, sources: Sources, clock: str, kind: str | None) -> ReadData:
@@ -108,10 +111,12 @@ class ReadData:
             data = replace(data, notes=(*data.notes, f"{config.source}: {note}"))
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
-            chat.longest(part) if kind is None else longest_row(part, kind, chat, config.source, info.vocabulary)
+            (*chat.longest(part), 0) if kind is None else longest_row(part, kind, chat, config.source, info.vocabulary)
             for part in parts
         ]
-        return cls(data, chat, max(longest, key=lambda pair: pair[0]), longest[0][0] if data.train else 0)
+        length, problem, _ = max(longest, key=lambda one: one[0])
+        row = max(row for _, _, row in longest)
+        return cls(data, chat, (length, problem), longest[0][0] if data.train else 0, row)
 
 
 def bytes_of_rows(jobs: Iterable[Job]) -> dict[str, int]:
@@ -131,10 +136,11 @@ def prepare(
     clock: str,
     known: MutableMapping[str, ReadData] | None = None,
     original: JobDirectory | None = None,
+    step_tokens: int | None = None,
 ) -> tuple[Job, budgets.Need]:
     """Load a job's data and resolve what it left open; `original` is of the job, if it is derived again.
 
-    The job keeps its `clock` (`clock_at`) if the chat template reads it.
+    The job keeps its `clock` (`clock_at`) if the chat template reads it. If it has not begun, its steps may have `step_tokens`.
 
     `known` is what was made of data for other jobs; a job keeps its part alive where these references are weak.
 
@@ -159,7 +165,11 @@ def prepare(
         progress=JobProgress.of(config),
         inexact=list(filter(None, [info.inexact])),
         keeps=read,
+        step_tokens=step_tokens,
     )
+    if step_tokens is not None and read.longest is not None and not own.steps():
+        held_out = len(read.data.holdout)
+        tokens_of_step(config, read.row or read.longest[0], info.max_positions, held_out).check(step_tokens)
     if read.longest is None:
         return job, budgets.Need(0, 0)
     if kind is not None:

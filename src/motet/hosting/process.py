@@ -20,6 +20,7 @@ from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
 from motet.core.errors import EngineError
 from motet.core.types import JobState, Wanted
 from motet.hosting.answers import Answers, reason
+from motet.hosting.base_speed import usual_step
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
@@ -85,7 +86,7 @@ class HostProcess:
         self.workshop, self._shared = self.host.workshop, self.host.services
         turns, slots = SlotTurns("" if start.host is None else f"{start.host}"), config.engine.slots
         idle, step = start.patience_seconds, start.step_seconds
-        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=idle, most_step=step, turns=turns)
+        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=idle, step_seconds=step, turns=turns)
         room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,7 +121,8 @@ class HostProcess:
             try:
                 compared = self._start.host is not None and self.workshop.servers is None
                 speed = await _tokens_per_second(self.workshop.engine, info.vocab_size) if compared else 0.0
-                self._ready = self._answers.ready(self.workshop.notes, speed, device)
+                usual = 0 if self._start.own_jobs else await usual_step(self._shared, info, self._config.rollout.engine)
+                self._ready = self._answers.ready(self.workshop.notes, speed, device, usual)
                 self._attach()
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):
@@ -249,7 +251,7 @@ class HostProcess:
         config = JobConfig.model_validate(message.job)
         known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
         clock = clock_at(self.directory.job(config.name), known, moment())
-        job, need = prepare(config, info, self.directory, sources, clock, self._read)
+        job, need = prepare(config, info, self.directory, sources, clock, self._read, step_tokens=message.step_tokens)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         self.host.take(job, known, [need], **accepts)
         if (committed := job.directory.newest()) is not None:

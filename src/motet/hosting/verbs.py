@@ -260,9 +260,7 @@ class Verbs:
         if not self._commits:
             job.directory.materials = None  # receipts of what nobody keeps
         job.starts = self._starts[name]
-        session = Session(job, host.services, await asyncio.to_thread(job.directory.restore))
-        session.work.may_give_way = False
-        adapter = _Adapter(session, self._commits)
+        adapter = _Adapter(Session(job, host.services, await asyncio.to_thread(job.directory.restore)), self._commits)
         self._starts[name] = job.starts
         await adapter.open()
         self._adapters[name] = adapter

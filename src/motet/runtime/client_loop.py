@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from motet.algorithms.client import ClientLoss, batch_of
+from motet.config.step_tokens import check_command
 from motet.core.batch import AdamW, LossFunctions, LossStats, OptimStats, Segment
 from motet.core.checksums import sync
 from motet.core.errors import AdapterError, ScorerAway, StorageFull
@@ -48,7 +49,6 @@ class ClientLoop(Driver):
         self._next = self.session.done.position
         """Number of the next command."""
         self._journal.reveal(self._next)
-        self.session.work.keeps_logprobs = True
         self._waiting = self._rest = False
         self._stats, self._samples, self._undone = LossStats(), 0, 0
         """Of the gradient that is accumulating, and how often it was undone."""
@@ -56,6 +56,8 @@ class ClientLoop(Driver):
         self._tokens = self._forward_tokens
         """Tokens times targets of the current step, including passes without a gradient."""
         self._noted = 0.0
+        self._work: asyncio.Task[j.AnyOutcome] | None = None
+        """The gradient that is computed now."""
 
     @property
     def ended(self) -> bool:
@@ -78,6 +80,10 @@ class ClientLoop(Driver):
         """Stop after the current command."""
         super().pause()
         self.job.news.set()
+
+    def drop(self) -> bool:
+        """Stop within a gradient; the commands since the last version are executed again. Gives whether there was one."""
+        return self._work is not None and self._work.cancel()
 
     @property
     def waits(self) -> bool:
@@ -137,36 +143,31 @@ class ClientLoop(Driver):
     async def _gradient(self, number: int, command: j.ForwardBackward) -> None:
         """Execute a gradient command unless the client cancels it first."""
         if await asyncio.to_thread(self._journal.cancelled, number):
-            partly = bool(self.session.work.kept.of_call(str(number)))  # before the session gave its slot away
-            await self._cancel(number, undo=partly and not command.forward_only)
+            await self._answer(number, _CANCELLED)
             return
         before, forward_tokens = self._tokens, self._forward_tokens
         ends = command.forward_only or not self._samples or self._undone < _MOST_UNDONE
-        work = asyncio.create_task(self._forward_backward(number, command))
+        work = self._work = asyncio.create_task(self._forward_backward(number, command))
         try:
             cancelled = await self._cancelled_before(number, work, ends)
         finally:
+            self._work = None
             work.cancel()
             await asyncio.wait((work,))
             if not work.cancelled():
                 work.exception()  # nobody else reads this exception once the job ended or the client cancelled
         if not cancelled:
-            await self._answer(number, work.result(), keep=not command.forward_only)
-            if command.forward_only:
-                self.session.work.answered(str(number))
+            if not work.cancelled():  # else the step was dropped
+                await self._answer(number, work.result(), keep=not command.forward_only)
             return
         self._forward_tokens = forward_tokens + self._tokens - before if command.forward_only else self._tokens
         await asyncio.to_thread(self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens)
-        await self._cancel(number, undo=not command.forward_only)
-
-    async def _cancel(self, number: int, *, undo: bool) -> None:
-        """Answer a cancelled command; with `undo`, earlier gradients of the step are computed again, and charged again."""
-        if undo:
+        if not command.forward_only:  # earlier gradients of the step are computed again, and charged again
             self._undone += bool(self._samples)
             await self.session.undo()
             self._stats, self._samples = LossStats(), 0
         await self._answer(number, _CANCELLED)
-        if undo:
+        if not command.forward_only:
             self._next = self.session.done.position
 
     async def _cancelled_before(self, number: int, work: asyncio.Task[j.AnyOutcome], ends: bool) -> bool:
@@ -183,19 +184,20 @@ class ClientLoop(Driver):
     async def _forward_backward(self, number: int, command: j.ForwardBackward) -> j.AnyOutcome:
         loss = ClientLoss(command.loss, command.settings)
         samples = tuple(datum.sample() for datum in command.data)
-        if (reason := _misfit(self.services, command)) is not None:
+        before = self._tokens
+        if reason := _too_much(self.job.step_tokens, before, command) or _misfit(self.services, command):
             return j.Failed(reason)
         batch = batch_of(samples, by_sample=not command.forward_only)
         segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
         self.job.progress.phase = "training"
-        before, executed = self._tokens, unheard if number <= self._forward_until else self._executed
+        executed = unheard if number <= self._forward_until else self._executed
         try:
             with self.services.scheduler.working(self.job.name):
                 if command.forward_only:
-                    logprobs = await self.session.work.forward(segments, executed, call=str(number))
+                    logprobs = await self.session.work.forward(segments, executed)
                     value = _value(loss, segments, logprobs, self.services.functions)
                 else:
-                    trained = await self.session.work.forward_backward(segments, self._executed, call=str(number))
+                    trained = await self.session.work.forward_backward(segments, self._executed)
                     logprobs = [values for one in trained for values in one.logprobs]
                     stats = sum((one.stats for one in trained), LossStats())
                     self._stats, self._samples = self._stats + stats, self._samples + len(samples)
@@ -257,7 +259,6 @@ class ClientLoop(Driver):
         await self._finish(number, j.Done(command.answer), None, {"train": 0.0})
 
     async def _save(self, number: int, command: j.Save) -> j.AnyOutcome:
-        await self.session.work.take_up()
         trainer, name = self.services.trainer, self.job.name
         final = self.job.directory.path / "checkpoints" / command.place
 
@@ -288,6 +289,11 @@ class ClientLoop(Driver):
         except StorageFull as error:
             return j.Failed(str(error).removeprefix("waits: "))
         return j.Done(command.answer)
+
+
+def _too_much(most: int | None, before: int, command: j.ForwardBackward) -> str:
+    """Why a command is too large for a step with so many tokens `before`; empty if it is not."""
+    return "" if most is None else check_command(sum(datum.work for datum in command.data), before, most)
 
 
 def _misfit(services: Services, command: j.ForwardBackward) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from motet.core.errors import ScorerAway
 from motet.core.types import JobState
@@ -12,6 +15,12 @@ from motet.runtime.reference import reference_of
 from motet.runtime.scheduler import weight_of
 from motet.runtime.session import Evaluated, Session
 from motet.runtime.stopping import stopped_early
+
+Result = TypeVar("Result")
+
+
+class _Dropped(Exception):
+    """The step under way was dropped."""
 
 
 class Driver:
@@ -25,6 +34,8 @@ class Driver:
         self.session = Session(job, services, committed)
         self.reference = reference_of(self.session)
         self._pause = False
+        self._step: asyncio.Task[Any] | None = None
+        """The step under way, or the last evaluation."""
 
     async def run(self) -> JobState:
         """Train until done or paused. Cancellation and failure raise; the slot is released in all cases."""
@@ -44,22 +55,22 @@ class Driver:
                 job.progress.spent = self.spent
                 if self._pause or self.spent:
                     await session.commit(closed=True)
-                    if session.work.kept.passes:
-                        await self._keep()
                     return JobState.PAUSED
-                await self.step(session.done.step)
+                await self._unless_dropped(self.step(session.done.step))
                 await self._publish()
-            await session.end(await self.evaluated(), dict.fromkeys(self.evaluation_seconds, 0.0))
+            evaluated = await self._unless_dropped(self.evaluated())
+            await session.end(evaluated, dict.fromkeys(self.evaluation_seconds, 0.0))
             if self._reason:
                 job.progress.message = stopped_early(self._reason, session.done.step, session.done.best_version)
             return JobState.SUCCEEDED
-        except (ScorerAway, ExceptionGroup) as error:
-            if not _only_away(error):
+        except (_Dropped, ScorerAway, ExceptionGroup) as error:
+            if not isinstance(error, _Dropped) and not _only_away(error):
                 raise
+            if isinstance(error, _Dropped):
+                await self.stop_sampling()
+                job.finished.forget("train")  # an evaluation goes on with the prompts that are left
             if not session.work.stepped:
                 await session.commit()
-            if session.work.giving_way.is_set():
-                await self._keep()
             return JobState.PAUSED if self._pause else JobState.QUEUED
         finally:
             async with contextlib.AsyncExitStack() as rest:  # close in reverse order, even if one call is cancelled
@@ -68,11 +79,17 @@ class Driver:
                 rest.callback(scheduler.leave, job.name)
                 await self.leave()
 
-    async def _keep(self) -> None:
-        """Keep what is done of the step, if the job can go on there."""
-        if self.job.config.algorithm.same_groups and self.session.done.step in self.job.directory.steps():
-            await self.stop_sampling()
-            await self.session.work.keep(self.session.done.step)
+    async def _unless_dropped(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Do work that `drop` ends. Raises `_Dropped` then."""
+        me, self._step = asyncio.current_task(), asyncio.create_task(work)
+        try:
+            return await self._step  # type: ignore[no-any-return]
+        except asyncio.CancelledError:
+            if me is None or me.cancelling():
+                raise
+            raise _Dropped from None
+        finally:
+            self._step = None
 
     # --- methods of subclasses ----------------------------------------------------------------------------------------
 
@@ -119,10 +136,12 @@ class Driver:
         """Stop after the current step; at once if it waits for scores and no scorer is connected."""
         self._pause = True
 
-    def give_way(self) -> None:
-        """Stop within the current step, which was asked to be the last one; the job goes on there when it has a slot again."""
-        self._pause = True
-        self.session.work.give_way()
+    def drop(self) -> bool:
+        """Drop the current step, which was asked to be the last one; the job does it again when it has a slot.
+
+        Gives whether there was one.
+        """
+        return self._step is not None and self._step.cancel()
 
     def go_on(self) -> None:
         """Cancel `pause`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from motet.core import seeds
 from motet.core.types import Chunk, IntArray, Problem, Rollout, SamplingParams
+from motet.runtime.finished_groups import BatchName
 from motet.runtime.generation import Generation, together
 from motet.runtime.job import Job, Services
 from motet.tasks.episode import Generate
@@ -35,10 +36,6 @@ class GroupTask:
     """Set once it is complete."""
 
 
-BatchName = tuple[str, int, int]
-"""The purpose of a step's groups, the step, and their seed."""
-
-
 @dataclass(frozen=True)
 class SamplingPurpose:
     """Sampling settings for training or evaluation."""
@@ -55,7 +52,7 @@ class SamplingPurpose:
     common_numbers: bool = False
     """Whether every step uses the same random numbers."""
     keeps: bool = True
-    """Whether finished groups are kept if the job gives way before the step's end."""
+    """Whether finished groups stay in memory if the job gives its slot away before the step's end."""
 
     def batch(self, step: int) -> BatchName:
         """The name of all groups of a step."""

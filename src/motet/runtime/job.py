@@ -19,6 +19,7 @@ from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, SamplingParams
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.finished_groups import FinishedGroups
 from motet.runtime.learner import Learner
 from motet.runtime.open_work import OpenWork
 from motet.runtime.progress import JobProgress
@@ -170,6 +171,10 @@ class Job:
     """Which of its versions: `best`, `latest`, or a number."""
     keeps: object = None
     """What lives as long as a job needs it, such as data that jobs share."""
+    step_tokens: int | None = None
+    """The most tokens of a client's step; None: no limit."""
+    finished: FinishedGroups = field(default_factory=FinishedGroups)
+    """Groups of steps and evaluations that are not recorded yet; they stay while it waits without a slot."""
 
     def __post_init__(self) -> None:
         """Count its work from now on."""

@@ -18,7 +18,7 @@ from typing import Any
 from motet.algorithms.packing import Waiting, merge
 from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
 from motet.core.device import Device, used_by
-from motet.core.errors import DeviceError, DeviceLost, GaveWay
+from motet.core.errors import DeviceError, DeviceLost
 from motet.core.tenant_turns import Cost, Payer
 from motet.core.types import FloatArray
 from motet.protocols import Parking, Pausing, Pieces, Trainer
@@ -88,58 +88,29 @@ class Learner:
         self._steps = DueSteps(trainer, device, scheduler)
         self._parking = trainer if isinstance(trainer, Parking) and trainer.parks else None
 
-    async def train(
-        self,
-        job: str,
-        segments: tuple[Segment, ...],
-        executed: Executed = unheard,
-        finished: Callable[[Any], object] = bool,
-    ) -> tuple[Trained, ...]:
-        """Add the gradients of a job's segments in order. Returns the results of each; `finished` gets each as it is done.
-
-        Raises:
-            GaveWay: `withdraw` was called; `finished` has got the results of all gradients that were added.
-        """
+    async def train(self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard) -> tuple[Trained, ...]:
+        """Add the gradients of a job's segments in order. Returns the results of each."""
         loop = asyncio.get_running_loop()
-        return await self._all([_Entry(job, segment, loop.create_future(), executed) for segment in segments], finished)
+        return await self._all([_Entry(job, segment, loop.create_future(), executed) for segment in segments])
 
     async def score(
-        self,
-        job: str,
-        segments: tuple[Segment, ...],
-        executed: Executed = unheard,
-        finished: Callable[[Any], object] = bool,
-        *,
-        base: bool = False,
+        self, job: str, segments: tuple[Segment, ...], executed: Executed = unheard, *, base: bool = False
     ) -> list[FloatArray]:
-        """Logprobs [T] of each sample, without a gradient; `base=True` disables the adapter. See `train`."""
+        """Logprobs [T] of each sample, without a gradient; `base=True` disables the adapter."""
         loop = asyncio.get_running_loop()
         entries = [_Entry(job, one, loop.create_future(), executed, learns=False, base=base) for one in segments]
-        return [logprobs for scored in await self._all(entries, finished) for logprobs in scored]
+        return [logprobs for scored in await self._all(entries) for logprobs in scored]
 
     async def step(self, job: str, name: str, adamw: AdamW) -> OptimStats:
         """Clip, step and clear the gradient of a job's adapter; steps of several jobs may be taken at once."""
         return await self._steps.take(job, name, adamw)
 
-    def withdraw(self, job: str) -> None:
-        """Drop a job's segments whose turn has not begun; whoever waits for them gets `GaveWay` after those before them."""
-        paused = [] if self._paused is None else self._paused.entries
-        gone = [entry for entry in self._waiting if entry.job == job and entry not in paused]
-        self._waiting = [entry for entry in self._waiting if entry not in gone]
-        for entry in gone:
-            if not entry.done.done():
-                entry.done.set_exception(GaveWay())
-
-    async def _all(self, entries: list[_Entry], finished: Callable[[Any], object]) -> tuple[Any, ...]:
+    async def _all(self, entries: list[_Entry]) -> tuple[Any, ...]:
         self._waiting.extend(entries)
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().create_task(self._drain())
         try:
-            results = []
-            for entry in entries:
-                results.append(await entry.done)
-                finished(results[-1])
-            return tuple(results)
+            return tuple([await entry.done for entry in entries])
         finally:
             self._waiting = [entry for entry in self._waiting if entry not in entries]
             for entry in entries:  # after the first failure nobody awaits the others

@@ -57,11 +57,11 @@ class Critic:
         settings = adamw(job.config.optimizer, rate, step, job.config.steps)
         return await self._session.work.optim_step(settings, name=self._name)
 
-    def save(self, directory: Path, *, gradient: bool) -> None:
+    def save(self, directory: Path) -> None:
         """Write adapter, head and moments into a commit."""
         place = _place(directory)
         place.mkdir()
-        self._session.services.trainer.save_adapter(self._name, place, optimizer=True, gradient=gradient)
+        self._session.services.trainer.save_adapter(self._name, place, optimizer=True, gradient=False)
 
     def load(self, trainer: Trainer, directory: Path) -> None:
         """Read what `save` wrote."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from motet.core.checksums import disk_error
 from motet.core.errors import DeviceError, DeviceLost, MotetError, RunError
@@ -18,7 +18,7 @@ from motet.runtime.job import Job, Services
 from motet.runtime.rundir import read_commands
 from motet.runtime.running_job import Running, cut_off, driver_of, outcome
 from motet.runtime.scheduler import weight_of
-from motet.runtime.slot_turns import MAX_IDLE, MOST_STEP, SlotTimeouts, SlotTurns
+from motet.runtime.slot_turns import MAX_IDLE, STEP_SECONDS, SlotTimeouts, SlotTurns, StepTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from motet.runtime.uninterrupted import uninterrupted
 
@@ -38,12 +38,12 @@ class Pipeline:
         *,
         stays: bool = False,
         max_idle: float = MAX_IDLE,
-        most_step: float = MOST_STEP,
+        step_seconds: float = STEP_SECONDS,
         turns: SlotTurns | None = None,
     ) -> None:
         """`stays` keeps running without jobs until `stop`; jobs that only wait then lose their slots."""
         self._turns, self._stays = turns or SlotTurns(), stays
-        self._timeouts, self._cuts = SlotTimeouts(max_idle), SlotTimeouts(most_step)
+        self._timeouts, self._steps = SlotTimeouts(max_idle), StepTurns(services.device.busy, slots, step_seconds)
         self.jobs = {job.name: job for job in jobs}
         self._services, self._slots = services, slots
         self._running: dict[str, Running] = {}
@@ -99,7 +99,7 @@ class Pipeline:
             self.jobs.pop(name, None)
             self._disk_gate.forget(name)
             self._timeouts.forget(name)
-            self._cuts.forget(name)
+            self._steps.forget(name)
 
     def steer(self, name: str, wanted: Wanted) -> None:
         """Let a job run, pause or end; nothing changes if it does that already."""
@@ -193,6 +193,7 @@ class Pipeline:
             for claim in claims:
                 _move(self.jobs[claim.job], JobState.PAUSED)
             return
+        _look(self._running, self._steps)
         running, slots = self._keeping()
         self._turns.update(self._holding(), claims, self._slots, self._rules)
         for name in admitted(claims, running, slots, self._rules, self._turns.had):
@@ -207,7 +208,7 @@ class Pipeline:
         self._turns.hold(self._holding())
         if any(one.preempted for one in self._running.values()):
             return
-        preempted = preempted_for_share(claims, running, slots, self._rules, self._turns.had)
+        preempted = preempted_for_share(claims, running, slots, self._rules, self._turns.had, self._steps.longer)
         if preempted is not None and not self._pauses(preempted):
             self._running[preempted].preempt()
 
@@ -250,7 +251,7 @@ class Pipeline:
             await asyncio.sleep(_POLL_SECONDS)
             if self._stays:
                 self._preempt_idle()
-            _cut_steps(self._running.values(), self._cuts)
+            _drop_steps(self._running, self._steps)
             if self._disk_gate.may_open() or self._turns.due:
                 self._changed.set()
             for name, wanted in read_commands(list(self.jobs.values()), turn):
@@ -274,13 +275,18 @@ class Pipeline:
                 loop.rest()
 
 
-def _cut_steps(running: Iterable[Running], timeouts: SlotTimeouts) -> None:
+def _look(running: Mapping[str, Running], turns: StepTurns) -> None:
+    """Take in where the steps of running jobs are."""
+    gives = {name for name, one in running.items() if one.preempted}
+    turns.look({name: one.job.progress.step for name, one in running.items()}, gives)
+
+
+def _drop_steps(running: Mapping[str, Running], turns: StepTurns) -> None:
     """Take slots in the middle of steps that last, from jobs that must give them away."""
-    for one in running:
-        progress = one.job.progress.step + one.job.progress.kept
-        if timeouts.expired(one.job.name, progress, waits=one.must_go and one.loop is not None):
-            timeouts.preempted(one.job.name, progress)
-            one.give_way()
+    _look(running, turns)
+    for name, one in running.items():
+        if turns.over(name, must_go=one.must_go) and one.leave():
+            turns.dropped(name)
 
 
 def _move(job: Job, state: JobState, message: str = "") -> None:
@@ -311,6 +317,7 @@ def _fail_chained(jobs: Iterable[Job]) -> None:
 def _restart(job: Job, error: DeviceError) -> None:
     """Requeue a job after a device error that another job may have caused. It ends with the same bytes."""
     job.restarts += 1
+    job.finished.forget()
     again = (JobState.QUEUED, f"taken up again from the last commit: {error}")
     failed = (JobState.FAILED, f"{error} (after {MAX_RESTARTS} new starts from the last commit)")
     _move(job, *(failed if job.restarts > MAX_RESTARTS else again))
@@ -330,6 +337,7 @@ def _fail(job: Job, error: BaseException, waits: str) -> None:
     """Set the state of a job whose loop failed; `waits` is the message if it resumes automatically."""
     if isinstance(innermost(error), DeviceLost):
         return  # the run ends and leaves its jobs unchanged
+    job.finished.forget()  # the cause may be among them
     _move(job, JobState.QUEUED if waits else JobState.FAILED, waits or _reason(job, error))
 
 

@@ -80,8 +80,6 @@ class JobProgress:
     rollouts_wanted: int = 0
     training: UnderWay = field(default_factory=UnderWay)
     held_out: UnderWay = field(default_factory=UnderWay)
-    kept: int = 0
-    """Groups and passes of unfinished steps that were kept when it gave its slot away."""
     rewards: list[float] = field(default_factory=list)
     """Mean of `figure` for each step done; higher is better."""
     figure: str = REWARD

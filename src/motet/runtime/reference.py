@@ -14,7 +14,7 @@ import numpy as np
 
 from motet.config import AdapterConfig
 from motet.core.batch import Sample, Segment
-from motet.core.errors import AdapterError, GaveWay
+from motet.core.errors import AdapterError
 from motet.core.model_info import ALL_LINEAR, with_experts
 from motet.core.types import ADAPTER_CONFIG, FloatArray
 from motet.model.find import find_adapter
@@ -101,13 +101,7 @@ class ServerReference(Reference):
                 values = await self._server.logprobs(sample.token_ids)
             return np.where(sample.loss_mask, values, np.float32(0)).astype(np.float32)
 
-        asked = asyncio.gather(*(scored(sample) for segment in segments for sample in segment.samples))
-        try:
-            return await self._session.work.unless_giving_way(asked)
-        except GaveWay:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
-            raise
+        return await asyncio.gather(*(scored(sample) for segment in segments for sample in segment.samples))
 
     async def close(self) -> None:
         """Close connections."""

@@ -23,6 +23,7 @@ from motet.runtime.recorded import exact_rows
 from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.runtime.steps import SampledStep, Supply
+from motet.runtime.uninterrupted import uninterrupted
 
 
 class RolloutLoop(Driver):
@@ -35,7 +36,6 @@ class RolloutLoop(Driver):
         done = self.session.done
         supply = Supply(done.position, set(done.pending))
         self._sampler = JobSampler(job, services, self.session.versions, supply)
-        self._sampler.finished = self.session.work.kept.groups
         self._steps: dict[int, asyncio.Task[SampledStep]] = {}
         self._evaluation: asyncio.Task[SampledStep] | None = None
         critic = job.config.rl.needs_values
@@ -70,8 +70,8 @@ class RolloutLoop(Driver):
             errors=errors_of(sampled.groups),
         )
         await self.session.finish(finished, evaluated, commit=self.commits)
-        self.session.work.kept.groups.forget("train", step)
-        self.session.work.kept.groups.forget("eval", self.session.done.evaluated)
+        self.job.finished.forget("train", step)
+        self.job.finished.forget("eval", self.session.done.evaluated)
 
     def published(self, version: int) -> None:
         """Start the sampling that this version allows."""
@@ -87,11 +87,12 @@ class RolloutLoop(Driver):
         if self._evaluation is None:
             return None
         self.job.progress.phase = "evaluating"
-        sampled = await self.session.work.unless_giving_way(self._evaluation)
+        sampled = await self._evaluation
         self._evaluation = None
         check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
         lines = rollout_records(sampled, "eval", self.job.chat.token_texts)
-        await asyncio.to_thread(self.job.directory.write_rollouts, f"eval-{sampled.version}", lines)
+        name = f"eval-{sampled.version}"
+        await uninterrupted(asyncio.to_thread(self.job.directory.write_rollouts, name, lines))
         record = evaluation_record(sampled)
         self.job.progress.evaluated(sampled.version, record)
         score = float(record["reward"])
@@ -139,7 +140,7 @@ class RolloutLoop(Driver):
 
     async def _sampled(self, step: int) -> SampledStep:
         task = self._begin(step)
-        sampled = await self.session.work.unless_giving_way(task)
+        sampled = await task
         del self._steps[step]
         check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
         return sampled

@@ -26,6 +26,8 @@ class Running:
     """None until the task has begun."""
     pause: str | None = None
     """Why it stops after the current step, empty if a person asked; None while it continues."""
+    dropped: bool = False
+    """Whether it leaves within its step."""
     preempted: bool = False
     """Whether it returns to the queue because another job gets its slot."""
 
@@ -36,7 +38,7 @@ class Running:
             self.loop.pause()
 
     def preempt(self) -> None:
-        """Give the slot to another job after the current step, or within it if it lasts (`give_way`)."""
+        """Give the slot to another job after the current step, which is dropped if it lasts (`leave`)."""
         self.preempted = True
         self.stop_after_step()
 
@@ -45,10 +47,15 @@ class Running:
         """Whether the job may not keep the slot until its step ends, however long that takes."""
         return self.pause is not None and (self.preempted or self.job.held)
 
-    def give_way(self) -> None:
-        """Release the slot within the step."""
-        if self.loop is not None:
-            self.loop.give_way()
+    def leave(self) -> bool:
+        """Release the slot within the step, once; gives whether the step is dropped. It is kept if it waits for somebody."""
+        if self.loop is None or self.dropped:
+            return False
+        if self.loop.waits:
+            self.loop.rest()
+        else:
+            self.dropped = self.loop.drop()
+        return self.dropped
 
 
 def driver_of(job: Job) -> type[Driver]:

@@ -21,7 +21,6 @@ from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep, Supply
-from motet.runtime.unfinished import FinishedGroups
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
@@ -51,7 +50,6 @@ class JobSampler:
 
     def __init__(self, job: Job, services: Services, versions: Versions, supply: Supply | None = None) -> None:
         self._job, self._services, self._versions = job, services, versions
-        self.finished = FinishedGroups()
         self.supply = supply or Supply()
         self._unfinished = sorted(self.supply.pending)
         """Positions that an earlier process began."""
@@ -147,7 +145,7 @@ class JobSampler:
         self, problems: Sequence[Problem], step: int, version: int, purpose: SamplingPurpose, first: int = 0
     ) -> SampledStep:
         """`first` is the index of the first problem in the step's window."""
-        cost, started = self.finished.cost(purpose.batch(step)), time.monotonic()
+        cost, started = SamplingCost(), time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 wanted = (self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first))
@@ -238,9 +236,10 @@ class JobSampler:
                 job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
             return scored
 
-        batch = purpose.batch(task.step)
+        batch, own = purpose.batch(task.step), job.config.environment.own
         if task.rollouts is None and purpose.keeps:
-            task.rollouts = self.finished.find(batch, task.position, problem, cost)
+            task.rollouts, tokens = job.finished.take_up(batch, task.position, generation)
+            cost.tokens += tokens
         if task.rollouts is None:
             try:
                 context = GroupContext(
@@ -265,8 +264,8 @@ class JobSampler:
             finally:
                 await ended(requests.open)
                 await generation.release(*range(purpose.n))
-            if purpose.keeps:
-                self.finished.add(batch, task.position, task.rollouts, generation.tokens)
+                if purpose.keeps:
+                    job.finished.add(batch, task.position, generation, task.rollouts, own=own)
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts

@@ -130,8 +130,8 @@ class Member:
 class Beside(Protocol):
     """An adapter that is trained beside the job's own, and is part of its commits."""
 
-    def save(self, directory: Path, *, gradient: bool) -> None:
-        """Write it into a commit's directory, and with `gradient` one that waits for its step."""
+    def save(self, directory: Path) -> None:
+        """Write it into a commit's directory."""
 
     def load(self, trainer: Trainer, directory: Path) -> None:
         """Read what `save` wrote."""
@@ -143,12 +143,7 @@ class Session:
     def __init__(self, job: Job, services: Services, committed: Committed | None) -> None:
         self.job, self.services = job, services
         self.done = replace(committed or Committed(rules=RULES), clock=job.chat.clock)
-        self.work = StepWork(
-            job,
-            services,
-            lambda path: self._save(path, gradient=True),
-            lambda path: self._load(path, optimizer=True),
-        )
+        self.work = StepWork(job, services)
         self._resumed = committed is not None
         self._trained = self._resumed and first_trained(lines_of(job.directory.metrics)) is not None
         """Whether the adapter differs from the one that the job began with."""
@@ -204,7 +199,7 @@ class Session:
                     job.note(f"starts from an untrained adapter: {why}")
             self.done = replace(self.done, threads=services.threads, best_by=job.best_by, steps=job.config.steps)
             await self.commit()
-        await self.work.open(start)
+        job.open_work.trained = 0  # of a step that begins again
         job.progress.begin(start)
         if job.chat.clock:
             job.note(date_told(job.chat.clock))
@@ -235,25 +230,19 @@ class Session:
     async def undo(self) -> None:
         """Drop the gradient by loading the last step's adapter and optimizer, which must be committed."""
         await self._load(self.job.directory.path / "state" / str(self.done.step), optimizer=True)
-        await self.work.finished()
-
-    def _save(self, path: Path, *, gradient: bool) -> None:
-        """Write all adapters with their optimizers, and with `gradient` what waits for its step."""
-        for one in self.members:
-            one.place(path).mkdir(exist_ok=True)
-            self.services.trainer.save_adapter(one.name, one.place(path), optimizer=True, gradient=gradient)
-        for beside in self.beside:
-            beside.save(path, gradient=gradient)
+        self.work.finished()
 
     # --- records, commits, versions ----------------------------------------------------------------------------------
 
     async def finish(self, step: FinishedStep, evaluated: Evaluated | None, *, commit: bool) -> None:
-        """Record a trained step as the next version; with `commit`, also commit it.
+        """Record a trained step as the next version; with `commit`, also commit it. A step that is recorded is not dropped.
 
         Raises:
             JobFailed: too many steps in a row had a gradient that was not finite.
         """
-        await self.work.take_up()  # all of the step may be from an earlier turn
+        await uninterrupted(self._finish(step, evaluated, commit=commit))
+
+    async def _finish(self, step: FinishedStep, evaluated: Evaluated | None, *, commit: bool) -> None:
         job, done = self.job, self.done
         skipped = done.skipped_in_row + 1 if step.optim is not None and step.optim.skipped else 0
         record = {**step.record, **({} if evaluated is None else {"eval": evaluated.record})}
@@ -261,6 +250,8 @@ class Session:
             "tokens_sampled": step.tokens_sampled + (0 if evaluated is None else evaluated.tokens),
             "tokens_trained": step.tokens_trained,
         }
+        if job.open_work.sampled > tokens["tokens_sampled"]:  # some are of a dropped step: the rest may not hide them
+            job.open_work.report()
         seconds = {**step.seconds, "publish": self._publish_seconds}
         norm = None if step.optim is None else step.optim.adapter_norm
         await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts, step.errors, norm)
@@ -284,7 +275,7 @@ class Session:
         self.stopping.see(record)
         if commit:
             await self.commit()
-        await self.work.finished()
+        self.work.finished()
         job.progress.step = self.done.step
         job.progress.tokens += step.tokens_trained
         beside = {"errors": dict(step.errors) or None, "adapter_norm": norm}
@@ -316,7 +307,11 @@ class Session:
         grows = len(kept_of(sorted({*known, done.step}), done.best_version, keep, lag)) > len(known)
 
         def save(path: Path) -> None:
-            self._save(path, gradient=False)
+            for one in self.members:
+                one.place(path).mkdir(exist_ok=True)
+                self.services.trainer.save_adapter(one.name, one.place(path), optimizer=True, gradient=False)
+            for beside in self.beside:
+                beside.save(path)
             if grows:  # otherwise an older commit is deleted
                 self.services.room.take(job.tenant, path)
 

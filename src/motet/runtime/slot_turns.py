@@ -1,11 +1,16 @@
-"""How long jobs keep their slots: tenants take turns if slots are scarce, and a job that only waits loses its slot."""
+"""How long jobs keep their slots.
+
+Tenants take turns if slots are scarce. A job that only waits loses its slot, and one whose step lasts, its step.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 
 from motet.core import seeds
+from motet.core.device import BusyTime
 from motet.runtime.slots import FREE, Claim, Rule
 
 TURN_SECONDS = 60.0
@@ -16,7 +21,7 @@ long.
 """
 LOOK_SECONDS = 6.0
 """Seconds between checks whether a turn is over."""
-MOST_STEP = 60.0
+STEP_SECONDS = 60.0
 """Seconds that a step may go on after its job must give the slot away."""
 MAX_IDLE = 120.0
 """Seconds that a job keeps its slot while it waits for scores without using the device."""
@@ -70,7 +75,7 @@ class SlotTurns:
 
 
 class SlotTimeouts:
-    """Decides when a job that only waits, or whose step lasts, loses its slot.
+    """Decides when a job that only waits loses its slot.
 
     The limit doubles with each preemption without progress in between, so that slow jobs still progress.
     """
@@ -83,7 +88,7 @@ class SlotTimeouts:
         """The progress at a job's last preemption, and the number of preemptions there."""
 
     def expired(self, job: str, step: int, *, waits: bool) -> bool:
-        """Whether a job that has done `step` steps, or other parts, has waited too long; call it repeatedly."""
+        """Whether a job that has done `step` steps has waited too long; call it repeatedly."""
         if not waits:
             self._since.pop(job, None)
             return False
@@ -103,3 +108,90 @@ class SlotTimeouts:
     def _times(self, job: str, step: int) -> int:
         at, times = self._preemptions.get(job, (step, 0))
         return times if at == step else 0
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """When a running job began its step, or took its slot."""
+
+    step: int
+    device_seconds: float
+    """Of the job until then."""
+    at: float
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What a job whose step was dropped may use for it at its next turn."""
+
+    step: int
+    device_seconds: float
+
+
+class StepTurns:
+    """Decides whose step is dropped, and who may stay longer because its step was dropped before.
+
+    A step that was dropped gets twice the device seconds at its job's next turn, and so on until it ends. One job at a time
+    has such a longer turn, those that waited longest first, and another gives way meanwhile.
+    """
+
+    def __init__(
+        self,
+        busy: BusyTime,
+        slots: int,
+        seconds: float = STEP_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`busy` has the device seconds of jobs; a step may go on for `seconds` after its job must leave."""
+        self._busy, self._slots, self._seconds, self._clock = busy, slots, seconds, clock
+        self._begun: dict[str, _Begun] = {}
+        self._leaving: dict[str, float] = {}
+        """Since when a job must leave."""
+        self.granted: dict[str, Grant] = {}
+        """By job; those that have waited longest come first."""
+        self.longer = ""
+        """The job that has a longer turn now; empty if none has."""
+
+    def look(self, running: Mapping[str, int], gives: Container[str] = ()) -> None:
+        """Take in how many steps each running job has done; those in `gives` give their slot to another tenant."""
+        self._begun = {job: begun for job, begun in self._begun.items() if running.get(job) == begun.step}
+        self._leaving = {job: since for job, since in self._leaving.items() if job in running}
+        for job, step in running.items():
+            if job not in self._begun:
+                self._begun[job] = _Begun(step, self._busy.of(job), self._clock())
+            if job in self.granted and self.granted[job].step < step:
+                del self.granted[job]
+        able = [
+            job
+            for job, grant in self.granted.items()
+            if job in running and job not in gives and self._spent(job) < grant.device_seconds
+        ]
+        if self.longer not in able:
+            self.longer = able[0] if able else ""
+
+    def over(self, job: str, *, must_go: bool) -> bool:
+        """Whether a running job must leave within its step; call it repeatedly, after `look`."""
+        if not must_go or job == self.longer:
+            self._leaving.pop(job, None)
+            return False
+        return self._clock() - self._leaving.setdefault(job, self._clock()) >= self._seconds
+
+    def dropped(self, job: str) -> None:
+        """Grant twice the device seconds to a job whose step is dropped."""
+        step, spent, before = self._begun[job].step, self._spent(job), self.granted.get(job)
+        seconds = 2 * max(spent, self._seconds)
+        if before is not None and spent >= before.device_seconds:
+            del self.granted[job]  # it had its turn, and others wait longer
+        elif before is not None:
+            seconds = max(seconds, before.device_seconds)
+        self.granted[job] = Grant(step, seconds)
+
+    def forget(self, job: str) -> None:
+        """Remove a job that has ended."""
+        self.granted.pop(job, None)
+        self._busy.forget(job)
+
+    def _spent(self, job: str) -> float:
+        """Device seconds of a job in its step; at least an even share of the time, because servers sample elsewhere."""
+        begun = self._begun[job]
+        return max(self._busy.of(job) - begun.device_seconds, (self._clock() - begun.at) / self._slots)

@@ -84,8 +84,9 @@ def preempted_for_share(
     slots: int,
     rules: Mapping[str, Rule],
     had: Mapping[str, float] = NOTHING,
+    stays: str = "",
 ) -> str | None:
-    """The running job to preempt so that tenants hold slots by their shares; None if there is none.
+    """The running job to preempt so that tenants hold slots by their shares; None if there is none. It is not `stays`.
 
     Candidates belong to the tenant with the most slots per share; among those of lowest priority, the newest is chosen.
     No job is preempted for a lower priority, for a tenant with as many slots per share, or if the order would then be
@@ -100,7 +101,11 @@ def preempted_for_share(
     if free >= asks.slots:
         return None
     most = _effective_priority(asks, rules)
-    gives = [each for each in running if each.tenant != asks.tenant and _effective_priority(each, rules) <= most]
+    gives = [
+        each
+        for each in running
+        if each.tenant != asks.tenant and each.job != stays and _effective_priority(each, rules) <= most
+    ]
     if not gives:
         return None
     richest = max((each.tenant for each in gives), key=lambda tenant: _per_share(tenant, held[tenant], rules, had))

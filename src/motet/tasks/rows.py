@@ -41,12 +41,14 @@ def row_of(problem: Problem, kind: str, chat: Chat, source: str) -> Row:
 
 def longest_row(
     problems: Sequence[Problem], kind: str, chat: Chat, source: str, vocabulary: TokenIds
-) -> tuple[int, Problem]:
-    """Number of tokens of the longest row, and the row; reads every row, so that faults are reported before the start.
+) -> tuple[int, Problem, int]:
+    """Tokens of the longest example, its row, and the most tokens of a row in all its examples.
+
+    Reads every row, so that faults are reported before the start.
 
     Raises DataError as `row_of`, and for a token that the base does not have.
     """
-    lengths = []
+    lengths, most = [], 0
     for problem in problems:
         examples = row_of(problem, kind, chat, source).examples
         for ids in (part for one in examples for part in (one.token_ids, one.targets) if part is not None):
@@ -55,8 +57,9 @@ def longest_row(
                 what = f"id {token}; {vocabulary.bounds}" if name is None else f"{name!r}, which the base does not have"
                 raise DataError(f"{source} row {problem.id + 1} has the token {what}; take it out")
         lengths.append(max(len(one.token_ids) for one in examples))
+        most = max(most, sum(len(one.token_ids) for one in examples))
     longest = int(np.argmax(lengths))
-    return lengths[longest], problems[longest]
+    return lengths[longest], problems[longest], most
 
 
 def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:

@@ -25,6 +25,7 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer
+from motet.service.tenants.step_limits import StepLimits
 
 UNFIT = (MotetError, OSError, ValueError)
 """Raised if a job cannot start as it is: it fails with the reason; others are not affected."""
@@ -44,10 +45,11 @@ class Handover:
         hosts: Hosts,
         bases: Bases,
         secrets: Secrets,
+        steps: StepLimits,
     ) -> None:
         self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
         self._initial, self._enforcer, self._hosts, self._bases = initial, enforcer, hosts, bases
-        self._secrets = secrets
+        self._secrets, self.steps = secrets, steps
 
     def pause_others(self) -> None:
         """Pause each job that has done steps by other rules, once; if its owner resumes it, it goes on by today's, as inexact.
@@ -166,7 +168,8 @@ class Handover:
         first_step = self._log.first_missing_step(job.id) if first_step is None else first_step
         rule = rule or self._enforcer.rule_with_job(job)
         resumes = job.state == JobState.RUNNING.value
-        return AddJob(tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes)
+        most = self.steps.most(job.tenant_id, base)
+        return AddJob(tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes, most)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for what it names. Raises `ConfigError` for a missing file."""

@@ -126,6 +126,7 @@ class Submissions:
         if self._bases.hides(config.name):
             raise ConfigError(f"name: {config.name!r} is a base of this service; give the job another")
         self._quotas.check_size(who.tenant_id, config)
+        self._handover.steps.check(who.tenant_id, config, base)
         self._handover.tree(who, config, "job")  # files that it names must exist now
         return config, base
 
