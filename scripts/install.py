@@ -2,22 +2,27 @@
 
     python scripts/install.py --constraint constraints.txt '.[serve]'
 
-The environment is that of the interpreter. Errors are printed in full, and pip's exit status is kept.
+The environment is that of the interpreter. Errors are printed in full, and pip's exit status is kept. With `--editable` the
+C++ kernels that this processor may select are compiled while packages download.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 SECONDS = 10
+KERNELS = Path(__file__).resolve().parents[1] / "src" / "motet" / "native" / "building.py"
 
 
 class Progress:
@@ -69,11 +74,31 @@ def _installed() -> int:
     return sum(1 for _ in Path(sysconfig.get_path("purelib")).glob("*.dist-info"))
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Compile the kernels beside; at the end wait for it, or after an error end it."""
+    with subprocess.Popen([sys.executable, str(KERNELS)], start_new_session=True) as compiler:
+        try:
+            yield
+        except BaseException:
+            os.killpg(compiler.pid, signal.SIGTERM)
+            raise
+
+
 def install(arguments: Sequence[str]) -> int:
     """Run pip with these arguments; gives its exit status."""
+    if "--editable" in arguments and "MOTET_KERNELS" not in os.environ:
+        with compiling():
+            return _install(arguments, {**os.environ, "MOTET_KERNELS": "skip"})
+    return _install(arguments, dict(os.environ))
+
+
+def _install(arguments: Sequence[str], environment: dict[str, str]) -> int:
     command = [sys.executable, "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *arguments]
     progress = Progress()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace") as pip:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
+    ) as pip:
         followed: list[tuple[object, IO[str] | None]] = [(progress.read, pip.stdout), (progress.tell, pip.stderr)]
         readers = [threading.Thread(target=follow, args=(lines,)) for follow, lines in followed]  # type: ignore[arg-type]
         for reader in readers:

@@ -24,6 +24,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 import pytest
 from hypothesis import settings
 
+from tests.support import seconds
+
 if TYPE_CHECKING:
     from motet.core.device import Device
     from tests.support.house import House
@@ -36,25 +38,12 @@ settings.register_profile("motet", derandomize=True, deadline=None)
 settings.load_profile("motet")
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
-LONGEST = """
-doors vllm spoken_forms examples calculator versions stock_agents server_hosts compiled mutants kills_soak red_team
-hosts spread tinker_company service_scoring dashboard service_adapters cuda_graph service_engine service_usage wall
-invariants sharded cli tinker tinker_cookbook tinker_releases client service_agents server_faults service_disk service_api
-service_hostile agents verbs service_bounds openai_engine server_versions server_replicas server_engine reward_pool
-decoder kept unanswering takeover trainer
-""".split()
-"""Files of tests that take longest: begun last, one would run on while the other workers have nothing to do."""
 SHARED = re.compile(r"\b(shared_service|tinker_service|tinker_scripts)\b")
 """One worker runs all files that ask for one of these, so that they are made once."""
-UNIT = frozenset(
-    """
-advantages budgets chains chat conversation credit critic dataset distillation episode formats generation graders idle_slots
-in_flight jobfile journal learner losses meter metrics over_provision own_algorithm own_code packing pipeline placement
-preferences probe queue_turns report results resume rows rundir sampling scheduler settings shares signs slots step_batch stops
-supervised tenant_turns tracking versions view
-""".split()
-)
-"""Files whose tests have the mark `unit`, but for slow ones: pure functions, and loops on the fakes."""
+TIER1 = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.tier1\b", re.MULTILINE)
+"""How a file says that `make test` runs it."""
+LATER = ("soak", "slow", "smollm2", "gpu")
+"""Marks of the tests that a file of the first tier leaves to `make check` and `make soak`."""
 _forbidden_skips: set[str] = set()  # node ids, in the process that reports
 
 
@@ -150,22 +139,42 @@ def pytest_collection() -> None:
     gc.disable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--tier` and `--seconds`."""
+    parser.addoption("--tier", type=int, choices=(1, 2), help="1: what `make test` runs; 2: what `make check` adds")
+    parser.addoption("--seconds", action="store_true", help="write each file's CPU seconds to tests/seconds.toml")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure where that is asked for."""
+    if config.option.seconds:
+        config.pluginmanager.register(seconds.Measured(config))
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m unit` import no other files, which takes longer than the tests."""
-    name = collection_path.stem.removeprefix("test_")
-    return True if config.option.markexpr == "unit" and collection_path.is_file() and name not in UNIT else None
+    """With `--tier 1` import no file of the second tier: it may need packages that are not installed."""
+    if config.option.tier != 1 or not collection_path.name.startswith("test_"):
+        return None
+    return None if TIER1.search(collection_path.read_text(encoding="utf-8")) else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark unit tests. The longest files begin first; each is run by one worker, so that its fixtures are made once.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the tier. The longest files begin first; each is run by one worker, so that its fixtures are made once.
 
     By `--dist loadfile`: under pytest 9.2 the groups of pytest-xdist 3.8 have no effect, without a word.
     """
-    for item in items:
-        slow = any(item.get_closest_marker(mark) for mark in ("soak", "slow", "smollm2", "gpu"))
-        if item.path.stem.removeprefix("test_") in UNIT and not slow:
-            item.add_marker("unit")
-    items.sort(key=_place)
+    if config.option.tier:
+        other = [item for item in items if tier(item) != config.option.tier]
+        config.hook.pytest_deselected(items=other)
+        items[:] = [item for item in items if tier(item) == config.option.tier]
+    lasted = seconds.lasted()
+    items.sort(key=lambda item: -lasted.get(seconds.file_of(item.nodeid), 0.0))
+
+
+def tier(item: pytest.Item) -> int:
+    """Tell which command runs a test: 1 for `make test`, 2 for `make check`."""
+    later = any(item.get_closest_marker(mark) for mark in LATER)
+    return 1 if item.get_closest_marker("tier1") and not later else 2
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -182,11 +191,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group(super()._split_scope(nodeid))
 
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
-
-
-def _place(item: pytest.Item) -> int:
-    name = item.path.stem.removeprefix("test_")
-    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -28,8 +28,6 @@ from motet.core.errors import ConfigError, EngineError
 from motet.core.types import Wanted
 from motet.runtime.slots import FREE
 
-pytestmark = pytest.mark.unit
-
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:

@@ -1,6 +1,9 @@
 """Compiles the C++ kernels: one library per form (instruction set), from the same sources.
 
-Imports nothing else of Motet, so that `pip install` can run it before Motet is installed.
+Imports nothing else of Motet, so that `pip install` can run it before Motet is installed, and `make` while packages download:
+
+    python src/motet/native/building.py          # the forms that this processor may select
+    python src/motet/native/building.py --all    # every form: tests and wheels need them
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +34,9 @@ FORMS: dict[str, tuple[str, ...]] = {
     "portable": (),
 }
 """Compiler flags of each form, the fastest first. Other processors than x86-64 have `portable` only."""
+
+_UNITS = {"amx": "amx_bf16", "avx512": "avx512dq", "avx2": "fma"}
+"""What Linux calls the instructions of a form, in /proc/cpuinfo."""
 
 SECONDS = 600
 """Time limit for compiling one form."""
@@ -57,6 +64,16 @@ def forms_here() -> list[str]:
     return list(FORMS) if intel else ["portable"]
 
 
+def forms_of_processor() -> list[str]:
+    """Forms that this processor may select, the fastest first: with AVX-512 it never selects AVX2; on an unknown one all."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("flags")[2].partition("\n")[0].split()
+    except OSError:
+        return forms_here()
+    forms = [form for form in forms_here() if form not in _UNITS or _UNITS[form] in flags]
+    return [form for form in forms if form != "avx2" or "avx512" not in forms]
+
+
 def file_name(form: str) -> str:
     """File name of a form's library."""
     return f"libmotet_{form}.so"
@@ -72,6 +89,8 @@ def fingerprint() -> str:
 
 def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...] = ()) -> dict[str, str | None]:
     """Compile forms into a directory, each file atomically. Returns an error message for each form, or None.
+
+    A library of these sources and flags that is there already is left as it is, unless there are extra flags.
 
     Raises:
         CannotBuild: there is no compiler, or the portable form, the reference for all others, did not compile.
@@ -98,6 +117,8 @@ def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...
 def _build_one(command: list[str], directory: Path, form: str, extra: tuple[str, ...]) -> None:
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     target = directory / file_name(form)
+    if not extra and target.exists() and fingerprint().encode() in target.read_bytes():
+        return
     define = f'-DMOTET_FINGERPRINT="{fingerprint()}"'
     with tempfile.TemporaryDirectory(dir=directory) as made:
         output = Path(made) / target.name
@@ -109,3 +130,12 @@ def _build_one(command: list[str], directory: Path, form: str, extra: tuple[str,
         if done.returncode:
             raise CannotBuild(f"{command[0]} did not compile the {form} form:\n{done.stderr.strip()[-2000:]}")
         output.replace(target)
+
+
+if __name__ == "__main__":
+    try:
+        MADE = build(Path(__file__).parent / "built", None if "--all" in sys.argv else forms_of_processor())
+    except CannotBuild as error:
+        MADE = {"portable": str(error)}
+    for message in filter(None, MADE.values()):
+        print(f"motet: its own CPU kernels are missing: {message}", file=sys.stderr)
