@@ -33,19 +33,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 INSTALL = $(BIN)/python scripts/install.py --constraint constraints.txt --editable
-# Python compiles what it imports. Compiled here is what processes import that may not write; all would take twice as long.
-COMPILE = echo "compiling what processes import"; $(BIN)/python -m compileall -qq -j 0 -x '/(plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
 INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
 	@echo "installing Motet, PyTorch and what they need into $(VENV): a minute or two"
 	@$(INSTALL) '.[serve]'
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-reasoning: $(INSTALLED_FROM) | $(BIN)/python
 	@$(INSTALL) '.[serve,reasoning]'
-	@$(COMPILE)
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-test: $(INSTALLED_FROM) | $(BIN)/python
+	@echo "installing Motet, PyTorch and what the first tests need into $(VENV): a minute or two"
+	@$(INSTALL) '.[serve,test]'
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
@@ -53,8 +54,8 @@ $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
 	@$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
 	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python scripts/install.py $(TRITON)
-	@$(COMPILE)
-	@touch $(VENV)/.installed $(VENV)/.installed-reasoning $@
+	@$(BIN)/python src/motet/native/building.py --all
+	@touch $(VENV)/.installed $(VENV)/.installed-reasoning $(VENV)/.installed-test $@
 
 .PHONY: install
 install: $(VENV)/.installed-dev  ## make .venv with Motet and the tools to develop it
@@ -84,10 +85,6 @@ tinker: | $(BIN)/python  ## make .envs/tinker… with the newest and the oldest 
 agents: | $(BIN)/python  ## make .envs/agents, .envs/mini and .envs/verifiers with the packages of the agents that tests train (three minutes)
 	@$(BIN)/python -m bench.speed.envs agents mini verifiers
 
-.PHONY: unit
-unit: $(VENV)/.installed-dev  ## the tests of pure functions and of loops on the fakes: about three minutes on one core
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m unit -q $(PYTEST_ARGS)
-
 .PHONY: trackers
 trackers: | $(BIN)/python  ## make .envs/trackers with W&B, MLflow, Trackio and SwanLab, which soak tests send runs to
 	@$(BIN)/python -m bench.speed.envs trackers
@@ -99,16 +96,34 @@ harnesses: | $(BIN)/python  ## make .envs/harnesses with lm-eval and inspect-ai,
 # Tests sync thousands of small files, which takes no time in memory.
 IN_MEMORY = $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 8388608 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
+PYTEST = $(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# What a processor without AVX-512 computes.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MOTET_KERNELS_FORM=avx2
+
 .PHONY: test
-test:  ## lint, then every test that this machine can run, in parallel (WORKERS=3)
+test: $(VENV)/.installed-test  ## lint, and the first tier of tests: what a newcomer needs to see (at most 8 minutes on two cores)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet || { echo "run: make format" >&2; exit 1; }
+	$(PYTEST) --tier 1 -rs --durations 5 $(PYTEST_ARGS)
+	@$(BIN)/python scripts/what_else.py
+
+.PHONY: check
+check:  ## types, and every other test but the long ones, with real servers, clients and browsers (ROOM=service: of one room)
 	@# several install at once: lines instead of one that changes
-	@$(MAKE) -j3 lint vllm tinker agents 2>&1 | cat
-	$(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs --durations 12 $(PYTEST_ARGS)
+	@$(MAKE) -j3 $(VENV)/.installed-dev vllm tinker agents 2>&1 | cat
+	$(if $(ROOM),,$(BIN)/mypy)
+	$(PYTEST) --tier 2 -rs --durations 12 $(if $(ROOM),tests/$(ROOM)) $(PYTEST_ARGS)
+	$(if $(ROOM),,$(AVX2) $(PYTEST) -m "bits and not soak and not smollm2" -q $(PYTEST_ARGS))
+
+.PHONY: seconds
+seconds: $(VENV)/.installed-dev  ## measure the CPU seconds of each file of tests, and write tests/seconds.toml (PYTEST_ARGS=tests/core: of some)
+	$(PYTEST) --seconds -q $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed-dev vllm tinker agents  ## the long tests: every family of bases, many kills, a thousand requests to a service, hundreds of publishes on a real vLLM (an hour; run it again to resume)
 	@$(BIN)/python -m bench.speed.envs older locust trackers harnesses
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(PYTEST_ARGS)
+	MOTET_KERNELS_FORM=portable $(PYTEST) -m "bits and not soak and not smollm2" -q
 
 .PHONY: load
 load: $(VENV)/.installed-dev  ## fifty tenants at a service for ten minutes: what fails, and how long answers take (LOAD_ARGS="--seconds 30")

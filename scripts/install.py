@@ -8,7 +8,6 @@ C++ kernels that this processor may select are compiled while packages download.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -74,23 +73,20 @@ def _installed() -> int:
     return sum(1 for _ in Path(sysconfig.get_path("purelib")).glob("*.dist-info"))
 
 
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Compile the kernels beside; at the end wait for it, or after an error end it."""
-    with subprocess.Popen([sys.executable, str(KERNELS)], start_new_session=True) as compiler:
-        try:
-            yield
-        except BaseException:
-            os.killpg(compiler.pid, signal.SIGTERM)
-            raise
-
-
 def install(arguments: Sequence[str]) -> int:
     """Run pip with these arguments; gives its exit status."""
-    if "--editable" in arguments and "MOTET_KERNELS" not in os.environ:
-        with compiling():
-            return _install(arguments, {**os.environ, "MOTET_KERNELS": "skip"})
-    return _install(arguments, dict(os.environ))
+    if "--editable" not in arguments or "MOTET_KERNELS" in os.environ:
+        return _install(arguments, dict(os.environ))
+    status = 1
+    with subprocess.Popen([sys.executable, str(KERNELS)], start_new_session=True) as compiler:
+        try:
+            status = _install(arguments, {**os.environ, "MOTET_KERNELS": "skip"})
+        finally:
+            if status:  # also Ctrl-C
+                os.killpg(compiler.pid, signal.SIGTERM)
+        if compiler.poll() is None:
+            print("compiling Motet's CPU kernels", flush=True)
+    return status
 
 
 def _install(arguments: Sequence[str], environment: dict[str, str]) -> int:

@@ -20,6 +20,8 @@ from motet.algorithms.policy_gradient import KLConfig, LossName
 from motet.algorithms.registry import ALGORITHMS
 from motet.core.types import Branch, Group, Problem, Rollout
 
+pytestmark = pytest.mark.tier1
+
 REWARDS = st.lists(st.lists(st.floats(-100, 100), min_size=2, max_size=8), max_size=6)
 CENTRED: tuple[AdvantageKind, ...] = ("grpo", "centered", "rloo")
 HALF_STD = 0.5 / math.sqrt(4 * 0.25 / 3)  # of the rewards 1, 0, 0, 1: half a point over the sample deviation

@@ -18,6 +18,8 @@ from motet.config.jobfile import parse_jobs
 from motet.core.errors import ConfigError
 from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
 
+pytestmark = pytest.mark.tier1
+
 PROBLEM = Problem(0, (Message("user", "?"),), "")
 
 

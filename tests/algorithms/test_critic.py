@@ -29,6 +29,8 @@ from tests.support.fake_run import metrics, records, weights
 from tests.support.rollout_groups import group, rollout
 from tests.support.segments import make_segment
 
+pytestmark = pytest.mark.bits
+
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 figures = st.floats(-5, 5)
 

@@ -22,6 +22,8 @@ from tests.support.protocol_server import ProtocolServer
 from tests.support.rollout_groups import group, rollout
 from tests.support.server_run import learn, trainer_of
 
+pytestmark = pytest.mark.tier1
+
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:

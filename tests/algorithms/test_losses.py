@@ -21,6 +21,8 @@ from motet.algorithms.policy_gradient import KLConfig, PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.core.batch import Loss, LossInputs, LossStats
 
+pytestmark = pytest.mark.tier1
+
 RATIOS = [0.5, 1.0, 1.5, 0.5, 1.5]
 ADVANTAGES = [1.0, 2.0, 1.0, -1.0, -1.0]  # with clip 0.2 / 0.28: tokens 2 and 3 are clipped
 

@@ -20,6 +20,8 @@ from motet.tasks.reward_walls import Walls
 from tests.support.fake_run import job, metrics, run_jobs, weights
 from tests.support.protocol_server import ProtocolServer
 
+pytestmark = pytest.mark.tier1
+
 OWN = '''
 from dataclasses import replace
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from motet.algorithms.packing import TARGETS, Standing, Waiting, cut, merge
 from tests.support.counting import calls
 
+pytestmark = pytest.mark.tier1
+
 LENGTHS = st.lists(st.integers(0, 40), max_size=40)
 BUDGET = st.integers(1, 60)
 SHARES = {name: (consumed, weight) for name, consumed, weight in (("a", 0.0, 1.0), ("b", 30.0, 2.0), ("c", 30.0, 0.5))}

@@ -32,6 +32,8 @@ from tests.support.processes import ending
 from tests.support.segments import SAMPLE_TYPES, gradient, make_trainer, types
 from tests.support.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.tier1
+
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 
 

@@ -16,6 +16,8 @@ from motet.tasks.forms.letters import token_bytes
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS
 
+pytestmark = pytest.mark.tier1
+
 # Llama 2 writes a space before the end of the turn and trims the text.
 LLAMA = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}"

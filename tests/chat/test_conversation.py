@@ -10,10 +10,13 @@ import subprocess
 import sys
 import time
 
+import pytest
 from typer.testing import CliRunner
 
 from motet.commands.cli import app
 from tests.support.waiting import PATIENCE
+
+pytestmark = pytest.mark.tier1
 
 SCRIPT = """
 import asyncio, fcntl, termios

@@ -17,6 +17,8 @@ from motet.chat.responses import ResponsesRequest
 from motet.core.errors import ChatRefusal
 from motet.core.stops import met
 
+pytestmark = pytest.mark.tier1
+
 HI: Any = {"role": "user", "content": "hi"}
 
 

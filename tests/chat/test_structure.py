@@ -43,6 +43,8 @@ from tests.support.chat_templates import tokenizer_of
 from tests.support.scripted_model import CHAT, Script
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 SCHEMA = {
     "type": "object",
     "properties": {"answer": {"type": "integer", "minimum": 0, "maximum": 99}, "sure": {"type": "boolean"}},

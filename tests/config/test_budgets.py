@@ -9,6 +9,8 @@ import pytest
 
 from motet.config import budgets
 
+pytestmark = pytest.mark.tier1
+
 GIB = 1 << 30
 
 

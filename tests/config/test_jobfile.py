@@ -16,6 +16,8 @@ from motet.config.service import ServedBase
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError
 
+pytestmark = pytest.mark.tier1
+
 JOB = {"name": "add", "data": "toy:add", "reward": "exact"}
 
 

@@ -11,6 +11,8 @@ from motet.config.jobfile import parse_jobs, validate_as
 from motet.core.errors import ConfigError
 from motet.core.left import LEFT
 
+pytestmark = pytest.mark.tier1
+
 WITH_AGENTS = """
 base: small
 rollout: {engine: vllm, urls: ["http://a:8000"], agents: [AGENT]}

@@ -16,6 +16,8 @@ from motet.core.errors import DeviceLost
 from motet.core.tenant_turns import Payer
 from tests.support.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.tier1
+
 
 def test_calls_run_in_order_on_one_thread(device: Device) -> None:
     seen: list[tuple[int, int]] = []

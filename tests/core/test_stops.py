@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from motet.core.stops import Decode, GrowingText, certain, few, until_stop
 
+pytestmark = pytest.mark.tier1
+
 
 def decode(tokens: list[int]) -> str:
     """A token is a letter."""

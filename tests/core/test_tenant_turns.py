@@ -6,6 +6,8 @@ import pytest
 
 from motet.core.tenant_turns import LEAD, SLACK, Cost, Payer, TenantTurns
 
+pytestmark = pytest.mark.tier1
+
 
 def payer(tenant: str, share: float = 1.0) -> Payer:
     return Payer(f"job of {tenant}", tenant, share)

@@ -18,6 +18,8 @@ from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.service.adapters.archive import unpack_apart
 from tests.support.adapter_files import tarred
 
+pytestmark = pytest.mark.tier1
+
 ONE = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
 
 

@@ -17,6 +17,8 @@ from motet.model.routing import AdapterStacks, SamplerRouting
 from tests.support import tiny_models as tiny
 from tests.support.lora_cases import DTYPES, FAST, NAMES, Seen, exact, products, random
 
+pytestmark = pytest.mark.tier1
+
 
 def table_of(base: LoraModel, slots: int = 4, rank: int = 8) -> AdapterTable:
     return AdapterTable(

@@ -12,6 +12,8 @@ from motet.model.kv_cache import KVCache
 from tests.support.attention_cases import BLOCK, HEADS, WIDTH, attend, sequences, shared_blocks, sinks_of
 from tests.support.live_memory import LiveMemory
 
+pytestmark = pytest.mark.tier1
+
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -36,6 +36,7 @@ from tests.support.segments import SHAPES, gradient, make_segment, plain_loss, r
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 # Of what it brings together itself it looks for a rank that it has given to a parameter among modules.
 pytestmark = [
+    pytest.mark.tier1,  # fold
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
 ]
 NAME = "qwen3_moe"

@@ -31,6 +31,8 @@ from motet.model.routing import TrainerRouting, TrainSegment
 from motet.process.allocator import keep_freed_memory
 from tests.support import tiny_models as tiny
 
+pytestmark = pytest.mark.tier1
+
 PACKS = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """Whether oneDNN has the layout on this processor."""
 SHAPES = [(64, 32), (192, 64), (96, 576), (1024, 256)]

@@ -16,6 +16,8 @@ from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.lora_cases import company, mixed
 
+pytestmark = pytest.mark.tier1
+
 NAMES = ("llama", "gemma2", "opt", "phi3")
 DTYPES = ("float32", "bfloat16")
 

@@ -26,6 +26,8 @@ from motet.model.routing import AdapterStacks, TrainerRouting, TrainSegment
 from tests.support import tiny_models as tiny
 from tests.support.lora_cases import DTYPES, EXACT, FAST, NAMES, TILE, Seen, company, exact, mixed, products, random
 
+pytestmark = pytest.mark.tier1
+
 # --- the forms ------------------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,8 @@ from tests.support.gguf_files import write_tiny
 from tests.support.live_memory import LiveMemory
 from tests.support.quantised_files import write_float8
 
+pytestmark = pytest.mark.bits
+
 QUANTS = gguf.GGMLQuantizationType
 
 

@@ -23,6 +23,8 @@ from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.peft_files import close, export, load, peft_logits, randomise
 
+pytestmark = pytest.mark.tier1
+
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 NAMES = (*tiny.DENSE, "mixtral")
 ATTENTION = ["q_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"]

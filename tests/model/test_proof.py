@@ -27,6 +27,8 @@ from motet.model.stock import Stock
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 
+pytestmark = pytest.mark.tier1
+
 CPU = torch.device("cpu")
 HEAD = 16
 BEYOND = 3

@@ -24,6 +24,8 @@ from motet.native import building, library
 from tests.support.native_calls import EXACT, PAIRS, TYPES, Cache, Kernels, address, directory, forms, kernels
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 WAYS = [(EXACT, torch.bfloat16), (PAIRS, torch.bfloat16), (EXACT, torch.float32)]
 NAN, INF = math.nan, math.inf
 

@@ -15,6 +15,8 @@ from motet.core.errors import EngineError
 from motet.core.types import FloatArray, IntArray
 from motet.process.channel import LONGEST_LINE, ChannelMessage, Child, decode, encode
 
+pytestmark = pytest.mark.tier1
+
 ECHO = """
 import asyncio, os, sys
 from motet.process.channel import Parent

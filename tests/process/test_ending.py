@@ -25,6 +25,8 @@ from motet.tasks.worker_link import ProcessDiedError
 from motet.tasks.worker_messages import EnvironmentStep, Reset, ScoreCompletions
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.tier1
+
 PROBLEM = Problem(0, (Message("user", "hi"),), "1")
 KILLED = "was killed with SIGKILL, which Motet did not send (the system may be out of memory)"
 

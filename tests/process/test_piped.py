@@ -12,6 +12,8 @@ import pytest
 
 from motet.process.piped import Piped
 
+pytestmark = pytest.mark.tier1
+
 FORKS = """
 import os, time
 if os.fork() == 0:

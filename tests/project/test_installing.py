@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from motet.native.building import forms_here
 from tests.conftest import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -111,7 +113,7 @@ def test_errors_are_told_in_full_with_the_exit_status_of_pip(tmp_path: Path) -> 
     assert process.wait() == 1
 
 
-@pytest.mark.parametrize("target", ["demo", "unit", "test"])
+@pytest.mark.parametrize("target", ["demo", "test", "install"])
 def test_make_shows_what_pip_does(target: str) -> None:
     """All that a newcomer calls installs by the script, and nothing holds its lines back."""
     command = ["make", "--dry-run", "--always-make", target]
@@ -119,7 +121,7 @@ def test_make_shows_what_pip_does(target: str) -> None:
     assert "python scripts/install.py --constraint constraints.txt --editable" in recipes
     assert "output-sync" not in recipes
     assert not re.search(r"pip install .*--quiet", recipes)
-    assert re.search(r'echo "compiling [^"]*"; \S+ -m compileall', recipes), "half a minute or more"
+    assert "compileall" not in recipes, "Python compiles what it imports; all that is installed takes 45 s"
 
 
 @pytest.mark.parametrize("whom", [os.killpg, os.kill], ids=["all of them, as a terminal does", "it alone"])
@@ -149,3 +151,65 @@ def test_what_pip_says_after_ctrl_c_is_read_to_its_end(tmp_path: Path) -> None:
         lines = list(process.stdout)
     assert process.returncode == 130
     assert lines == ["it ends\n"] * 2000
+
+
+_COMPILER = """#!/bin/sh
+echo called >> {place}/calls
+touch {place}/go
+for last; do :; done
+echo "$@" > "$last"
+"""
+
+
+def _compiler(place: Path) -> dict[str, str]:
+    """Write a compiler that counts its calls, and whose libraries name the sources; gives the environment that names it."""
+    compiler = place / "compiler"
+    compiler.write_text(_COMPILER.format(place=place))
+    compiler.chmod(0o700)
+    return {**{name: value for name, value in os.environ.items() if name != "MOTET_KERNELS"}, "CXX": str(compiler)}
+
+
+def _copied(place: Path) -> Path:
+    """Copy what installs and what compiles; gives the copy's installing script."""
+    for name in ("scripts/install.py", "src/motet/native/building.py"):
+        (place / name).parent.mkdir(parents=True)
+        shutil.copy(ROOT / name, place / name)
+    shutil.copytree(ROOT / "src" / "motet" / "native" / "csrc", place / "src" / "motet" / "native" / "csrc")
+    return place / "scripts" / "install.py"
+
+
+def test_kernels_are_compiled_while_pip_runs(tmp_path: Path) -> None:
+    """Pip builds this package when the compiler has begun."""
+    project = tmp_path / "slow"
+    project.mkdir()
+    backend = _BACKEND.format(patience=PATIENCE, go=str(tmp_path / "go"), then="pass")
+    (project / "backend.py").write_text(f"{backend}\n\nbuild_editable = build_wheel\n")
+    (project / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        '[project]\nname = "slow"\nversion = "1"\n'
+    )
+    script, environment = _copied(tmp_path), _compiler(tmp_path)
+    command = [
+        sys.executable,
+        str(script),
+        "--no-index",
+        "--prefix",
+        str(tmp_path / "there"),
+        "--editable",
+        str(project),
+    ]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert "libmotet_portable.so" in {file.name for file in (tmp_path / "src" / "motet" / "native" / "built").iterdir()}
+
+
+def test_a_library_of_these_sources_is_not_compiled_again(tmp_path: Path) -> None:
+    script, environment = _copied(tmp_path), _compiler(tmp_path)
+    command = [sys.executable, str(script.parents[1] / "src" / "motet" / "native" / "building.py"), "--all"]
+    for _ in range(2):
+        subprocess.run(command, env=environment, check=True)
+    forms = (tmp_path / "calls").read_text().splitlines()
+    assert len(forms) == len(forms_here())
+    sources = sorted((tmp_path / "src" / "motet" / "native" / "csrc").glob("*.cpp"))
+    sources[0].write_text(sources[0].read_text() + "\n")
+    subprocess.run(command, env=environment, check=True)
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2 * len(forms)

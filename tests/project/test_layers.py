@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.tier1
+
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "motet"
 
 PEERS = frozenset({"commands", "__init__", "__main__"})

@@ -16,6 +16,8 @@ from motet.runtime.opening import open_job
 from tests.support.commands import Motet
 from tests.support.run_directory import evaluation
 
+pytestmark = pytest.mark.tier1
+
 Judge = Callable[[int], float]
 
 

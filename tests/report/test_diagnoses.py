@@ -16,6 +16,8 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.signs import LEAST, LONGER, NORM, RECENT, Diagnosis, Signs
 from tests.support.fake_run import LINE, Setting, job, run_jobs
 
+pytestmark = pytest.mark.tier1
+
 PAGE = (Path(__file__).parents[2] / "docs" / "not-learning.md").read_text()
 DEMO = Path(__file__).resolve().parents[2] / "tests" / "support" / "demo_metrics.jsonl"
 """Figures of the four jobs of `motet demo`, as a run left them."""

@@ -11,6 +11,8 @@ import pytest
 from tests.support.commands import Motet
 from tests.support.small_runs import REWARDS, job, run
 
+pytestmark = pytest.mark.tier1
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

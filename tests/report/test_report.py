@@ -26,6 +26,8 @@ from motet.runtime.metrics import STEP_FIELDS
 from tests.support.commands import Motet
 from tests.support.run_directory import step_line, write_job, write_run
 
+pytestmark = pytest.mark.tier1
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

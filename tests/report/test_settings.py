@@ -24,6 +24,8 @@ from motet.runtime.settings import Mean, common_name, setting_of, settings, t_qu
 from motet.view import settings_table, summary_table
 from tests.support.run_directory import evaluation
 
+pytestmark = pytest.mark.tier1
+
 RESULTS = {"lr=0.1": (0.4, 0.5, 0.6), "lr=0.2": (0.7, 0.7, 0.7)}
 """Held-out rewards of three seeds."""
 

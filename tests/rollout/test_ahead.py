@@ -31,6 +31,8 @@ from tests.support.decoding import EveryThird, outcomes
 from tests.support.late_executor import AnsweringExecutor, LateExecutor, PoisonedCache, version
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 BLOCK = 4
 N_VOCAB = tiny.VOCABULARY
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.rollout.batch_rows import row_limits
+
+pytestmark = pytest.mark.tier1
 
 TENANTS = st.dictionaries(
     st.sampled_from("abcdef"),

@@ -43,6 +43,8 @@ from tests.support.decoding import (
 )
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.bits
+
 
 def make_decoder(
     n_blocks: int = 64,

@@ -17,6 +17,8 @@ from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.sequences import Prompt, SampledSequence
 
+pytestmark = pytest.mark.tier1
+
 CPU = torch.device("cpu")
 BLOCK, HEADS, WIDTH = 4, 2, 3
 

@@ -25,6 +25,8 @@ from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
 from tests.support import tiny_models as tiny
 
+pytestmark = pytest.mark.tier1
+
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.9, 0.0, -3.0, 1.0, 0.4])
 N = 4000

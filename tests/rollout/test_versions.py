@@ -20,6 +20,8 @@ from motet.runtime.versions import Versions
 from motet.training.fake import FakeTrainer
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 
 def make(jitter: int | None = None, keep: int | None = None) -> tuple[Versions, FakeEngine]:
     engine = FakeEngine(jitter=jitter)

@@ -13,6 +13,8 @@ from motet.core.errors import ConfigError
 from tests.support.adapter_files import run
 from tests.support.fake_run import metrics, weights
 
+pytestmark = pytest.mark.bits
+
 ROWS = [{"prompt": f"Say {i}", "answer": f"{i % 4}"} for i in range(24)]
 
 

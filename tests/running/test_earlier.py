@@ -26,6 +26,8 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.view.results import RunResult
 from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 
+pytestmark = pytest.mark.bits
+
 JOBS = ("done", "half", "pairs")
 
 

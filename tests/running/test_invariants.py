@@ -25,9 +25,11 @@ from tests.support import native_calls
 from tests.support.processes import ending
 from tests.support.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, run
 
+pytestmark = [pytest.mark.tier1, pytest.mark.bits]
+
 BASES = [
-    pytest.param(("small", "float32"), id="small-fp32"),
-    pytest.param(("small", "bfloat16"), id="small-bf16"),
+    pytest.param(("small", "float32"), id="small-fp32", marks=pytest.mark.slow),
+    pytest.param(("small", "bfloat16"), id="small-bf16", marks=pytest.mark.slow),
     pytest.param(("small/torch", "float32"), id="small-torch-fp32"),
     pytest.param(("small/torch", "bfloat16", 2), id="small-torch-bf16-two-threads", marks=pytest.mark.soak),
     pytest.param(("small/native", "bfloat16", 2), id="small-native-two-threads", marks=pytest.mark.soak),

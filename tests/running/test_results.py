@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import motet
 from motet.core.types import JobState
+
+pytestmark = pytest.mark.tier1
 
 
 def job(name: str, state: JobState, best: Path, rewards: tuple[float, ...], message: str = "") -> motet.JobResult:

@@ -22,6 +22,8 @@ from motet.protocols import WeightSync
 from motet.runtime.checkpoint import JobDirectory
 from tests.support.torch_switches import are_motets, switches, users
 
+pytestmark = pytest.mark.bits
+
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = [Problem(i, (Message("user", f"What is {i} + {i + 1}?"),), str(2 * i + 1)) for i in range(3)]
 LOSS = Grpo(advantage="centered")

@@ -62,6 +62,8 @@ from motet.view.results import JobResult, RunResult
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, run_jobs
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.tier1
+
 RULES = {"reward": "reward", "accuracy": "accuracy, then loss", "nll": "log-lik"}
 OPENAI = {"reward": ("valid_mean_reward", 1), "accuracy": ("valid_accuracy", 1), "nll": ("valid_loss", -1)}
 """The metric of a checkpoint that shows the figure, and its sign."""

@@ -40,6 +40,8 @@ from tests.support.fake_run import FakeRun, job, run_jobs
 from tests.support.small_disk import small_disk
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 IDENTITY = {"base": "small", "job": {"steps": 5, "optimizer": {"lr": 0.1}}}
 Save = Callable[[Path], None]
 

@@ -11,6 +11,8 @@ from motet.config import EngineConfig
 from motet.hosting.launch import load
 from tests.support.small_runs import REWARDS, job, run
 
+pytestmark = pytest.mark.tier1
+
 
 @pytest.mark.parametrize("common", [True, False])
 def test_evaluations_with_common_random_numbers_differ_only_where_the_adapter_does(

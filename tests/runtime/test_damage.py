@@ -25,6 +25,8 @@ from motet.runtime.opening import check_identity, open_job
 from motet.service.adapters.archive import pack
 from tests.support.fake_run import job, metrics, run_jobs
 
+pytestmark = pytest.mark.tier1
+
 STEPS = 6
 Capsys = pytest.CaptureFixture[str]
 

@@ -18,6 +18,8 @@ from motet.runtime.scheduler import FairScheduler
 from motet.training.fake import FakeTrainer
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 NAMES = "abc"
 
 

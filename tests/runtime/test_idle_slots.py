@@ -15,6 +15,8 @@ from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.tier1
+
 
 class Late(InlineRewards):
     """Scores nothing of the job `late` in its third step and after, until somebody comes."""

@@ -17,6 +17,8 @@ from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, run_jobs
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.tier1
+
 
 def test_a_cancel_counts_for_a_command_that_is_there_and_not_done(tmp_path: Path) -> None:
     theirs, sessions = Journal(tmp_path), Journal(tmp_path)

@@ -29,6 +29,8 @@ from tests.support import tiny_models as tiny
 from tests.support.segments import make_samples
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.tier1
+
 WIDE = 300
 """Targets of a token: 9 tokens of so many are eleven chunks of the head."""
 

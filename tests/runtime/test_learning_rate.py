@@ -9,7 +9,7 @@ import pytest
 from motet.config import OptimizerConfig
 from motet.runtime.learning_rate import learning_rate
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.tier1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from motet.runtime.meter import IDLE, Meter, apportion
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.tier1
+
 WEIGHTS = st.dictionaries(st.text("abc", min_size=1, max_size=2), st.integers(0, 10**12), min_size=1).filter(
     lambda weights: sum(weights.values()) > 0
 )

@@ -13,6 +13,8 @@ from motet.runtime.signs import no_signal
 from motet.tracking.observing import numbers
 from tests.support.fake_run import Setting, job, records, run_jobs
 
+pytestmark = pytest.mark.tier1
+
 TRAINED = {
     "loss",
     "entropy",

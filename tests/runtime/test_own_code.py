@@ -18,6 +18,8 @@ from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.opening import check_identity, open_job
 from motet.runtime.source_sums import sum_of_code
 
+pytestmark = pytest.mark.tier1
+
 FILES = {
     "rewards.py": '''
         """Rewards."""

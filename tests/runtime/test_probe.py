@@ -19,6 +19,8 @@ from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.probe import CLEAR, PROBE_TOKENS, Probe
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs
 
+pytestmark = pytest.mark.tier1
+
 WIDE = 5.0
 """A tolerance that hides every adapter of these tests."""
 

@@ -33,6 +33,8 @@ from motet.runtime.receipts import Materials, dependencies_of, subjects_of, vers
 from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
 
+pytestmark = pytest.mark.bits
+
 STEPS = 4
 Capsys = pytest.CaptureFixture[str]
 REWARD = """

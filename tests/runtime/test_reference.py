@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.runtime.reference import shape_of
+
+pytestmark = pytest.mark.tier1
 
 
 def test_a_reference_has_experts_if_its_adapter_has(tmp_path: Path) -> None:

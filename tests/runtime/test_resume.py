@@ -23,6 +23,8 @@ from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, vow
 from tests.support.processes import ending
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.tier1
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,7 +43,10 @@ def jobs(lag: int, every: int) -> list[JobConfig]:
     ]
 
 
-@pytest.mark.parametrize(("lag", "every"), [(0, 1), (0, 4), (1, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("lag", "every"),
+    [(0, 1), pytest.param(0, 4, marks=pytest.mark.slow), pytest.param(1, 1, marks=pytest.mark.slow), (2, 4)],
+)
 def test_stop_saves_and_the_next_run_goes_on(lag: int, every: int, tmp_path: Path) -> None:
     configs = jobs(lag, every)
     run_jobs(tmp_path / "whole", configs)

@@ -18,6 +18,8 @@ from motet.process.importable import of_python
 from motet.runtime.rundir import RunDirectory, opened
 from tests.support.processes import ending
 
+pytestmark = pytest.mark.tier1
+
 HOLD = """
 import sys
 from pathlib import Path

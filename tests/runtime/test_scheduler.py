@@ -16,6 +16,8 @@ from motet.runtime.scheduler import FairScheduler, weight_of
 from tests.support.scheduling_policy import next_job
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 
 @dataclass
 class Tenant:

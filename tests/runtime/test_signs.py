@@ -27,6 +27,8 @@ from tests.support.counting import calls
 from tests.support.following import followed
 from tests.support.speaking_bases import SPEAKERS
 
+pytestmark = pytest.mark.tier1
+
 ROOT = Path(__file__).resolve().parents[2]
 
 Values = list[float | None]

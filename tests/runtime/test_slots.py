@@ -21,6 +21,8 @@ from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.tier1
+
 
 def claims(*names: str) -> list[Claim]:
     """Jobs of the tenants that their first letters name; `+` and `-` at the end are priorities."""

@@ -21,6 +21,8 @@ from tests.support.fake_run import job
 from tests.support.rollout_groups import OTHER, PROBLEM, THIRD, group, rollout
 from tests.support.segments import SAMPLE_TYPES, types
 
+pytestmark = pytest.mark.tier1
+
 
 def batch(*groups: Group, **fields: Any) -> StepBatch:
     config = job("a", **fields)

@@ -20,6 +20,8 @@ from tests.support.small_runs import config as small_config
 from tests.support.small_runs import job as small_job
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.tier1
+
 
 @pytest.fixture(scope="module")
 def base() -> Any:

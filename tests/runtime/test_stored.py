@@ -30,6 +30,8 @@ from tests.support.tinker_requests import journal, made, request, sent
 from tests.support.tinker_run import job_of
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.tier1
+
 MB = 2**20
 STEP = {"adam_params": {"learning_rate": 1e-3}}
 

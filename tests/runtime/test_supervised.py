@@ -20,6 +20,8 @@ from motet.core.types import JobState
 from tests.support.fake_run import FakeRun, job, metrics, records, run_jobs, weights
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.tier1
+
 
 def supervised(name: str, **fields: Any) -> JobConfig:
     """A small supervised job for the fakes."""

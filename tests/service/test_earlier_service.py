@@ -25,6 +25,8 @@ from tests.support.database import person, queued
 from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 from tests.support.service_run import Service, serving
 
+pytestmark = pytest.mark.bits
+
 
 @pytest.fixture(params=COMMITS)
 def commit(request: pytest.FixtureRequest) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from sqlalchemy import select, update
 
 from motet.core.types import JobState
@@ -10,6 +11,8 @@ from motet.service.database.tables import StoredFile, StoredJob, StoredRace, Ten
 from tests.support.house import open_house
 from tests.support.service_run import tiny
 from tests.support.together import at_once
+
+pytestmark = pytest.mark.tier1
 
 
 def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(tmp_path):

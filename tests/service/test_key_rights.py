@@ -22,6 +22,8 @@ from motet.service.http.rights import ROLES, needed
 from tests.support.house import House, error_of
 from tests.support.service_run import Json
 
+pytestmark = pytest.mark.tier1
+
 OPEN = (
     "/healthz",
     "/readyz",

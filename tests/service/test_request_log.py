@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import httpx2
+import pytest
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import JobStanding
@@ -14,6 +15,8 @@ from motet.service.request_log import RequestFiles
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE
+
+pytestmark = pytest.mark.tier1
 
 
 def lines(house: House, name: str) -> list[dict[str, Any]]:

@@ -29,6 +29,8 @@ from motet.tasks.reward_elsewhere import SEALED
 from tests.support.database import person
 from tests.support.service_run import Json, tiny
 
+pytestmark = pytest.mark.tier1
+
 HIDDEN: Json = {
     "name": "http",
     "args": {"url": "https://example.org/score", "headers": {"Authorization": "hidden-word"}},

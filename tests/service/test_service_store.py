@@ -48,6 +48,8 @@ from tests.support.house import statements
 from tests.support.together import at_once
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 # --- records of keys ---------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ from motet.tasks.chat import Chat
 from motet.tasks.clock import moment, reads_clock
 from tests.support.scripted_model import byte_tokenizer
 
+pytestmark = pytest.mark.tier1
+
 CLOCK = "2026-11-07T23:09+05:30"
 PROBLEM = Problem(0, (Message("user", "hi"),), "")
 LLAMA = (

@@ -19,6 +19,8 @@ from motet.tasks.row_problems import Reading
 from motet.tasks.rows import answer_of, pair_of, row_of
 from tests.support.scripted_model import byte_tokenizer
 
+pytestmark = pytest.mark.tier1
+
 USER = {"role": "user", "content": "2 + 2?"}
 VERL = {
     "data_source": "openai/gsm8k",

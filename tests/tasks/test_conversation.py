@@ -18,6 +18,8 @@ from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import row_of
 from tests.support.chat_templates import BASES, tokenizer_of
 
+pytestmark = pytest.mark.tier1
+
 ASKED = {"role": "user", "content": "One?"}
 TALK = [
     ASKED,

@@ -28,6 +28,8 @@ from motet.tasks.reward_walls import Walls
 from tests.support.fake_run import job, metrics, records, run_jobs, weights
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, ThreadsOf, byte_tokenizer
 
+pytestmark = pytest.mark.bits
+
 OWN = '''
 import os
 import random

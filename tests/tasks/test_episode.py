@@ -17,6 +17,8 @@ from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupCo
 from motet.tasks.reward_answers import ScoreOutcome
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
+pytestmark = pytest.mark.tier1
+
 TOKENIZER = byte_tokenizer(CHATML)
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 CHAT = Chat(TOKENIZER)

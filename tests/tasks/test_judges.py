@@ -42,6 +42,8 @@ from tests.support.judge_server import JudgeServer, judging
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS
 
+pytestmark = pytest.mark.tier1
+
 PROBLEM = Problem(3, (Message("user", "2 + 2 ="),), "4", {"answer": "4"})
 ASKED = "Rate |{{sample.output_text}}| for {{item.answer}}"
 

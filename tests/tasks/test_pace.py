@@ -23,6 +23,8 @@ from motet.tasks.problems import Problems
 from motet.tasks.row_files import OF_A_JOB
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 MB = 2**20
 
 

@@ -19,6 +19,8 @@ from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.pools import BLOCK, block, shares
 from tests.support.fake_run import job
 
+pytestmark = pytest.mark.tier1
+
 LEVELS = ["easy"] * 12 + ["hard"] * 5 + ["odd"] * 3
 
 

@@ -18,6 +18,8 @@ from motet.tasks.reward_forms import Asked
 from motet.tasks.reward_loading import resolve
 from motet.tasks.rewards import BUILTIN, last_number
 
+pytestmark = pytest.mark.tier1
+
 
 def problem(answer="42", conversational=False, **columns):
     return Problem(5, (Message("user", "What?"),), answer, columns, conversational)

@@ -18,6 +18,8 @@ from motet.tasks.dataset import load_dataset
 from motet.tasks.rows import MOST_TOKENS, limited, longest_row, row_of
 from tests.support.scripted_model import byte_tokenizer
 
+pytestmark = pytest.mark.tier1
+
 # Hugging Face's own way to say what an assistant wrote, which few templates have: the reference here.
 MARKED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{% generation %}{{ m.content }}<|im_end|>"

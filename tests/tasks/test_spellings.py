@@ -26,6 +26,8 @@ from motet.tasks.wording import PART_TAGS
 from tests.support.chat_templates import BASES, tokenizer_of
 from tests.support.scripted_model import CHATML, byte_tokenizer
 
+pytestmark = pytest.mark.tier1
+
 CHATS = {base: Chat(tokenizer_of(base)) for base in BASES}
 PLAIN = "x"
 QUESTION, ANSWER = Message("user", "q"), Message("assistant", "a")

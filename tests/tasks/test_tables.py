@@ -18,6 +18,8 @@ from motet.core.types import Problem
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.row_files import UPLOADED, RowLimits
 
+pytestmark = pytest.mark.tier1
+
 datasets, pandas, pyarrow = map(pytest.importorskip, ("datasets", "pandas", "pyarrow"))
 parquet = pytest.importorskip("pyarrow.parquet")
 

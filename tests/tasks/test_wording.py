@@ -9,6 +9,8 @@ from motet.tasks.chat import Chat
 from tests.support.chat_templates import BASES, tokenizer_of
 from tests.support.speaking_bases import SPEAKERS
 
+pytestmark = pytest.mark.tier1
+
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
 CALL = ToolCall("add", {"a": 1, "b": "x"})
 ASKED = Message("user", "1 + 2?")

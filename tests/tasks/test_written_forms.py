@@ -17,6 +17,8 @@ from motet.tasks.forms.table import CALL_STYLES, HARMONY
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS
 
+pytestmark = pytest.mark.tier1
+
 FORMS = (*CALL_STYLES, HARMONY.name)
 TYPES = {
     "text": "string", "n": "integer", "x": "number", "yes": "boolean", "many": "array", "deep": "object", "none": "null",

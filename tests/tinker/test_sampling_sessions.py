@@ -10,7 +10,7 @@ from motet.service.storage import Storage
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import SESSIONS, Samplers, SamplingSessions, path_part, sampler_id
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.tier1
 
 
 def path(session: str, name: str = "000004") -> str:

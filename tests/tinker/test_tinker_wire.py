@@ -55,6 +55,8 @@ from tests.support.tinker_requests import journal, made, request, sent, wide
 from tests.support.tinker_run import job_of
 from tests.support.waiting import PATIENCE
 
+pytestmark = pytest.mark.tier1
+
 
 def test_a_command_is_kept_once_and_its_outcome_answers_it(house: House) -> None:
     model = made(house)

@@ -24,6 +24,8 @@ from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.segments import gradient, make_segment, make_trainer, masters
 
+pytestmark = pytest.mark.tier1
+
 BASES = (
     *((name, dtype) for name in ("llama", "llama/native", "llama/native-dpbf16") for dtype in ("float32", "bfloat16")),
     ("gemma3", "bfloat16"),

@@ -25,6 +25,8 @@ from tests.support.adapter_files import run_alone, weights_of
 from tests.support.segments import ADAMW, SHAPES, make_segment
 from tests.support.small_disk import small_disk
 
+pytestmark = pytest.mark.tier1
+
 NAMES = "abc"
 
 

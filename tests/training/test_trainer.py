@@ -43,6 +43,8 @@ from tests.support.segments import (
     sampler_logprobs,
 )
 
+pytestmark = [pytest.mark.tier1, pytest.mark.bits]
+
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 DTYPES = ("float32", "bfloat16")
 OWN = ("llama/native", "llama/native-dpbf16")

@@ -18,6 +18,8 @@ from motet.model.lora import initial_weights, make_layout
 from motet.training.arena import OPTIMIZER, AdapterArena
 from motet.training.packed_pass import _TrainableRows
 
+pytestmark = pytest.mark.tier1
+
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "gradient"])
 def test_optimizer_state_of_another_length_is_refused(name: str, tmp_path: Path) -> None:

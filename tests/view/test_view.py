@@ -33,6 +33,8 @@ from motet.view.text import (
 )
 from motet.view.view import RunClock
 
+pytestmark = pytest.mark.tier1
+
 REASON = (
     "97 of 128 rollouts have no reward. The commonest: [red]ValueError[/red]\n\x1b[31mno\x07 number "
     + "in the text " * 20
