@@ -32,7 +32,7 @@ HEAD = """# Tested combinations
 The rows are ways to train or to ask a model (in the tests: *doors*), the columns are what samples. A cell says whether they
 have run together. The table is made from the marks of the tests.
 
-- **tested**: `make test` repeats it. **long proof**: `make soak` does.
+- **tested**: `make test` or `make check` repeats it. **long proof**: `make soak` does.
 - **by hand**: a person tried it once, on that date.
 - **refused**: Motet says so at the start; the reasons are below the table.
 - **untried**: nobody has run it, and it may or may not work. If its test waits for a first run, the test is listed below.

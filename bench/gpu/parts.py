@@ -38,7 +38,7 @@ def card_tests() -> list[str]:
 
 
 def parts(device: str, shapes: Sequence[str], place: Path, bases: Path) -> list[Part]:
-    """All parts; on a CPU the tests are only collected, as `make test` runs them."""
+    """All parts; on a CPU the tests are only collected, as `make check` runs them."""
     found = [
         Part("doctor", "what Motet sees of this machine", ("-m", "motet", "doctor"), 60),
         Part("bits-products", "products: rows, places, bias", ("-m", "bench.gpu.products", device, *shapes), 90),

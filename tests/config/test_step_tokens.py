@@ -13,6 +13,8 @@ from motet.config.step_tokens import check_command, tokens_of_step
 from motet.core.errors import LimitError
 from motet.hosting.base_speed import LEAST
 
+pytestmark = pytest.mark.tier1
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONTEXT = {"small": 1024, "smollm2": 8192}
 

@@ -37,6 +37,7 @@ from tests.support.segments import SHAPES, gradient, make_segment, plain_loss, r
 # Of what it brings together itself it looks for a rank that it has given to a parameter among modules.
 pytestmark = [
     pytest.mark.tier1,  # fold
+    pytest.mark.tier1,  # fold
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
 ]
 NAME = "qwen3_moe"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import collections.abc
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -517,3 +518,66 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 def test_types_may_be_imported_for_annotations_only(tmp_path: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
     assert faults(_house(tmp_path, tasks__chat=text)) == []
+
+
+COUNTED = Path(__file__).with_name("counts.toml")
+
+
+def counts(root: Path) -> dict[str, dict[str, int]]:
+    """Count what may only become less, by room: lines, modules under 60 lines with one importer, variables named `one`."""
+    modules = read_package(root)
+    importers: dict[str, set[str]] = {}
+    for module in modules.values():
+        for imported in module.imports:
+            importers.setdefault(_inside(imported.target, root.name) or "", set()).add(module.name)
+    found: dict[str, dict[str, int]] = {"lines": {}, "small modules": {}, "variables named one": {}}
+    for module in modules.values():
+        ones = [node for node in ast.walk(module.tree) if isinstance(node, ast.Name) and node.id == "one"]
+        values = (
+            ("lines", module.n_lines),
+            ("small modules", int(module.n_lines < 60 and len(importers.get(module.name, ())) == 1)),
+            ("variables named one", sum(isinstance(node.ctx, ast.Store) for node in ones)),
+        )
+        for kind, value in values:
+            found[kind][module.room] = found[kind].get(module.room, 0) + value
+    return found
+
+
+def unused_fields(pages: dict[str, str], fields: set[str]) -> list[str]:
+    """List the fields that no example and no hand-written page names."""
+    words = set(re.findall(r"\w+", " ".join(pages.values())))
+    return sorted(field for field in fields if field not in words)
+
+
+def grown(now: dict[str, dict[str, int]], table: dict[str, dict[str, int]]) -> list[str]:
+    """Tell which counts are not those of the table."""
+    return [
+        f"{kind} of {room}: {value}, in {COUNTED.name} {table.get(kind, {}).get(room, 0)}"
+        for kind, rooms in now.items()
+        for room, value in rooms.items()
+        if value != table.get(kind, {}).get(room, 0)
+    ]
+
+
+def test_what_is_counted_by_room_only_becomes_less() -> None:
+    """A change that lowers a count lowers the table. Who raises one names the user in the line of the room."""
+    now = counts(SOURCE)
+    root = SOURCE.parents[1]
+    places = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("examples/*")]
+    pages = {path.name: path.read_text(encoding="utf-8") for path in places if path.is_file()}
+    fields = set(re.findall(r"^\| `(\w+)` \|", pages["configuration.md"], re.MULTILINE))
+    pages = {name: text for name, text in pages.items() if name not in ("configuration.md", "CHANGELOG.md")}
+    now["fields that no page uses"] = {"config": len(unused_fields(pages, fields))}
+    assert grown(now, tomllib.loads(COUNTED.read_text(encoding="utf-8"))) == []
+
+
+def test_a_count_that_grew_is_seen(tmp_path: Path) -> None:
+    before = counts(_house(tmp_path / "before"))
+    after = counts(_house(tmp_path / "after", core__near="one = 1\n", tasks__rows="from motet.core.near import one"))
+    assert [told.split(":")[0] for told in grown(after, before)] == [
+        "lines of core",
+        "lines of tasks",
+        "small modules of core",
+        "variables named one of core",
+    ]
+    assert unused_fields({"page": "set `rank: 8`"}, {"rank", "width"}) == ["width"]

@@ -1,6 +1,6 @@
 """The oldest and the newest versions of Python, torch and transformers that Motet is for, with the tests that depend on them.
 
-`make test` runs everything on the pinned versions, which are the newest of torch and transformers.
+`make check` runs everything on the pinned versions, which are the newest of torch and transformers.
 """
 
 from __future__ import annotations

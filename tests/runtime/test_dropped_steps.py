@@ -26,6 +26,8 @@ from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.tier1
+
 STEP_SECONDS = 60.0
 
 

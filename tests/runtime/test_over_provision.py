@@ -41,8 +41,6 @@ from tests.support.fake_run import (
 from tests.support.remembering import RememberingEngine, RememberingTrainer, check_samples
 from tests.support.waiting import PATIENCE, until
 
-pytestmark = pytest.mark.tier1
-
 _PACE = contextvars.ContextVar("pace", default=1)
 """How many suspensions a token takes; rows of a request have their request's."""
 

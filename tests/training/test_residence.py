@@ -134,6 +134,7 @@ def test_a_full_disk_costs_memory_and_no_step(tmp_path: Path, caplog: pytest.Log
         assert trained(trainer, tmp_path / "few") == expected
 
 
+@pytest.mark.slow
 def test_a_run_with_room_for_one(tmp_path: Path) -> None:
     few = {"algorithm": {"group_size": 4, "groups_per_step": 2}, "sampling": {"max_tokens": 8}, "steps": 2}
     data = {"data": {"source": "toy:sort_letters", "holdout": 0}, "reward": "exact"}
@@ -166,6 +167,7 @@ print((memory() - before) / 50 / trainer.weights("0").flat.nbytes)
 """
 
 
+@pytest.mark.slow
 def test_a_parked_adapter_takes_the_version_in_use_and_nothing_else(tmp_path: Path) -> None:
     """What it held leaves no holes in the heap: in a process of its own, whose heap has none yet."""
     command = [sys.executable, "-c", GROWTH, str(tmp_path)]

@@ -43,7 +43,7 @@ from tests.support.segments import (
     sampler_logprobs,
 )
 
-pytestmark = [pytest.mark.tier1, pytest.mark.bits]
+pytestmark = pytest.mark.bits
 
 # PEFT 0.21 asks transformers 5.23 for a property by its old name.
 DTYPES = ("float32", "bfloat16")

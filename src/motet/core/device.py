@@ -45,8 +45,8 @@ class BusyTime:
     """Seconds of all calls and ticks on the device's thread."""
     started: float = field(default_factory=time.monotonic)
     _decoded: Counter[str] = field(default_factory=Counter)
-    _used: Counter[str] = field(default_factory=Counter)
-    """Microseconds of jobs, since they were first here."""
+    _used: dict[str, int] = field(default_factory=dict)
+    """Microseconds of the jobs that are watched."""
     _spent: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -59,7 +59,8 @@ class BusyTime:
             self.decode += seconds
             self.full += full
             self._decoded.update(parts)
-            self._used.update(parts)
+            for name in parts.keys() & self._used.keys():
+                self._used[name] += parts[name]
 
     def called(self, seconds: float, owners: Mapping[str, float]) -> None:
         """Divide a call's time among its owners in proportion to their parts; the caller updates `train` and `full`."""
@@ -68,15 +69,22 @@ class BusyTime:
             for name, part in owners.items():
                 own = seconds * (part / whole if whole else 1 / len(owners))
                 self._spent[name] = self._spent.get(name, 0.0) + own
-                self._used[name] += round(1e6 * own)
+                if name in self._used:
+                    self._used[name] += round(1e6 * own)
+
+    def watch(self, job: str) -> None:
+        """Count a job's seconds from now on, until it is forgotten."""
+        with self._lock:
+            self._used.setdefault(job, 0)
 
     def of(self, job: str) -> float:
-        """Seconds that a job has used here."""
-        return self._used[job] / 1e6
+        """Seconds that a job has used here since it is watched."""
+        return self._used.get(job, 0) / 1e6
 
     def forget(self, job: str) -> None:
         """Forget the seconds of a job that has ended."""
-        self._used.pop(job, None)
+        with self._lock:
+            self._used.pop(job, None)
 
     def take(self) -> tuple[float, dict[str, int], dict[str, float]]:
         """Seconds of decoding so far; since the last `take`, microseconds of decoding and seconds of calls, by job."""

@@ -158,6 +158,7 @@ class StepTurns:
         self._leaving = {job: since for job, since in self._leaving.items() if job in running}
         for job, step in running.items():
             if job not in self._begun:
+                self._busy.watch(job)
                 self._begun[job] = _Begun(step, self._busy.of(job), self._clock())
             if job in self.granted and self.granted[job].step < step:
                 del self.granted[job]
