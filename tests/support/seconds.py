@@ -67,15 +67,15 @@ class Measured:
         if report.when == "teardown":
             from tests.conftest import tier
 
-            report.user_properties.append(("cpu_seconds", (f"tier{tier(item)}", spent() - self._before)))
+            report.user_properties.append((f"tier{tier(item)}", spent() - self._before))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a test to its file; under pytest-xdist the reports of all workers arrive here."""
         for name, value in report.user_properties if report.when == "teardown" else ():
-            if name == "cpu_seconds":
-                tier, cpu_seconds = value  # type: ignore[misc]
-                self._sums[tier][file_of(report.nodeid)] += cpu_seconds  # type: ignore[index]
+            if name in self._sums:
+                assert isinstance(value, float)
+                self._sums[name][file_of(report.nodeid)] += value
 
     def pytest_sessionfinish(self) -> None:
         """Write the file; files that were not measured now and are still there keep their lines."""
