@@ -5,7 +5,6 @@ A file of the first tier has a line in both tables if it leaves tests to the sec
 
 from __future__ import annotations
 
-import os
 import resource
 import tomllib
 from collections import defaultdict
@@ -79,7 +78,7 @@ class Measured:
 
     def pytest_sessionfinish(self) -> None:
         """Write the file; files that were not measured now and are still there keep their lines."""
-        if not self._reports or "PYTEST_XDIST_WORKER" in os.environ:
+        if not self._reports:
             return
         before = stored()
         lines = [HEAD, f'processor = "{digests.processor()}"\n']
