@@ -48,7 +48,9 @@ def line(files: Iterable[str], tier2: dict[str, float]) -> str:
     """Write the line; empty if nothing that differs has other tests."""
     needed = minutes(tier2)
     told = [
-        f"make check ROOM={room} ({max(round(needed[room]), 1)} min)" for room in sorted(rooms(files)) if room in needed
+        f"make check ROOM={room}" + (f" ({max(round(needed[room]), 1)} min)" if room in needed else "")
+        for room in sorted(rooms(files))
+        if (ROOT / "tests" / room).is_dir() and room != "support"
     ]
     return f"what differs from main has more tests: {', '.join(told)}" if told else ""
 

@@ -13,8 +13,6 @@ from bench.speed.envs import directory, python_of
 from motet.report.read import read_lines
 from tests.support.run_directory import write_run
 
-pytestmark = pytest.mark.tier1
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
