@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from motet.runtime.journal import Datum, Failed, ForwardBackward, Gradient, Jour
 from motet.runtime.pipeline import _drop_steps
 from motet.runtime.slot_turns import SlotTurns, StepTurns
 from motet.training.fake import FakeTrainer
-from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs, weights
+from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.tier1
@@ -353,25 +354,33 @@ def gradient(first: int, n: int) -> ForwardBackward:
     return ForwardBackward([Datum(one[:-1].tobytes(), one[1:].tobytes(), 0) for one in ids], "cross_entropy", {})
 
 
+def client_job() -> JobConfig:
+    tree = {"name": "a", "algorithm": "client", "data": {"source": OF_CLIENT, "chat_template": False}, "steps": 9}
+    return JobConfig.model_validate({**tree, "optimizer": {"lr": 0.05}})
+
+
+CLIENT = Setting(trainer=CutTrainer, train_tokens=32, micro_batch_tokens=32)
+
+
 def driven(
-    directory: Path, commands: list[Any], *, cuts: bool = False, most: int | None = None
+    directory: Path, commands: list[Any], *, cuts: bool = False, most: int | None = None, script: Script | None = None
 ) -> tuple[FakeRun, list[Any]]:
     """The run of a client's job, and the outcomes of its commands."""
-    tree = {"name": "a", "algorithm": "client", "data": {"source": OF_CLIENT, "chat_template": False}, "steps": 9}
-    config = JobConfig.model_validate({**tree, "optimizer": {"lr": 0.05}})
     journal = Journal(directory / "a")
     for number, command in enumerate(commands):
         journal.put(number, encode(command))
 
-    async def script(run: FakeRun) -> None:
+    async def drive(run: FakeRun) -> None:
         run.jobs["a"].step_tokens = most
         if cuts:
             cut_in(run)
+        if script is not None:
+            await script(run)
         await until(lambda: journal.done(len(commands) - 1))
         journal.finish()
         run.jobs["a"].news.set()
 
-    run = run_jobs(directory, [config], Setting(trainer=CutTrainer, train_tokens=32, micro_batch_tokens=32), script)
+    run = run_jobs(directory, [client_job()], CLIENT, drive)
     return run, [journal.outcome(number) for number in range(len(commands))]
 
 
@@ -395,3 +404,64 @@ def test_a_clients_step_has_no_more_tokens_than_a_step_may_have(tmp_path: Path) 
     assert kinds[:4] == [Gradient, Failed, Gradient, Failed]
     assert kinds[5] is Gradient, "the next step begins at nothing"
     assert "120 tokens after 100 in this step: call optim_step" in outcomes[1].reason
+
+
+def test_gradients_of_a_step_are_computed_again_whatever_limit_the_step_has_then(tmp_path: Path) -> None:
+    """The client was told that they are done. A cancelled gradient takes those before it away too, and its own work counts."""
+    journal, seen = Journal(tmp_path / "a"), threading.Event()
+    for number, command in enumerate([gradient(0, 5), gradient(1, 3), STEP]):
+        journal.put(number, encode(command))
+
+    async def script(run: FakeRun) -> None:
+        trainer, loop = run.trainer, asyncio.get_running_loop()
+        assert isinstance(trainer, CutTrainer)
+        run.jobs["a"].step_tokens = 160
+
+        def cancel() -> None:
+            if trainer.passes == 6:  # the first one of the second gradient
+                journal.cancel(1)
+                loop.call_soon_threadsafe(run.jobs["a"].news.set)
+                assert seen.wait(30)
+
+        trainer.cut = cancel
+        await until(lambda: trainer.passes == 6)
+        await until(lambda: run.pipeline._running["a"].loop._work is None)  # type: ignore[union-attr]
+        seen.set()
+        await until(lambda: journal.done(2))
+        journal.finish()
+        run.jobs["a"].news.set()
+
+    run_jobs(tmp_path, [client_job()], CLIENT, script)
+    assert [type(journal.outcome(number)) for number in range(2)] == [Gradient, Failed]
+    driven(tmp_path / "alone", [gradient(0, 5), STEP])
+    assert weights(tmp_path, "a", 1) == weights(tmp_path / "alone", "a", 1)
+
+
+def test_a_clients_job_that_is_resumed_while_its_step_is_dropped_adds_no_gradient_twice(tmp_path: Path) -> None:
+    commands = [gradient(0, 5), gradient(1, 4), STEP]
+
+    async def script(run: FakeRun) -> None:
+        loop, trainer = asyncio.get_running_loop(), run.trainer
+        assert isinstance(trainer, CutTrainer)
+
+        def cut() -> None:
+            running = run.pipeline._running["a"]
+            running.preempt()
+            assert running.leave()
+            run.pipeline.resume("a")
+
+        def once() -> None:
+            if trainer.passes == 2:
+                asyncio.run_coroutine_threadsafe(_called(cut), loop).result(30)
+
+        trainer.cut = once
+
+    run, outcomes = driven(tmp_path / "cut", commands, script=script)
+    assert run.jobs["a"].starts == 2
+    _, expected = driven(tmp_path / "alone", commands)
+    assert outcomes == expected
+    assert weights(tmp_path / "cut", "a", 1) == weights(tmp_path / "alone", "a", 1)
+
+
+async def _called(function: Callable[[], None]) -> None:
+    function()

@@ -129,11 +129,11 @@ class ClientLoop(Driver):
             await self._answer(number, j.Failed(str(error)))
 
     async def _answer(self, number: int, outcome: j.AnyOutcome, *, keep: bool = False) -> None:
-        """Write the outcome of a command that makes no version; `keep` leaves the command in the journal."""
+        """Write the outcome of a command that makes no version; `keep` leaves one that did not fail in the journal."""
 
         def write() -> None:
             self._journal.answer(number, outcome)
-            if not keep:
+            if not keep or isinstance(outcome, j.Failed):
                 self._journal.drop(number)
 
         await asyncio.to_thread(write)
@@ -157,8 +157,7 @@ class ClientLoop(Driver):
             if not work.cancelled():
                 work.exception()  # nobody else reads this exception once the job ended or the client cancelled
         if not cancelled:
-            if not work.cancelled():  # else the step was dropped
-                await self._answer(number, work.result(), keep=not command.forward_only)
+            await self._answer(number, work.result(), keep=not command.forward_only)  # raises if the step was dropped
             return
         self._forward_tokens = forward_tokens + self._tokens - before if command.forward_only else self._tokens
         await asyncio.to_thread(self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens)
@@ -184,8 +183,9 @@ class ClientLoop(Driver):
     async def _forward_backward(self, number: int, command: j.ForwardBackward) -> j.AnyOutcome:
         loss = ClientLoss(command.loss, command.settings)
         samples = tuple(datum.sample() for datum in command.data)
-        before = self._tokens
-        if reason := _too_much(self.job.step_tokens, before, command) or _misfit(self.services, command):
+        before, most = self._tokens, None if number <= self._forward_until else self.job.step_tokens
+        too_much = await asyncio.to_thread(_too_much, most, before, command, self._journal, number)
+        if reason := too_much or _misfit(self.services, command):
             return j.Failed(reason)
         batch = batch_of(samples, by_sample=not command.forward_only)
         segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
@@ -291,9 +291,11 @@ class ClientLoop(Driver):
         return j.Done(command.answer)
 
 
-def _too_much(most: int | None, before: int, command: j.ForwardBackward) -> str:
-    """Why a command is too large for a step with so many tokens `before`; empty if it is not."""
-    return "" if most is None else check_command(sum(datum.work for datum in command.data), before, most)
+def _too_much(most: int | None, before: int, command: j.ForwardBackward, journal: j.Journal, number: int) -> str:
+    """Why a command is too large for a step with so many tokens `before`; empty if it is not, or if it was done before."""
+    if most is None or isinstance(journal.outcome(number), j.Gradient):
+        return ""
+    return check_command(sum(datum.work for datum in command.data), before, most)
 
 
 def _misfit(services: Services, command: j.ForwardBackward) -> str | None:
