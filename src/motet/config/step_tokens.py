@@ -38,9 +38,8 @@ class StepTokens:
         if self.total <= most:
             return
         fits = (most - self.evaluated) * self.units // self.trained if self.trained else 0
-        lower = (
-            f"algorithm.{self.field}: {fits} fits" if fits > 0 else "lower data.holdout, eval.n or sampling.max_tokens"
-        )
+        rows = "data.holdout" if self.field == "rows_per_step" else "data.holdout, eval.n or sampling.max_tokens"
+        lower = f"algorithm.{self.field}: {fits} fits" if fits > 0 else f"lower {rows}"
         held_out = f", {self.evaluated} of these in its evaluation" if self.evaluated else ""
         raise LimitError(
             f"step_tokens: a step of this job has up to {self.total} tokens{held_out}, and {most} may be in a step here; "
