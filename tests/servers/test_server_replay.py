@@ -100,7 +100,7 @@ def test_a_run_on_servers_is_forked(trained: Path, tmp_path: Path) -> None:
     assert (tmp_path / "new/other/state/2").is_dir()
 
 
-def test_a_rollout_is_read_as_it_was() -> None:
+def test_a_rollout_is_recorded_exactly() -> None:
     """Also one whose tokens several versions sampled, with a failed reward, a tool and a role."""
     none = np.zeros(0, np.int32)
     branches = (
@@ -118,14 +118,14 @@ def test_a_rollout_is_read_as_it_was() -> None:
     problem = Problem(3, (Message("user", "x"),), "y")
     own = Rollout(problem, 1, branches[:1], (call,), 0.25, {"a": 0.25})
     before = Rollout(problem, 1, branches, (call,), float("nan"), {"a": 0.1}, "slow", (), {"solver": own})
-    line = dump_line(msgspec.to_builtins(RecordedRollout.of(before)))
-    after = msgspec.convert(json.loads(line), RecordedRollout).rollout(problem, 1)
-    for old, new in ((before, after), (own, after.roles["solver"])):
-        assert repr(old.reward) == repr(new.reward)
-        assert (old.turns, old.reward_parts, old.error) == (new.turns, new.reward_parts, new.error)
-        for was, is_ in zip(old.branches, new.branches, strict=True):
-            assert (was.turn, was.after) == (is_.turn, is_.after)
-            for field in ("token_ids", "loss_mask", "logprobs", "versions"):
-                pair = getattr(was, field), getattr(is_, field)
-                assert pair[0].dtype == pair[1].dtype
-                assert np.array_equal(*pair), field
+    line = json.loads(dump_line(msgspec.to_builtins(RecordedRollout.of(before))))
+    assert (line["reward"], line["reward_parts"], line["error"]) == (None, {"a": 0.1}, "slow")
+    assert line["turns"] == line["roles"]["solver"]["turns"] == json.loads(dump_line(msgspec.to_builtins([call])))
+    assert line["roles"]["solver"]["branches"] == line["branches"][:1]
+    first, second = line["branches"]
+    assert np.frombuffer(base64.b64decode(first["token_ids"]), "<i4").tolist() == [5, 6, 7, 8, 9, 10]
+    assert np.array_equal(
+        np.frombuffer(base64.b64decode(first["logprobs"]), "<f4"), branches[0].logprobs[branches[0].loss_mask]
+    )
+    assert first["sampled"] == [[2, 3, 2], [3, 4, 3], [5, 6, -1]]
+    assert second == {"token_ids": "", "logprobs": "", "sampled": [], "turn": 1, "after": 0}

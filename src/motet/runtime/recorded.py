@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from motet.core.types import Branch, Message, Problem, Rollout, Turn
+from motet.core.types import Branch, Message, Rollout, Turn
 from motet.runtime.checkpoint import dump_line
 from motet.runtime.steps import SampledStep
 
@@ -50,16 +50,6 @@ class RecordedBranch(msgspec.Struct, frozen=True, omit_defaults=True):
             branch.after,
         )
 
-    def branch(self) -> Branch:
-        """The branch as it was."""
-        token_ids = _array(self.token_ids, "<i4").astype(np.int32)
-        mask, versions = np.zeros(len(token_ids), np.bool_), np.full(len(token_ids), -1, np.int32)
-        for first, last, version in self.sampled:
-            mask[first:last], versions[first:last] = True, version
-        logprobs = np.zeros(len(token_ids), np.float32)
-        logprobs[mask] = _array(self.logprobs, "<f4")
-        return Branch(token_ids, mask, logprobs, versions, self.turn, self.after)
-
 
 class RecordedRollout(msgspec.Struct, frozen=True, omit_defaults=True):
     """A `Rollout` without its problem; numbers that are not finite are null."""
@@ -89,22 +79,6 @@ class RecordedRollout(msgspec.Struct, frozen=True, omit_defaults=True):
             dict(rollout.extra),
         )
 
-    def rollout(self, problem: Problem, index: int) -> Rollout:
-        """The rollout as it was."""
-        return Rollout(
-            problem,
-            index,
-            tuple(branch.branch() for branch in self.branches),
-            self.turns,
-            _number(self.reward),
-            {name: _number(value) for name, value in self.reward_parts.items()},
-            self.error,
-            self.opening,
-            {role: own.rollout(problem, index) for role, own in self.roles.items()},
-            self.metrics,
-            self.extra,
-        )
-
 
 def exact_rows(sampled: SampledStep, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows of a step's log (`rollout_records`), each with what was trained on and the sums of its fields."""
@@ -118,13 +92,5 @@ def _sum(value: Any) -> str:
     return hashlib.sha256(dump_line({"": value})).hexdigest()[:_DIGITS]
 
 
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
 def _text(array: np.ndarray[Any, Any], kind: str) -> str:
     return base64.b64encode(array.astype(kind).tobytes()).decode()
-
-
-def _array(text: str, kind: str) -> np.ndarray[Any, Any]:
-    return np.frombuffer(base64.b64decode(text), kind)
