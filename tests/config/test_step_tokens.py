@@ -101,8 +101,7 @@ def test_a_clients_gradients_count_together_until_its_step() -> None:
 
 def test_no_default_job_and_no_example_is_refused_on_the_bases_that_are_here() -> None:
     """Their prompts and rows have less than 512 tokens. Other examples are for a larger base, on a card."""
-    files = [file for file in sorted(EXAMPLES.glob("*.yaml")) if file.name != "cluster.yaml"]
-    runs = [run for file in files if (run := load_jobs(file)).base in CONTEXT]
+    runs = [run for file in sorted(EXAMPLES.glob("*.yaml")) if (run := load_jobs(file)).base in CONTEXT]
     assert len(runs) > 12
     jobs = [(one, CONTEXT[run.base]) for run in runs for one in run.jobs]
     usual = [JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": "exact"})]

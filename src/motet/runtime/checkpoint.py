@@ -215,9 +215,9 @@ class JobDirectory:
         """The log of a step, or with `evals` of an evaluation."""
         return self.path / "rollouts" / f"{prefix(evals)}{number}.jsonl"
 
-    def each_rollout(self, number: int, *, evals: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the rollouts of a step, or with `evals` of an evaluation; together they may not fit into memory."""
-        with self.rollout_log(number, evals=evals).open("rb") as lines:  # text splits at U+2028
+    def each_rollout(self, number: int) -> Iterator[dict[str, Any]]:
+        """Yield the rollouts of a step; together they may not fit into memory."""
+        with self.rollout_log(number).open("rb") as lines:  # text splits at U+2028
             for line in lines:
                 yield json.loads(line)
 
