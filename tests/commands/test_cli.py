@@ -22,7 +22,7 @@ import pytest
 
 import motet
 from motet.commands.doctor import gpu_kernels
-from motet.commands.overview import LEFT
+from motet.commands.overview import COMMANDS
 from motet.core.checksums import sealed
 from motet.core.types import Problem
 from motet.process.importable import PACKAGE_ROOT
@@ -138,14 +138,22 @@ def test_help_lists_every_command_once_with_its_whole_sentence(says: Motet) -> N
         assert "..." not in out.replace("[ARGS]...", ""), out
 
 
-@pytest.mark.parametrize("left", LEFT)
+@pytest.mark.parametrize("left", COMMANDS)
 def test_what_left_is_refused_with_what_to_do_instead(says: Motet, left: str) -> None:
     command, *option = left.split(" ")
     for words in ([command, "x", *option], [command, "x", *(f"{one}=y" for one in option)]):
         code, _, aside = says(*words)
-        assert (code, f"there is no `motet {left}` any more: {LEFT[left]}" in " ".join(aside.split())) == (2, True), (
-            aside
-        )
+        assert (code, f"there is no `motet {left}` any more: {COMMANDS[left]}" in " ".join(aside.split())) == (
+            2,
+            True,
+        ), aside
+
+
+def test_field_that_is_ignored_is_one_line_of_notice(tmp_path: Path) -> None:
+    job = {"name": "add", "data": "toy:add", "reward": "exact"}
+    code, _, aside = motet_says(tmp_path, "check", job_file(tmp_path, job, engine={"speculate": False}))
+    notice = "motet: engine.speculate has no effect any more: leave it out; results are the same bits"
+    assert (code, aside.splitlines()) == (0, [notice])
 
 
 def test_a_bad_job_file_is_exit_code_2_and_a_message(here: Path, says: Motet) -> None:

@@ -34,6 +34,6 @@ def test_field_that_left_is_refused_with_its_cure(section: str, name: str) -> No
 def test_node_agents_are_refused_with_what_servers_need_instead() -> None:
     with pytest.raises(ConfigError) as error:
         parse_jobs(WITH_AGENTS.replace("AGENT", "'http://a:8430'"))
-    for word in ("rollout.agents", "`publish_by: tensors`", "SGLang", "`directory`", "systemd"):
+    for word in ("rollout.agents", "`publish_by: tensors`", "SGLang", "`rollout.directory`", "systemd"):
         assert word in str(error.value)
     assert parse_jobs(WITH_AGENTS.replace("AGENT", "")).rollout.urls == ["http://a:8000"]

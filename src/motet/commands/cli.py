@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from motet.commands import beginning, comparing, exporting, jobs, login, operati
 from motet.commands.options import JobFile, Key, Override, TrustRemoteCode, Url
 from motet.commands.overview import Overview, refuse_left
 from motet.core.errors import MotetError
+from motet.core.left import LeftNotice
 
 EXAMPLE = """\b
 Example job file (jobs.yaml):
@@ -330,6 +332,10 @@ for part in (
 
 def main() -> None:
     """Entry point: errors meant for people are one message and exit code 2."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda text, kind, *place: (
+        f"motet: {text}\n" if kind is LeftNotice else usual(text, kind, *place)
+    )
     try:
         refuse_left(sys.argv[1:])
         app()

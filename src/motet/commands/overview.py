@@ -8,6 +8,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 from motet.core.errors import ConfigError
+from motet.core.left import LEFT
 
 HEADINGS = {
     "Start": ("demo", "init", "data", "fits", "check", "doctor"),
@@ -21,13 +22,15 @@ HEADINGS = {
 }  # fmt: skip
 """Every command, once. `pause`, `resume`, `cancel`, `chat` and `compare` also work with a service."""
 _UPLOAD = "`hf upload NAME/sort DIRECTORY --private` uploads what `motet export --format card` writes"
-_SEARCH = "train longer with `lr: auto`, which is better first, or search settings with examples/search.py"
-LEFT: Mapping[str, str] = {
+_RACES = LEFT["JobConfig"]["race"].cure
+COMMANDS: Mapping[str, str] = {
     "export --push": _UPLOAD,
     "export --public": _UPLOAD,
-    "run --race": _SEARCH,
-    "check --race": _SEARCH,
-    "submit --race": _SEARCH,
+    "run --race": _RACES,
+    "check --race": _RACES,
+    "submit --race": _RACES,
+    "node-agent": LEFT["RolloutConfig"]["agents"].cure,
+    "simulate": "`python -m bench.cluster` does it in a checkout of Motet (docs/capacity.md)",
 }
 """Commands and options that left, and what to do instead."""
 _LONGEST = 200
@@ -56,9 +59,9 @@ def refuse_left(words: Sequence[str]) -> None:
     """Refuse a command or an option that left.
 
     Raises:
-        ConfigError: it is in `LEFT`; the message says what to do instead.
+        ConfigError: it is in `COMMANDS`; the message says what to do instead.
     """
-    for left, cure in LEFT.items():
+    for left, cure in COMMANDS.items():
         command, _, option = left.partition(" ")
         if words[:1] == [command] and (not option or option in {word.partition("=")[0] for word in words}):
             raise ConfigError(f"there is no `motet {left}` any more: {cure}")

@@ -20,27 +20,33 @@ class Left:
     """What to do instead, as the end of a message."""
     idle: tuple[Any, ...] = (None,)
     """Values that ask for nothing."""
-    ignored: bool = False
-    """Whether no value ever changed a result: then none is refused, and those that are not idle get a line of notice."""
+    ignored: str = ""
+    """Its name as users write it, if no value ever changed a result: then none is refused, and those that are not idle get a
+    line of notice."""
 
 
-_OF_ENGINE = {"speculate": Left("leave it out; results are the same bits", idle=(True,), ignored=True)}
-_OF_ROLLOUT = {
-    "agents": Left(
-        "there are no node agents. vLLM fetches versions by `publish_by: tensors`; SGLang and releases of vLLM that are "
-        "not tested read them from `directory`, which all machines must share, and systemd restarts such servers",
-        idle=(None, []),
-    ),
-}
-_RACE = (
-    "leave it out and train longer with `lr: auto`, which is better first, or search settings with examples/search.py; "
-    "candidates of earlier races are ordinary jobs"
-)
+class LeftNotice(FutureWarning):
+    """The notice about a field that has no effect any more."""
+
+
+_SPECULATE = "leave it out; results are the same bits"
 LEFT: Mapping[str, Mapping[str, Left]] = {
-    "EngineConfig": _OF_ENGINE,
-    "ServedBase": _OF_ENGINE,
-    "RolloutConfig": _OF_ROLLOUT,
-    "JobConfig": {"race": Left(_RACE, idle=(None, False))},
+    "EngineConfig": {"speculate": Left(_SPECULATE, idle=(True,), ignored="engine.speculate")},
+    "ServedBase": {"speculate": Left(_SPECULATE, idle=(True,), ignored="bases.speculate")},
+    "RolloutConfig": {
+        "agents": Left(
+            "vLLM fetches versions by `publish_by: tensors`; SGLang and releases of vLLM that are not tested read them from "
+            "`rollout.directory`, which all machines must share, and systemd restarts such servers",
+            idle=(None, []),
+        ),
+    },
+    "JobConfig": {
+        "race": Left(
+            "train longer with `lr: auto`, which is better first, or search settings with examples/search.py; candidates of "
+            "earlier races are ordinary jobs",
+            idle=(None, False),
+        ),
+    },
 }
 """By section, as the name of its class."""
 
@@ -53,7 +59,8 @@ def without_idle(section: str, tree: Any) -> Any:
     kept = {}
     for name, value in tree.items():
         if name in left and left[name].ignored and value not in left[name].idle:
-            warnings.warn(f"{name} has no effect any more: {left[name].cure}", FutureWarning, stacklevel=2)
+            said = f"{left[name].ignored} has no effect any more: {left[name].cure}"
+            warnings.warn(said, LeftNotice, stacklevel=2)
         elif name not in left or value not in left[name].idle:
             kept[name] = value
     return kept
