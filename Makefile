@@ -108,11 +108,11 @@ test: $(VENV)/.installed-test  ## lint, and the first tier of tests: what a newc
 	@$(BIN)/python scripts/what_else.py
 
 .PHONY: check
-check:  ## types, and every other test but the long ones, with real servers, clients and browsers (ROOM=service: of one room)
+check:  ## types, and every other test but the long ones, with real servers, clients and browsers (ROOM=service: all of one room)
 	@# several install at once: lines instead of one that changes
 	@$(MAKE) -j3 $(VENV)/.installed-dev vllm tinker agents 2>&1 | cat
 	$(if $(ROOM),,$(BIN)/mypy)
-	$(PYTEST) --tier 2 -rs --durations 12 $(if $(ROOM),tests/$(ROOM)) $(PYTEST_ARGS)
+	$(PYTEST) $(if $(ROOM),tests/$(ROOM),--tier 2) -rs --durations 12 $(PYTEST_ARGS)
 	$(if $(ROOM),,$(AVX2) $(PYTEST) -m "bits and not soak and not smollm2" -q $(PYTEST_ARGS))
 
 .PHONY: seconds

@@ -24,7 +24,7 @@ from motet.runtime.job import Services
 SECONDS = 600.0
 """Of the device, for a step that is as large as it may be by default."""
 LEAST = 2**18
-"""Tokens that a step may have on any base: a step of a job with the defaults has fewer."""
+"""Tokens that a step may have on any base: a step with the defaults has fewer if its prompts and rows are short."""
 _ROWS, _NEW, _MORE = 64, 4, 4
 """Completions that are sampled and trained together, tokens of each, and a factor on these if that was quick."""
 _RANK = 8
