@@ -113,7 +113,7 @@ def test_errors_are_told_in_full_with_the_exit_status_of_pip(tmp_path: Path) -> 
     assert process.wait() == 1
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "install"])
+@pytest.mark.parametrize("target", ["demo", "test"])
 def test_make_shows_what_pip_does(target: str) -> None:
     """All that a newcomer calls installs by the script, and nothing holds its lines back."""
     command = ["make", "--dry-run", "--always-make", target]
