@@ -36,9 +36,10 @@ def test_first_tier_is_short_and_each_file_is_measured() -> None:
     files = {
         str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if path.parent.name != "support"
     }
-    marked = {file for file in files if TIER1.search((ROOT / file).read_text(encoding="utf-8"))}
-    assert faults(stored, stored["processor"], marked) == []
-    assert set(stored["tier1"]) <= marked
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in files}
+    assert faults(stored, stored["processor"], {file for file in files if "pytest.mark.soak" not in texts[file]}) == []
+    marked = {file for file in files if TIER1.search(texts[file])}
+    assert set(stored["tier1"]) <= marked <= {*stored["tier1"], *stored["tier2"]}
 
 
 def test_limits_of_the_first_tier_are_seen() -> None:
