@@ -109,10 +109,15 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 @pytest.fixture(scope="session")
 def shared_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service for all files that ask for one, whose tests look at nothing but what they made."""
+    """A service for all files that ask for one, whose tests look at nothing but what they made.
+
+    Its steps have no limit: by default it follows from how fast the machine is, and gradients that last are larger.
+    """
     from tests.support.service_run import serving
 
-    with serving(tmp_path_factory.mktemp("shared")) as found:
+    directory = tmp_path_factory.mktemp("shared")
+    (directory / "service.yaml").write_text("limits: {step_tokens: null}\n")
+    with serving(directory, "--config", str(directory / "service.yaml")) as found:
         yield found
 
 

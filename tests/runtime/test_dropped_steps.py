@@ -25,7 +25,7 @@ from motet.runtime.pipeline import _drop_steps
 from motet.runtime.slot_turns import SlotTurns, StepTurns
 from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, run_jobs, weights
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.tier1
 
@@ -78,12 +78,12 @@ class Clocks:
         run.pipeline._turns = SlotTurns(clock=lambda: self.now)
         self.steps = run.pipeline._steps = StepTurns(self.busy, slots, STEP_SECONDS, lambda: self.now)
 
-    async def tick(self, seconds: float = 5.0) -> None:
-        """Let time pass, in which running jobs have the device in turn, and let jobs leave and come."""
+    async def tick(self, passes: float = 5.0) -> None:
+        """Let `passes` seconds pass, in which running jobs have the device in turn, and let jobs leave and come."""
         pipeline = self._run.pipeline
         await until(lambda: all(one.loop is not None and one.loop._step for one in pipeline._running.values()))
-        self.now += seconds
-        self.busy.called(seconds, dict.fromkeys(pipeline._running, 1.0))
+        self.now += passes
+        self.busy.called(passes, dict.fromkeys(pipeline._running, 1.0))
         pipeline._fill_slots()
         _drop_steps(pipeline._running, self.steps)
         await until(lambda: not any(one.dropped for one in pipeline._running.values()))
@@ -130,7 +130,7 @@ def test_a_newcomer_gets_the_slot_of_a_step_that_is_dropped_and_done_again(tmp_p
         await until(lambda: min(engine.begun["a1"], engine.begun["a2"]) > 4)
         run.pipeline.add(run.jobs["b"])
         try:
-            await until(lambda: run.state("b") is JobState.SUCCEEDED, 30.0)
+            await until(lambda: run.state("b") is JobState.SUCCEEDED)
             assert [run.jobs[name].progress.step for name in ("a1", "a2")] == [0, 0]
         finally:
             engine.let("a1", "a2")
@@ -421,7 +421,7 @@ def test_gradients_of_a_step_are_computed_again_whatever_limit_the_step_has_then
             if trainer.passes == 6:  # the first one of the second gradient
                 journal.cancel(1)
                 loop.call_soon_threadsafe(run.jobs["a"].news.set)
-                assert seen.wait(30)
+                assert seen.wait(PATIENCE)
 
         trainer.cut = cancel
         await until(lambda: trainer.passes == 6)
@@ -452,7 +452,7 @@ def test_a_clients_job_that_is_resumed_while_its_step_is_dropped_adds_no_gradien
 
         def once() -> None:
             if trainer.passes == 2:
-                asyncio.run_coroutine_threadsafe(_called(cut), loop).result(30)
+                asyncio.run_coroutine_threadsafe(_called(cut), loop).result(PATIENCE)
 
         trainer.cut = once
 
