@@ -40,7 +40,7 @@ def advantages(groups: Sequence[Sequence[float]], kind: AdvantageKind) -> list[F
 
 
 def _grpo(groups: list[Rewards]) -> list[Rewards]:
-    """A = (r − mean) / (std + 1e-6), with the sample standard deviation (G − 1), as verl and TRL compute it.
+    """A = (r − mean) / (std + 1e-6), with the sample standard deviation (G − 1), as verl computes it; TRL adds 1e-4.
 
     Source: DeepSeekMath (Shao et al. 2024, arXiv 2402.03300), section 4.1.2.
     """
