@@ -71,6 +71,6 @@ def test_penalties_are_those_of_the_page(kind: str) -> None:
 def test_answers_that_are_masked_take_nothing_from_the_others() -> None:
     """Half of the answers are masked: the weight of each token of the others does not fall."""
     for reduction in ("token", "sequence", "constant"):
-        some, of_some = normalisation([4, 0, 4, 0], reduction, 8)  # type: ignore[arg-type]
-        all_of_them, of_all = normalisation([4, 4], reduction, 8)  # type: ignore[arg-type]
+        some, of_some = normalisation([4, 0, 4, 0], reduction, 8)
+        all_of_them, of_all = normalisation([4, 4], reduction, 8)
         assert np.array_equal(some[[0, 2]] / of_some, all_of_them / of_all)
