@@ -66,8 +66,7 @@ def server(twin: Path) -> Iterator[BaseServer]:
 
 def rollout(server: BaseServer, place: Path) -> Json:
     """Of the base that has the server; nobody waits long for it."""
-    patience = {"health_seconds": 0.5, "patience_seconds": 60.0}
-    return {"engine": "vllm", "urls": [server.url], "directory": str(place), **patience}
+    return {"engine": "vllm", "urls": [server.url], "directory": str(place), "patience_seconds": 60.0}
 
 
 @pytest.fixture(scope="module")

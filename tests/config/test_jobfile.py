@@ -350,11 +350,11 @@ def test_every_mistake_has_a_line() -> None:
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": (
         {"sampling": {"top_p": 0.9}},
-        "sampling.top_p: must stay 1.0 in training: tokens that cannot be drawn bias the importance ratios. Use it under "
-        "`eval` or in `motet chat` instead (got 0.9)",
+        "sampling.top_p: there is no such field any more: leave it out, or use it under `eval` or in `motet chat`: tokens that "
+        "cannot be drawn would bias the importance ratios of training",
     ),
-    "top_k": ({"sampling": {"top_k": 5}}, "sampling.top_k: must stay 0 in training"),
-    "min_p": ({"sampling": {"min_p": 0.1}}, "sampling.min_p: must stay 0.0 in training"),
+    "top_k": ({"sampling": {"top_k": 5}}, "sampling.top_k: there is no such field any more: leave it out"),
+    "min_p": ({"sampling": {"min_p": 0.1}}, "sampling.min_p: there is no such field any more: leave it out"),
     "temperature": ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0 (got 0)"),
     "rate": ({"optimizer": {"lr": 3}}, "optimizer.lr: Input should be less than 1, or 'auto' (got 3)"),
     "negative rate": (
@@ -554,9 +554,9 @@ IDLE = {
     f"engine: {{max_rows: 8}}\n{VLLM}": "engine.max_rows has no effect here: rollout.engine vllm does not read it",
     f"engine: {{samplers: 0}}\n{VLLM}": "engine.samplers has no effect here: rollout.engine vllm does not read it",
     f"engine: {{kept_kv: 0.25}}\n{VLLM}": "engine.kept_kv has no effect here: rollout.engine vllm does not read it",
-    "rollout: {engine: vllm, launch: {lora_backend: csgmv}}": "rollout.launch.lora_backend has no effect here",
+    "rollout: {engine: sglang, launch: {lora_backend: csgmv}}": 'any more: write `args: ["--lora-backend", "csgmv"]`',
     "engine: {parking: /tmp}": "parking has no effect while all adapters stay on the device: set resident",
-    "engine: {numerics: fast}": "there is no numerics but exact any more: leave it out",
+    "engine: {numerics: fast}": "engine.numerics: there is no such field any more: leave it out",
     "engine: {shard: 2, ranks: 3}": "ranks is 3 and shard 2: set ranks to a multiple of shard",
     "engine: {device: cuda, samplers: 2}": "samplers is 2 and device cuda, but sampling processes run on CPUs",
     "rollout: {engine: vllm, launch: {colocate: true}}": "colocate: there is no such field; it is rollout.launch.gpu_memory",
@@ -572,9 +572,6 @@ def test_settings_that_the_engine_does_not_read_are_refused(text: str) -> None:
     parse_jobs(f"base: small\nengine: {{max_rows: 8, samplers: 0, numerics: exact}}\n{jobs}")
     parse_jobs(f"base: small\nengine: {{device: cuda, samplers: 0, parking: /tmp, resident: 2}}\n{jobs}")
     parse_jobs(f"base: small\nengine: {{hosts: 2, devices: [cpu, 'cuda:0'], samplers: 2}}\n{jobs}")
-    parse_jobs(
-        f"base: small\nengine: {{threads: 1}}\nrollout: {{engine: sglang, launch: {{lora_backend: csgmv}}}}\n{jobs}"
-    )
 
 
 @pytest.mark.parametrize("value", [True, 16, {"candidates": 4}])

@@ -55,7 +55,7 @@ def small() -> Any:
 
 
 def served(servers: list[BaseServer], place: Path, **fields: Any) -> Json:
-    settings = {"health_seconds": 0.5, "patience_seconds": 60.0, "directory": str(place / "served")}
+    settings = {"patience_seconds": 60.0, "directory": str(place / "served")}
     return {"engine": "vllm", "urls": [server.url for server in servers], **settings, **fields}
 
 
@@ -140,13 +140,11 @@ def test_every_door_trains_on_a_vllm_that_is_killed(replicas: int, publish_by: s
     launch = {
         "python": vllm_python(),
         "replicas": replicas,
-        "max_positions": 512,
-        "preload": str(tmp_path / "memory"),
+        "args": ["--max-model-len", "512"],
         "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
     }
     rollout = {"engine": "vllm", "launch": launch, "publish_by": publish_by, "directory": str(tmp_path / "served")}
     result = trained(tmp_path, rollout, Kill(), base=small)
-    assert list((tmp_path / "memory").iterdir()) == [], "the copy of the base stayed"
     assert not any("from files" in note for note in result.notes)
 
 
@@ -200,7 +198,7 @@ def service_file(place: Path, where: str, twin: Path, fakes: list[BaseServer], c
         launch = {
             "python": vllm_python(),
             "replicas": 2,
-            "max_positions": 512,
+            "args": ["--max-model-len", "512"],
             "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
         }
         rollout = {"engine": "vllm", "launch": launch, "directory": str(place / "served")}
@@ -307,7 +305,7 @@ def played(url: str, episode: Json) -> Json | None:
 @pytest.mark.slow
 @pytest.mark.cell("hosts", "two vLLMs")
 def test_hosts_have_a_vllm_each_and_one_that_is_killed_costs_only_time(tmp_path: Path) -> None:
-    launch = {"python": vllm_python(), "max_positions": 512, "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    launch = {"python": vllm_python(), "args": ["--max-model-len", "512"], "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
     rollout = {"engine": "vllm", "launch": launch, "directory": str(tmp_path / "served")}
     trained(tmp_path, rollout, Kill(), leave="retry structured-output critic distillation preferences", hosts=2)
     assert {path.name for path in (tmp_path / "run").glob("*server*")} == {"host-0-server-0.log", "host-1-server-0.log"}

@@ -61,7 +61,7 @@ def fresh(servers: list[BaseServer]) -> list[BaseServer]:
 
 
 def rollout(servers: list[BaseServer], place: Path) -> Json:
-    settings = {"health_seconds": 0.5, "patience_seconds": 6.0, "directory": str(place)}
+    settings = {"patience_seconds": 6.0, "directory": str(place)}
     return {"engine": servers[0].dialect if servers else "vllm", "urls": [one.url for one in servers], **settings}
 
 

@@ -82,10 +82,6 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(url: str) -> None:
         healthy(config(), url)
 
 
-def test_checking_can_be_switched_off(url: str) -> None:
-    healthy(config(verify_tls=False), url)
-
-
 def test_a_file_without_certificates_is_told(tmp_path: Path) -> None:
     (tmp_path / "empty.pem").write_text("nothing")
     with pytest.raises(ConfigError, match=r"rollout\.ca_file .*empty\.pem cannot be read"):

@@ -430,11 +430,8 @@ def test_retired_directories_stay_for_two_more(tmp_path: Path) -> None:
 def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "served" / "job.run.1.1-v0").mkdir(parents=True)
     (tmp_path / "served" / ".staged-abc").mkdir()
-    owned = tmp_path / "copy"
-    owned.mkdir()
     files = VersionFiles(tmp_path / "served")
     assert list(files.directory.iterdir()) == []
-    files.own(owned)
     files.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -306,7 +306,6 @@ def test_where_others_could_fetch_too_there_is_a_key(tmp_path: Path) -> None:
     [
         ({"engine": "sglang", "urls": ["http://a"]}, "is for engine vllm, and engine is sglang; leave it out"),
         ({"engine": "embedded"}, "is for engine vllm, and engine is embedded"),
-        ({"engine": "vllm", "launch": {}, "keep_versions": 0}, "no process can hand them out"),
     ],
 )
 def test_what_fetching_does_not_go_with_is_refused(fields: dict[str, Any], reason: str) -> None:

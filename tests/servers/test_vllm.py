@@ -64,7 +64,8 @@ def place(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_gpus(release: str, small: Any, place: Path) -> Launched:
     """What two ranks on GPUs are started with."""
     python = vllm_python(release)
-    start = LaunchConfig(python=python, tensor_parallel=2, gpu_memory_utilization=0.4, max_positions=512, sleep=True)
+    args = ["--max-model-len", "512"]
+    start = LaunchConfig(python=python, tensor_parallel=2, gpu_memory_utilization=0.4, args=args, sleep=True)
     given = RolloutConfig(engine="vllm", launch=start, publish_by="tensors", rows=32)
     (found,) = launched(small.info, "a model", given, start, Demand(3, 9, 12), place)
     return found
@@ -384,7 +385,7 @@ def test_in_bfloat16_the_probe_tells_a_version_from_the_one_before(tmp_path: Pat
 def test_a_service_starts_servers_for_the_jobs_that_it_takes_and_a_killed_one_again(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text(
         f"engine: {{dtype: float32, threads: 1, slots: 3}}\nrollout: {{engine: vllm, directory: {tmp_path}/served, launch: "
-        f"{{python: {vllm_python()}, max_positions: 512}}}}\n"
+        f"{{python: {vllm_python()}, args: [--max-model-len, '512']}}}}\n"
     )
     with serving(tmp_path / "service", "--config", str(tmp_path / "serve.yaml"), keys=True) as service:
         ranks = {"eight": 8, "sixteen": 16, "sixty-four": 64}

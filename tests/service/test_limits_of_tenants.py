@@ -9,8 +9,6 @@ import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-import pytest
-
 from motet.agents.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
 from motet.runtime.meter import COMPLETIONS
@@ -152,12 +150,6 @@ def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
             stack.enter_context(_unread(house, "/v1/login/device/key", "left", 9))
         wait_until(lambda: house.bodies._requests["from 127.0.0.1"] == 2)
         assert house.ask("GET", "/v1/jobs").status_code == 200
-
-
-def test_the_former_names_of_limits_are_read_with_a_word() -> None:
-    with pytest.warns(FutureWarning, match="http.requests_per_key is called requests_per_tenant now"):
-        found = HttpConfig.model_validate({"requests_per_key": 7, "streams_per_tenant": 5})
-    assert (found.requests_per_tenant, found.streams_per_tenant) == (7, 5)
 
 
 def long_job(house: House, size: int) -> None:

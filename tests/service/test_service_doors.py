@@ -43,7 +43,7 @@ from tests.support.waiting import PATIENCE, wait_until
 
 POSITIONS = 1024
 HTTP = HttpConfig(
-    work_seconds=0.5, header_seconds=1.0, body_seconds=1.0, connections_per_address=40, requests_per_tenant=30,
+    work_seconds=0.5, body_seconds=3.0, connections_per_address=40, requests_per_tenant=30,
     streams_per_tenant=3, open_mb=256, open_mb_per_tenant=32, hosts=["studio.example.org"],
 )  # fmt: skip
 CHAT = {"model": "small", "messages": [{"role": "user", "content": "hi"}]}
@@ -260,7 +260,7 @@ HEAD = b"POST /v1/login/device/key HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def test_half_sent_requests_make_way_for_whole_ones(tmp_path: Path) -> None:
-    http = HttpConfig(header_seconds=600, body_seconds=600, connections_per_address=40)
+    http = HttpConfig(body_seconds=1800, connections_per_address=40)
     with open_house(tmp_path, http=http) as house, contextlib.ExitStack() as stack:
         for number in range(100):
             stack.enter_context(half_sent(house, HEAD if number % 2 else HEAD + b"Content-Length: 9\r\n\r\nx"))

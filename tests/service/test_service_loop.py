@@ -150,7 +150,7 @@ def test_requests_behind_one_another_are_answered_in_turn(house: House) -> None:
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """A service that waits long for the rest of a request."""
-    waits = HttpConfig(header_seconds=600, body_seconds=600)
+    waits = HttpConfig(body_seconds=1800)
     with open_house(tmp_path_factory.mktemp("patient"), http=waits) as found:
         yield found
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from motet.rollout.server_process import free_port
+from motet.service.http.sign_in import SECRET_VARIABLE
 from tests.support.oidc_provider import SECRET
 from tests.support.processes import ending
 from tests.support.service_run import Json
@@ -36,9 +38,10 @@ class Provider:
     @classmethod
     @contextlib.contextmanager
     def running(cls, directory: Path) -> Iterator[Provider]:
-        """A provider, while the block runs."""
+        """A provider, and the secret of its client in the environment, while the block runs."""
         found = cls(directory)
-        with ending(found.process):
+        with ending(found.process), pytest.MonkeyPatch.context() as environment:
+            environment.setenv(SECRET_VARIABLE, SECRET)
             wait_until(lambda: found._answers() or found.process.poll() is not None)
             assert found.process.poll() is None, (directory / "provider.log").read_text()
             yield found
@@ -51,6 +54,6 @@ class Provider:
     def config(self, **fields: Any) -> Json:
         """The section `oidc` of a service."""
         return {
-            "issuer": self.issuer, "client_id": "motet", "client_secret": SECRET, "tenant_claim": "team", "roles": ROLES,
+            "issuer": self.issuer, "client_id": "motet", "tenant_claim": "team", "roles": ROLES,
             "per_minute": 10_000, **fields,
         }  # fmt: skip

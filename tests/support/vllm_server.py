@@ -59,7 +59,7 @@ def vllm_python(release: str = TESTED[-1]) -> str:
 
 def launch(release: str = TESTED[-1]) -> LaunchConfig:
     """How tests start a server: small."""
-    return LaunchConfig(python=vllm_python(release), max_positions=512)
+    return LaunchConfig(python=vllm_python(release), args=["--max-model-len", "512"])
 
 
 @contextlib.contextmanager

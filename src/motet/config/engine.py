@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -89,20 +89,7 @@ class EngineConfig(Config):
     reward_processes: int = Field(2, ge=1, le=4096)
     """Processes that run rewards. Rewards that wait rather than compute get up to 16 for a job."""
     trust_remote_code: bool = Field(False, exclude=True)
-    """Set only on the command line, with `--trust-remote-code`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_no_numerics(cls, tree: Any) -> Any:
-        """Read files of earlier releases, which had the values `exact` and `fast`."""
-        if isinstance(tree, dict) and "numerics" in tree:
-            if tree["numerics"] != "exact":
-                raise ValueError(
-                    "there is no numerics but exact any more: leave it out; jobs that began with another begin anew, or "
-                    "resume with --accept-changes"
-                )
-            return {name: value for name, value in tree.items() if name != "numerics"}
-        return tree
+    """Set only on the command line, with `--trust-remote-code`, by whoever trusts the code of a base."""
 
     @field_validator("device", "devices")
     @classmethod

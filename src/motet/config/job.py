@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.policy_gradient import PolicyGradient
@@ -134,23 +134,6 @@ class SamplingConfig(Config):
     """Largest number of tokens of one turn."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True)] = []
     """Stop strings, in addition to the end-of-turn token."""
-    top_p: float = 1.0
-    """Must be 1 in training: truncated sampling would bias the ratios."""
-    top_k: int = 0
-    """Must be 0 in training."""
-    min_p: float = 0.0
-    """Must be 0 in training."""
-
-    @field_validator("top_p", "top_k", "min_p")
-    @classmethod
-    def _no_truncation(cls, value: float, field: ValidationInfo) -> float:
-        neutral = cls.model_fields[str(field.field_name)].default
-        if value != neutral:
-            raise ValueError(
-                f"must stay {neutral} in training: tokens that cannot be drawn bias the importance ratios. Use it under "
-                "`eval` or in `motet chat` instead"
-            )
-        return value
 
 
 class OptimizerConfig(Config):

@@ -38,24 +38,14 @@ class LaunchConfig(Config):
     requests, and requests wait for training."""
     tensor_parallel: int = Field(1, ge=1, le=1024)
     """Number of GPUs over which a server splits the base."""
-    preload: str | None = None
-    """A directory in memory (`/dev/shm`) to copy the base to before servers read it."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights of the server. `auto` takes that of the trainer."""
-    max_positions: int = Field(0, ge=0, le=10**7)
-    """Largest number of tokens of prompt and completion; 0 takes the limit of the base."""
-    max_loras: int = Field(0, ge=0, le=10**5)
-    """Adapters in one batch; 0 takes one for each job, up to 16."""
     max_cpu_loras: int = Field(0, ge=0, le=10**5)
-    """Versions to keep in memory; 0 takes as many as the jobs can need at a time."""
+    """Versions to keep in memory; 0 takes as many as the jobs can need at a time. Operators of a service raise it for tenants
+    whose `max_off_policy_steps` is above 4."""
     max_rank: int = Field(0, ge=0, le=10**5)
-    """Largest rank; 0 takes the largest rank of the jobs."""
-    lora_backend: str = "triton"
-    """SGLang's LoRA kernels."""
-    stream_interval: int = Field(8, ge=1, le=10**5)
-    """Tokens that a server collects before it sends them, when it streams."""
+    """Largest rank; 0 takes the largest rank of the jobs. Operators of a service set it for each base by its memory."""
     args: list[str] = []
-    """More arguments for the command line of the server."""
+    """More arguments for the command line of the server; the last of several counts. Whoever tunes a server sets them, such as
+    `["--max-model-len", "4096"]`."""
     env: dict[str, str] = {}
     """More environment variables."""
 
@@ -82,25 +72,17 @@ class RolloutConfig(Config):
     shared file system. By default /dev/shm, in memory."""
     rows: int = Field(64, ge=1, le=10**5)
     """Open completions on one replica."""
-    keep_versions: int | None = Field(None, ge=0, le=10**5)
-    """Old versions that stay loaded after they are no longer needed; 0 never unloads any."""
     tolerance: float | None = Field(None, gt=0)
     """Largest mean difference between the logprobs of server and trainer for the probe at each publish. By default 0.005 in
     float32 and 0.2 in bfloat16."""
     publish_seconds: float = Field(60.0, gt=0)
     """Time for a server to load a version before the publish of that job fails."""
-    request_seconds: float = Field(1800.0, gt=0)
-    """Time for one completion."""
     patience_seconds: float = Field(600.0, gt=0)
     """Time that jobs wait while no server answers, and time for a server to start."""
-    health_seconds: float = Field(5.0, gt=0)
-    """Time between health checks of a server, and for its answer."""
     api_key_env: str | None = None
     """The environment variable with the key of the servers."""
     ca_file: str | None = None
     """Certificates to trust for https, in addition to those of the system."""
-    verify_tls: bool = True
-    """False trusts any certificate."""
 
     @field_validator("engine")
     @classmethod
@@ -129,18 +111,9 @@ class RolloutConfig(Config):
                 f"engine {self.engine} needs either `urls` of servers that run or `launch` (`launch: {{}}` will do) "
                 "to start one"
             )
-        if self.publish_by == "tensors":
-            self._can_fetch()
-        return self
-
-    def _can_fetch(self) -> None:
-        if self.engine != "vllm":
+        if self.publish_by == "tensors" and self.engine != "vllm":
             raise ValueError(f"publish_by: tensors is for engine vllm, and engine is {self.engine}; leave it out")
-        if self.keep_versions == 0:
-            raise ValueError(
-                "keep_versions: 0 keeps versions after the run, when no process can hand them out: "
-                "leave out publish_by: tensors"
-            )
+        return self
 
 
 def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
@@ -151,9 +124,6 @@ def check_effect(engine: EngineConfig, rollout: RolloutConfig) -> None:
         instead = "it applies to servers; the embedded engine has engine.max_rows and similar fields"
     else:
         idle = [f"engine.{name}" for name in _set(engine) if name in OF_SAMPLING]
-        idle += ["rollout.launch.lora_backend"] * bool(
-            kind == "vllm" and rollout.launch and "lora_backend" in _set(rollout.launch)
-        )
         instead = f"rollout.engine {kind} does not read it; servers have rollout.rows and rollout.launch"
     if idle:
         raise ValueError(f"{idle[0]} has no effect here: {instead}. Leave it out")

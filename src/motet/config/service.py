@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -79,9 +78,6 @@ class RateConfig(Config):
     """Requests at once after a pause."""
 
 
-_RENAMED = {"requests_per_key": "requests_per_tenant", "streams_per_key": "streams_per_tenant"}
-
-
 class HttpConfig(Config):
     """Limits of the HTTP process: in total, per address and per tenant."""
 
@@ -92,10 +88,9 @@ class HttpConfig(Config):
     """Open connections. Null means three quarters of the process's limit of open files."""
     connections_per_address: int | None = Field(2048, ge=1, le=10**6)
     """Open connections from one address. Behind a proxy all connections have its address, so set null there."""
-    header_seconds: float = Field(10.0, gt=0, le=3600)
-    """Time to send the head of a request."""
     body_seconds: float = Field(30.0, gt=0, le=3600)
-    """Time to send a body, plus one second for each 16 KB received; as long to take a part of an answer."""
+    """Time to send a body, plus one second for each 16 KB received; as long to take a part of an answer, and a third of it to
+    send the head of a request. For operators whose clients are on slow networks."""
     requests_per_tenant: int = Field(2048, ge=1, le=10**6)
     """Open requests of all keys of one tenant together, or of one address without a good key."""
     streams_per_tenant: int = Field(64, ge=1, le=10**6)
@@ -110,46 +105,27 @@ class HttpConfig(Config):
     waiting_per_tenant: int = Field(64, ge=1, le=10**6)
     """Pieces of such work that may wait, and uploads that may be open, for one tenant."""
     work_seconds: float = Field(5.0, gt=0, le=3600)
-    """CPU time for one piece of such work."""
-    work_memory_mb: int = Field(1024, ge=256, le=10**6)
-    """Memory for each of these processes."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_new_names(cls, tree: Any) -> Any:
-        """Read the names of earlier releases, under which these were limits of each key."""
-        for old, new in _RENAMED.items():
-            if isinstance(tree, dict) and old in tree and new not in tree:
-                warnings.warn(
-                    f"http.{old} is called {new} now, and limits all keys of a tenant together; rename it, and raise it if "
-                    "a tenant has several busy keys", FutureWarning, stacklevel=2,
-                )  # fmt: skip
-                tree = {**tree, new: tree[old]}
-                del tree[old]
-        return tree
+    """CPU time for one piece of such work, in 1 GB of memory. For operators with slow processors."""
 
 
 class OidcConfig(Config):
-    """How people sign in through an OpenID Connect provider. Each sign-in makes a key that expires; see `roles`."""
+    """How people sign in through an OpenID Connect provider. Each sign-in makes a key that expires; see `roles`.
+
+    The secret of a client that has one is in the environment variable MOTET_OIDC_SECRET.
+    """
 
     issuer: str
     """URL of the provider, exactly as in its tokens. It must be https unless it is on this machine."""
     client_id: str = Field(min_length=1, max_length=500)
     """The id of this service at the provider."""
-    client_secret: str = Field("", max_length=2000, repr=False)
-    """Secret of this service at the provider; empty for a public client. The environment variable MOTET_OIDC_SECRET takes
-    precedence."""
     scopes: list[str] = ["openid", "profile", "email"]
-    """Scopes to request. Some providers send groups only with an extra scope."""
+    """Scopes to request. Whoever has a provider that sends groups only with an extra scope adds it, as for Okta `groups`."""
     tenant: str = Field("", max_length=100, pattern=f"^({TENANT_NAME})?$")
     """The tenant of everyone who signs in. Set this or `tenant_claim`."""
     tenant_claim: str = Field("", max_length=200)
     """The claim with a person's tenant. Choose one that people cannot change."""
     groups_claim: str = Field("groups", max_length=200)
     """The claim that lists a person's groups."""
-    name_claim: str = Field("", max_length=200)
-    """The claim with the name for key lists and the audit. By default the first of `preferred_username`, `email`, `name`,
-    `sub`."""
     roles: dict[str, Role] = Field(min_length=1, max_length=1000)
     """Role by group: `reader`, `member`, `tenant-admin` or `admin`. A person gets the highest role of all their groups, and
     is refused without one. The group `*` is everyone."""

@@ -65,7 +65,6 @@ class Host:
             rewards=rewards,
             micro_batch_tokens=engine.micro_batch_tokens,
             probe_tolerance=workshop.probe_tolerance,
-            keep_versions=workshop.keep_versions,
             engine_suffix=f"{directory.run_id}.{directory.attempt}",
             threads=budgets.threads_of(engine),
             positions=self.info.max_positions,

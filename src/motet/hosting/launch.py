@@ -218,7 +218,6 @@ def _build_on_servers(
         trainer,
         FileSync(asked, trainer),
         probe_tolerance=servers.tolerance(config.rollout, base.info),
-        keep_versions=config.rollout.keep_versions,
         servers=asked,
         memory=memory,
         inexact=(caveat,),

@@ -37,6 +37,8 @@ _MOST_LORAS = 16
 _MOST_LIKELIEST = 100
 """The most likeliest tokens per position of a prompt that clients of a service may ask for; vLLM's default limit is 20."""
 _CPU_CACHE_GIB = "2"
+_STREAM_INTERVAL = 8
+"""Tokens that a server collects before it sends them, when it streams."""
 _USUAL_UTILIZATION = 0.9
 """Fraction of a GPU's memory that vLLM takes by default."""
 
@@ -86,7 +88,7 @@ def build_servers(
         ConfigError: the settings cannot work for these jobs.
     """
     check_settings(config)
-    clocks = Clocks(health=config.health_seconds, load=config.publish_seconds, request=config.request_seconds)
+    clocks = Clocks(health=min(Clocks.health, config.patience_seconds / 12), load=config.publish_seconds)
     dialect, headers, verify = DIALECTS[config.engine], _headers(config), trust(config)
     usual = MEMORY if MEMORY.is_dir() else Path(gettempdir())
     directory = Path(os.path.expanduser(config.directory)) if config.directory else usual
@@ -94,7 +96,7 @@ def build_servers(
     replicas = [Replica(url, dialect, clocks, headers, verify) for url in config.urls]
     processes = {}
     if config.launch is not None:
-        model = _model(info.name, config.launch, files)
+        model = _model(info.name)
         for started in launched(info, model, config, config.launch, wanted, log_directory, part):
             replicas.append(Replica(started.url, dialect, clocks, {"Authorization": f"Bearer {started.key}"}))
             processes[started.url] = started.process
@@ -144,12 +146,12 @@ def launched(
         key = secrets.token_urlsafe(24)
         server = _Server(
             model=model,
-            dtype=info.dtype if launch.dtype == "auto" else launch.dtype,
+            dtype=info.dtype,
             port=free_port(),
             rows=config.rows,
-            positions=launch.max_positions or info.max_positions,
-            loras=launch.max_loras or min(wanted.adapters, _MOST_LORAS),
-            cpu_loras=launch.max_cpu_loras or wanted.versions + (config.keep_versions or 0) * wanted.adapters,
+            positions=info.max_positions,
+            loras=min(wanted.adapters, _MOST_LORAS),
+            cpu_loras=launch.max_cpu_loras or wanted.versions,
             rank=rank,
             targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
             on_cpu=on_cpu(info, launch),
@@ -189,7 +191,7 @@ def _headers(config: RolloutConfig) -> Mapping[str, str]:
 def trust(config: RolloutConfig) -> bool | ssl.SSLContext:
     """How https connections are verified. Raises ConfigError if the file of certificates cannot be read."""
     if config.ca_file is None:
-        return config.verify_tls
+        return True
     try:
         context = ssl.create_default_context()
         context.load_verify_locations(Path(os.path.expanduser(config.ca_file)))
@@ -214,32 +216,14 @@ def on_cpu(info: ModelInfo, launch: LaunchConfig) -> bool:
     return info.device == "cpu" and not launch.names_gpus
 
 
-def _model(name: str, launch: LaunchConfig, files: VersionFiles) -> str:
-    """The base's location for the server; a copy in memory if `preload` is set."""
+def _model(name: str) -> str:
+    """The base's location for the server."""
     from motet.model.find import find_base
 
     source, gguf = find_base(name)
     if gguf is not None:
         raise ConfigError("rollout.launch cannot serve a .gguf file; use a model directory or a hub id as the base")
-    if launch.preload is None:
-        return source
-    copy = Path(os.path.expanduser(launch.preload)).resolve() / f"{files.directory.name}-base"
-    try:
-        shutil.rmtree(copy, ignore_errors=True)  # left by an attempt that was killed
-        shutil.copytree(_in_a_directory(source), copy)
-    except OSError as error:
-        shutil.rmtree(copy, ignore_errors=True)
-        raise ConfigError(f"the base cannot be copied to rollout.launch.preload={launch.preload}: {error}") from error
-    files.own(copy)
-    return str(copy)
-
-
-def _in_a_directory(source: str) -> str:
-    if Path(source).is_dir():
-        return source
-    from huggingface_hub import snapshot_download
-
-    return snapshot_download(source)
+    return source
 
 
 def _environment(server: _Server, number: int, key: str) -> dict[str, str]:
@@ -281,7 +265,7 @@ def _vllm(server: _Server, key: str) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         "--max-logprobs": _MOST_LIKELIEST,
         "--generation-config": "vllm",
-        "--stream-interval": server.launch.stream_interval,
+        "--stream-interval": _STREAM_INTERVAL,
         "--tensor-parallel-size": server.launch.tensor_parallel,
         "--structured-outputs-config": '{"backend": "guidance"}',  # JSON has the same spaces as on the embedded engine
     }
@@ -311,8 +295,8 @@ def _sglang(server: _Server, key: str) -> list[str]:
         "--max-loras-per-batch": server.loras + 1,  # the base counts as one
         "--max-loaded-loras": max(server.cpu_loras, server.loras + 1),
         "--max-lora-rank": server.rank,
-        "--lora-backend": server.launch.lora_backend,
-        "--stream-interval": server.launch.stream_interval,
+        "--lora-backend": "triton",
+        "--stream-interval": _STREAM_INTERVAL,
         "--tp-size": server.launch.tensor_parallel,
     }
     if server.launch.gpu_memory_utilization is not None:

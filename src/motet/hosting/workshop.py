@@ -43,8 +43,6 @@ class Workshop:
     notes: list[str] = field(default_factory=list)
     probe_tolerance: float = 0.0
     """Largest mean difference between the engine's and the trainer's logprobs of a probe."""
-    keep_versions: int | None = None
-    """Number of versions that the engine keeps in addition to those that are needed."""
     servers: ServerEngine | None = None
     """The engine, if it samples on servers."""
     spread: SpreadEngine | None = None

@@ -26,7 +26,6 @@ class VersionFiles:
         """What a killed attempt has left in the directory is deleted."""
         self.directory = directory
         self._retired: deque[Path] = deque()
-        self._owned: list[Path] = []
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for path in directory.iterdir():
@@ -62,15 +61,10 @@ class VersionFiles:
         while len(self._retired) > _GRACE:
             shutil.rmtree(self._retired.popleft(), ignore_errors=True)
 
-    def own(self, path: Path) -> None:
-        """Delete this directory too on `close`."""
-        self._owned.append(path)
-
     def close(self) -> None:
         """Delete retired directories, and then the main directory if it is empty."""
-        for path in (*self._retired, *self._owned):
+        for path in self._retired:
             shutil.rmtree(path, ignore_errors=True)
         self._retired.clear()
-        self._owned.clear()
         with contextlib.suppress(OSError):
             self.directory.rmdir()

@@ -109,8 +109,6 @@ class Services:
     """
     engine_suffix: str
     """`{run id}.{attempt}`, so that engine-side names never repeat."""
-    keep_versions: int | None = None
-    """Unneeded versions that an engine keeps; 0 keeps all."""
     threads: int = 0
     """Torch threads; 0 without torch."""
     positions: int = 0

@@ -155,7 +155,7 @@ class Session:
         job.starts += 1
         engine_name = f"{job.name}.{services.engine_suffix}.{job.starts}"
         roles = tuple(job.config.adapters)
-        self.versions = Versions(job.name, engine_name, services.engine, services.sync, services.keep_versions, roles)
+        self.versions = Versions(job.name, engine_name, services.engine, services.sync, roles)
         self.members = tuple(map(self._member, roles))
         self._publish_seconds = 0.0
 

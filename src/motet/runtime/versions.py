@@ -31,18 +31,13 @@ class Versions:
         engine_name: str,
         engine: RolloutEngine,
         sync: WeightSync,
-        keep: int | None = None,
         roles: Sequence[str] = ("",),
     ) -> None:
-        """`keep` is the number of unneeded versions to keep; 0 keeps all, also after the job has left.
-
-        A version of a team has an adapter of each role.
-        """
+        """A version of a team has an adapter of each role."""
         self._job, self.roles = job, tuple(roles)
         self._engine_name = engine_name
         self._engine = engine
         self._sync = sync
-        self._keep = keep
         self._holds: dict[int, int] = {}
         self._oldest = 0
         self._arrived = asyncio.Condition()
@@ -96,16 +91,11 @@ class Versions:
 
     async def collect(self) -> None:
         """Unload versions that nothing holds and no admission can ask for."""
-        if self._keep == 0:
-            return
-        oldest = self._oldest - (self._keep or 0)
-        gone = [version for version, holds in self._holds.items() if holds == 0 and version < oldest]
+        gone = [version for version, holds in self._holds.items() if holds == 0 and version < self._oldest]
         await self._unload(gone)
 
     async def drop_all(self) -> None:
-        """Unload all versions when the job leaves, unless all are kept."""
-        if self._keep == 0:
-            return
+        """Unload all versions when the job leaves."""
         await self._unload(list(self._holds))
 
     async def _unload(self, gone: Sequence[int]) -> None:

@@ -115,7 +115,7 @@ class Service:
         self.streams = Counter[str]()
         """Open event streams, by tenant."""
         self.packing = Packing(self.storage.directory, self.read_threads)
-        limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds, http.work_memory_mb)
+        limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds)
         self.apart, self.open_bytes, self.open_answers = Apart(limits), OpenBytes(http), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)
         self.access = Access(store.tenants, RateLimit(config.rate), self.agent_workers, settings.open_to_all)

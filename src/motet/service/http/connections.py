@@ -320,7 +320,7 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
                 self._stop()
                 self._since, self._received = self.loop.time(), 0
                 if begun or state == "body":  # otherwise the server's own timer for idle connections runs
-                    seconds = self._config.header_seconds if state == "head" else self._config.body_seconds
+                    seconds = self._config.body_seconds / (3 if state == "head" else 1)
                     self._timer = self.loop.call_later(seconds, self._late)
         self._state = state
 

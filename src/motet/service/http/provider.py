@@ -170,7 +170,7 @@ class Provider:
     def _refused(self, error: object) -> Refusal:
         text = error if isinstance(error, str) and _ERROR.fullmatch(error) else "an unknown error"
         if text in ("invalid_client", "unauthorized_client"):
-            _log.error("the OpenID Connect provider answers %s: check client_id and client_secret", text)
+            _log.error("the OpenID Connect provider answers %s: check client_id and MOTET_OIDC_SECRET", text)
         return Refusal(401, f"the provider does not accept this sign-in ({text}); begin again")
 
     # --- tokens ---------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Provider:
         """The claims of a token response; those missing in the ID token come from the userinfo endpoint."""
         claims = await self._verified(answer.get("id_token"), nonce)
         config, about = self._config, await self._about.get()
-        wanted = {config.groups_claim, config.tenant_claim, config.name_claim} - {""}
+        wanted = {config.groups_claim, config.tenant_claim} - {""}
         access = answer.get("access_token")
         if wanted <= claims.keys() or about.userinfo_endpoint is None or not isinstance(access, str):
             return claims

@@ -71,7 +71,7 @@ def challenge_of(verifier: str) -> str:
 
 def person_of(config: OidcConfig, claims: Mapping[str, Any]) -> Person:
     """The person described by the claims of an ID token. Raises Refusal if the claims give no tenant or no role."""
-    named = [claims.get(name) for name in ((config.name_claim,) if config.name_claim else ()) + _NAMES]
+    named = map(claims.get, _NAMES)
     name = next((text for text in named if isinstance(text, str) and text.strip()), "somebody")
     tenant = config.tenant or claims.get(config.tenant_claim)
     if isinstance(tenant, list) and len(tenant) == 1:
@@ -105,7 +105,7 @@ class SignIns:
         self._limits: dict[str, RateLimit] = {}
         self._turns = WeakValueDictionary[str, asyncio.Semaphore]()
         if (config := self._config) is not None:
-            self._provider = Provider(config, os.environ.get(SECRET_VARIABLE) or config.client_secret)
+            self._provider = Provider(config, os.environ.get(SECRET_VARIABLE, ""))
             for kind, times in (("begin", 1), ("finish", _ATTEMPTS)):
                 rate = config.per_minute * times / 60
                 self._limits[kind] = RateLimit(RateConfig(requests_per_second=rate, burst=max(1, int(30 * rate))))
