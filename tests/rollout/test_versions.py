@@ -23,10 +23,10 @@ from tests.support.waiting import PATIENCE
 pytestmark = pytest.mark.tier1
 
 
-def make(jitter: int | None = None, keep: int | None = None) -> tuple[Versions, FakeEngine]:
+def make(jitter: int | None = None) -> tuple[Versions, FakeEngine]:
     engine = FakeEngine(jitter=jitter)
     sync = FakeSync(engine, lambda name: FakeAdapter.fresh(4, 4.0, seed=1))
-    return Versions("a", "a.run.0", engine, sync, keep), engine
+    return Versions("a", "a.run.0", engine, sync), engine
 
 
 def loaded(engine: FakeEngine) -> set[int]:
@@ -108,11 +108,9 @@ def test_versions_of_a_job_that_is_cancelled_while_they_are_unloaded_go_all() ->
     play(scene)
 
 
-@pytest.mark.parametrize(("keep", "lag", "stay"), [(None, 2, {5, 6, 7}), (2, 3, {2, 3, 4, 5, 6, 7})])
-def test_versions_that_admissions_may_ask_for_stay_and_kept_ones_come_on_top(
-    keep: int | None, lag: int, stay: set[int]
-) -> None:
-    versions, engine = make(keep=keep)
+@pytest.mark.parametrize(("lag", "stay"), [(2, {5, 6, 7}), (3, {4, 5, 6, 7})])
+def test_versions_that_admissions_may_ask_for_stay(lag: int, stay: set[int]) -> None:
+    versions, engine = make()
 
     async def scene() -> None:
         for version in range(8):
@@ -123,21 +121,17 @@ def test_versions_that_admissions_may_ask_for_stay_and_kept_ones_come_on_top(
     play(scene)
 
 
-@pytest.mark.parametrize(("keep", "stay"), [(None, {5}), (1, {4, 5}), (2, {3, 4, 5}), (0, {0, 1, 2, 3, 4, 5})])
-def test_more_versions_are_kept_where_that_is_asked_for(keep: int | None, stay: set[int]) -> None:
-    """Besides those that are needed, and 0 keeps all: also what was held, and also after the job left."""
-    versions, engine = make(keep=keep)
+def test_versions_that_were_held_go_once_and_none_stays_when_the_job_leaves() -> None:
+    versions, engine = make()
 
     async def scene() -> None:
         for version in range(6):
             await versions.publish(version)
             with versions.hold(version):
                 await versions.announce(version, version)
-            assert loaded(engine) == {one for one in range(version + 1) if keep == 0 or one >= version - (keep or 0)}
-        await versions.collect()
-        assert loaded(engine) == stay
+            assert loaded(engine) == {version}
         await versions.drop_all()
-        assert loaded(engine) == (stay if keep == 0 else set())
+        assert loaded(engine) == set()
 
     play(scene)
     assert set(engine.unloads.values()) <= {1}

@@ -17,56 +17,62 @@ class EngineConfig(Config):
     """The device and its budgets, shared by all jobs of a run."""
 
     device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    """`auto`, `cpu`, `cuda` or `cuda:1`. For machines with several cards, or whose card others use."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the weights of the base. `auto` keeps the type of the checkpoint (bfloat16 or float32)."""
+    """Type of the weights of the base. `auto` keeps the type of the checkpoint (bfloat16 or float32). Set float32 for smaller
+    differences between kernels, and bfloat16 for half the memory."""
     kernels: Kernels = "auto"
     """What computes the base. `auto`: the fastest of [Motet's own kernels](native.md#choose-an-arithmetic) if they are
     there and cover the base, otherwise torch; jobs that have begun keep their kernels. On a CPU `native` adds in one order on
     every processor, `native-dpbf16` in the order of the instruction `vdpbf16ps`. `triton` are those for GPUs. `torch` adds
     as its libraries do. The results of all these differ in their last bits."""
     threads: int = Field(0, ge=0, le=4096)
-    """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses all of them."""
+    """CPU cores to use; 0 takes OMP_NUM_THREADS, or all cores. Training uses all of them. For machines that others use."""
     samplers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     """Additional sampling processes, each with a copy of the base and one core. `auto` starts one for each further core if
-    memory allows, none on a GPU, and none with own `kernels`, where one process samples with all cores."""
+    memory allows, none on a GPU, and none with own `kernels`, where one process samples with all cores. 0 saves memory."""
     base_format: Literal["auto", "unpacked", "packed"] = "auto"
     """How to keep a quantised base (a .gguf file, fp8 with block scales, MXFP4, nf4). `unpacked`: as numbers. `packed`: as
     stored, in a quarter to half of the memory, slower, with the same bits. `auto` unpacks if memory allows."""
     pack_weights: bool = True
     """On a CPU in bfloat16, keep a second copy of the base in the layout of its kernels. It is faster and gives the same
-    bits."""
+    bits; whoever lacks that memory sets it to false."""
     slots: int = Field(16, ge=1, le=10**5)
     """Number of adapters that train at once; other jobs wait. A note says if memory has [no
     room](capacity.md#how-many-adapters-fit) for this many of the largest rank."""
     resident: int = Field(0, ge=0, le=10**5)
     """Number of adapters that keep masters and AdamW moments on the device (16 of their 18 bytes a parameter). The others
-    are loaded when they train. 0 means all. Results do not depend on it."""
+    are loaded when they train. 0 means all. Results do not depend on it. For more adapters than the device has room for."""
     parking: str | None = None
     """A directory on a disk for masters and moments of adapters that are not `resident`. By default they are in host
     memory, which saves nothing on a CPU."""
     max_rows: int = Field(256, ge=4, le=10**6)
-    """Completions that are decoded at a time, in all sampling processes together."""
+    """Completions that are decoded at a time, in all sampling processes together. Raise it for a GPU that waits, lower it to
+    save memory."""
     kv_tokens: int = Field(0, ge=0, le=10**10)
     """Size of the KV cache in tokens, for each sampling process. 0 derives it from `max_rows` and the lengths of the jobs,
-    within `kv_memory_fraction`."""
+    within `kv_memory_fraction`. For the same size on every machine."""
     kv_memory_fraction: float = Field(0.3, gt=0, lt=1)
-    """Fraction of free memory that the KV cache may take."""
+    """Fraction of free memory that the KV cache may take. Lower it if other programs need that memory."""
     host_kv_memory_fraction: float = Field(0.1, ge=0, lt=1)
     """Fraction of free host memory for [preempted parts of the KV cache](exactness.md#when-the-kv-cache-is-full). Copying
-    them back is much faster than computing them again. Results do not depend on it; 0 copies nothing."""
+    them back is much faster than computing them again. Results do not depend on it; 0 copies nothing, for hosts without free
+    memory."""
     kept_kv: float = Field(0.5, ge=0, le=1)
     """Largest fraction of the KV cache that [episodes may keep between turns](agents.md#between-turns), so that the next
-    turn reads only new tokens. Other requests take precedence. Results do not depend on it; 0 keeps nothing."""
+    turn reads only new tokens. Other requests take precedence. Results do not depend on it; 0 keeps nothing. Raise it for
+    episodes with long histories."""
     block_size: int = Field(64, ge=16, le=10**5)
     """Tokens in a KV block. Attention adds blocks in a fixed order, so results depend on this size, equally for all
-    jobs."""
+    jobs. For many short sequences, of which each leaves half a block empty."""
     prefill_tokens: int = Field(2048, ge=64, le=10**7)
-    """Most prompt tokens that one pass reads. Longer prompts are read in parts; rows get a token between two parts."""
+    """Most prompt tokens that one pass reads. Longer prompts are read in parts; rows get a token between two parts. Lower it
+    where people chat beside long prompts."""
     train_tokens: int = Field(2048, ge=64, le=10**7)
-    """Tokens in a packed training batch, which micro-batches of several jobs share."""
+    """Tokens in a packed training batch, which micro-batches of several jobs share. Raise it for a GPU, lower it to save
+    memory."""
     micro_batch_tokens: int = Field(1024, ge=64, le=10**7)
-    """Tokens in a micro-batch of one job. The cut depends only on the samples of that job."""
+    """Tokens in a micro-batch of one job. The cut depends only on the samples of that job. Lower it to save memory."""
     recompute: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, more time, the same bits. `auto` does so in passes of one
     sample that is longer than `train_tokens` and `micro_batch_tokens`."""
@@ -83,11 +89,12 @@ class EngineConfig(Config):
     hosts: int = Field(1, ge=1, le=1024)
     """Number of host processes, each with the base and some of the jobs. Results do not depend on it. `slots`,
     `max_rows`, `ranks`, `shard` and `reward_processes` apply to each host separately. On a CPU the hosts share the cores unless
-    `threads` is set."""
+    `threads` is set. For several cards, or nodes."""
     devices: list[str] = []
     """The device of each host, such as `[cuda:0, cuda:1]`. By default all use `device`."""
     reward_processes: int = Field(2, ge=1, le=4096)
-    """Processes that run rewards. Rewards that wait rather than compute get up to 16 for a job."""
+    """Processes that run rewards. Rewards that wait rather than compute get up to 16 for a job. Raise it for rewards that
+    compute for long, such as tests of code."""
     trust_remote_code: bool = Field(False, exclude=True)
     """Set only on the command line, with `--trust-remote-code`, by whoever trusts the code of a base."""
 
@@ -174,4 +181,5 @@ class ClusterConfig(Config):
     started by `torchrun … -m motet run`, as many as `engine.ranks`. All nodes must see the run directory under the same
     path."""
     address: str = "auto"
-    """Address of the Ray cluster, `HOST:PORT` of its head. `auto` finds the one on this machine."""
+    """Address of the Ray cluster, `HOST:PORT` of its head. `auto` finds the one on this machine; name it
+    if you start runs elsewhere."""

@@ -31,9 +31,9 @@ class AdapterConfig(Config):
     """Shape and start of a LoRA adapter."""
 
     rank: int = Field(32, ge=1, le=MOST_RANK)
-    """Rank of the update B·A."""
+    """Rank of the update B·A. Lower it for smaller files and more adapters."""
     alpha: float = Field(32.0, gt=0, le=1e6)
-    """The update is scaled by alpha / rank."""
+    """The update is scaled by alpha / rank. For settings from a paper, or of an adapter that others go on to train."""
     target_modules: str | Annotated[list[str], Field(min_length=1, fail_fast=True)] = "all-linear"
     """`all-linear`, or names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings. Add
     `experts` to adapt routed experts too ([Bases](bases.md#adapters-on-experts))."""
@@ -55,11 +55,11 @@ class RewardConfig(Config):
     function: Any = Field(None, exclude=True)
     """A function object, when the job is made in Python."""
     cpu_seconds: float = Field(10.0, gt=0, le=1e6)
-    """CPU time for scoring one completion."""
+    """CPU time for scoring one completion. Raise it for rewards that run tests."""
     wall_seconds: float = Field(120.0, gt=0, le=1e6)
     """Wall-clock limit, for rewards that wait. Set it far above the usual time."""
     memory_mb: int = Field(1024, ge=64, le=10**7)
-    """Memory that the reward may use beyond what its process uses at the start."""
+    """Memory that the reward may use beyond what its process uses at the start. Raise it for rewards that load a model."""
     wall: bool | None = None
     """Run the reward behind a wall: no network, no files, no other processes. By default built-in rewards have a wall if
     the machine supports it, and your own code has none."""
@@ -89,11 +89,11 @@ class EnvironmentConfig(Config):
     max_turns: int = Field(8, ge=1, le=1000)
     """Largest number of turns of a rollout with a class, or of calls by an agent."""
     cpu_seconds: float = Field(10.0, gt=0, le=1e6)
-    """CPU time of one call."""
+    """CPU time of one call. Raise it for tools that compute."""
     wall_seconds: float = Field(120.0, gt=0, le=1e6)
     """Wall-clock limit of one call; for an agent, of a whole rollout. Set it far above the usual time."""
     memory_mb: int = Field(1024, ge=64, le=10**7)
-    """Memory that the environment may use beyond what its process uses at the start."""
+    """Memory that the environment may use beyond what its process uses at the start. Raise it for tools that load data."""
 
     @property
     def own(self) -> bool:
@@ -143,23 +143,24 @@ class OptimizerConfig(Config):
     """Learning rate, between 0 and 1. `auto` derives it from the width and family of the base and the rollouts of an update
     ([The learning rate](learning.md#the-learning-rate)), and prints it."""
     lr_multiplier: float = Field(1.0, gt=0, le=1000)
-    """Factor on the learning rate, to adjust `auto`."""
+    """Factor on the learning rate, to adjust `auto`, for instance in a sweep over several bases."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = AdamW.betas
-    """AdamW's decay rates."""
+    """AdamW's decay rates, for whoever takes settings from a paper."""
     eps: float = Field(AdamW.eps, gt=0)
-    """AdamW's epsilon."""
+    """AdamW's epsilon, for whoever takes settings from a paper."""
     weight_decay: float = Field(AdamW.weight_decay, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay, for long jobs on few rows."""
     clip_norm: float = Field(AdamW.clip_norm, gt=0)
-    """Largest gradient norm of the adapter."""
+    """Largest gradient norm of the adapter. Lower it if `grad_norm` jumps."""
     warmup_steps: int = Field(0, ge=0, le=10**7)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up, for rates above `auto`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate changes after warm-up, over the steps of the job."""
+    """How the rate changes after warm-up, over the steps of the job. For a last stretch with less noise."""
     lr_factors: Annotated[dict[Step, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=64)] = {}
-    """Factors on the rate, each from a step on: `{20: 0.3}` trains with 0.3 times the rate from step 20 (counted from 0)."""
+    """Factors on the rate, each from a step on: `{20: 0.3}` trains with 0.3 times the rate from step 20 (counted from 0). For
+    whoever lowers it after a plateau; copies in earlier races have it."""
     max_skipped: int = Field(5, ge=1, le=10**7)
-    """The job fails after this many steps in a row with a non-finite gradient."""
+    """The job fails after this many steps in a row with a non-finite gradient, and never if a client steps."""
 
 
 class EvalConfig(Config):
@@ -172,11 +173,11 @@ class EvalConfig(Config):
     temperature: float = Field(1.0, ge=0, le=1000)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling."""
+    """Nucleus sampling, for whoever's application has it."""
     top_k: int = Field(0, ge=0, le=10**9)
-    """Sample among the k most likely tokens; 0 means no limit."""
+    """Sample among the k most likely tokens; 0 means no limit. For whoever's application has it."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Drop tokens less likely than this times the most likely one."""
+    """Drop tokens less likely than this times the most likely one. For whoever's application has it."""
     common_random_numbers: bool = False
     """Sample every evaluation with the same random numbers: an answer changes only where the adapter changed it. Versions
     compare with less noise."""
@@ -198,7 +199,7 @@ class CheckpointConfig(Config):
     keep: int = Field(2, ge=1, le=10**7)
     """Number of newest commits to keep, in addition to the best one by evaluation."""
     rollouts_mb: float = Field(64.0, ge=0)
-    """Limit of a job's rollout logs; older steps are deleted first."""
+    """Limit of a job's rollout logs; older steps are deleted first. Raise it to read all answers later."""
 
 
 def _reward_list(value: Any) -> Any:
@@ -264,7 +265,7 @@ class JobConfig(Config):
     steps: int = Field(50, ge=1, le=10**7)
     """Number of rollout batches to train on."""
     seed: int | None = None
-    """Seed of everything random in the job. By default it is derived from the name."""
+    """Seed of everything random in the job. By default it is derived from the name. Sweep it to see the noise."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out problems."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -25,9 +25,9 @@ class LaunchConfig(Config):
     """Servers that Motet starts, watches, restarts and stops."""
 
     python: str = "python3"
-    """The Python interpreter of the environment with vLLM or SGLang."""
+    """The Python interpreter of the environment with vLLM or SGLang, as theirs is seldom that of Motet."""
     replicas: int = Field(1, ge=1, le=64)
-    """Servers to start, each on a free port."""
+    """Servers to start, each on a free port, for several GPUs."""
     devices: list[str] = []
     """CUDA_VISIBLE_DEVICES of each replica (`["1", "2,3"]`). By default all see what this process sees."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
@@ -37,7 +37,7 @@ class LaunchConfig(Config):
     """Whether servers free their memory while the trainer works, for servers on its GPU. Training then waits for running
     requests, and requests wait for training."""
     tensor_parallel: int = Field(1, ge=1, le=1024)
-    """Number of GPUs over which a server splits the base."""
+    """Number of GPUs over which a server splits the base, for one that is too large for one."""
     max_cpu_loras: int = Field(0, ge=0, le=10**5)
     """Versions to keep in memory; 0 takes as many as the jobs can need at a time. Operators of a service raise it for tenants
     whose `max_off_policy_steps` is above 4."""
@@ -47,7 +47,7 @@ class LaunchConfig(Config):
     """More arguments for the command line of the server; the last of several counts. Whoever tunes a server sets them, such as
     `["--max-model-len", "4096"]`."""
     env: dict[str, str] = {}
-    """More environment variables."""
+    """More environment variables, such as `VLLM_CPU_KVCACHE_SPACE` for vLLM on a CPU."""
 
     @property
     def names_gpus(self) -> bool:
@@ -65,24 +65,24 @@ class RolloutConfig(Config):
     launch: LaunchConfig | None = None
     """Servers to start instead. It applies to each of `engine.hosts` separately."""
     publish_by: Literal["files", "tensors"] = "files"
-    """How servers receive a new version: as `files`, or as `tensors` that the workers of vLLM fetch into their memory. If
-    fetching fails, they read files and a note of the run says why."""
+    """How servers receive a new version: as `files`, or, for servers without a shared directory, as `tensors` that the workers
+    of vLLM fetch into their memory. If fetching fails, they read files and a note of the run says why."""
     directory: str | None = None
     """Where to write versions for servers. Servers must see it under the same path; for servers on other machines, use a
     shared file system. By default /dev/shm, in memory."""
     rows: int = Field(64, ge=1, le=10**5)
-    """Open completions on one replica."""
+    """Open completions on one replica. Raise it for a GPU that waits."""
     tolerance: float | None = Field(None, gt=0)
     """Largest mean difference between the logprobs of server and trainer for the probe at each publish. By default 0.005 in
-    float32 and 0.2 in bfloat16."""
+    float32 and 0.2 in bfloat16. For bases that a server computes otherwise, such as quantised ones."""
     publish_seconds: float = Field(60.0, gt=0)
-    """Time for a server to load a version before the publish of that job fails."""
+    """Time for a server to load a version before the publish of that job fails. For large adapters on slow file systems."""
     patience_seconds: float = Field(600.0, gt=0)
-    """Time that jobs wait while no server answers, and time for a server to start."""
+    """Time that jobs wait while no server answers, and time for a server to start. Raise it for large bases."""
     api_key_env: str | None = None
-    """The environment variable with the key of the servers."""
+    """The environment variable with the key of the servers, if they ask for one."""
     ca_file: str | None = None
-    """Certificates to trust for https, in addition to those of the system."""
+    """Certificates to trust for https, in addition to those of the system, for servers with certificates of your own."""
 
     @field_validator("engine")
     @classmethod

@@ -28,16 +28,16 @@ class LimitsConfig(Config):
     running_jobs: int | None = Field(16, ge=1, le=10**6)
     """Slots that its jobs hold at once: one for each job, two with a critic, one for each role. More jobs wait in the queue."""
     queued_jobs: int | None = Field(100, ge=0, le=10**6)
-    """Jobs that wait beyond those that may run, paused ones included."""
+    """Jobs that wait beyond those that may run, paused ones included. For tenants that submit sweeps."""
     client_models: int | None = Field(32, ge=0, le=10**6)
-    """Open models of clients of the Tinker protocol. They also count as jobs."""
+    """Open models of clients of the Tinker protocol. They also count as jobs. For tenants with many notebooks."""
     open_samples: int | None = Field(16_384, ge=1, le=10**6)
     """Completions of Tinker samples (`num_samples` each) that are in progress or not fetched. One sample alone may have any
-    number."""
+    number. For clients that ask far ahead."""
     rank: int | None = Field(None, ge=1, le=10**6)
-    """The largest `adapter.rank` of a job."""
+    """The largest `adapter.rank` of a job. For bases that leave little memory."""
     steps: int | None = Field(None, ge=1, le=10**9)
-    """The largest `steps` of a job."""
+    """The largest `steps` of a job. For courses and trials."""
     step_tokens: Annotated[int, Field(ge=1, le=10**15)] | Literal["auto"] | None = "auto"
     """The most tokens of a step of a job, or of a client's: prompts read, tokens sampled and trained, held-out evaluation.
     `auto` is what the base does alone in ten minutes. For services whose tenants share slots: a step is their shortest turn."""
@@ -47,18 +47,19 @@ class LimitsConfig(Config):
     """Everything stored for the tenant: uploads, open samples, and the configurations, commits, versions, checkpoints,
     rollouts, logs and client commands of its jobs. A write that does not fit is refused, and jobs pause."""
     cpu_seconds: float | None = Field(60.0, gt=0, le=1e9)
-    """The largest `cpu_seconds` of a reward."""
+    """The largest `cpu_seconds` of a reward. Raise it for tenants whose rewards run tests."""
     wall_seconds: float | None = Field(600.0, gt=0, le=1e9)
-    """The largest `wall_seconds` of a reward, or of an episode of an agent."""
+    """The largest `wall_seconds` of a reward, or of an episode of an agent. Raise it for tenants with long episodes."""
     memory_mb: int | None = Field(2048, ge=64, le=10**9)
-    """The largest `memory_mb` of a reward."""
+    """The largest `memory_mb` of a reward. Raise it for tenants whose rewards load data."""
     priority: Literal["low", "normal", "high"] | None = None
     """The highest priority class of a job. With null, a job may have any priority, but nothing above `normal` counts
     against other tenants."""
     share: float = Field(1.0, gt=0, le=1000, allow_inf_nan=False)
     """Weight of the tenant: twice the share gets twice the tokens when tenants compete."""
     device_seconds_per_day: float | None = Field(None, gt=0, le=1e9, allow_inf_nan=False)
-    """Device seconds per day (UTC), whatever they were used for. Jobs pause when they are spent."""
+    """Device seconds per day (UTC), whatever they were used for. Jobs pause when they are spent. For operators who pay for a
+    device by the second."""
     cpu_seconds_per_day: float | None = Field(200_000.0, gt=0, le=1e9, allow_inf_nan=False)
     """CPU seconds of rewards, graders and preparations of jobs per day (UTC). Jobs pause when they are spent. Tenants that
     an earlier release made have no such limit unless an admin sets one."""
@@ -73,9 +74,9 @@ class RateConfig(Config):
     """How often the keys of one tenant together may send requests."""
 
     requests_per_second: float | None = Field(50.0, gt=0)
-    """Long-term rate; null means no limit."""
+    """Long-term rate; null means no limit. Raise it for tenants with many workers."""
     burst: int = Field(100, ge=1)
-    """Requests at once after a pause."""
+    """Requests at once after a pause. Raise it for clients that send many at a time."""
 
 
 class HttpConfig(Config):
@@ -85,25 +86,25 @@ class HttpConfig(Config):
     """Without keys (`--no-keys`): other names under which browsers and clients may reach this machine, such as
     `studio.example.org`."""
     connections: int | None = Field(None, ge=8, le=10**6)
-    """Open connections. Null means three quarters of the process's limit of open files."""
+    """Open connections. Null means three quarters of the process's limit of open files. For hosts with little memory."""
     connections_per_address: int | None = Field(2048, ge=1, le=10**6)
     """Open connections from one address. Behind a proxy all connections have its address, so set null there."""
     body_seconds: float = Field(30.0, gt=0, le=3600)
     """Time to send a body, plus one second for each 16 KB received; as long to take a part of an answer, and a third of it to
     send the head of a request. For operators whose clients are on slow networks."""
     requests_per_tenant: int = Field(2048, ge=1, le=10**6)
-    """Open requests of all keys of one tenant together, or of one address without a good key."""
+    """Open requests of all keys of one tenant together, or of one address without a good key. For tenants with many workers."""
     streams_per_tenant: int = Field(64, ge=1, le=10**6)
-    """Open event streams of one tenant."""
+    """Open event streams of one tenant. For tenants with many dashboards."""
     open_mb: float = Field(1024.0, ge=1, le=1e6, allow_inf_nan=False)
     """Memory for bodies of open requests and for open samples: their prompts and longest answers, in total. A second
-    budget of this size is for answers above 64 KB until their client has read them."""
+    budget of this size is for answers above 64 KB until their client has read them. Lower it on hosts with little memory."""
     open_mb_per_tenant: float = Field(256.0, ge=1, le=1e6, allow_inf_nan=False)
-    """The same for one tenant."""
+    """The same for one tenant. Raise it for large gradients."""
     processes: int = Field(2, ge=1, le=256)
-    """Processes for expensive work: answer schemas, gradients, job files."""
+    """Processes for expensive work: answer schemas, gradients, job files. Raise it on hosts with many cores."""
     waiting_per_tenant: int = Field(64, ge=1, le=10**6)
-    """Pieces of such work that may wait, and uploads that may be open, for one tenant."""
+    """Pieces of such work that may wait, and uploads that may be open, for one tenant. For tenants with many workers."""
     work_seconds: float = Field(5.0, gt=0, le=3600)
     """CPU time for one piece of such work, in 1 GB of memory. For operators with slow processors."""
 
@@ -121,18 +122,18 @@ class OidcConfig(Config):
     scopes: list[str] = ["openid", "profile", "email"]
     """Scopes to request. Whoever has a provider that sends groups only with an extra scope adds it, as for Okta `groups`."""
     tenant: str = Field("", max_length=100, pattern=f"^({TENANT_NAME})?$")
-    """The tenant of everyone who signs in. Set this or `tenant_claim`."""
+    """The tenant of everyone who signs in, for a service of one team. Set this or `tenant_claim`."""
     tenant_claim: str = Field("", max_length=200)
     """The claim with a person's tenant. Choose one that people cannot change."""
     groups_claim: str = Field("groups", max_length=200)
-    """The claim that lists a person's groups."""
+    """The claim that lists a person's groups, as the provider calls it."""
     roles: dict[str, Role] = Field(min_length=1, max_length=1000)
     """Role by group: `reader`, `member`, `tenant-admin` or `admin`. A person gets the highest role of all their groups, and
     is refused without one. The group `*` is everyone."""
     hours: float = Field(12.0, gt=0, le=24 * 31, allow_inf_nan=False)
-    """Hours until a sign-in expires."""
+    """Hours until a sign-in expires. Lower it where shared machines sign in."""
     per_minute: float = Field(20.0, gt=0, le=10**4, allow_inf_nan=False)
-    """Sign-ins that one address may start per minute."""
+    """Sign-ins that one address may start per minute. Raise it for an office behind one address."""
 
     @field_validator("issuer")
     @classmethod
@@ -220,9 +221,9 @@ class ServiceConfig(Config):
     cluster: Annotated[ClusterConfig, named("launcher")] = ClusterConfig()
     """As in a job file."""
     bases: dict[str, Annotated[ServedBase, named("base")]] = {}
-    """Bases by name, each on its own hosts. The first is the default when a job names no base."""
+    """Bases by name, each on its own hosts, for a service with several. The first is that of jobs that name none."""
     limits: LimitsConfig = LimitsConfig()
-    """Limits of each tenant for which an admin has set no others."""
+    """Limits of each tenant for which an admin has set no others; a service for strangers sets them."""
     rate: RateConfig | None = None
     """Request rate of a tenant. A service without keys has no such limit unless you set it."""
     http: HttpConfig = HttpConfig()
@@ -240,25 +241,26 @@ class ServiceConfig(Config):
     observers: Observers = []
     """What receives every step of all jobs: trackers, each with a project for each tenant, or your own code."""
     lease_seconds: float = Field(60.0, ge=1, le=3600)
-    """Time after which the rollouts of a silent reward worker, or the episodes of a silent agent worker, go to others."""
+    """Time after which the rollouts of a silent reward worker, or the episodes of a silent agent worker, go to others.
+    Raise it for workers on laptops that sleep."""
     patience_seconds: float = Field(120.0, gt=0, le=86400)
     """Time that a job keeps a slot that another job needs while it waits for scores or an agent and asks nothing of the
-    device. If it must give the slot up again before it finishes a step, it gets twice as long."""
+    device. If it must give the slot up again before it finishes a step, it gets twice as long. Raise it for slow agents."""
     step_seconds: float = Field(60.0, gt=0, le=86400)
     """Time that a step may go on after its job must give its slot to another tenant's. Then the step is dropped, and done again
     at the job's next turn with twice the device seconds. Operators with slow devices raise it, so that most steps end."""
     takeover_seconds: float = Field(600.0, ge=0, le=86400)
     """Time that the engine keeps training after `motet serve` was killed. A new `motet serve` can take it over in
-    this time. After this time, its jobs save and it ends. 0 ends it at once."""
+    this time. After this time, its jobs save and it ends. 0 ends it at once, for containers that end with their process."""
     metrics_token: str = ""
     """A key for Prometheus to read `/metrics`. An admin key also works."""
     secret_key_file: str = ""
     """File with the key that encrypts secrets of jobs, such as headers of HTTP rewards. By default `secret.key` in the
     directory, made at the first start. The environment variable MOTET_SECRET_KEY takes precedence."""
     max_upload_mb: float = Field(64.0, gt=0)
-    """The largest file of rows."""
+    """The largest file of rows. Raise it for tenants with long documents."""
     max_adapter_mb: float = Field(512.0, gt=0)
-    """The largest uploaded adapter, packed or unpacked."""
+    """The largest uploaded adapter, packed or unpacked. Raise it for large bases."""
 
     @model_validator(mode="before")
     @classmethod
