@@ -43,7 +43,7 @@ from tests.support.decoding import (
 )
 from tests.support.waiting import PATIENCE, until
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.tier1, pytest.mark.bits]
 
 
 def make_decoder(
@@ -124,6 +124,7 @@ FEW_ROWS = [
 
 
 @pytest.mark.parametrize("mixes", few((4, 20), 4))
+@pytest.mark.slow
 def test_any_mix_gives_each_request_what_it_gets_alone(mixes):
     """Small caches preempt, small budgets delay, tenants give way, one tenant's NaN stays in it: not one bit changes."""
 
@@ -186,6 +187,7 @@ def test_preempted_equals_not_preempted(name, dtype, extra):
 
 
 @pytest.mark.parametrize(("name", "dtype"), few(BASES, BASES[3]))
+@pytest.mark.slow
 def test_what_gave_way_comes_back_without_being_computed_again(name, dtype):
     """With room in host memory every prompt is prefilled once; with too little some are again, and no bit differs."""
     asks = [Ask(19, 14, adapter=i % 3, seeds=(1, 2, 3)) for i in range(4)]
@@ -222,6 +224,7 @@ def test_a_group_that_gives_way_leaves_its_prompt_once():
 
 
 @pytest.mark.parametrize(("name", "dtype"), few(BASES, BASES[0], BASES[2]))
+@pytest.mark.slow
 def test_non_finite_tenant_ends_with_error_and_its_blocks_do_no_harm(name, dtype):
     decoder = make_decoder(10, max_rows=3, dtype=dtype, name=name)
     first = add(decoder, as_request("nan", Ask(60, 9, seeds=(1, 2))), broken(dtype, name))
@@ -405,6 +408,7 @@ class FullDevice(KVCache):
 
 @pytest.mark.parametrize("fails", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+@pytest.mark.slow
 def test_a_fault_at_the_start_of_completions_loses_none_of_them(name: str, fails: int) -> None:
     """Nor of an earlier prompt, which waits for nothing any more: their callers are told, and their blocks come back."""
     cache = FullDevice(64, BLOCK, CPU, slots=9)
@@ -493,6 +497,7 @@ def test_at_a_lost_device_nobody_waits() -> None:
     [(4, 64, Ask(5, 60, seeds=(1, 2, 3, 4, 5, 6))), (8, 16, Ask(5, 90, seeds=(1, 2, 3)))],
     ids=["of rows", "of cache"],
 )
+@pytest.mark.slow
 def test_a_tenant_that_has_everything_keeps_nobody_waiting(
     max_rows: int, n_blocks: int, greedy: Ask, host: int
 ) -> None:
@@ -576,6 +581,7 @@ class Busy:
 
 @pytest.mark.parametrize("host", [0, ROOMY])
 @pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+@pytest.mark.slow
 def test_a_prompt_that_needs_most_of_the_cache_makes_nobody_give_way_in_vain(seeds: tuple[int, ...], host: int) -> None:
     """Its tenant's part is 10 of 20 blocks, it needs 15: it waits until others have ended, and then begins and ends."""
     decoder, ask = make_decoder(20, 7, host=host), Ask(14 * BLOCK, 6, seeds=seeds)

@@ -22,7 +22,7 @@ from motet.protocols import WeightSync
 from motet.runtime.checkpoint import JobDirectory
 from tests.support.torch_switches import are_motets, switches, users
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.tier1, pytest.mark.bits]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = [Problem(i, (Message("user", f"What is {i} + {i + 1}?"),), str(2 * i + 1)) for i in range(3)]
@@ -45,6 +45,7 @@ def groups(verbs: Verbs, *names: str, seed: int = 0) -> dict[str, list[Group]]:
     return {name: [group.rewarded(digits) for group in found] for name, found in sampled.items()}
 
 
+@pytest.mark.slow
 def test_the_example_is_short_and_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example = ROOT / "examples" / "loop.py"
     assert len(example.read_text().splitlines()) <= 60

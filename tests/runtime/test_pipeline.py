@@ -30,6 +30,8 @@ from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_
 from tests.support.scheduling_policy import rows_between_turns
 from tests.support.waiting import PATIENCE, until
 
+pytestmark = pytest.mark.tier1
+
 
 def rollouts(path: Path, name: str, log: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / name / "rollouts" / f"{log}.jsonl").read_text().splitlines()]
@@ -102,6 +104,7 @@ def test_jobs_share_batches(tmp_path: Path) -> None:
     assert any(len(set(names)) > 1 for names in run.trainer.batches), "the test of company never saw company"
 
 
+@pytest.mark.slow
 def test_others_have_their_turn_between_the_parts_of_a_large_group(tmp_path: Path) -> None:
     config, found = job("a", steps=1, algorithm={"group_size": 1024, "groups_per_step": 1}), list[int]()
 
@@ -249,6 +252,7 @@ class SlowTrainer(FakeTrainer):
 
 
 @pytest.mark.parametrize(("steps", "apart"), few([(0, 1), (0, 3), (1, 1), (1, 3)], (0, 3), (1, 3)))
+@pytest.mark.slow
 def test_a_job_that_is_cancelled_twice_leaves_no_slot_behind(steps: int, apart: int, tmp_path: Path) -> None:
     """At any moment: also while it takes its slot or gives it back, and waits for the device, where another job trains."""
     for place in range(0, 16, apart):
@@ -325,6 +329,7 @@ def test_what_is_sampled_is_charged_though_its_job_is_cancelled_in_the_step(envi
     assert over.state is JobState.CANCELLED
 
 
+@pytest.mark.slow
 def test_words_from_another_process_are_read(tmp_path: Path) -> None:
     config = job("a", steps=400, eval={"every": 0})
     failing = job("failing", reward=_broken)

@@ -48,6 +48,8 @@ from tests.support.service_run import ROWS, Json, tiny
 from tests.support.together import at_once
 from tests.support.waiting import PATIENCE, until, wait_until
 
+pytestmark = pytest.mark.tier1
+
 OPEN = {"/healthz", "/readyz"}  # routes that need no key
 SIGN_IN = {"/v1/login", "/v1/login/key", "/v1/login/device", "/v1/login/device/key"}
 """They need none either; a service without sign-in has nothing there (tests/service/test_sign_in.py)."""
@@ -162,6 +164,7 @@ def test_every_route_is_described(house: House) -> None:
 
 
 @pytest.mark.parametrize("times", few([12, 60], 12))
+@pytest.mark.slow
 def test_nothing_that_is_asked_makes_the_service_fall_over(tmp_path: Path, times: int) -> None:
     with open_house(tmp_path) as house:  # of its own: some of what is asked is granted
         _ask_oddly(house, times)
