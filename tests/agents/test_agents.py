@@ -27,7 +27,7 @@ from motet.chat.completer import CallLimits, call_of
 from motet.chat.completions import ChatRequest
 from motet.config import EnvironmentConfig
 from motet.config.jobfile import load_jobs
-from motet.core.errors import ChatRefusal, EngineError, EnvironmentFault, ServerGone
+from motet.core.errors import ChatRefusal, ContextFull, EngineError, EnvironmentFault, ServerGone
 from motet.core.types import Group, Message, Problem, Rollout, ToolCall
 from motet.hosting.running import run_config
 from motet.process.channel import LONGEST_LINE
@@ -450,6 +450,38 @@ def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_a
     assert rewarded(one, 1.0, {}, "").error == "the agent never called the model"
     assert rewarded(one, None, {}, "it raised").error == "it raised"
     assert "return a number, or give the job a reward" in rewarded(one, None, {}, "").error
+
+
+def full(*_: Any) -> str:
+    """No room for the prompt."""
+    raise ContextFull(1000, 40, 1024)
+
+
+def test_an_episode_that_fills_the_context_ends_as_truncated_with_what_it_earned() -> None:
+    one, script = episode(lambda *_: "x")
+    asyncio.run(one.complete([user("a")], (), CallLimits()))
+    assert not rewarded(one, 1.0, {}, "").truncated
+    script.says = full
+    with pytest.raises(ChatRefusal, match="maximum context length is 1024") as refused:
+        asyncio.run(one.complete([user("b")], (), CallLimits()))
+    assert refused.value.code == "context_length_exceeded"
+    handled, unhandled = rewarded(one, 0.5, {}, ""), rewarded(one, None, {}, "the agent raised BadRequestError")
+    assert (handled.error, handled.reward_parts, handled.truncated) == ("", {"agent": 0.5}, True)
+    assert (unhandled.error, unhandled.truncated, len(unhandled.turns)) == ("", True, 1)
+    assert unhandled.reward_parts == ({} if one.context.judged else {"agent": 0.0})
+    script.says = lambda *_: "y"
+    asyncio.run(one.complete([user("shorter")], (), CallLimits()))
+    assert not rewarded(one, 0.5, {}, "").truncated, "the agent went on with less"
+    assert rewarded(one, None, {}, "it raised").error == "it raised"
+
+
+def test_a_full_context_is_told_by_its_code_to_the_stock_client() -> None:
+    async def client(stock: openai.AsyncOpenAI) -> Any:
+        await stock.chat.completions.create(model="job", messages=[{"role": "user", "content": "hi"}])
+
+    with pytest.raises(openai.BadRequestError) as refused:
+        served(full, client)
+    assert refused.value.code == "context_length_exceeded"
 
 
 def test_a_server_that_is_gone_fails_the_rollout_whatever_its_agent_makes_of_it():

@@ -372,6 +372,41 @@ def test_odd_values_come_back_or_are_refused(scripted: tuple[House, Says], model
         assert "fault of Motet" not in answer.text
 
 
+LONG = "x" * (2 * ROOM)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("responses", {"input": LONG}),
+        ("messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 9}),
+        ("completions", {"prompt": LONG, "max_tokens": 9}),
+        ("completions", {"prompt": "x", "max_tokens": 2 * ROOM}),
+        ("completions", {"prompt": [65] * 2 * ROOM}),
+        ("completions", {"prompt": [LONG, LONG]}),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_the_code_and_the_words_that_clients_look_for(
+    scripted: tuple[House, Says], path: str, body: Json, stream: bool
+) -> None:
+    if isinstance(body.get("prompt"), list) and isinstance(body["prompt"][0], str):
+        stream = False
+    error = scripted[0].refused(400, "POST", f"/v1/{path}", json={"model": "small", **body, "stream": stream})
+    assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded")
+    assert f"This model's maximum context length is {ROOM} tokens" in error["message"]
+    assert "prompt is too long" in error["message"]
+
+
+def test_lists_of_models_tell_the_length_of_the_context(scripted: tuple[House, Says]) -> None:
+    house, _ = scripted
+    listed = house.ask("GET", "/v1/models").json()["data"]
+    assert {one["max_model_len"] for one in listed} == {ROOM}
+    for name in ("small", "job", "ended@best"):
+        assert house.ask("GET", f"/v1/models/{name}").json()["max_model_len"] == ROOM
+
+
 @pytest.mark.parametrize("most", [21_000, 200_000])
 def test_an_answer_ends_with_the_room_of_the_base(claude: anthropic.Anthropic, model: Says, most: int) -> None:
     model.texts = ["x"]
@@ -439,7 +474,7 @@ def test_arguments_of_tool_calls_are_bounded_like_the_request_that_has_them(scri
         "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}],
     }
     said = service.refused(400, "POST", "/v1/chat/completions", json=body)["message"]
-    assert "a prompt of" in said, "what a text of the arguments holds does not count"
+    assert "the prompt is too long" in said, "what a text of the arguments holds does not count"
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,9 @@ def test_a_message_that_has_no_room_does_not_end_a_conversation() -> None:
     told = CliRunner().invoke(app, ["chat", "small", "--max-tokens", "4"], input=f"{'x ' * 5000}\nhi\n\n")
     assert told.exit_code == 0, told.output
     too_long, after, _ = told.output.split("> ")[1:]
-    assert "a prompt of 10007 tokens and 4 new ones exceed 1024" in too_long
-    assert "exceed" not in after
+    assert "maximum context length is 1024 tokens" in too_long
+    assert "(10007 in the prompt, 4 in the completion)" in " ".join(too_long.split())
+    assert "context" not in after
 
 
 def test_an_answer_cannot_steer_the_terminal() -> None:

@@ -264,7 +264,8 @@ def test_a_prompt_without_room_is_refused_before_it_is_scored(base: Any) -> None
     asyncio.run(scenario())
     refused = [message for message in sent if isinstance(message, QuestionRefused)]
     assert ([message.key for message in refused], scored) == ([0, 1, 2, 3], [63])
-    assert all("exceed 64" in message.reason and message.never for message in refused)
+    assert all("maximum context length is 64 tokens" in message.reason and message.never for message in refused)
+    assert {message.code for message in refused} == {"context_length_exceeded"}
 
 
 @pytest.mark.parametrize("n", [1, 20])

@@ -312,12 +312,12 @@ async def collect(engine: EmbeddedEngine, request: GenerateRequest) -> list[Chun
         (
             Ask(40, 25),
             64,
-            r"a prompt of 40 tokens and 25 new ones exceed 64, .* KV cache; .* raise engine\.kv_tokens or",
+            r"context length is 64 .* 65 tokens \(40 in the prompt, 25 in the completion\), .* raise engine\.kv_tokens or",
         ),
         (
             Ask(200, 57),
             1024,
-            "exceed 256, the capacity of the model; lower sampling.max_tokens, shorten the prompt or drop it with data",
+            "context length is 256 tokens.*; lower sampling.max_tokens, shorten the prompt or drop it with data",
         ),
         (Ask(3, 3, adapter=1), 64, "version 7 of 'adapter-1' is not loaded"),
         (Ask(0, 3), 64, "empty prompt or no seeds"),

@@ -308,7 +308,7 @@ def test_what_cannot_be_served_is_refused() -> None:
     async def scene() -> None:
         for asked, reason in (
             (request(ref=AdapterRef("b", 1)), "version 1 of 'b' is not loaded"),
-            (request(max_tokens=19), "needs 21 positions of 20"),
+            (request(max_tokens=19), "maximum context length is 20 tokens.* you requested 21"),
         ):
             with pytest.raises(EngineError, match=reason):
                 await complete(engine, asked)

@@ -127,12 +127,28 @@ def test_a_prompt_longer_than_the_base_reads_is_refused_at_the_door(house: House
     error = house.refused(413, "POST", f"{TINKER}/asample", json=sample(100_000))
     assert "MB at most" in error["message"]
     error = house.refused(400, "POST", f"{TINKER}/asample", json=sample(POSITIONS + 1))
-    assert "1025 tokens; this base reads at most 1024" in error["message"]
+    assert "maximum context length is 1024 tokens. However, you requested 1026 tokens (1025 in" in error["message"]
+    assert error["code"] == "context_length_exceeded"
     error = house.refused(400, "POST", "/v1/completions", json={"model": "small", "prompt": [7] * (POSITIONS + 1)})
-    assert "1025 tokens; this base reads at most 1024" in error["message"]
-    for path in ("/v1/chat/completions", "/episodes/x/v1/chat/completions"):
-        text = {**CHAT, "messages": [{"role": "user", "content": "x" * 200_000}]}
-        house.refused(413, "POST", path, json=text)
+    assert "you requested 1041 tokens (1025 in the prompt, 16 in the completion)" in error["message"]
+    assert error["code"] == "context_length_exceeded"
+    text = {**CHAT, "messages": [{"role": "user", "content": "x" * 200_000}]}
+    house.refused(413, "POST", "/episodes/x/v1/chat/completions", json=text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 200_000}]}),
+        ("responses", {"input": "x" * 200_000}),
+        ("messages", {"messages": [{"role": "user", "content": "x" * 200_000}], "max_tokens": 4}),
+        ("completions", {"prompt": "x" * 200_001}),
+        ("completions", {"prompt": "x" * 2_000_000}),
+    ],
+)
+def test_a_body_longer_than_any_prompt_of_the_base_is_a_full_context(house: House, path: str, body: Any) -> None:
+    error = house.refused(400, "POST", f"/v1/{path}", json={"model": "small", **body})
+    assert error["code"] == "context_length_exceeded", error
 
 
 def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(house: House) -> None:

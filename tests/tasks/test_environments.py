@@ -15,7 +15,7 @@ import pytest
 import motet
 from motet.algorithms import Grpo
 from motet.config import EnvironmentConfig
-from motet.core.errors import ConfigError, EngineError, EnvironmentFault
+from motet.core.errors import ConfigError, ContextFull, EngineError, EnvironmentFault
 from motet.core.types import Chunk, IntArray, Message, Problem, Rollout
 from motet.service.jobs.validation import Allowed, validated
 from motet.tasks.chat import Chat
@@ -402,6 +402,26 @@ def test_an_opening_that_is_too_long_costs_its_own_rollout(file: Path) -> None:
     rollouts, _, _ = played(file, "Chatty", says, 4)
     assert sorted(rollout.error[:10] for rollout in rollouts) == ["", "", "900 tokens", "900 tokens"]
     assert all(rollout.error or rollout.reward == 1.0 for rollout in rollouts)
+
+
+def test_an_episode_that_fills_the_context_ends_as_truncated_with_what_it_earned(file: Path) -> None:
+    def says(index: int, turn: int, read: str) -> str:
+        if turn == index + 1:
+            raise ContextFull(900, 200, 1024)
+        return ["five", "5", "9", "6"][turn]
+
+    rollouts, _, _ = played(file, "Guess", says, 3, max_turns=4)
+    assert [rollout.error for rollout in rollouts] == [""] * 3
+    assert [len(rollout.turns) for rollout in rollouts] == [1, 2, 3]
+    assert [rollout.reward for rollout in rollouts] == [-0.5] * 3
+    assert all(rollout.truncated for rollout in rollouts)
+    rollouts, _, _ = played(file, "Guess", says, 2, max_turns=4, score=always_one)
+    assert [(rollout.error, rollout.reward) for rollout in rollouts] == [("", 0.5)] * 2
+
+
+async def always_one(rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
+    """The job's own reward."""
+    return [ScoreOutcome(1.0, {"one": 1.0}) for _ in rollouts]
 
 
 @pytest.mark.parametrize("text", ["own session", "same session"])

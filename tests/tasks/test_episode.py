@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from motet.algorithms.policy_gradient import to_sample
 from motet.config import EnvironmentConfig
-from motet.core.errors import EngineError
+from motet.core.errors import ContextFull, EngineError
 from motet.core.types import Chunk, FinishReason, Message, Problem
 from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupContext, retry, single_turn
@@ -59,8 +60,8 @@ async def score(rollouts):
     return results
 
 
-def run(environment, generate, size):
-    return asyncio.run(environment(GroupContext(PROBLEM, CHAT, size, generate, score)))
+def run(environment, generate, size, judge=score):
+    return asyncio.run(environment(GroupContext(PROBLEM, CHAT, size, generate, judge)))
 
 
 def check(rollouts):
@@ -139,6 +140,25 @@ def test_a_second_turn_that_is_too_long_costs_its_own_rollout():
     check(rollouts)
     assert [r.error for r in rollouts] == ["the prompt is too long", "", ""]
     assert [r.reward for r in rollouts[1:]] == [1.0, SECOND_TRY]
+
+
+def test_a_second_turn_without_room_keeps_what_the_first_one_earned():
+    script = Script(["41", "42", "40", "39"], [None, None, "42", None])
+
+    async def half(rollouts):
+        return [replace(one, reward=one.reward or 0.25) for one in await score(rollouts)]
+
+    async def generate(prompt_ids, indices, turn):
+        if turn == 1 and indices != (2,):
+            raise ContextFull(1000, 40, 1024)
+        return await script(prompt_ids, indices, turn)
+
+    rollouts = run(retry, generate, 4, half)
+    check(rollouts)
+    assert [r.error for r in rollouts] == [""] * 4
+    assert [r.reward for r in rollouts] == [0.25, 1.0, SECOND_TRY, 0.25]
+    assert [r.truncated for r in rollouts] == [True, False, False, True]
+    assert [r.reward_parts["first_try"] for r in rollouts] == [0.25, 1.0, 0.25, 0.25]
 
 
 def test_a_sample_has_its_advantage_on_sampled_tokens_only():

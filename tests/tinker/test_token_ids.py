@@ -41,7 +41,7 @@ def test_prompts_and_gradients_refuse_the_same_ids(chat: Chat, token: int) -> No
     """Samples and `compute_logprobs` are prompts; so what may be sampled may be scored and learned."""
     told = rf"has the token id {token}; those of this base go from 0 to 1024, and 1 between have no token"
     with pytest.raises(EngineError, match=told):
-        _prompt_ids(chat, IDS, asked(prompt=[5, token, 6]), 10**6)
+        _prompt_ids(chat, IDS, asked(prompt=[5, token, 6]), 10**6, 1)
     for tokens, targets in (([5, token], [5, 6]), ([5, 6], [token, 6])):
         assert (misfit := misfit_of(tokens, targets)) is not None
         assert told in misfit
@@ -50,7 +50,7 @@ def test_prompts_and_gradients_refuse_the_same_ids(chat: Chat, token: int) -> No
 @pytest.mark.parametrize("token", KNOWN)
 def test_every_id_with_a_token_is_taken(chat: Chat, token: int) -> None:
     """Also one behind as many ids as the tokenizer has tokens."""
-    assert _prompt_ids(chat, IDS, asked(prompt=[5, token]), 10**6).tolist() == [5, token]
+    assert _prompt_ids(chat, IDS, asked(prompt=[5, token]), 10**6, 1).tolist() == [5, token]
     assert misfit_of([5, token], [token, 5]) is None
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from motet.chat.completer import CallLimits, id_of_call
 from motet.chat.spoken import SpokenTurn
 from motet.core import seeds
-from motet.core.errors import BaseModelError, ChatRefusal, EngineError, ServerFault, ServerGone
+from motet.core.errors import BaseModelError, ChatRefusal, ContextFull, EngineError, ServerFault, ServerGone
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, SamplingParams, TurnParts
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.episode import TOO_LARGE, GroupContext, answered, extended, whole
@@ -131,6 +131,8 @@ class AgentEpisode:
         self._at_once = False
         """Whether a call began before another one was answered."""
         self._fault = ""
+        self._full = 0
+        """The number of the last call that the context had no room for."""
         self.closed = False
 
     async def complete(self, messages: Sequence[Message], tools: Tools, limits: CallLimits) -> AgentCall:
@@ -150,10 +152,13 @@ class AgentEpisode:
         messages = self.context.chat.with_roles(messages)
         done = asyncio.get_running_loop().create_future()
         keys, full = (_keys(messages, tools, thoughts=thoughts) for thoughts in (False, True))
-        conversation = keys[-1]
+        conversation, number = keys[-1], self._begun
         self._running.setdefault(conversation, set()).add(done)
         try:
             return await self._complete(keys, full, messages, tools, limits)
+        except ChatRefusal as error:
+            self._full = number if error.code == ContextFull.code else self._full
+            raise
         finally:
             done.set_result(None)
             self._running[conversation].discard(done)
@@ -222,7 +227,9 @@ class AgentEpisode:
             self._fault = self._fault or str(error)
             raise EngineError(self._fault) from error
         except EngineError as error:  # most often it is too long; the agent may send less
-            raise ChatRefusal(str(error)) from error
+            refusal = ChatRefusal(str(error))
+            refusal.code = error.code
+            raise refusal from error
         if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._fault = self._fault or chunk.error or "sampling was broken off"
             raise EngineError(self._fault)
@@ -256,6 +263,11 @@ class AgentEpisode:
                 return np.concatenate([parent.prompt, sampled, read]), read
         prompt = chat.prompt_of(seen, tools)
         return prompt, prompt
+
+    @property
+    def full(self) -> bool:
+        """Whether the episode ended with a call that the context had no room for, after one that it had room for."""
+        return bool(self._calls and self._full) and (self._at_once or self._full == self._begun)
 
     def close(self) -> None:
         """Refuse further calls, and leave unfinished ones out of the rollout."""
@@ -291,12 +303,18 @@ class AgentEpisode:
             last = call
         if last is None:
             return replace(rollout, error=rollout.error or "the agent never called the model")
-        return answered(rollout, (), reward_of.get(last.id))
+        rollout = answered(rollout, (), reward_of.get(last.id))
+        return rollout.cut_short if self.full else rollout
 
 
 def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, float], error: str) -> Rollout:
-    """The rollout of an episode whose agent returned a number, returned rewards by the ids of answers, or failed."""
+    """The rollout of an episode whose agent returned a number, returned rewards by the ids of answers, or failed.
+
+    If the agent failed because the context was full, the job's rewards judge the last turn; without them it earned 0.
+    """
     parts, rewards = {}, {id_of_call(name): worth for name, worth in rewards.items()}
+    if error and episode.full:  # the agent did not handle it
+        error, reward = "", None if episode.context.judged else 0.0
     if reward is not None:
         parts["agent"] = reward
     if rewards:

@@ -88,7 +88,7 @@ class ServedEpisode:
                 400, "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in mistakes)
             )
         except (ChatRefusal, EngineError, LimitError) as error:  # 400: the stock clients retry all others
-            return refusal(400, str(error))
+            return refusal(400, str(error), error.code)
         except asyncio.CancelledError:
             if not self.episode.closed:
                 raise
@@ -141,7 +141,7 @@ class ServedEpisode:
             del self._replies[digest]
 
 
-def refusal(status: int, message: str) -> EpisodeAnswer:
+def refusal(status: int, message: str, code: str = "") -> EpisodeAnswer:
     """An error in the form that the stock clients read."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code or None}
     return EpisodeAnswer(status, json.dumps({"error": error}))

@@ -91,7 +91,7 @@ class PolicyGradient(Algorithm):
     """Train shared prefixes of branches, and of rollouts in a group, once. This saves work for agents that rewrite their
     history. Logprobs keep their bits; gradients, and so the bytes of the adapter, agree within rounding."""
     mask_truncated: bool = False
-    """Leave answers that reached max_tokens out of the loss."""
+    """Leave answers that reached max_tokens, and episodes that filled the context, out of the loss."""
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
     """The job fails if more than this fraction of the rollouts of a step have no reward."""
 

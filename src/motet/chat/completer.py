@@ -269,7 +269,7 @@ def event(body: Mapping[str, Any], kind: str = "") -> str:
     return f"event: {kind}\n{data}" if kind else data
 
 
-def error_event(message: str, kind: str) -> str:
+def error_event(message: str, kind: str, code: str = "") -> str:
     """An error inside a stream, in a form that the stock clients of all formats read."""
-    detail = {"message": message, "type": kind, "param": None, "code": None}
+    detail = {"message": message, "type": kind, "param": None, "code": code or None}
     return event({"type": "error", "error": detail}, "error")

@@ -385,7 +385,9 @@ def _cancel(tasks: dict[int, asyncio.Task[None]], key: int) -> None:
 def _refusal(answer: m.QuestionRefused, *, gone: bool) -> EngineError | ConfigError:
     if gone:
         return HostGone(answer.reason)
-    return (ConfigError if answer.never else EngineError)(answer.reason)
+    error = (ConfigError if answer.never else EngineError)(answer.reason)
+    error.code = answer.code
+    return error
 
 
 async def start_host(log: Path) -> HostChild:

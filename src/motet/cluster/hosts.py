@@ -284,6 +284,11 @@ def longest_sequence(hosts: Hosts, *bases: str) -> int:
     return max(known) if all(known) else 0
 
 
+def longest_prompt(hosts: Hosts, base: str) -> int:
+    """Tokens of the longest prompt with its answer; 0 before the base was ready once."""
+    return max((host.told.room or host.told.positions for host in hosts.hosts if host.base == base), default=0)
+
+
 def usual_step(hosts: Hosts, base: str) -> int:
     """The most tokens of a step by default on any host of a base; 0 before one was ready."""
     known = (host.told.step_tokens for host in hosts.hosts if host.base == base)

@@ -200,6 +200,7 @@ class HostReady(ChannelMessage, frozen=True):
     """Name of its device; hosts with equal names count as equally fast, even if other work slowed one down."""
     jobs: list[Held] = []  # unfinished jobs from an earlier service
     positions: int = 0  # tokens of the base's longest sequence; 0 if unknown
+    room: int = 0  # tokens of the longest prompt with its answer; less than `positions` with a small KV cache
     tool_format: str = ""  # in which its base writes turns; empty if it is not known
     base_note: str = ""  # what those who talk to its base must know, such as that its form is not known
     step_tokens: int = 0  # most tokens of a step by default (`hosting.base_speed`); 0 if unknown
@@ -385,6 +386,7 @@ class QuestionRefused(ChannelMessage, frozen=True):
     key: int
     reason: str
     never: bool = False  # whether it can never be answered
+    code: str = ""  # see `MotetError`
 
 
 Answer = (

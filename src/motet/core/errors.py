@@ -8,6 +8,7 @@ MotetError
 ├── BaseModelError     the base model cannot be loaded or failed its proof
 ├── AdapterError       an adapter directory or shape does not fit
 ├── EngineError        a request that an engine cannot serve
+│   ├── ContextFull    a prompt and its new tokens are longer than the context
 │   ├── ServerGone     a server does not answer
 │   ├── ServerRefused  a server answers with an error
 │   ├── ServerFault    a server's answer is wrong
@@ -29,6 +30,9 @@ from __future__ import annotations
 
 class MotetError(Exception):
     """Base class of all errors with a message meant for people."""
+
+    code = ""
+    """The code by which clients of OpenAI's API know the error, if there is one."""
 
 
 class ConfigError(MotetError):
@@ -77,6 +81,20 @@ class AdapterError(MotetError):
 
 class EngineError(MotetError):
     """A request that the engine cannot serve."""
+
+
+class ContextFull(EngineError):
+    """A prompt and its new tokens are longer than the context. Clients look for these words and this code."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, n_prompt: int, n_new: int, most: int, cure: str = "", where: str = "") -> None:
+        """`most` is the length of the context in tokens; `where` comes before the message, `cure` ends it."""
+        super().__init__(
+            f"{where}This model's maximum context length is {most} tokens. However, you requested {n_prompt + n_new} tokens "
+            f"({n_prompt} in the prompt, {n_new} in the completion), and the prompt is too long for that; "
+            f"{cure or 'shorten the prompt or ask for fewer tokens'}"
+        )
 
 
 class ServerGone(EngineError):

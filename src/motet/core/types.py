@@ -88,7 +88,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The end-of-turn token, a stop token or a stop string was sampled."""
     LENGTH = "length"
-    """`max_tokens` was reached: the answer is truncated."""
+    """`max_tokens` was reached, or the context is full: the answer, or its episode, is truncated."""
     ABORT = "abort"
     """The request was aborted; the tokens so far are kept."""
     ERROR = "error"
@@ -350,13 +350,19 @@ class Rollout:
         return tuple(messages)
 
     @property
+    def cut_short(self) -> Rollout:
+        """The rollout, ended because the context has no room for the turn after its last one."""
+        last = (replace(turn, finish_reason=FinishReason.LENGTH) for turn in self.turns[-1:])
+        return replace(self, turns=(*self.turns[:-1], *last))
+
+    @property
     def finish_reason(self) -> FinishReason:
         """Why the last turn ended."""
         return self.turns[-1].finish_reason if self.turns else FinishReason.ERROR
 
     @property
     def truncated(self) -> bool:
-        """Whether a trained turn reached `max_tokens`."""
+        """Whether a trained turn reached `max_tokens`, or the context had no room for another turn."""
         return any(turn.trained and turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
 
 

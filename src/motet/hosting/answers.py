@@ -20,7 +20,7 @@ from motet.cluster import messages as m
 from motet.config import DataConfig
 from motet.core import seeds
 from motet.core.device import used_by
-from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, EngineError, MotetError
+from motet.core.errors import OF_SERVERS, AdapterError, BaseModelError, ContextFull, EngineError, MotetError
 from motet.core.stops import met
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, Message
@@ -69,8 +69,8 @@ class Answers:
         """Answers that wait or are given, by account."""
         self._examining = Alternating()  # one at a time: each is half a gigabyte or so
         self._room = room
-        self._longest = info.max_positions * max(map(len, info.tokenizer.get_vocab()))
-        """Characters that as many of the longest tokens have as a prompt may have tokens."""
+        self._letters = max(map(len, info.tokenizer.get_vocab()))
+        """Characters of the longest token."""
         self._numbers = 0
 
     def ready(self, notes: Sequence[str], tokens_per_second: float, device: str, step_tokens: int = 0) -> m.HostReady:
@@ -84,6 +84,7 @@ class Answers:
             tokens_per_second,
             device,
             positions=positions,
+            room=self._room,
             tool_format=name,
             base_note=note,
             step_tokens=step_tokens,
@@ -114,13 +115,13 @@ class Answers:
         key = question.key
         try:
             prompt_ids = await asyncio.to_thread(
-                _prompt_ids, self._chat(question), self._base.info.vocabulary, question, self._longest
+                _prompt_ids, self._chat(question), self._base.info.vocabulary, question, self._room, self._letters
             )
             async with self._version(question) as ref:
                 await self._complete(question, prompt_ids, ref)
             self._send(m.Answered(key))
         except Exception as error:  # reported to the requester
-            self._send(m.QuestionRefused(key, reason(error), _is_theirs(error)))
+            self._send(m.QuestionRefused(key, reason(error), _is_theirs(error), getattr(error, "code", "")))
         finally:
             self._open.pop(key, None)
 
@@ -136,10 +137,7 @@ class Answers:
         if question.within_room:
             sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, self._room - len(prompt_ids))))
         if len(prompt_ids) + sampling.max_tokens > self._room:  # the engine would see it too, but not before it scores
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed {self._room}, the room of "
-                "this base; shorten the prompt or ask for fewer tokens"
-            )
+            raise ContextFull(len(prompt_ids), sampling.max_tokens, self._room)
         request = GenerateRequest(
             f"answer/{self._numbers}",
             f"{COMPLETIONS}{question.tenant}",
@@ -299,11 +297,14 @@ def _is_theirs(error: Exception) -> bool:
     return isinstance(error, EngineError | BaseModelError) and not isinstance(error, OF_SERVERS)
 
 
-def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, longest: int) -> IntArray:
-    """Of a conversation through the chat template, or of a prompt (text or token ids) as it is; `longest` is in characters.
+def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, room: int, letters: int) -> IntArray:
+    """Of a conversation through the chat template, or of a prompt (text or token ids) as it is.
+
+    A token has at most so many `letters`.
 
     Raises:
-        EngineError: no token, a token id that is not of this vocabulary, or a text that is too long for any prompt.
+        EngineError: no token, or a token id that is not of this vocabulary.
+        ContextFull: a text that is too long for `room` tokens, whatever its tokens are.
     """
     prompt = question.prompt
     if prompt is None:
@@ -314,8 +315,8 @@ def _prompt_ids(chat: Chat, vocabulary: TokenIds, question: m.Complete, longest:
         texts = [*said, *map(json.dumps, question.tools)]
     else:
         texts = [prompt] if isinstance(prompt, str) else []
-    if (size := sum(map(len, texts))) > longest:
-        raise EngineError(f"the prompt has {size} characters, more than the room of this base; shorten it")
+    if (size := sum(map(len, texts))) > room * letters:
+        raise ContextFull(-(-size // letters), 1, room, f"it has {size} characters: shorten it")
     if prompt is None:
         return chat.prompt_of(chat.opening(question.messages, question.tools), question.tools)
     if not prompt:

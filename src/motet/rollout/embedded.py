@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from motet.core.device import DECODES, Device
-from motet.core.errors import DeviceError, DeviceLost, EngineError
+from motet.core.errors import ContextFull, DeviceError, DeviceLost, EngineError
 from motet.core.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 from motet.model.distribution import Distribution
 from motet.model.kv_cache import KVCache
@@ -218,18 +218,15 @@ class EmbeddedEngine:
         """Raise if a request can never be served.
 
         Raises:
-            EngineError: see `check_request`, or it is too long.
+            EngineError: see `check_request`; ContextFull if it is too long.
         """
         where = check_request(request, self._versions, self.base.info.vocabulary)
         n_prompt, n_new = len(request.prompt_ids), request.sampling.max_tokens
         longest = min(self.base.info.max_positions, self.cache.n_blocks * self.cache.block_size)
         if n_prompt + n_new > longest:
             of_cache = longest < self.base.info.max_positions
-            raise EngineError(
-                f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed {longest}, the capacity of the "
-                f"{'KV cache' if of_cache else 'model'}; lower sampling.max_tokens, shorten the prompt"
-                f"{', raise engine.kv_tokens' if of_cache else ''} or drop it with data.max_prompt_tokens"
-            )
+            cure = f"lower sampling.max_tokens, shorten the prompt{', raise engine.kv_tokens' if of_cache else ''} or drop it"
+            raise ContextFull(n_prompt, n_new, longest, f"{cure} with data.max_prompt_tokens", f"{where}: ")
 
     def _tick(self) -> bool:
         started = time.perf_counter()

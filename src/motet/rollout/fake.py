@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from motet.core import seeds
-from motet.core.errors import EngineError
+from motet.core.errors import ContextFull, EngineError
 from motet.core.stops import ending, met
 from motet.core.token_ids import TokenIds
 from motet.core.types import (
@@ -181,7 +181,8 @@ class FakeEngine:
         if (request.id, request.job) in self._open:
             raise EngineError(f"{where} has the id of a request that is still open")
         if longest > self._max_positions:
-            raise EngineError(f"{where} needs {longest} positions of {self._max_positions}; lower sampling.max_tokens")
+            n_prompt, cure = len(request.prompt_ids), "lower sampling.max_tokens"
+            raise ContextFull(n_prompt, longest - n_prompt, self._max_positions, cure, f"{where}: ")
 
     async def _complete(
         self,

@@ -20,7 +20,7 @@ import anyio
 import numpy as np
 
 from motet.config.dialects import HttpRequest
-from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
+from motet.core.errors import ContextFull, EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
 from motet.core.stops import Decode
 from motet.core.token_ids import TokenIds
 from motet.core.types import (
@@ -348,10 +348,8 @@ def _refuse(request: GenerateRequest, versions: ServedVersions, bounds: ServerLi
     limits = [replica.facts.max_positions for replica in fleet.replicas]
     longest = min(bounds.max_positions, *(positions for positions in limits if positions is not None), 1 << 30)
     if n_prompt + n_new > longest:
-        raise EngineError(
-            f"{where}: a prompt of {n_prompt} tokens and {n_new} new ones exceed the {longest} positions of the server; "
-            "lower sampling.max_tokens, shorten the prompt, or start the server with a longer context"
-        )
+        cure = "lower sampling.max_tokens, shorten the prompt, or start the server with a longer context"
+        raise ContextFull(n_prompt, n_new, longest, cure, f"{where}: ")
 
 
 def _order(opened: _Open, versions: ServedVersions, rows: int, replica: Replica) -> tuple[bool, ...]:

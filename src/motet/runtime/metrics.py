@@ -29,7 +29,7 @@ STEP_FIELDS: Mapping[str, str] = {
     "reward_parts": "mean of each reward",
     "reward_metrics": "mean of each number that reward functions log (`log_metric`, or entries beside `score`), if any",
     "length": "mean number of sampled tokens",
-    "truncated": "share of rollouts that reached max_tokens",
+    "truncated": "share of rollouts that reached max_tokens or filled the context",
     "unread": "turns of which a part could not be read (a thought without an end, a broken call), if there are some; likewise "
     "`in_thought`, answers that end inside their thought",
     "turns": "with several turns: their mean number; likewise `tool_calls`, `tool_errors` (tool results that begin with "

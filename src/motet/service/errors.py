@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from motet.core.errors import (
     ChatRefusal,
     ConfigError,
+    ContextFull,
     DataError,
     EngineError,
     LimitError,
@@ -65,10 +66,15 @@ class Refusal(Exception):
     """A response that is not a success."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        code: str = "",
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.headers = status, message, param, headers
+        self.status, self.message, self.param, self.headers, self.code = status, message, param, headers, code
 
 
 def bad_field(field: str, reason: object) -> Refusal:
@@ -134,7 +140,7 @@ def may_pass(error: Exception) -> bool:
 def _answer(request: Request, error: Exception, without_places: Callable[[str], str] = str) -> JSONResponse:
     match error:
         case Refusal():
-            return error_body(error.status, without_places(error.message), error.param, error.headers)
+            return error_body(error.status, without_places(error.message), error.param, error.headers, error.code)
         case ClientDisconnect():  # nobody reads it; without a handler the log would get a traceback
             return error_body(408, "the request did not arrive whole")
         case HTTPException():
@@ -144,7 +150,9 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
             where = ".".join(str(part) for part in first["loc"][1:])
             status = 400 if request.url.path.startswith(_BAD_REQUESTS) else 422
             told = str(first["msg"]).removeprefix("Value error, ")
-            return error_body(status, f"{where}: {told}" if where else told, where or None)
+            full = first["type"] == "string_too_long" and where.startswith("prompt")
+            code = ContextFull.code if full else ""
+            return error_body(status, f"{where}: {told}" if where else told, where or None, code=code)
         case DatabaseDataError():
             return error_body(422, f"the database cannot keep this: {error.orig}")
         case DatabaseReplaced():
@@ -161,7 +169,7 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
             field, colon, _ = str(error).partition(": ")
             return error_body(400, without_places(str(error)), field if colon and field.isidentifier() else None)
         case ConfigError() | DataError() | RewardError():
-            return error_body(400, without_places(str(error)))
+            return error_body(400, without_places(str(error)), code=error.code)
         case StoreError():
             return error_body(400 if request.url.path.startswith(TINKER) else 409, without_places(str(error)))
         case EngineError():
@@ -173,7 +181,11 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
 
 
 def error_body(
-    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    code: str = "",
 ) -> JSONResponse:
     """The response of an error."""
     if len(message) > _LONGEST:
@@ -182,7 +194,7 @@ def error_body(
         "message": message,
         "type": TYPES.get(status, "server_error"),
         "param": param,
-        "code": None,
+        "code": code or None,
     }
     challenge = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return AnyJSON({"error": detail}, status, {**challenge, **(headers or {})})

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from motet.config import EnvironmentConfig
-from motet.core.errors import BaseModelError, EngineError, EnvironmentFault
+from motet.core.errors import BaseModelError, ContextFull, EngineError, EnvironmentFault
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, TurnParts
 from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
@@ -253,7 +253,10 @@ async def _run_episode(
             read, anew = await read_next(chat, rollout, chunk, tools)
             prompt = read if anew else np.concatenate([rollout.branches[-1].token_ids, read])
             (chunk,) = await whole(context.generate(prompt, (rollout.index,), turn), 1)
-        except (EngineError, BaseModelError) as error:  # too many turns for the context, or a reply that cannot be read
+        except ContextFull:
+            rollout = rollout.cut_short
+            break
+        except (EngineError, BaseModelError) as error:  # a reply that cannot be read
             return replace(rollout, error=str(error))
     info = workers.info
     return await _with_own_rewards(rollout, episode, info.judges or not (info.steps or context.judged))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from motet.core.errors import EngineError
+from motet.core.errors import ContextFull, EngineError
 from motet.core.types import (
     LARGEST_REWARD,
     Branch,
@@ -116,7 +116,8 @@ async def retry(context: GroupContext) -> tuple[Rollout, ...]:
     """Two turns: after an answer with a reward below 1, the model is told so and may answer once more.
 
     The reward is that of the last turn, times `SECOND_TRY` for a second one; `reward_parts["first_try"]` keeps the
-    first. A first answer cut off at `max_tokens` gets no second turn.
+    first. A first answer cut off at `max_tokens` gets no second turn, and keeps its reward where the context has no room
+    for one.
     """
     rollouts = await _rewarded(await _first_turn(context), context.score)
     rollouts = [
@@ -124,10 +125,14 @@ async def retry(context: GroupContext) -> tuple[Rollout, ...]:
         for rollout in rollouts
     ]
     again = [rollout for rollout in rollouts if not rollout.error and not rollout.truncated and rollout.reward < 1]
-    second = await asyncio.gather(*(_second_turn(rollout, context) for rollout in again))
-    judged = await _rewarded(second, context.score, SECOND_TRY)
-    for before, rollout in zip(again, judged, strict=True):
-        parts = rollout.reward_parts if rollout.error else _first_try(rollout, before.reward)
+    second = []
+    for rollout in await asyncio.gather(*(_second_turn(rollout, context) for rollout in again)):
+        if rollout.truncated and len(rollout.turns) == 1:
+            rollouts[rollout.index] = rollout
+        else:
+            second.append(rollout)
+    for rollout in await _rewarded(second, context.score, SECOND_TRY):
+        parts = rollout.reward_parts if rollout.error else _first_try(rollout, rollouts[rollout.index].reward)
         rollouts[rollout.index] = replace(rollout, reward_parts=parts)
     return tuple(rollouts)
 
@@ -157,7 +162,9 @@ async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
     prompt = read if anew else np.concatenate([branch.token_ids, read])
     try:
         (chunk,) = await whole(context.generate(prompt, (rollout.index,), 1), 1)
-    except EngineError as error:  # two turns may be too long for this rollout and not for the others
+    except ContextFull:
+        return rollout.cut_short
+    except EngineError as error:
         return replace(rollout, error=str(error))
     return extended(rollout, read, chunk, anew=anew, said=await heard(context, prompt, chunk, tools))
 

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import numpy as np
 
-from motet.core.errors import BaseModelError, EngineError
+from motet.core.errors import BaseModelError, ContextFull, EngineError
 from motet.core.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
 from motet.tasks import worker_messages as m
 from motet.tasks.episode import GroupContext, answered, extended, heard, read_next, whole
@@ -84,7 +84,11 @@ class TeamEpisode:
                 read, prompt, anew = await self._addressed(reply.role, Message("user", reply.text))
                 generate = self._context.team[self._role]
                 (chunk,) = await whole(generate(prompt, (self._opened.index,), turn), 1)
-            except (EngineError, BaseModelError) as error:  # too long for the context, or text that cannot be read
+            except ContextFull:
+                self._roles = {role: own.cut_short for role, own in self._roles.items()}
+                self._turns[-1] = replace(self._turns[-1], finish_reason=FinishReason.LENGTH)
+                break
+            except (EngineError, BaseModelError) as error:  # text that cannot be read
                 self._error = str(error)
                 break
         if judged and not self._error:

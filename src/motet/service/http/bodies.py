@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from motet.config.service import HttpConfig
+from motet.core.errors import ContextFull
 from motet.service.errors import Refusal
 from motet.service.http.auth import HEALTH, Access, address
 from motet.service.http.connections import BYTES_OF_A_REQUEST, GONE
@@ -50,8 +51,7 @@ _JOBS = "/v1/submissions"
 _LONG = ("/v1/fine_tuning/alpha/graders/run", _JOBS)
 _LEASES = ("/scoring/lease", "/episodes/lease")
 _SCORES = "/scoring/results"
-_EPISODES = "/episodes/"
-_EPISODE_BYTES = 64
+_EPISODES, _EPISODE_BYTES = "/episodes/", 64
 _AROUND = 2**16  # extra bytes of a form around its file, and of a request around its prompt
 _NUMBERS = ("/tinker/api/v1/asample", "/v1/completions")
 ANSWER_OF_A_REQUEST = 2**18
@@ -216,6 +216,9 @@ class Bodies:
         words = self._words.get(path, f"this request may have {limit / 2**20:.3g} MB at most")
         length = (headers := dict(scope["headers"])).get(b"content-length", b"")
         too_long = length.isdigit() and int(length) > limit
+        if too_long and path in _PROMPTS and path.startswith("/v1/") and (most := self._positions()):
+            told = f"This model's maximum context length is {most} tokens, and the prompt is too long for that: {words}"
+            return await refuse(400, told, code=ContextFull.code)
         if too_long and path != _GRADIENT:  # whose route uses up its number
             return await refuse(413, words)
         large = int(length) > MOST_OF_NOBODY if length.isdigit() else b"transfer-encoding" in headers

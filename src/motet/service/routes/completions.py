@@ -24,9 +24,9 @@ from motet.chat.completions import ChatRequest, StreamOptions, usage
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
-from motet.cluster.hosts import form_of, longest_sequence
+from motet.cluster.hosts import form_of, longest_prompt
 from motet.cluster.messages import Complete
-from motet.core.errors import ConfigError, EngineError
+from motet.core.errors import ConfigError, ContextFull, EngineError
 from motet.core.section import Described
 from motet.core.types import SamplingParams
 from motet.service.adapters.adapters import Answerer, NoModelError
@@ -158,16 +158,22 @@ def models(
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
 ) -> Response:
     """List the bases, the versions of the tenant's jobs, uploaded adapters, and adapters that others share."""
-    bases = service.adapters.bases
-    data = [] if after is not None else [_base(service, name) for name in bases.names]
+    data = [] if after is not None else [_base(service, name) for name in service.adapters.bases.names]
     listed, following = service.listing.page(who, after, limit)
-    data.extend(Model(id=one.name, created=int(one.created), base=bases.shown(one.base)) for one in listed)
+    data.extend(_adapter(service, one.name, one.created, one.base) for one in listed)
     return page(Models(data=[], next=following), data, exclude_none=True)
 
 
 def _base(service: Service, name: str) -> Model:
     form, note = form_of(service.hosts, name)
-    return Model(id=name, tool_format=form or None, note=note or None)
+    most = longest_prompt(service.hosts, name) or None
+    return Model(id=name, tool_format=form or None, note=note or None, max_model_len=most)
+
+
+def _adapter(service: Service, name: str, created: float, base: str | None) -> Model:
+    bases = service.adapters.bases
+    most = 0 if bases.missing(base) else longest_prompt(service.hosts, bases.of(base))
+    return Model(id=name, created=int(created), base=bases.shown(base), max_model_len=most or None)
 
 
 @router.get("/models/{model:path}", response_model_exclude_none=True)
@@ -180,8 +186,8 @@ def show_model(who: Asker, service: ServiceDep, model: str) -> Model:
     if named is None or adapters.resolve(named) is None:
         raise Refusal(404, str(NoModelError(model)), "model")
     thing = named.thing
-    created = 0 if "/" in model else int(thing.created)  # those of other tenants do not tell when
-    return Model(id=model, created=created, base=adapters.bases.shown(thing.base))
+    created = 0 if "/" in model else thing.created  # those of other tenants do not tell when
+    return _adapter(service, model, created, thing.base)
 
 
 def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse:
@@ -193,7 +199,7 @@ def events_of(pieces: AsyncIterator[str], storage: Storage) -> StreamingResponse
                 yield one
         except (EngineError, ConfigError) as error:
             kind = "unavailable_error" if isinstance(error, EngineError) else "invalid_request_error"
-            yield error_event(storage.without_places(str(error)), kind)
+            yield error_event(storage.without_places(str(error)), kind, error.code)
 
     return StreamingResponse(lines(), media_type=EVENTS)
 
@@ -291,10 +297,11 @@ class CompletionRequest(Sampled, Asked):
 async def complete(who: Asker, service: ServiceDep, request: Request, wanted: CompletionRequest) -> Response:
     """Continue prompts. Choice i · n + k is the k-th completion of prompt i."""
     asked_of = await _answerer(service, who, wanted.model)
-    most = longest_sequence(service.hosts, asked_of.base)
+    most = longest_prompt(service.hosts, asked_of.base)
     length = max((len(one) for one in wanted.prompts() if isinstance(one, list)), default=0)
     if most and length > most:
-        raise bad_field("prompt", f"it has {length} tokens; this base reads at most {most}")
+        full = ContextFull(length, wanted.max_tokens or _MAX_TOKENS, most)
+        raise Refusal(400, str(full), "prompt", code=full.code)
     questions = wanted.questions(who, asked_of)
     if (asked := len(questions) * questions[0].n) > MOST_SEQUENCES:
         given = f"{len(questions)} prompts with n {questions[0].n}"

@@ -315,6 +315,8 @@ class Model(Answer):
     owned_by: str = "motet"
     base: str | None = None
     """Base of an adapter, if the service has several."""
+    max_model_len: int | None = None
+    """Tokens of the longest prompt with its answer, by the name that vLLM gives it. Left out while it is not known."""
     tool_format: str | None = None
     """Of a base: the form in which it writes thoughts and tool calls. Left out while it is not known."""
     note: str | None = None

@@ -7,7 +7,8 @@ from typing import Any
 
 from fastapi import Response
 
-from motet.cluster.hosts import longest_sequence
+from motet.cluster.hosts import longest_prompt
+from motet.core.errors import ContextFull
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.tinker.parts import TinkerDep, new_router
@@ -114,7 +115,8 @@ async def asample(who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Sa
     ):
         raise Refusal(400, "prompt_logprobs_last_n: ask for prompt_logprobs, and for fewer than the prompt has")
     sampler = await asyncio.to_thread(tinker.samplers.of, who, wanted)
-    if (most := longest_sequence(service.hosts, sampler.base)) and length > most:
-        raise Refusal(400, f"prompt: it has {length} tokens; this base reads at most {most}")
+    if (most := longest_prompt(service.hosts, sampler.base)) and length > most:
+        full = ContextFull(length, wanted.sampling_params.max_tokens or 1, most)
+        raise Refusal(400, f"prompt: {full}", code=full.code)
     name = await tinker.futures.begin(who, tinker.samplers.seeded(wanted), sampler)
     return {"request_id": name, "sample_sequence_ids": [f"{name}-{index}" for index in range(wanted.num_samples)]}
