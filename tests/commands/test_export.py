@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from motet.commands.export import drafted, write
 from motet.core.errors import AdapterError, BaseModelError
@@ -131,6 +131,44 @@ def test_a_quantised_base_is_merged_as_the_numbers_that_it_stands_for(
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **options)
     assert not any(loaded[1].values())
     assert close(peft_logits(loaded[0], ids), tiny.packed_logits(base, [(weights, ids)])[0], 1e-4)
+
+
+OLD_WORDS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "float32"},
+    "qwen3": {"rope_theta": 1000000, "rope_scaling": None, "sliding_window": None, "own": {"a": [1]}},
+    "gemma3": {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "torch_dtype": "float32",
+        "cache_implementation": "hybrid",
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("name", [*OLD_WORDS])
+def test_a_merged_model_says_what_its_base_says_in_the_same_words(name: str, dtype: str, tmp_path: Path) -> None:
+    source, merged, base = tmp_path / "base", tmp_path / "merged", tiny.base(name)
+    shutil.copytree(tiny.directory(name), source)
+    config = json.loads((source / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {"transformers_version": "4.57.3", **OLD_WORDS[name]}
+    if "torch_dtype" in config:
+        del config["dtype"]
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "generation_config.json").write_text('{"eos_token_id": [2], "temperature": 0.6, "own": 1}')
+    save(tmp_path / "adapter", base, tiny.adapter(base, rank=3), "all-linear")
+    write(tmp_path / "adapter", str(source), merged, "merged", dtype, checked=False)
+    told = json.loads((merged / "config.json").read_text())
+    weights_are = "float32" if dtype == "auto" else dtype
+    dtypes = {key: weights_are for key in ("dtype", "torch_dtype") if key in config}
+    wanted = {**config, **dtypes, "transformers_version": told["transformers_version"]}
+    assert {key: told[key] for key in wanted} == wanted
+    loaded, own = (AutoConfig.from_pretrained(place).to_dict() for place in (merged, source))
+    same = [key for key in own if key not in ("dtype", "transformers_version", "_name_or_path", "torch_dtype")]
+    assert {key: loaded[key] for key in same} == {key: own[key] for key in same}
+    generation = json.loads((merged / "generation_config.json").read_text())
+    assert (generation["eos_token_id"], generation["temperature"], generation["own"]) == ([2], 0.6, 1)
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])

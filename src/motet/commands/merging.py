@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepr
 """Additional files of a base that reads images; the written model needs them too."""
 
 
+_WRITTEN_ANEW = frozenset({
+    "dtype", "torch_dtype", "transformers_version", "quantization_config", "compression_config", "auto_map",
+})  # fmt: skip
+"""Values that an export decides itself: its weights are whole, and code of the base is not copied."""
 _CACHED = re.compile(r"models--([^/]+?)--([^/]+)/snapshots/")
 """The name of a repository's folder in the hub's cache."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -125,6 +130,7 @@ def merge(source: ExportSource, target: Path, dtype: str) -> str:
     with writing(target):
         model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    _restate(source.files, target)
     _copy_processors(source.files, target)
     return str(model.dtype).removeprefix("torch.")
 
@@ -153,6 +159,27 @@ def load_model(name: str, source: str, dtype: str) -> tuple[Any, Any]:
         return kind.from_pretrained(source, dtype=dtype), tokenizer
     except (OSError, ValueError, ImportError) as error:
         raise BaseModelError(f"base {name!r} cannot be loaded: {error}; give another as --base") from error
+
+
+def _restate(source: str, target: Path) -> None:
+    """State each value of the base's own files in its own words too: other readers know `rope_theta`, not what it became."""
+    from transformers.utils.hub import cached_file
+
+    for name in ("config.json", "generation_config.json"):
+        file, written = cached_file(source, name, _raise_exceptions_for_missing_entries=False), target / name
+        if file is not None and written.is_file():
+            told, own = (json.loads(Path(place).read_text("utf-8")) for place in (written, file))
+            whole = restated(told, own, told.get("dtype"))
+            written.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def restated(told: dict[str, Any], own: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """What an export tells of itself, with each value of the base's `own` file; its weights have the type `dtype`."""
+    kept = {name: value for name, value in own.items() if name not in _WRITTEN_ANEW}
+    for name, value in kept.items():
+        if name.endswith("_config") and isinstance(value, dict) and isinstance(told.get(name), dict):
+            kept[name] = restated(told[name], value, dtype)
+    return {**told, **kept, **({"torch_dtype": dtype} if "torch_dtype" in own and dtype else {})}
 
 
 def _copy_processors(source: str, target: Path) -> None:
