@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from motet.core.types import JobState
-from motet.rollout.server import FileSync
+from motet.rollout.file_sync import FileSync
 from motet.runtime.rundir import RunDirectory
 from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights

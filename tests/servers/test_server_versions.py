@@ -20,7 +20,8 @@ from motet.core.types import AdapterRef
 from motet.rollout.connection import Clocks
 from motet.rollout.embedded import SavedFiles
 from motet.rollout.fake import FakeEngine
-from motet.rollout.server import FileSync, ServerEngine
+from motet.rollout.file_sync import FileSync
+from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.runtime.disk_gate import is_full
 from motet.training.fake import FakeTrainer

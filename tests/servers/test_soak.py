@@ -16,7 +16,7 @@ from motet.config import AdapterConfig, EngineConfig, RolloutConfig
 from motet.core.types import AdapterRef
 from motet.hosting import servers
 from motet.hosting.launch import load
-from motet.rollout.server import FileSync
+from motet.rollout.file_sync import FileSync
 from motet.training.torch_trainer import TorchTrainer
 from tests.support.vllm_server import WANTED, launch
 

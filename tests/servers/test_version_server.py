@@ -29,9 +29,10 @@ from motet.core.device import Device
 from motet.core.errors import ConfigError, EngineError
 from motet.hosting.workshop import Workshop
 from motet.model.fake import FakeTokenizer
+from motet.rollout.file_sync import FileSync
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED, fetch
-from motet.rollout.server import FileSync, ServerEngine
+from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import MOST_OPEN, VersionServer
 from tests.conftest import ROOT

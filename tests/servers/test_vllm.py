@@ -24,9 +24,10 @@ from motet.core.types import ADAPTER_WEIGHTS, AdapterRef
 from motet.hosting.launch import load
 from motet.hosting.running import run_config
 from motet.hosting.servers import TOLERANCE, Launched, build_servers, launched
+from motet.rollout.file_sync import FileSync
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, PREFIX, TESTED
 from motet.rollout.server import Demand, ServerEngine
-from motet.runtime.probe import Probe
+from motet.runtime.probe import PROBE_TEXT, Probe
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models
 from tests.support.cases import few
@@ -339,6 +340,41 @@ def test_jobs_go_on_under_newer_versions_and_take_what_is_done_first(
         late = max(line["staleness"] for line in steps)  # a group that is resumed is a step later
         assert late <= {"continue": 2, "first": 1, "both": 3}[name]
         assert any("in_flight" in why or "over_provision" in why for why in found.inexact)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_a_server_drops_are_named_before_a_version_is_sampled(dtype: Any, tmp_path: Path) -> None:
+    """It was started for some of them only; every other kind shows its effect in the type that it has."""
+    base = load("small", EngineConfig(dtype=dtype, threads=1))
+    trainer = TorchTrainer(base, slots=2)
+    applied = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
+    trainer.add_adapter("some", AdapterConfig(rank=8, target_modules=applied), 0)
+    trainer.add_adapter("all", AdapterConfig(rank=8), 0)
+    text = np.array(base.info.tokenizer.encode(PROBE_TEXT), np.int32)
+
+    async def told(engine: ServerEngine) -> str:
+        await engine.ready()
+        sync = FileSync(engine, trainer, text)
+        await sync.publish("some", AdapterRef("some.x.1", 0))
+        with pytest.raises(ProbeError) as dropped:
+            await sync.publish("all", AdapterRef("all.x.1", 0))
+        assert sync._applied == {
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "self_attn.o_proj",
+            "mlp.down_proj",
+        }
+        await engine.close()
+        return str(dropped.value)
+
+    with vllm_server(base, tmp_path, "--lora-target-modules", *applied, own_worker=False) as server:
+        os.environ[f"{KEY}_PART"] = server.key
+        config = RolloutConfig(engine="vllm", urls=[server.url], api_key_env=f"{KEY}_PART", directory=str(tmp_path))
+        engine = build_servers(base.info, config, Demand(2, 4, 8), "tested", tmp_path)
+        message = asyncio.run(told(engine))
+    assert "drops what adapter 'all' says of gate_proj, up_proj, without an error" in message
+    assert f"--lora-target-modules {' '.join(sorted([*applied, 'gate_proj', 'up_proj']))}" in message
 
 
 @pytest.mark.soak

@@ -30,8 +30,9 @@ from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
 from motet.rollout.connection import Clocks
 from motet.rollout.fake import FakeEngine
+from motet.rollout.file_sync import FileSync
 from motet.rollout.replica import Replica
-from motet.rollout.server import Demand, FileSync, ServerEngine, ServerLimits
+from motet.rollout.server import Demand, ServerEngine, ServerLimits
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
 from motet.training.fake import FakeTrainer

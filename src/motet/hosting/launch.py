@@ -185,12 +185,14 @@ def _build_on_servers(
     trainer: Trainer | None,
 ) -> Workshop:
     """An engine that samples on servers, and a trainer: the given one, or one on this device."""
+    import numpy as np
     import torch
 
     from motet.hosting import servers
     from motet.model.accelerator import free_memory, total_memory, wait_for
     from motet.model.lora_model import LoraModel
-    from motet.rollout.server import FileSync
+    from motet.rollout.file_sync import FileSync
+    from motet.runtime.probe import PROBE_TEXT
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":
@@ -211,12 +213,13 @@ def _build_on_servers(
         memory = FreeMemory(free_memory(base.device), sampling=taken)
         base.read_keys_in_blocks(config.engine.block_size)
         trainer = make_trainer(base, config.engine)
+    text = base.info.tokenizer.encode(PROBE_TEXT)
     caveat = f"rollouts are sampled by {config.rollout.engine}, whose tokens depend on what else it serves"
     return Workshop(
         Device(turn, check),
         asked,
         trainer,
-        FileSync(asked, trainer),
+        FileSync(asked, trainer, np.asarray(text, np.int32)),
         probe_tolerance=servers.tolerance(config.rollout, base.info),
         servers=asked,
         memory=memory,

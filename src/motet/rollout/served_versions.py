@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import shutil
@@ -171,6 +172,18 @@ class ServedVersions:
                 except BaseException:  # not known to be this version: whoever comes next loads and checks it again
                     replica.loaded.discard(name)
                     raise
+
+    async def unmoved(self, ref: AdapterRef, token_ids: IntArray, fleet: Fleet) -> list[str]:
+        """The servers that answer with a strong adapter as they answer with the base."""
+        found = []
+        for replica in fleet.up:
+            with contextlib.suppress(ServerGone):  # whatever it loads later must answer as the others do
+                async with fleet.awake():
+                    await self.hand(replica, ref)
+                    shown = await replica.logprobs(token_ids, ref.served_name)
+                    gap = np.abs(shown - await replica.logprobs(token_ids, None)).mean()
+                found += [replica.url] if gap <= self._tolerance else []
+        return found
 
     async def _check(self, replica: Replica, ref: AdapterRef, token_ids: IntArray, expected: FloatArray) -> None:
         gap = float(np.abs(await replica.logprobs(token_ids, ref.served_name) - expected).mean())

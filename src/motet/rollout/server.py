@@ -34,7 +34,6 @@ from motet.core.types import (
     TopTokens,
     schema_of,
 )
-from motet.protocols import Trainer
 from motet.rollout.completion import Completion, check_request
 from motet.rollout.fleet import Fleet
 from motet.rollout.replica import Replica
@@ -111,7 +110,7 @@ class ServerEngine:
         names on servers. Servers that sleep are asked `sleep`.
         """
         self.fleet = Fleet(replicas, processes, bounds.wait_seconds, self._welcome, sleep)
-        self._versions = ServedVersions(files, bounds.tolerance, run)
+        self.versions = ServedVersions(files, bounds.tolerance, run)
         self._decode, self._bounds = decode, bounds
         self._owner = f"{run}.{secrets.token_hex(4)}"
         self._open: set[_Open] = set()
@@ -146,7 +145,7 @@ class ServerEngine:
                     f"{replica.url} has room for {has} {what}, and these jobs need {needed}: raise its {setting}"
                 )
         try:
-            await self._versions.tidy(replica)
+            await self.versions.tidy(replica)
         except EngineError as error:
             _log.warning("a version of an earlier attempt stays loaded: %s", error)
 
@@ -159,17 +158,17 @@ class ServerEngine:
     async def take(self, ref: AdapterRef, write: Callable[[Path], None]) -> None:
         """Make a version available that `write` writes into a given directory."""
         async with self.fleet.awake():
-            await self._versions.take(ref, write, self.fleet)
+            await self.versions.take(ref, write, self.fleet)
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Drop a version."""
-        self._versions.drop(ref, self.fleet)
+        self.versions.drop(ref, self.fleet)
 
     # --- requests ---------------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Complete a prompt once per seed; see `RolloutEngine.generate`."""
-        _refuse(request, self._versions, self._bounds, self.fleet)
+        _refuse(request, self.versions, self._bounds, self.fleet)
         opened, chunks = _Open(request), asyncio.Queue[Chunk | BaseException]()
         self._open.add(opened)
         left = len(request.seeds)
@@ -247,7 +246,7 @@ class ServerEngine:
         request = completion.request
         async with self.fleet.awake():
             if request.adapter is not None:
-                await self._versions.hand(replica, request.adapter)
+                await self.versions.hand(replica, request.adapter)
             async with aclosing(replica.complete(completion.ask(failures))) as pieces:
                 async for piece in pieces:
                     completion.take(piece)
@@ -267,7 +266,7 @@ class ServerEngine:
 
     async def _choose_replica(self, opened: _Open) -> Replica:
         if opened.replica is None or not opened.replica.up:
-            chosen = await self.fleet.choose(partial(_order, opened, self._versions, self._bounds.rows))
+            chosen = await self.fleet.choose(partial(_order, opened, self.versions, self._bounds.rows))
             if opened.replica is None or not opened.replica.up:  # another completion of the request may have chosen one
                 opened.replica = chosen
         return opened.replica
@@ -281,11 +280,11 @@ class ServerEngine:
         answers: dict[str, FloatArray] = {}
         for attempt in range(_ATTEMPTS):
             await self.fleet.wait()
-            for replica in self.fleet.up if adapter is None else self._versions.places(adapter, self.fleet):
+            for replica in self.fleet.up if adapter is None else self.versions.places(adapter, self.fleet):
                 try:
                     async with self.fleet.awake():
                         if adapter is not None:
-                            await self._versions.hand(replica, adapter)
+                            await self.versions.hand(replica, adapter)
                         answers[replica.url] = await replica.logprobs(token_ids, name)
                 except (ServerGone, ServerRefused) as error:
                     if attempt == _ATTEMPTS - 1:
@@ -301,7 +300,7 @@ class ServerEngine:
                     f"servers disagree on {name or 'the base'}: {url} differs by {gap:.3g} in the mean of a logprob"
                 )
         if adapter is not None:
-            self._versions.probed(adapter, token_ids, first)
+            self.versions.probed(adapter, token_ids, first)
         return first
 
     async def top_logprobs(self, token_ids: IntArray, adapter: AdapterRef | None, k: int) -> TopTokens:
@@ -309,12 +308,12 @@ class ServerEngine:
         name = None if adapter is None else adapter.served_name
         for attempt in range(_ATTEMPTS):
             replica = await self.fleet.choose(
-                lambda one: (adapter is not None and not self._versions.near(adapter, one),)
+                lambda one: (adapter is not None and not self.versions.near(adapter, one),)
             )
             try:
                 async with self.fleet.awake():
                     if adapter is not None:
-                        await self._versions.hand(replica, adapter)
+                        await self.versions.hand(replica, adapter)
                     ids, logprobs = await replica.top_logprobs(token_ids, name, k)
                 if (token := self._bounds.vocabulary.unknown(ids)) is not None:
                     raise ServerFault(f"{replica.url} finds the id {token} likely, which has no token")
@@ -336,7 +335,7 @@ class ServerEngine:
 
     async def close(self) -> None:
         """Finish unloading, disconnect, and end the servers that were started here."""
-        await self._versions.close()
+        await self.versions.close()
         await self.fleet.close()
 
 
@@ -357,14 +356,3 @@ def _order(opened: _Open, versions: ServedVersions, rows: int, replica: Replica)
     adapter = opened.request.adapter
     far = adapter is not None and not versions.near(adapter, replica)
     return replica.url in opened.failed, replica.requests >= rows, far
-
-
-class FileSync:
-    """A `WeightSync` for servers: a version is a PEFT directory that they load."""
-
-    def __init__(self, engine: ServerEngine, trainer: Trainer) -> None:
-        self._engine, self._trainer = engine, trainer
-
-    async def publish(self, name: str, ref: AdapterRef) -> None:
-        """Make the trainer's current weights of adapter `name` available under this reference."""
-        await self._engine.take(ref, lambda staged: self._trainer.save_adapter(name, staged, optimizer=False))
