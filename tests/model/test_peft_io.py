@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from motet.config import AdapterConfig
+from motet.config.chain import shape_of, unlike
 from motet.core.errors import AdapterError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.load import load_base
 from motet.model.peft_io import examine, read_adapter
+from motet.runtime.reference import shape_of as reference_shape
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
@@ -52,6 +54,55 @@ def test_motet_computes_what_peft_saved(name, tmp_path):
     randomise(peft)
     peft.save_pretrained(tmp_path)
     assert close(tiny.packed_logits(base, [(load(tmp_path, base), ids)])[0], peft_logits(peft, ids), 1e-5)
+
+
+PARTIAL: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "pattern": ({"target_modules": r".*layers\.\d\.self_attn\.(q|v)_proj"}, {"q_proj", "v_proj"}),
+    "layers": ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, {"q_proj"}),
+    "exclude": (
+        {"target_modules": ["q_proj", "o_proj"], "exclude_modules": r".*\.0\.self_attn\.o_proj"},
+        {"q_proj", "o_proj"},
+    ),
+    "paths": ({"target_modules": ["model.layers.1.mlp.up_proj"]}, {"up_proj"}),
+}
+
+
+@pytest.mark.parametrize("kind", [*PARTIAL])
+def test_targets_are_those_of_the_tensors(kind, tmp_path):
+    """Told without the base, told by the base, and taken as a start and as a reference."""
+    (fields, names), base, ids = PARTIAL[kind], tiny.base("llama"), tiny.tokens(20)
+    peft = get_peft_model(tiny.stock("llama"), LoraConfig(r=2, lora_alpha=6, **fields))
+    randomise(peft)
+    peft.save_pretrained(tmp_path)
+    layers = {
+        name.partition(".lora_")[0].removeprefix("base_model.model.") for name in load_file(tmp_path / ADAPTER_WEIGHTS)
+    }
+    told, record = shape_of(tmp_path), examine(base, tmp_path)
+    for targets in (told["target_modules"], record.target_modules, reference_shape(tmp_path).target_modules):
+        assert {*base.info.adapted(targets)} == layers
+    assert {path.rpartition(".")[2] for path in layers} == names
+    trainer = TorchTrainer(base, slots=1)
+    trainer.add_adapter("a", AdapterConfig(**told), 0)
+    trainer.load_adapter("a", tmp_path, optimizer=False)
+    assert close(tiny.packed_logits(base, [(load(tmp_path, base), ids)])[0], peft_logits(peft, ids), 1e-5)
+    job = AdapterConfig(rank=2, alpha=6, target_modules=sorted(names))
+    assert unlike(job, told) == ""
+    assert "target_modules" in unlike(AdapterConfig(rank=2, alpha=6, target_modules=[*names, "k_proj"]), told)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("base_model.model.", ""), ("base_model.model.model.", "base_model.model."), (".weight", ".default.weight")],
+)
+def test_tensors_that_peft_names_otherwise_are_told_by_the_names(old, new, plain):
+    def renamed(tensors):
+        for name in list(tensors):
+            tensors[name.replace(old, new, 1)] = tensors.pop(name)
+
+    edit_tensors(plain, renamed)
+    wrong = r"has other names of tensors than peft gives them: \S+ is base_model\.model\.model\.layers\.0\.\S+\.weight there"
+    with pytest.raises(AdapterError, match=wrong):
+        examine(tiny.base("llama"), plain)
 
 
 def test_all_linear_of_peft_is_all_linear_of_motet(tmp_path):
@@ -242,7 +293,10 @@ def test_tensors_that_do_not_fit_are_named(fault, plain):
 def test_adapter_of_another_base(tmp_path):
     base = tiny.base("llama")
     export(tmp_path, base, tiny.adapter(base), "all-linear")
-    edit_tensors(tmp_path, lambda tensors: [tensors.update({"x." + key: tensors.pop(key)}) for key in list(tensors)])
+    edit_tensors(
+        tmp_path,
+        lambda tensors: [tensors.update({key.replace("layers", "blocks"): tensors.pop(key)}) for key in list(tensors)],
+    )
     with pytest.raises(AdapterError, match=r"none of its 28 tensors fits .*llama; it was trained on .*llama$"):
         load(tmp_path, base)
 

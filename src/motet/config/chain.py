@@ -12,7 +12,8 @@ from typing import Any
 
 from motet.config.job import AdapterConfig, JobConfig
 from motet.core import plain_yaml
-from motet.core.errors import ConfigError
+from motet.core.errors import AdapterError, ConfigError
+from motet.core.tensor_header import saved_targets
 from motet.core.types import ADAPTER_CONFIG
 
 _SHAPE = ("rank", "alpha", "target_modules")
@@ -71,9 +72,14 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
 def unlike(adapter: AdapterConfig, shape: Mapping[str, Any]) -> str:
     """All differences of a job's adapter from the shape of the one that it starts from; empty without any."""
     wrong = [field for field, value in shape.items() if getattr(adapter, field) != value]
+    paths, named = shape.get("target_modules", ()), adapter.target_modules
+    if isinstance(named, list) and paths:  # the base tells whether paths with these names are all of them
+        ends = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in named}
+        same = all(ends.values()) and set().union(*ends.values()) == {*paths}
+        wrong = [field for field in wrong if field != "target_modules" or not same]
     if not wrong:
         return ""
-    has = ", ".join(f"{field} {shape[field]}" for field in wrong)
+    has = ", ".join(f"{field} {shape[field]!s:.300}" for field in wrong)
     asks = ", ".join(str(getattr(adapter, field)) for field in wrong)
     fields = ", ".join(f"adapter.{field}" for field in wrong)
     return f"has {has}, the job asks for {asks}; leave out {fields}, which are taken from it"
@@ -81,12 +87,12 @@ def unlike(adapter: AdapterConfig, shape: Mapping[str, Any]) -> str:
 
 def shape_of(directory: Path) -> dict[str, Any]:
     """Rank, alpha and target modules of a PEFT directory, as far as its configuration tells them."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, AdapterError):
         saved = json.loads((directory / ADAPTER_CONFIG).read_text("utf-8"))
         if saved.get("target_parameters"):  # the rank of what its tensors are joined to is another
             return {}
         shape = {"rank": int(saved["r"]), "alpha": float(saved["lora_alpha"])}
-        targets = saved.get("target_modules")
+        targets = saved_targets(saved, directory)
         narrow = isinstance(targets, list) and not {*targets} >= _ALL_LINEAR
         return {**shape, "target_modules": sorted(targets)} if narrow else shape
     return {}

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from motet.core.errors import AdapterError
+from motet.core.model_info import ALL_LINEAR
+from motet.core.types import ADAPTER_WEIGHTS
 
 MOST_TENSORS = 2**17
 """Tensors of one file: more than any adapter with matrices for each expert has."""
@@ -20,6 +23,8 @@ MOST_HEADER = 2**25
 _LONGEST_NAME = 500
 _MOST_DIMENSIONS = 4
 _LENGTH = 8
+_EXCEPTIONS = ("layers_to_transform", "layers_pattern", "exclude_modules")
+"""Settings of PEFT by which names of modules hold for some layers only."""
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
@@ -52,6 +57,24 @@ def check_header(path: Path) -> None:
         end = last
     if _LENGTH + len(text) + end != path.stat().st_size:
         raise AdapterError(f"{path} is damaged: its tensors do not fill it")
+
+
+def saved_targets(config: Mapping[str, Any], directory: Path) -> Any:
+    """The `target_modules` of a PEFT directory with this configuration.
+
+    A pattern, or names that hold for some layers only, are read as the paths of the layers that the file has.
+
+    Raises:
+        AdapterError: the file is damaged.
+        OSError, ValueError: it cannot be read.
+    """
+    targets = config.get("target_modules", ALL_LINEAR)
+    if (targets in (None, ALL_LINEAR) or isinstance(targets, list)) and not any(map(config.get, _EXCEPTIONS)):
+        return targets
+    names = (
+        name.partition(".lora_")[0] for name in json.loads(_header(directory / ADAPTER_WEIGHTS)) if ".lora_" in name
+    )
+    return sorted({name.removeprefix("base_model.model.").replace(".base_layer", "") for name in names})
 
 
 def _header(path: Path) -> bytes:

@@ -28,7 +28,7 @@ from motet.config import AdapterConfig
 from motet.core.checksums import check_version, sync
 from motet.core.errors import AdapterError
 from motet.core.model_info import ALL_LINEAR, with_experts
-from motet.core.tensor_header import MOST_TENSORS, count_tensors
+from motet.core.tensor_header import MOST_TENSORS, count_tensors, saved_targets
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.expert_files import together
 from motet.model.find import find_adapter
@@ -205,7 +205,7 @@ def read_adapter(directory: Path) -> PeftAdapter:
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{weights_file} is damaged: {error}") from error
     trained_on = str(config.get("base_model_name_or_path") or "")
-    targets = config.get("target_modules", "all-linear")
+    targets = saved_targets(config, directory)
     if parameters := config.get("target_parameters"):
         if not isinstance(parameters, list):
             raise AdapterError(f"{config_file} is damaged: target_parameters={parameters!r} is no list of names")
@@ -234,6 +234,13 @@ def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source
     left = dict(adapter.tensors)
     expected = file_views(layout, flat)
     if not any(name in left for name in expected):
+        tails = {name.partition("layers.")[2]: name for name in expected}
+        for name in sorted(left):
+            if wanted := tails.get(name.replace(".default.", ".").partition("layers.")[2] or name):
+                raise AdapterError(
+                    f"{source} has other names of tensors than peft gives them: {name} is {wanted} there; save it with "
+                    "`save_pretrained` of its peft model, or rename them all like this"
+                )
         raise AdapterError(
             f"{source}: none of its {len(left)} tensors fits {base.info.name}; it was trained on "
             f"{adapter.base or 'another base'}"
@@ -289,4 +296,6 @@ def examine(base: LoraModel, directory: Path) -> AdapterConfig:
     flatten(adapter, base, layout, directory)
     chosen = sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
     chosen += sorted({".".join(place.path.rsplit(".", 2)[1:]) for place in layout.experts})
+    if base.info.adapted(chosen) != base.info.adapted(shape.target_modules):  # only some of the layers with these names
+        chosen = [place.path for place in (*layout.places, *layout.experts)]
     return shape.model_copy(update={"target_modules": chosen})

@@ -15,7 +15,8 @@ import numpy as np
 from motet.config import AdapterConfig
 from motet.core.batch import Sample, Segment
 from motet.core.errors import AdapterError
-from motet.core.model_info import ALL_LINEAR, with_experts
+from motet.core.model_info import with_experts
+from motet.core.tensor_header import saved_targets
 from motet.core.types import ADAPTER_CONFIG, FloatArray
 from motet.model.find import find_adapter
 from motet.runtime.session import Session, Slot
@@ -135,7 +136,7 @@ def shape_of(directory: Path) -> AdapterConfig:
         shape = {
             "rank": saved["r"],
             "alpha": saved["lora_alpha"],
-            "target_modules": saved.get("target_modules", ALL_LINEAR),
+            "target_modules": saved_targets(saved, directory),
         }
         if parameters := saved.get("target_parameters"):
             shape["target_modules"] = with_experts(shape["target_modules"], parameters)
