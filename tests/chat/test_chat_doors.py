@@ -477,6 +477,49 @@ def test_arguments_of_tool_calls_are_bounded_like_the_request_that_has_them(scri
     assert "the prompt is too long" in said, "what a text of the arguments holds does not count"
 
 
+OF_OTHERS: dict[str, tuple[Any, Any]] = {
+    "continue_final_message": (True, False), "add_generation_prompt": (False, True), "echo": (True, False),
+    "truncate_prompt_tokens": (10, -1), "length_penalty": (0.5, 1.0), "lora_request": ({"name": "x"}, None),
+    "use_beam_search": (True, False), "top_k": (5, -1), "min_p": (0.1, 0.0), "min_tokens": (3, 0), "documents": ([{}], []),
+    "ignore_eos": (True, False), "skip_special_tokens": (False, True), "truncation": ("auto", "disabled"),
+    "add_special_tokens": (True, False), "modalities": (["audio"], ["text"]), "reasoning_effort": ("high", None),
+    "regex": ("a", None), "allowed_token_ids": ([5], None), "logit_bias": ({"5": 1}, {}), "repetition_penalty": (1.2, 1.0),
+}  # fmt: skip
+"""Fields that change an answer elsewhere: a value that does, and one that does not."""
+
+
+@pytest.mark.parametrize("field", [*OF_OTHERS])
+@pytest.mark.parametrize(("path", "body"), ASKED)
+def test_a_field_that_changes_an_answer_elsewhere_is_refused_and_its_neutral_value_taken(
+    scripted: tuple[House, Says], model: Says, path: str, body: Json, field: str
+) -> None:
+    house, (changes, neutral) = scripted[0], OF_OTHERS[field]
+    asked = {"model": "small", **body}
+    error = house.refused(400, "POST", f"/v1/{path}", json={**asked, field: changes})
+    assert (error["param"], f"{field}: is not supported here" in error["message"]) == (field, True)
+    model.texts = ["x"] * 2
+    for value in (neutral, None):
+        assert house.ask("POST", f"/v1/{path}", json={**asked, field: value}).status_code == 200
+
+
+NULLABLE = ("suffix", "logit_bias", "top_k", "stop", "temperature", "seed", "stream", "anything", "train", "user", "n")
+
+
+@pytest.mark.parametrize(("path", "body"), [*ASKED, ("completions", {"prompt": "hi"})])
+def test_null_is_as_left_out(scripted: tuple[House, Says], model: Says, path: str, body: Json) -> None:
+    model.texts = ["x"]
+    asked = {"model": "small", **body, **dict.fromkeys(NULLABLE)}
+    assert scripted[0].ask("POST", f"/v1/{path}", json=asked).status_code == 200
+    needed = next(iter(body))
+    assert needed in scripted[0].refused(400, "POST", f"/v1/{path}", json={**asked, needed: None})["message"]
+
+
+@pytest.mark.parametrize("mark", ["prefix", "partial"])
+def test_a_turn_that_is_to_be_continued_is_refused(scripted: tuple[House, Says], mark: str) -> None:
+    asked = {"model": "small", "messages": [HI, {"role": "assistant", "content": "It is", mark: True}]}
+    assert mark in scripted[0].refused(400, "POST", "/v1/chat/completions", json=asked)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [

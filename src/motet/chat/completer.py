@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -22,7 +23,10 @@ MOST_MESSAGES = 4096
 MESSAGE_ID, RESPONSE_ID = "msg_", "resp_"
 """What ids of answers begin with in Messages and Responses."""
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "logit_bias": ({},), "audio": (), "functions": (), "conversation": (), "prompt": (),
+    "logit_bias": ({},), "audio": (), "functions": ([],), "conversation": (), "prompt": (), "modalities": (["text"],),
+    "continue_final_message": (False,), "add_generation_prompt": (True,), "add_special_tokens": (False,), "echo": (False,),
+    "truncate_prompt_tokens": (-1,), "truncation": ("disabled",), "documents": ([],), "lora_request": (), "lora_path": (),
+    "prompt_embeds": (), "input_ids": (), "mcp_servers": ([],), "web_search_options": (), "mm_processor_kwargs": ({},),
 }  # fmt: skip
 """Fields that would change what the model reads or samples, with their neutral values."""
 _MOST_ARGUMENTS = 8192
@@ -173,8 +177,20 @@ async def shown(pieces: AsyncIterable[AnswerPiece], answer: AnswerPiece) -> Asyn
             yield block
 
 
-class Extra(Described):
-    """Base of clients' requests: unknown fields are ignored."""
+class Nullable(Described):
+    """A request in which null is as left out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        needed = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: given for name, given in value.items() if given is not None or name in needed}
+
+
+class Extra(Nullable):
+    """Base of clients' requests: fields that change no answer are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -202,10 +218,11 @@ class ChatFormat(Extra):
         raise NotImplementedError
 
 
-def refuse_unsupported(given: ChatFormat, also: Sequence[str] = ()) -> None:
-    """Refuse fields that would change the sampling, by a ChatRefusal with the name; `also` names more of them."""
+def refuse_unsupported(given: Extra, also: Mapping[str, tuple[Any, ...]] = MappingProxyType({})) -> None:
+    """Refuse fields that would change the answer, by a ChatRefusal with the name; `also` has more, with neutral values."""
+    known = {**_UNSUPPORTED, **also}
     for name, value in (given.model_extra or {}).items():
-        if (name in also or name in _UNSUPPORTED) and value is not None and value not in _UNSUPPORTED.get(name, ()):
+        if name in known and value not in known[name]:
             raise ChatRefusal(f"{name}: is not supported here; leave it out")
 
 

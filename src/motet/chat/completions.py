@@ -23,6 +23,7 @@ from motet.chat.completer import (
     text_of,
 )
 from motet.chat.structure import grammar_of
+from motet.core.errors import ChatRefusal
 from motet.core.stops import few
 from motet.core.types import Message
 
@@ -55,6 +56,8 @@ class ChatMessage(Extra):
 
     def plain(self, called: Mapping[str, str]) -> Message:
         """The message in the form of chat templates; `called` has the names of tools by the ids of their calls."""
+        if {name: value for name, value in (self.model_extra or {}).items() if name in ("prefix", "partial") and value}:
+            raise ChatRefusal("messages: the last turn is not continued here, so leave out `prefix` and `partial`")
         calls = (call_of(one.function.name, one.function.arguments) for one in self.tool_calls or ())
         role = "system" if self.role == "developer" else self.role
         name = called.get(self.tool_call_id or "", "") if role == "tool" else ""

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -19,7 +19,16 @@ from fastapi.responses import Response, StreamingResponse
 from msgspec.structs import replace
 from pydantic import BeforeValidator, Field, model_validator
 
-from motet.chat.completer import EVENTS, AnswerPiece, ChatFormat, error_event, event, refuse_unsupported, whole
+from motet.chat.completer import (
+    EVENTS,
+    AnswerPiece,
+    ChatFormat,
+    Nullable,
+    error_event,
+    event,
+    refuse_unsupported,
+    whole,
+)
 from motet.chat.completions import ChatRequest, StreamOptions, usage
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
@@ -27,7 +36,6 @@ from motet.chat.structure import check_grammar
 from motet.cluster.hosts import form_of, longest_prompt
 from motet.cluster.messages import Complete
 from motet.core.errors import ConfigError, ContextFull, EngineError
-from motet.core.section import Described
 from motet.core.types import SamplingParams
 from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.adapters.listing import PLACE
@@ -64,20 +72,27 @@ Limit = Annotated[int, Field(ge=1, lt=2**31)]
 _MAX_TOKENS = 16
 _MOST_FIELDS = 100
 _MOST_PROMPTS = 16
-_UNKNOWN = (
-    "top_k", "min_p", "repetition_penalty", "min_tokens", "best_of", "ignore_eos", "stop_token_ids", "structured_outputs",
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format", "output_format", "output_config",
-    "stop", "stop_sequences", "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "allowed_token_ids",
-    "bad_words", "chat_template", "chat_template_kwargs",
-)  # fmt: skip
-"""Fields of other servers and formats that would change what the model reads or samples."""
+_UNKNOWN: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys((
+        "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "grammar",
+        "json_schema", "response_format", "output_format", "output_config", "stop", "stop_sequences", "stop_regex", "n",
+        "max_tokens", "max_completion_tokens", "max_output_tokens", "allowed_token_ids", "chat_template", "typical_p",
+        "mirostat", "options", "samplers", "custom_logit_processor", "thinking_token_budget", "logits_processors",
+    ), ()),
+    "top_k": (-1, 0), "min_p": (0,), "repetition_penalty": (1,), "length_penalty": (1,), "min_tokens": (0,), "best_of": (1,),
+    "use_beam_search": (False,), "ignore_eos": (False,), "include_stop_str_in_output": (False,), "stop_token_ids": ([],),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "bad_words": ([],),
+    "chat_template_kwargs": ({},), "prompt_logprobs": (), "n_predict": (), "reasoning_effort": ("default",),
+    "verbosity": ("medium",),
+}  # fmt: skip
+"""Fields of other servers and formats that would change what the model reads or samples, with their neutral values."""
 Prompts = Annotated[list[Text], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 PromptIds = Annotated[list[SomeIds], Field(min_length=1, max_length=_MOST_PROMPTS, fail_fast=True)]
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """Responses other than JSON: server-sent events, with `stream`."""
 
 
-class Sampled(Described):
+class Sampled(Nullable):
     """Common fields of all requests: the model and the sampling."""
 
     model: str = Field(max_length=300)
