@@ -297,5 +297,5 @@ def examine(base: LoraModel, directory: Path) -> AdapterConfig:
     chosen = sorted({place.path.rsplit(".", 1)[-1] for place in layout.places})
     chosen += sorted({".".join(place.path.rsplit(".", 2)[1:]) for place in layout.experts})
     if base.info.adapted(chosen) != base.info.adapted(shape.target_modules):  # only some of the layers with these names
-        chosen = [place.path for place in (*layout.places, *layout.experts)]
+        chosen = [*(place.path for place in layout.places), *(place.path for place in layout.experts)]
     return shape.model_copy(update={"target_modules": chosen})
