@@ -278,6 +278,7 @@ FOLLOWED: dict[str, Any] = {
     "observers": ["wandb"],
     "engine.micro_batch_tokens": 4096,
     "engine.recompute": True,
+    "algorithm.reduction": "token",
     "engine.base_format": "packed",
     "engine.dtype": "bfloat16",
     "rollout.engine": "vllm",
@@ -318,7 +319,7 @@ def test_a_word_of_others_means_a_field_that_a_job_file_takes(word: str) -> None
         ("report_to", "it is observers, such as [wandb]"),
         ("packing", "leave it out: batches are always packed"),
         ("ppo_mini_batch_size", "it is algorithm.groups_per_step, the number of problems of a step"),
-        ("beta", "it is algorithm.kl.coef, and algorithm.beta where preferences are learned (dpo, kto)"),
+        ("beta", "it is algorithm.kl.coef, with algorithm.kl.type `k2`; algorithm.beta where preferences are learned"),
     ],
 )
 def test_words_of_other_programs_are_translated_wherever_they_stand(field: str, told: str) -> None:

@@ -160,7 +160,7 @@ def test_a_sample_that_alone_does_not_fit_is_refused_before_a_step(base: Any, tm
         kept.check([Need(64, 16, least=101)])
     limited.check([Need(64, 16, least=limited.recomputed)])
     assert limited.recomputed == limited.longest > 100
-    with pytest.raises(ConfigError, match=r"one of .* can be trained; shorten such rows, or leave"):
+    with pytest.raises(ConfigError, match=r"one of .* can be trained; shorten such rows, or, where the prompt"):
         limited.check([Need(64, 16, least=limited.recomputed + 1)])
 
 

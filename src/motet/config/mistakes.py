@@ -43,11 +43,14 @@ OTHERS_WORDS: Mapping[str, str] = {
         "algorithm.clip_low, and algorithm.clip_high unless it has a value of its own",
     ),
     "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
+    "clip_ratio_high": "algorithm.clip_high, and with cispo algorithm.importance_cap, which is 1 more",
     "num_iterations": "algorithm.updates_per_batch",
-    "beta": "algorithm.kl.coef, and algorithm.beta where preferences are learned (dpo, kto)",
-    "epsilon_high": "algorithm.clip_high",
-    "loss_type": "algorithm.type, such as dapo or dr_grpo",
+    "beta": "algorithm.kl.coef, with algorithm.kl.type `k2`; algorithm.beta where preferences are learned (dpo, kto)",
+    "epsilon_high": "algorithm.clip_high, and with cispo algorithm.importance_cap, of the same value",
+    "loss_type": "algorithm.reduction, `token` for dapo and bnpo (as grpo has it here), `sequence` for grpo, `constant` for "
+    "dr_grpo; cispo is an algorithm.type",
+    "loss_agg_mode": "algorithm.reduction, `token` for token-mean (as grpo has it here), `sequence` for seq-mean-token-mean, "
+    "`constant` for seq-mean-token-sum-norm",
     "scale_rewards": "algorithm.advantage, `grpo` to divide by the spread of a group and `centered` not to",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "vllm_importance_sampling_correction": "algorithm.correct_sampler",

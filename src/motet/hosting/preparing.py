@@ -11,10 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from motet.algorithms.kto import Kto
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
 from motet.config.step_tokens import tokens_of_step
+from motet.config.told import told
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.core.model_info import ModelInfo
 from motet.core.types import Problem
@@ -33,7 +35,7 @@ from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
 from motet.tasks.judge_http import tokens_of
 from motet.tasks.problems import Problems
 from motet.tasks.row_files import RowLimits
-from motet.tasks.rows import check_rows, longest_row
+from motet.tasks.rows import check_rows, is_liked, longest_row
 from motet.tasks.sources import is_elsewhere
 
 _RATE_FIELDS = {
@@ -41,6 +43,8 @@ _RATE_FIELDS = {
     "algorithm": {"group_size", "groups_per_step", "updates_per_batch"},
 }
 """What the automatic learning rate depends on in a job."""
+_MOST_RATINGS = 10_000
+"""Rows whose labels are counted."""
 
 
 class Sources:
@@ -228,9 +232,13 @@ def check_reference(config: JobConfig) -> None:
 def _check_rows(job: Job, info: ModelInfo, longest: int, problem: Problem) -> None:
     """Refuse data whose longest row the base has no positions for."""
     if longest > info.max_positions:
+        most = info.max_positions
+        cure = "shorten its answer, or take the row out"  # data.max_prompt_tokens leaves out by prompts alone
+        if job.chat.longer_than(problem, most - 1):
+            cure = f"shorten it, or leave such rows out by data.max_prompt_tokens: {most - 1}"
         raise ConfigError(
             f"job {job.name}: {job.config.data.source} row {problem.id + 1} has {longest} tokens with its answer, more than "
-            f"the {info.max_positions} positions of {info.name}; shorten such rows, or leave them out by data.max_prompt_tokens"
+            f"the {most} positions of {info.name}; {cure}"
         )
 
 
@@ -284,11 +292,14 @@ def prepare_all(
     return prepared
 
 
-def left_out(jobs: Sequence[Job]) -> list[str]:
-    """Which rows were left out; what is so for several jobs is said once."""
+def notes_of(jobs: Sequence[Job]) -> list[str]:
+    """Which rows were left out, and what settings do that does not show; what is so for several jobs is said once."""
     jobs_by_note: dict[str, list[str]] = {}
     for job in jobs:
-        for note in job.data.notes:
+        rows, ratings = job.data.train, Counter[bool]()
+        if isinstance(job.config.algorithm, Kto):
+            ratings.update(is_liked(rows[row], "") for row in range(min(len(rows), _MOST_RATINGS)))
+        for note in (*job.data.notes, *told(job.config, len(rows), ratings)):
             jobs_by_note.setdefault(note, []).append(job.name)
     return [
         f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"

@@ -17,7 +17,7 @@ from motet.core.types import HostNow, JobState
 from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading, check_something_is_left
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base, own_switches
-from motet.hosting.preparing import left_out, prepare_all
+from motet.hosting.preparing import notes_of, prepare_all
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
@@ -85,7 +85,7 @@ def run_config(
         try:
             for job in jobs:
                 _take(host, job, checked, accept_changes=accept_changes)
-            host.workshop.notes += [*left_out(jobs), *_notes(checked, [job.progress for job in jobs])]
+            host.workshop.notes += [*notes_of(jobs), *_notes(checked, [job.progress for job in jobs])]
             started(host, jobs)
             (interrupt := Interrupt(notify)).run(lambda: _run_jobs(jobs, host, slots, interrupt, seen))
         finally:

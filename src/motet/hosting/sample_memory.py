@@ -47,6 +47,6 @@ class SampleMemory:
         way = f"set engine.recompute to true, with which {more:,} fit, or " if more >= least else ""
         raise ConfigError(
             f"the jobs have a sample of at least {least:,} tokens, and beside the base {self.free / 2**30:.1f} GiB are "
-            f"free, in which one of {self.longest:,} can be trained; {way}shorten such rows, or leave them out by "
-            "data.max_prompt_tokens"
+            f"free, in which one of {self.longest:,} can be trained; {way}shorten such rows, or, where the "
+            f"prompt alone is as long, leave them out by data.max_prompt_tokens: {max(self.longest - 1, 1)}"
         )

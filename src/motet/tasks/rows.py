@@ -124,12 +124,17 @@ def _thumb(problem: Problem, chat: Chat, where: str) -> Row:
 
 
 def _thumb_of(problem: Problem, where: str) -> tuple[Continuation, bool]:
+    return _continuation(problem, "completion", where), is_liked(problem, where)
+
+
+def is_liked(problem: Problem, where: str) -> bool:
+    """The label of a rated answer; `where` names its row. Raises DataError if it has none."""
     label = problem.metadata.get("label")
     if isinstance(label, str):  # as all fields of a .csv are
         label = {"true": True, "false": False}.get(label.lower(), label)
     if label not in (True, False):
         raise DataError(f"{where}: label must be true or false, whether the completion was liked, got {label!r:.80}")
-    return _continuation(problem, "completion", where), bool(label)
+    return bool(label)
 
 
 def _soft(problem: Problem, chat: Chat, where: str) -> Row:

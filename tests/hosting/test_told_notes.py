@@ -1,0 +1,57 @@
+"""Notes of jobs about their settings, and rows that are too long: what a hint says can be done, and helps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import motet
+from motet.core.errors import ConfigError
+
+ROWS = [{"prompt": f"{n} is", "answer": str(n)} for n in range(12)]
+SFT: dict[str, Any] = {
+    "name": "rows",
+    "data": {"source": ROWS, "holdout": 0},
+    "algorithm": {"type": "sft", "rows_per_step": 4},
+    "steps": 1,
+    "eval": {"every": 0},
+}
+
+
+def test_a_run_and_a_check_note_a_setting_that_the_algorithm_does_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {
+        "name": "a",
+        "data": "toy:add",
+        "reward": "exact",
+        "steps": 1,
+        "eval": {"every": 0},
+        "sampling": {"max_tokens": 4},
+    }
+    ill = {**job, "algorithm": {"type": "cispo", "clip_high": 5.0, "group_size": 2, "groups_per_step": 2}}
+    told = "job a: algorithm.clip_high: the loss cispo does not read it; set algorithm.importance_cap"
+    assert [note for note in motet.run([ill], directory=tmp_path / "ill", quiet=True).notes if note.startswith(told)]
+    motet.check([ill], rollouts=2)
+    assert told in capsys.readouterr().out
+    well = {**ill, "algorithm": {"type": "cispo", "importance_cap": 5.0, "group_size": 2, "groups_per_step": 2}}
+    assert not [
+        note for note in motet.run([well], directory=tmp_path / "well", quiet=True).notes if "algorithm" in note
+    ]
+
+
+@pytest.mark.parametrize("long", ["answer", "prompt"])
+def test_a_row_that_is_too_long_has_a_cure_that_works(long: str, tmp_path: Path) -> None:
+    """`data.max_prompt_tokens` leaves rows out by their prompts alone."""
+    row = {**ROWS[0], long: "12 34 " * 3000}
+    ill = {**SFT, "data": {"source": [*ROWS, row], "holdout": 0}}
+    with pytest.raises(ConfigError, match=r"row 13 has .* tokens with its answer, more than the") as error:
+        motet.run([ill], directory=tmp_path / "ill", quiet=True)
+    most = re.search(r"data\.max_prompt_tokens: (\d+)", str(error.value))
+    assert bool(most) == (long == "prompt")
+    well = {**ill, "data": {**ill["data"], "max_prompt_tokens": int(most[1])}} if most else SFT
+    assert most or "shorten its answer, or take the row out" in str(error.value)
+    assert motet.run([well], directory=tmp_path / "well", quiet=True).ok
