@@ -140,7 +140,7 @@ def test_gradients_equal_plain_pytorch(algorithm: Preference, rows: list[Row], p
 def test_figures_by_hand(
     algorithm: Preference, rows: list[Row], gains: list[float], over: list[float], factors: list[float]
 ) -> None:
-    """Whatever leaves the odds as they are is not on the right side."""
+    """Whatever leaves the odds as they are is by half on the right side."""
     batch = algorithm.batch(rows)
     reference = [np.where(sample.loss_mask, -1.0, 0.0).astype(np.float32) for sample in batch.samples]
     policy = [one + np.eye(1, len(one), len(one) - 1)[0] * gain for one, gain in zip(reference, gains, strict=True)]
@@ -148,8 +148,16 @@ def test_figures_by_hand(
     sigma = 1 / (1 + np.exp(over))
     losses = np.array(factors) * (-np.log(1 - sigma) if isinstance(algorithm, Dpo) else sigma)
     assert figures["loss"] == pytest.approx(losses.mean(), rel=1e-6)
-    assert figures["accuracy"] == np.mean(np.array(over) > 0)
+    assert figures["accuracy"] == np.mean((np.sign(over) + 1) / 2)
     assert figures.get("margin") == (np.mean(over) if isinstance(algorithm, Dpo) else None)
+
+
+@pytest.mark.parametrize(("algorithm", "rows"), [(Dpo(), PAIRS), (Kto(), THUMBS)], ids=str)
+def test_a_policy_that_equals_its_reference_is_right_by_half(algorithm: Preference, rows: list[Row]) -> None:
+    """Otherwise labels at random would make it better."""
+    batch = algorithm.batch(rows)
+    same = [np.where(sample.loss_mask, -1.0, 0.0).astype(np.float32) for sample in batch.samples]
+    assert algorithm.figures(batch, RowLogprobs(same, same))["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize(

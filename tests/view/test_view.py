@@ -562,6 +562,8 @@ def test_sparkline_and_trend() -> None:
     assert sparkline(rising, 8, UNICODE) == "▁▂▃▄▅▆▇█"
     assert sparkline([0.5] * 4, 8, UNICODE) == "▁▁▁▁"
     assert sparkline([math.nan], 8, UNICODE) == ""
+    noise = [0.0] * 20 + [0.00026, 0.0, 0.00026]
+    assert (sparkline(noise, 6, UNICODE), trend(noise, UNICODE)) == ("▁" * 6, "→"), "beside 0.00"
     assert [trend(values, UNICODE) for values in (rising, rising[::-1], [0.5] * 9, [0.5])] == ["↗", "↘", "→", " "]
     assert recent_reward([0.0] * 10 + [1.0] * 5) == 1.0
     assert evaluation_text([(0, 0.12), (4, 0.3), (8, 0.48)], ASCII) == "0.12 -> 0.48"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator
 
 from motet.algorithms.packing import cut
 from motet.core.batch import Loss, LossInputs, Sample, Segment, TokenLosses
@@ -15,6 +17,16 @@ from motet.core.types import FloatArray
 def is_address(name: str) -> bool:
     """Whether the value of a reference or teacher is the address of a server."""
     return name.startswith(("http://", "https://"))
+
+
+def _no_server(name: str) -> str:
+    if is_address(name):
+        raise ValueError("no server is asked here, only in `distill`; give `start`, `base` or a PEFT directory")
+    return name
+
+
+ReferenceName = Annotated[str, AfterValidator(_no_server)]
+"""`start` (the adapter as the job begins with it), `base`, or a PEFT directory."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, sigmoid, with_weights
+from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, share_right, sigmoid, with_weights
 from motet.core.batch import Row
 
 
@@ -38,13 +38,13 @@ class Dpo(Preference):
         return StepBatch(with_weights(batch.samples, weights_S), batch.denominator)
 
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
-        """The loss, the fraction of pairs whose chosen answer gained more than the other, and the mean margin."""
+        """The loss, the share of pairs whose chosen answer gained more than the other, and the mean margin."""
         margins_P = self._margins(batch, scored)
         likelihoods_P = scored.sums(batch.samples)[0][::2] / _lengths(batch)[::2]
         losses_P = np.logaddexp(0, -margins_P) - self.sft * likelihoods_P
         return {
             "loss": float(losses_P.mean()),
-            "accuracy": float((margins_P > 0).mean()),
+            "accuracy": share_right(margins_P),
             "margin": float(margins_P.mean()),
         }
 

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
-from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, sigmoid, with_weights
+from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, share_right, sigmoid, with_weights
 from motet.core.batch import Example, Row
 from motet.core.types import FloatArray
 
@@ -50,7 +50,7 @@ class Kto(Preference):
         """The loss, and the share of answers on the right side of the reference point."""
         signs_S, over_S = self._over(batch, scored)
         losses_S = self._factors(signs_S) * sigmoid(-over_S)
-        return {"loss": float(losses_S.mean()), "accuracy": float((over_S > 0).mean())}
+        return {"loss": float(losses_S.mean()), "accuracy": share_right(over_S)}
 
     def _over(self, batch: StepBatch, scored: RowLogprobs) -> tuple[Figures, Figures]:
         """For each answer: its sign, and β · sign · (its gain over the reference − the reference point), [S]."""

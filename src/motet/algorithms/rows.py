@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from motet.algorithms.algorithm import Algorithm, StepBatch, is_address
+from motet.algorithms.algorithm import Algorithm, ReferenceName, StepBatch
 from motet.core.batch import Example, LossInputs, Row, Sample, TokenLosses
 from motet.core.types import FloatArray
 
@@ -85,17 +85,10 @@ class Preference(RowAlgorithm):
 
     best_by: ClassVar[str] = "accuracy, then loss"
 
-    reference: str = "start"
+    reference: ReferenceName = "start"
     """What the policy is compared with: `start` (the adapter as the job begins with it), `base`, or a PEFT directory."""
     beta: float = Field(0.1, gt=0, le=1e3)
     """How much a difference of log probabilities counts; the larger, the closer the policy stays to the reference."""
-
-    @field_validator("reference")
-    @classmethod
-    def _no_server(cls, reference: str) -> str:
-        if is_address(reference):
-            raise ValueError("no server is asked here, only in `distill`; give `start`, `base` or a PEFT directory")
-        return reference
 
     @property
     def compares(self) -> bool:
@@ -124,6 +117,11 @@ def with_weights(samples: Sequence[Sample], weights_S: Figures) -> tuple[Sample,
         replace(sample, weights=np.where(sample.loss_mask, np.float32(weight), np.float32(0)))
         for sample, weight in zip(samples, weights_S, strict=True)
     )
+
+
+def share_right(over: Figures) -> float:
+    """The share of margins above 0; those of 0 count half, as a policy that equals its reference has them by chance."""
+    return float((over > 0).mean() + (over == 0).mean() / 2)
 
 
 def sigmoid(values: Figures) -> Figures:

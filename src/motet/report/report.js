@@ -59,8 +59,8 @@ function figure(value) {
 
 function gain(values, half = null) {
   if (values.length < 2) return values.length ? figure(values[0]) : "–";
-  const first = values[0], last = values.at(-1), text = `${last > first ? "+" : ""}${figure(last - first)}`;
-  return [`${figure(first)} → `, el("b", {}, figure(last)), half === null ? " " : ` ± ${figure(half)} `, el("span", {class: last > first ? "good" : last < first ? "bad" : "soft"}, text)];
+  const first = values[0], last = values.at(-1), text = `${last > first ? "+" : ""}${figure(last - first)}`, seen = figure(first) === figure(last) ? 0 : last - first;
+  return [`${figure(first)} → `, el("b", {}, figure(last)), half === null ? " " : ` ± ${figure(half)} `, el("span", {class: seen > 0 ? "good" : seen < 0 ? "bad" : "soft"}, text)];
 }
 
 function summary() {

@@ -286,7 +286,7 @@ def _change(values: Sequence[float], glyphs: Glyphs) -> Text:
 def _gain(values: Sequence[float]) -> Text:
     if len(values) < 2 or len(finite([values[0], values[-1]])) < 2:
         return Text()
-    gain = values[-1] - values[0]
+    gain = round(values[-1] - values[0], 2) + 0.0
     return Text(f"{gain:+.2f}", style="bold green" if gain > 0 else "red" if gain < 0 else "")
 
 

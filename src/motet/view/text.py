@@ -128,6 +128,8 @@ def sparkline(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
     edges = [index * len(known) // cells for index in range(cells + 1)]
     means = [fmean(known[start:end]) for start, end in pairwise(edges)]
     low, spread = min(means), max(means) - min(means)
+    if reward_text(low) == reward_text(low + spread):  # a picture beside a number shows no more than it
+        spread = 0.0
     top = len(glyphs.blocks) - 1
     return "".join(glyphs.blocks[round((mean - low) / spread * top) if spread > 0 else 0] for mean in means)
 
@@ -138,9 +140,9 @@ def trend(values: Sequence[float], glyphs: Glyphs) -> str:
     if len(known) < 2:
         return " "
     width = min(RECENT, len(known) // 2)
-    change = fmean(known[-width:]) - fmean(known[-2 * width : -width])
-    spread = max(known) - min(known)
-    if abs(change) <= _FLAT * spread:
+    before, now = fmean(known[-2 * width : -width]), fmean(known[-width:])
+    change, spread = now - before, max(known) - min(known)
+    if abs(change) <= _FLAT * spread or reward_text(before) == reward_text(now):
         return glyphs.arrows[1]
     return glyphs.arrows[2] if change > 0 else glyphs.arrows[0]
 
