@@ -384,7 +384,7 @@ def test_the_page_about_metrics_has_every_field() -> None:
     about_metrics, about_timings = text.split("## metrics.jsonl")[1], text.split("## timings.jsonl")[1]
     assert {row[0]: row[1] for row in table(about_metrics, "field")} == STEP_FIELDS
     seconds = dict.fromkeys(("sample", "reward", "train", "publish"), 0.0)
-    record = timing_record(0, seconds, 0, 0, BusyTime(), adapter_norm=1.0)
+    record = timing_record(0, seconds, 0, 0, BusyTime(), beside={"adapter_norm": 1.0, "reward_range": [0.0, 1.0]})
     nested = (
         [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [name] for name, value in record.items()
     )

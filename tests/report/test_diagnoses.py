@@ -80,7 +80,69 @@ def test_answers_that_only_grow_longer_are_an_alarm(tmp_path: Path) -> None:
 def test_groups_without_signal_are_a_hint(tmp_path: Path) -> None:
     told = trained(tmp_path, steps=LEAST, reward=lambda problem, completion: 1.0)
     assert told.keys() == {"no-signal", "flat"}
-    assert told["no-signal"].startswith("hint: no signal in 100% of the groups (mean reward 1)")
+    assert told["no-signal"].startswith(
+        "hint: no signal in 100% of the groups (mean reward 1, near the highest seen, 1): too"
+    )
+
+
+def first_small(problem: Problem, completion: str) -> float:
+    """Cheap: most answers earn it soon."""
+    return float(completion[:1] in string.ascii_lowercase)
+
+
+def any_a(problem: Problem, completion: str) -> float:
+    return float("a" in completion)
+
+
+def nothing(problem: Problem, completion: str) -> float:
+    return 0.0
+
+
+CHEAP: dict[str, Any] = {"optimizer": {"lr": 0.3}, "algorithm": {"groups_per_step": 6}}
+
+
+def test_a_part_that_is_never_earned_is_told_beside_one_that_is(tmp_path: Path) -> None:
+    """The sum rises to what the cheap part gives, and is called a gain."""
+    ill = trained(tmp_path / "ill", reward=[first_small, nothing], **CHEAP)
+    assert ill.keys() == {"never"}
+    assert ill["never"].startswith("hint: part nothing was 0 in all 20 steps: only the rest of the reward is learned; ")
+    assert "teach the form first, on rows with answers (algorithm: sft)" in ill["never"]
+    assert "never" not in trained(tmp_path / "well", reward=[first_small, any_a], **CHEAP)
+    early = trained(tmp_path / "early", steps=RECENT - 1, reward=[first_small, nothing], eval={"every": 0}, **CHEAP)
+    assert "never" in early, "the job has no more steps"
+
+
+@pytest.mark.parametrize(
+    ("weights", "values", "told"),
+    [
+        ({"a": 1.0, "b": 1.0}, [0.0] * RECENT, "part b was 0 in all 10 steps"),
+        ({"a": 1.0, "b": 0.5}, [-1.0] * RECENT, "part b was -1 in all 10 steps"),
+        ({"a": 1.0, "b": 1.0}, [*[0.0] * RECENT, 0.01], ""),
+        ({"a": 1.0, "b": 1.0}, [1.0] * RECENT, ""),  # all have it
+        ({"a": 1.0, "b": -1.0}, [0.0] * RECENT, ""),  # a penalty that nobody pays
+        ({"a": 1.0, "b": 0.0}, [0.0] * RECENT, ""),  # a monitor
+        ({"a": 1.0, "b": 1.0}, [0.0] * (RECENT - 1), ""),
+        ({"b": 1.0}, [0.0] * RECENT, ""),  # the sum shows it
+    ],
+)
+def test_parts_of_a_reward_are_judged_apart(weights: dict[str, float], values: list[float], told: str) -> None:
+    signs = Signs(weights)
+    for step, value in enumerate(values):
+        signs.see({**LINE, "step": step, "reward_parts": {"a": 0.5, "b": value}})
+    assert signs.warnings.get("never", "").removeprefix("hint: ").startswith(told) if told else not signs.diagnoses
+
+
+def test_a_reward_that_rose_and_stopped_far_below_the_highest_seen_has_no_signal(tmp_path: Path) -> None:
+    def of(highest: float | None, share: float = 0.9) -> dict[str, bool]:
+        signs = Signs()
+        for step in range(2 * RECENT):
+            known = {} if highest is None else {"reward_range": [0.0, highest]}
+            rising = {"reward": min(0.1 + 0.1 * step, 1.0), "no_signal": share if step > RECENT else 0.2}
+            signs.see({**LINE, **known, **rising, "step": step, "reward_std": 0.2})
+        return kinds(signs.diagnoses)
+
+    assert of(2.0) == {"no-signal": False}
+    assert of(1.1) == of(None) == of(2.0, 0.5) == {}, "learned, unknown, and under way"
 
 
 def after(now: dict[str, Any], before: dict[str, Any] | None = None, held_out: float = 0.5) -> dict[str, bool]:
@@ -103,6 +165,7 @@ def after(now: dict[str, Any], before: dict[str, Any] | None = None, held_out: f
         ("entropy", {"entropy": 0.09}, {}),
         ("identical", {"distinct": 0.13}, {}),
         ("far", {"kl_base": 1.1}, {}),
+        ("far", {"kl_base": 9.1}, {"kl_base": 8.0, "version": 0}),
         ("alike", {"distinct": 0.3}, {}),
     ],
 )
@@ -117,6 +180,7 @@ def test_a_hint_becomes_an_alarm_where_held_out_falls(kind: str, now: dict[str, 
         ({"length": 19 * LONGER}, {"length": 20}),
         ({"length": 30, "truncated": 0.6}, {"length": 20, "truncated": 0.6}),
         ({"adapter_norm": 4.9 * NORM}, {"adapter_norm": 5}),
+        ({"kl_base": 8.3}, {"kl_base": 8.0, "version": 0}),
         ({"entropy": 0.11}, {}),
         ({"distinct": 0.15}, {"distinct": 0.15}),
         ({"entropy": None, "length": None, "adapter_norm": None, "distinct": None}, {}),

@@ -23,7 +23,7 @@ from motet.core.types import Problem
 from motet.hosting.launch import load
 from motet.hosting.preparing import check_reference
 from motet.report.read import read_job, read_run, signs_of
-from motet.runtime import evaluations, signs
+from motet.runtime import answer_signs, evaluations, signs
 from motet.runtime.learning_rate import learning_rate
 from motet.runtime.signs import LEAST, RECENT, Signs
 from tests.support.fake_run import LINE, Setting, job, run_jobs
@@ -162,6 +162,9 @@ NOW: dict[str, Tree] = {
     "lost": {"reward": 0.0, "no_signal": 1.0},
     "identical": {"distinct": 0.13},
     "no-signal": {"no_signal": 0.9},
+    "too hard": {"no_signal": 0.9, "reward_range": [0.0, 1.0]},
+    "too easy": {"no_signal": 0.9, "reward_range": [0.0, 0.3]},
+    "never any": {"no_signal": 0.9, "reward_range": [0.0, 0.0]},
     "alike": {"distinct": 0.3},
     "entropy": {"entropy": 0.09},
     "far": {"kl_base": 2.0},
@@ -198,6 +201,13 @@ def ill_signs(tree: Tree) -> Iterator[Signs]:
             made.see({**LINE, **more, **before, **(now if step > RECENT else {})})
         for version, reward in ((0, 0.5), (2 * RECENT, 0.1)):
             made.see_evaluation(version, {"reward": reward, "reward_stderr": 0.05})
+        yield made
+    if "group_size" in tree["algorithm"]:
+        made = signs_of(tree)
+        for step in range(RECENT):
+            made.see(
+                {**LINE, "version": step, "kl_base": 8.0 + step, "reward_parts": dict.fromkeys(("exact", "regex"), 0.0)}
+            )
         yield made
     for figures in EVALUATED.values():
         made = signs_of(tree)
@@ -274,6 +284,6 @@ def test_every_remedy_is_followed_above() -> None:
     """A text that comes to these modules is met here, and a field in it has a training that shows that it cures."""
     found = [one for tree in TREES.values() for made in ill_signs(tree) for one in made.diagnoses]
     said = [one.says for one in found]
-    assert [never_said(module, said) for module in (signs, evaluations)] == [[], []]
-    cured = {kind for _, fields in ILL.values() for kind in fields} | {"norm", "loss", "thought"}
+    assert [never_said(module, said) for module in (signs, answer_signs, evaluations)] == [[], [], []]
+    cured = {kind for _, fields in ILL.values() for kind in fields} | {"norm", "loss", "thought", "never"}
     assert {one.kind for one in found} == cured | set(READ)

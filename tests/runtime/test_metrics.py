@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from motet.core.types import Problem
+from motet.runtime.answer_signs import no_signal
+from motet.runtime.metrics import BESIDE
 from motet.runtime.progress import JobProgress
-from motet.runtime.signs import no_signal
 from motet.tracking.observing import numbers
 from tests.support.fake_run import Setting, job, records, run_jobs
 
@@ -69,12 +70,14 @@ def test_what_is_taken_up_is_what_was_told(tmp_path: Path) -> None:
     )
     for name, steps in (("ahead", [0, 2, 4]), ("flat", [0, 2, 4, 6, 8, 10, 12])):
         told, again = run.jobs[name].progress, JobProgress.of(run.jobs[name].config)
-        again.take_up(records(tmp_path, name))
+        timed = map(json.loads, (tmp_path / name / "timings.jsonl").read_text().splitlines())
+        beside = [{field: line[field] for field in BESIDE if field in line} for line in timed]
+        again.take_up({**line, **more} for line, more in zip(records(tmp_path, name), beside, strict=True))
         assert (again.rewards, again.evaluations, again.errors) == (told.rewards, told.evaluations, told.errors)
         assert [version for version, _ in again.evaluations] == steps
         assert again.signs.warnings == told.signs.warnings
     assert told.signs.warnings.keys() == {"no-signal", "flat"}
-    said = f"hint: {no_signal(1.0, 1.0, 0.0, {'group_size': 4})} (docs/not-learning.md#no-signal)"
+    said = f"hint: {no_signal(1.0, 1.0, 0.0, {'group_size': 4}, (1.0, 1.0))} (docs/not-learning.md#no-signal)"
     assert told.signs.warnings["no-signal"] == said
 
 

@@ -15,10 +15,11 @@ from motet.config import JobConfig
 from motet.config.mistakes import FIELDS
 from motet.core.types import FinishReason, Group, Message, Problem, Rollout, Turn
 from motet.report.read import signs_of
+from motet.runtime.answer_signs import NO_SIGNAL, in_thought, no_signal
 from motet.runtime.held_out import figure_of
 from motet.runtime.metrics import group_metrics
 from motet.runtime.progress import JobProgress
-from motet.runtime.signs import ALIKE, FAR, LEAST, NO_SIGNAL, RECENT, Signs, in_thought, no_signal
+from motet.runtime.signs import ALIKE, FAR, LEAST, RECENT, Signs
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import load_dataset
 from motet.tasks.rewards import exact
@@ -69,7 +70,11 @@ def test_an_ordinary_training_is_not_warned_about() -> None:
 def test_groups_without_signal(reward: float) -> None:
     (warning,) = warnings(reward=reward, reward_std=0.1, no_signal=0.9)
     assert warning.startswith(f"no signal in 90% of the groups (mean reward {reward:.2g}): too hard or too easy")
+    (named,) = warnings(reward=reward, reward_std=0.1, no_signal=0.9, reward_range=(0.0, 1.0))
+    assert ("near the highest seen, 1): too easy" if reward > 0.9 else "highest seen, 1): too hard") in named
     assert warnings(no_signal=NO_SIGNAL - 0.01) == ()
+    never = warnings(reward=0.0, reward_std=0.0, no_signal=1.0, reward_range=(0.0, 0.0))
+    assert "no answer got more; teach the form first" in never[0]
     assert warnings(LEAST - 1, no_signal=1.0) == (), "a few steps say little"
     assert warnings(no_signal=[1.0] * RECENT + [0.1] * RECENT) == (), "what is past does not count"
 
@@ -127,6 +132,7 @@ def test_far_from_the_base() -> None:
     assert warnings(kl_base=[0.2] * (2 * RECENT - 1) + [FAR - 0.01]) == ()
     kl: Values = [None] * (2 * RECENT)
     kl[3] = 3.1
+    assert warnings(kl_base=[8.3] * RECENT, version=list(range(RECENT)), steps=RECENT) == (), "SFT went there"
     assert warnings(kl_base=kl) == (
         "far from the base: KL 3.1 nats per token; lower optimizer.lr, or set algorithm.kl.coef to 0.01",
     )
@@ -316,7 +322,12 @@ def test_rows_with_whole_thoughts_teach_to_end_them() -> None:
     assert (found.get("in_thought"), found["reward"]) == (None, 1.0), learned
 
 
-HINTS = ("src/motet/runtime/signs.py", "src/motet/runtime/evaluations.py", "docs/not-learning.md")
+HINTS = (
+    "src/motet/runtime/signs.py",
+    "src/motet/runtime/answer_signs.py",
+    "src/motet/runtime/evaluations.py",
+    "docs/not-learning.md",
+)
 
 
 def test_each_hint_names_a_field_that_a_job_takes() -> None:

@@ -55,7 +55,7 @@ def test_held_out_above() -> None:
 
 def test_kl_above() -> None:
     lines: list[dict[str, Any]] = [{"kl_base": None}, {"kl_base": 0.9}, {"kl_base": 1.2}]
-    assert stopped({"kl_above": 1}, *lines).startswith("the KL of v2 to the base is 1.2 nats per token")
+    assert stopped({"kl_above": 1}, *lines).startswith("the KL of v2 to the reference is 1.2 nats per token")
     assert stopped({"kl_above": 2}, *lines) == ""
 
 
@@ -115,7 +115,7 @@ def test_a_job_ends_early_as_succeeded_and_says_why(tmp_path: Path) -> None:
     one = run.jobs["a"]
     assert (one.state, one.progress.step, one.progress.stopped_early) == (JobState.SUCCEEDED, 3, True)
     said = one.directory.read_status()["message"]
-    assert said.startswith("stopped early after step 3: the KL of v2 to the base is ")
+    assert said.startswith("stopped early after step 3: the KL of v2 to the reference is ")
     assert "(stop_when.kl_above); best version: v" in said
     assert "change or remove that rule and run the same command again" in said
     assert [line["step"] for line in records(tmp_path, "a") if "eval" in line] == [0, 2, 3], "the last is evaluated"

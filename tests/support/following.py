@@ -11,7 +11,7 @@ from motet.config.jobfile import set_path
 
 _FIELD = r"((?:[a-z_]+\.)+[a-z_]+|steps)"
 _FROM = re.compile(rf"(lower|raise) {_FIELD} \(it is ([^)]+)\)")
-_TO = re.compile(rf"set {_FIELD} to ([\d.e-]*\d)")
+_TO = re.compile(rf"set {_FIELD} to (start|[\d.e-]*\d)")
 _OUT = re.compile(rf"leave out {_FIELD}")
 _WEIGHTS = re.compile(r"(\S+) outweighs it; set its weight to (\S+), or that of (\S+) to ([^\s,;]+)")
 Tree = dict[str, Any]
@@ -28,7 +28,7 @@ def _followed(job: Tree, says: str) -> Iterator[tuple[str, Tree]]:
         assert f"{now:g}" == value, f"{field} is {now}, not {value}: {says}"
         yield field, changed(job, field, now / 3 if way == "lower" else 2 * now)
     for field, value in _TO.findall(says):
-        yield field, changed(job, field, float(value) if "." in field else int(value))
+        yield field, changed(job, field, value if value == "start" else float(value) if "." in field else int(value))
     for field in _OUT.findall(says):
         without = copy.deepcopy(job)
         section, _, name = field.rpartition(".")

@@ -44,8 +44,8 @@ class Distillation(PolicyGradient):
         for field, default in replaced.items():
             if getattr(self, field) != default:
                 raise ValueError(f"{field}: the teacher judges each token; leave it out")
-        if self.kl.coef > 0 and self.teacher != "base":
-            raise ValueError("kl: the penalty would be to the teacher, not to the base; leave it out")
+        if self.kl.reference != "base" or (self.kl.coef > 0 and self.teacher != "base"):
+            raise ValueError("kl: the penalty would be to the teacher, not to another model; leave it out")
         return self
 
     @property

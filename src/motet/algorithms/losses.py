@@ -139,7 +139,7 @@ for the gradients Tang and Munos 2025 (arXiv 2506.09477)."""
 
 
 def policy_losses(settings: PolicyLoss, inputs: LossInputs) -> TokenLosses:
-    """W · policy loss + kl_coef · KL(π ‖ base), per token.
+    """W · policy loss + kl_coef · KL(π ‖ reference), per token.
 
     w is 1, or with `correct_sampler` the truncated importance weight sg(min(proximal / sampler, importance_cap)); the
     ratio of the policy loss is then π / proximal. Sources: decoupled PPO (Hilton et al. 2022, arXiv 2110.00641);

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, normalisation, select_groups
-from motet.algorithms.algorithm import Algorithm, StepBatch
+from motet.algorithms.algorithm import Algorithm, ReferenceName, StepBatch
 from motet.algorithms.credit import placed, turn_advantages
 from motet.core.batch import LossInputs, Sample, TokenLosses
 from motet.core.section import Config
@@ -28,12 +28,15 @@ SEQUENCE_CLIP = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 
 class KLConfig(Config):
-    """Penalty that keeps the policy near the base (the model without an adapter)."""
+    """Penalty that keeps the policy near a reference."""
 
     coef: float = Field(0.0, ge=0, le=1e6)
     """Weight of the penalty; 0 turns it off."""
     type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator, after Schulman's note on approximating KL divergence."""
+    reference: ReferenceName = "base"
+    """What the policy is kept near, and what the metric `kl_base` compares with: `base` (the model without an adapter), `start`
+    (the adapter as the job begins with it), or a PEFT directory."""
 
 
 class PolicyGradient(Algorithm):
@@ -45,6 +48,7 @@ class PolicyGradient(Algorithm):
 
     least_scored: ClassVar[int] = 2
     """The least number of rollouts with a reward that a group needs."""
+    compared_field: ClassVar[str] = "kl.reference"
 
     advantage: AdvantageKind = "grpo"
     """How rewards become advantages: `grpo` divides by the group's standard deviation, `centered` does not."""
@@ -79,7 +83,7 @@ class PolicyGradient(Algorithm):
     clip_high: float = Field(0.28, ge=0)
     """Ratios above 1 + clip_high get no gradient from positive advantages. The default for the loss `gspo` is 4e-4."""
     kl: KLConfig = KLConfig()
-    """KL penalty to the base."""
+    """KL penalty to a reference."""
     importance_cap: float = Field(2.0, gt=0)
     """Upper bound of truncated importance weights and of the ratio of CISPO."""
     correct_sampler: bool = False
@@ -137,8 +141,13 @@ class PolicyGradient(Algorithm):
         return self.over_provision == 1
 
     @property
+    def compared_with(self) -> str:
+        """The model of reference logprobs."""
+        return self.kl.reference
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether samples must carry the base's logprobs."""
+        """Whether samples must carry the reference's logprobs."""
         return self.kl.coef > 0
 
     @property

@@ -29,8 +29,9 @@ from motet.core.types import Group
 from motet.hosting.before_loading import Checked, auto_kernels, changes_of, check_before_loading
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base, own_switches
-from motet.hosting.preparing import left_out, prepare_all
+from motet.hosting.preparing import notes_of, prepare_all
 from motet.hosting.running import config_of
+from motet.runtime.answer_signs import in_thought, no_signal
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.held_out import LOG_LIKELIHOOD
 from motet.runtime.interrupt import Interrupt
@@ -38,7 +39,6 @@ from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
-from motet.runtime.signs import in_thought, no_signal
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
 from motet.tasks.rows import row_of
@@ -97,7 +97,7 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)
         jobs = [job for job, _ in prepared]
-        for note in [*host.workshop.notes[len(base.info.notes) :], *left_out(jobs)]:
+        for note in [*host.workshop.notes[len(base.info.notes) :], *notes_of(jobs)]:
             console.print(f"note: {note}", soft_wrap=True)
         try:
             print_rates(console, jobs)
@@ -228,7 +228,7 @@ def _no_signal(job: Job, groups: Sequence[Group]) -> str:
     rewards = [rollout.reward for rollout in scored]
     share = sum(not group.has_signal for group in groups) / len(groups)
     own = job.config.algorithm.model_dump(mode="json")
-    return no_signal(share, fmean(rewards), pstdev(rewards), own)
+    return no_signal(share, fmean(rewards), pstdev(rewards), own, (min(rewards), max(rewards)))
 
 
 def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:

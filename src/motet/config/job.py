@@ -330,7 +330,7 @@ class JobConfig(Config):
             every=self.eval.every,
             steps=self.steps,
             measures_kl=isinstance(algorithm, PolicyGradient) and algorithm.needs_reference,
-            to_base=algorithm.reference_server is None and algorithm.compared_with == "base",
+            taught=algorithm.compared_field == "teacher" and algorithm.compared_with != "base",
         )
         mistake = mistake or algorithm.mistake(self.sampling.max_tokens)
         if self.team:

@@ -283,8 +283,11 @@ def _resolve_files(job: Tree, directory: Path) -> None:
         ("data", ("source", "eval_source")),
         ("adapter", ("init",)),
         ("algorithm", ("reference", "teacher")),
+        ("algorithm.kl", ("reference",)),
     ):
-        section_fields = job.get(table)
+        section_fields: Any = job
+        for part in table.split("."):
+            section_fields = section_fields.get(part) if isinstance(section_fields, dict) else None
         if isinstance(section_fields, dict):
             for field in fields:
                 if isinstance(section_fields.get(field), str):

@@ -28,8 +28,8 @@ class StopConfig(Config):
     no_gain: Annotated[NoGainConfig, named("evaluations", int)] | None = None
     """Stop when held-out results no longer improve."""
     kl_above: float | None = Field(None, gt=0)
-    """Stop when the KL to the base is above this, in nats per token. It is measured on steps that evaluate, or on every
-    step with `algorithm.kl`."""
+    """Stop when the KL to `algorithm.kl.reference` is above this, in nats per token. It is measured on steps that evaluate,
+    or on every step with `algorithm.kl.coef`."""
     reward_above: float | None = None
     """Stop when the mean training reward of the newest five steps is above this."""
 
@@ -39,7 +39,7 @@ class StopConfig(Config):
         return [name for name in type(self).model_fields if getattr(self, name) is not None]
 
     def mistake(
-        self, *, rows: bool, rewarded: bool, held_out: bool, every: int, steps: int, measures_kl: bool, to_base: bool
+        self, *, rows: bool, rewarded: bool, held_out: bool, every: int, steps: int, measures_kl: bool, taught: bool
     ) -> str | None:
         """Why a rule could never hold; None if each can.
 
@@ -50,7 +50,7 @@ class StopConfig(Config):
             every: steps between evaluations, or 0.
             steps: of the job.
             measures_kl: whether every step measures the KL.
-            to_base: whether that KL is to the base.
+            taught: whether that KL is to a teacher other than the base.
         """
         evaluates = held_out and every > 0
         for name in self.rules:
@@ -58,7 +58,7 @@ class StopConfig(Config):
                 return f"stop_when.{name}: this algorithm learns from rows and samples nothing; leave it out"
             if not (rows or rewarded or name == "kl_above"):
                 return f"stop_when.{name}: nothing rewards the answers of this job; leave it out, or give it a reward"
-            if name == "kl_above" and not to_base:
+            if name == "kl_above" and taught:
                 return (
                     "stop_when.kl_above: this algorithm measures the KL to its teacher, not to the base; leave it out"
                 )

@@ -19,6 +19,7 @@ from motet.config import RewardConfig
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.held_out import ACCURACY, LOG_LIKELIHOOD, REWARD, named_best, newest_commit, recommended, rule_text
+from motet.runtime.metrics import BESIDE
 from motet.runtime.settings import Setting, setting_of, settings
 from motet.runtime.signs import Signs
 from motet.tasks.reward_elsewhere import weights_of
@@ -111,7 +112,7 @@ class JobRecord:
         for line in self.steps:
             step = number(line.get("step"))
             timed = timings.get(step, {})
-            signs.see({**line, **{name: timed.get(name) for name in ("errors", "adapter_norm")}})
+            signs.see({**line, **{name: timed.get(name) for name in BESIDE}})
             if step is not None and isinstance(evaluation := line.get("eval"), Mapping):
                 signs.see_evaluation(int(step), evaluation)
         return tuple(signs.warnings.values())

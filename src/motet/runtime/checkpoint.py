@@ -32,6 +32,7 @@ from motet.core.checksums import hash_of, link, replace_file, sealed, sums_of, s
 from motet.core.errors import RunError
 from motet.core.types import adapter_files
 from motet.runtime.manifest import Manifest
+from motet.runtime.metrics import BESIDE
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import RECEIPT, Materials
 from motet.runtime.rollout_logs import prefix, prune_logs
@@ -180,9 +181,8 @@ class JobDirectory:
         return _lines(self.metrics, committed.metrics_bytes)
 
     def read_tokens(self, committed: Committed) -> dict[int, dict[str, Any]]:
-        """`tokens_sampled`, `tokens_trained`, any `errors` and `adapter_norm` of the steps that a commit covers."""
-        names = ("tokens_sampled", "tokens_trained", "errors", "adapter_norm")
-        lines = _lines(self.timings, committed.timings_bytes)
+        """`tokens_sampled`, `tokens_trained` and any of `BESIDE` of the steps that a commit covers."""
+        names, lines = ("tokens_sampled", "tokens_trained", *BESIDE), _lines(self.timings, committed.timings_bytes)
         return {int(line["step"]): {name: line[name] for name in names if name in line} for line in lines}
 
     def steps(self) -> list[int]:

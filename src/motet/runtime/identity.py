@@ -41,9 +41,12 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
     for field in ("source", "eval_source"):
         job["data"][field] = _placeless(job["data"][field])
     job["adapter"]["init"] = _placeless(job["adapter"]["init"])
-    for field in ("reference", "teacher"):
-        if field in job["algorithm"]:
-            job["algorithm"][field] = _placeless(job["algorithm"][field])
+    kl = job["algorithm"].get("kl") or {}
+    for section in (job["algorithm"], kl):
+        for field in {"reference", "teacher"} & section.keys():
+            section[field] = _placeless(section[field])
+    if kl.get("reference") == "base":  # identities of before stay as they are
+        del kl["reference"]
     code = [(job["algorithm"], "type"), (job["environment"], "name"), *((reward, "name") for reward in job["rewards"])]
     for section, field in code:
         file, colon, function = section[field].rpartition(":")

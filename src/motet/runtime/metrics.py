@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from motet.core.types import Group, Rollout
 from motet.runtime.steps import LearnedStep, SampledStep
 from motet.tasks.reward_answers import MOST_LOGGED
 
+BESIDE = ("errors", "adapter_norm", "reward_range")
+"""Fields of timings.jsonl that `Signs` reads in the same line as those of metrics.jsonl."""
 _REASONS, _REASON = 3, 300
 """Number of failure reasons that a step keeps, and their maximum characters."""
 STEP_FIELDS: Mapping[str, str] = {
@@ -48,15 +51,16 @@ STEP_FIELDS: Mapping[str, str] = {
     "ratio_max": "largest ratio",
     "clip_fraction": "share of tokens whose gradient the clip removed",
     "kl_sampler": "k3 estimate of KL(sampler ‖ policy) per token, nats",
-    "kl_base": "k3 estimate of KL(policy ‖ base) per token, nats; with `distill`, to the teacher. On steps that evaluate, "
-    "or on every step with a KL term",
+    "kl_base": "k3 estimate of KL(policy ‖ `kl.reference`) per token, nats; with `distill`, to the teacher. On steps that "
+    "evaluate, or on every step with a KL term",
     "logprob_gap": "largest |trainer − sampler| logprob; 0 on-policy on the embedded engine, if the base is exact",
     "grad_norm": "norm of the gradient before clipping",
     "lr": "learning rate of the update",
     "skipped": "whether the update was left out because the gradient was not finite",
     "value_loss": "with a critic: its loss before the update",
     "value_explained": "with a critic: share of the variance of the tokens' returns that its values explain",
-    "accuracy": "with `dpo` and `kto`: share of pairs, or answers, on which the policy is on the right side of the reference",
+    "accuracy": "with `dpo` and `kto`: share of pairs, or answers, on which the policy is on the right side of the reference; "
+    "ties count half, so that version 0 has 0.5",
     "margin": "with `dpo`: how much more the chosen answers gained than the rejected ones, times beta",
     "roles": "with a [team](roles.md), for each role: reward, reward_std, the rollouts in which it took part, and its own "
     "fields from `tokens` to `lr`; in `eval`, the first three",
@@ -220,20 +224,24 @@ def errors_of(groups: Sequence[Group]) -> dict[str, int]:
     return dict(reasons.most_common(_REASONS))
 
 
+def range_of(groups: Sequence[Group]) -> list[float] | None:
+    """The lowest and the highest reward of an answer; None where nothing rewards them."""
+    rewards = _rewards([rollout for group in groups for rollout in group.scored])
+    return [min(rewards), max(rewards)] if rewards else None
+
+
 def timing_record(
     step: int,
     seconds: Mapping[str, float],
     tokens_sampled: int,
     tokens_trained: int,
     busy: BusyTime,
-    errors: Mapping[str, int] | None = None,
     judge: Mapping[str, Any] | None = None,
-    adapter_norm: float | None = None,
+    beside: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The line of timings.jsonl of one step; `errors` as from `errors_of`, `judge` what judges took since the job began."""
+    """The line of timings.jsonl of one step: `judge` is what judges took so far, `beside` has fields of `BESIDE`."""
     elapsed = max(time.monotonic() - busy.started, 1e-9)
     return {
-        **({"errors": dict(errors)} if errors else {}),
         **({"judge": dict(judge)} if judge else {}),
         "step": step,
         "time": time.time(),
@@ -245,7 +253,7 @@ def timing_record(
             "train": round(busy.train / elapsed, 4),
             "occupancy": round(busy.full / elapsed, 4),
         },
-        **({} if adapter_norm is None else {"adapter_norm": adapter_norm}),
+        **beside,
     }
 
 

@@ -18,7 +18,7 @@ from motet.runtime.generation import ended
 from motet.runtime.held_out import deciding, mean_of
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import Critic, learn
-from motet.runtime.metrics import errors_of, evaluation_record, rollout_records, step_record
+from motet.runtime.metrics import errors_of, evaluation_record, range_of, rollout_records, step_record
 from motet.runtime.recorded import exact_rows
 from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
@@ -68,6 +68,7 @@ class RolloutLoop(Driver):
             pending=supply.pending,
             rollouts=exact_rows(sampled, rows) if self.services.exact_logs else rows,
             errors=errors_of(sampled.groups),
+            reward_range=range_of(sampled.groups),
         )
         await self.session.finish(finished, evaluated, commit=self.commits)
         self.job.finished.forget("train", step)

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from motet.config import AdapterConfig
@@ -71,6 +72,8 @@ class FinishedStep:
     """Lines of the rollout log."""
     errors: Mapping[str, int] = field(default_factory=dict)
     """Why rollouts have no reward (`errors_of`)."""
+    reward_range: Sequence[float] | None = None
+    """Of its answers (`range_of`)."""
 
     @classmethod
     def unsampled(
@@ -254,7 +257,9 @@ class Session:
             job.open_work.report()
         seconds = {**step.seconds, "publish": self._publish_seconds}
         norm = None if step.optim is None else step.optim.adapter_norm
-        await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts, step.errors, norm)
+        known = {"errors": dict(step.errors) or None, "adapter_norm": norm, "reward_range": step.reward_range}
+        beside = {name: value for name, value in known.items() if value is not None}
+        await asyncio.to_thread(self._write, record, seconds, tokens, step.rollouts, beside)
         if skipped >= job.config.optimizer.max_skipped:
             raise JobFailed(
                 f"the gradient was not finite in {skipped} steps in a row (optimizer.max_skipped); lower optimizer.lr, or look "
@@ -278,8 +283,7 @@ class Session:
         self.work.finished()
         job.progress.step = self.done.step
         job.progress.tokens += step.tokens_trained
-        beside = {"errors": dict(step.errors) or None, "adapter_norm": norm}
-        line = {**record, **{name: value for name, value in beside.items() if value is not None}}
+        line = {**record, **beside}
         job.progress.stepped(line)
         best = self.done.best_version == record["step"]
         job.open_work.finished(tokens["tokens_sampled"])
@@ -348,15 +352,12 @@ class Session:
         seconds: Mapping[str, float],
         tokens: Mapping[str, int],
         rollouts: Iterable[Mapping[str, Any]] | None = None,
-        errors: Mapping[str, int] | None = None,
-        norm: float | None = None,
+        beside: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         directory, step = self.job.directory, int(record["step"])
         if rollouts is not None:
             directory.write_rollouts(str(step), rollouts)
         directory.append(directory.metrics, record)
         judge = self.services.rewards.spend(self.job.name)
-        timing = timing_record(
-            step, seconds, **tokens, busy=self.services.device.busy, errors=errors, judge=judge, adapter_norm=norm
-        )
+        timing = timing_record(step, seconds, **tokens, busy=self.services.device.busy, judge=judge, beside=beside)
         directory.append(directory.timings, timing)

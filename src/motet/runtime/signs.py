@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import Any
 
+from motet.runtime.answer_signs import CUT_OFF, NO_SIGNAL, Earned, in_thought, is_near, it_is, no_signal
 from motet.runtime.evaluations import CHANCE, Evaluations
 
 Line = Mapping[str, Any]
@@ -22,12 +23,9 @@ RECENT = 10
 """Steps that a diagnosis looks back on: the reward of fewer is mostly noise."""
 LEAST = 5
 """Steps before the first diagnosis, and how many at each end are compared."""
-NO_SIGNAL = 0.75
-"""Share of groups without signal: above it, most of the sampled tokens teach nothing. A healthy start is below one half."""
 FAR = 1.0
-"""KL to the base in nats per token. A run that improves may pass it, as one of the demo does: it is not judged."""
-CUT_OFF = 0.5
-"""Share of answers that end at `max_tokens`: above it, rewards mostly judge answers that have no end."""
+"""KL to the reference in nats per token, beyond that at the start. A run that improves may pass it, as one of the demo does:
+it is not judged."""
 LONGER = 2.0
 """Factor between the mean lengths of answers, in either direction: healthy answers settle within it or improve."""
 ALIKE = 0.5
@@ -42,7 +40,7 @@ FIRST_COEF = 0.01
 """Weight of the penalty to begin with, where a job has none."""
 NORM = 1.5
 """Growth of the adapter's norm over the recent steps: the first ten of the demo, where it grows most, reach 1.1."""
-_NEVER_ALARMS = ("failed", "no-signal", "thought", "flat", "untrained")
+_NEVER_ALARMS = ("failed", "no-signal", "never", "thought", "flat", "untrained")
 """They say that nothing is learned, not that something wrong is."""
 
 
@@ -71,7 +69,10 @@ class Signs:
     first: list[Line] = field(default_factory=list)
     recent: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     kl: float | None = None
-    """The newest KL to the base that was measured."""
+    """The newest KL to the reference that was measured."""
+    kl_at_start: float = 0.0
+    """That of version 0: of an adapter that began elsewhere."""
+    earned: Earned = field(default_factory=Earned)
     rollouts: int = 0
     """Of all steps."""
     failed: int = 0
@@ -94,6 +95,9 @@ class Signs:
             self.first.append(line)
         self.recent.append(line)
         self.kl = next(_numbers([line], "kl_base"), self.kl)
+        if self.kl is not None and line.get("version") == 0:
+            self.kl_at_start = self.kl
+        self.earned.see(line)
         self.rollouts += int(next(_numbers([line], "rollouts"), 0))
         self.failed += int(next(_numbers([line], "failed"), 0))
         if isinstance(errors := line.get("errors"), Mapping):
@@ -132,10 +136,14 @@ class Signs:
         if risen and len(self.recent) == RECENT:
             found |= {"gamed": self._gamed(), "one-part": self._one_part()}
         rewarded = math.isfinite(_mean(self.recent, "reward"))
-        if rewarded and len(self.recent) >= LEAST and not risen:
-            found |= self._not_learning()
+        if rewarded and len(self.recent) >= LEAST:
+            found |= self._not_learning() if not risen else {"no-signal": self._left_to_learn()}
+            found["never"] = self._never()
         if rewarded and len(self.recent) >= LEAST and (not risen or falls):
-            found |= {"far": self._far(), "length": self._length()}
+            found |= {
+                "far": _far(self.kl, self.kl_at_start, self._section("algorithm"), self._slower),
+                "length": self._length(),
+            }
         if len(self.recent) >= LEAST:
             found["norm"] = self._norm()
         return [
@@ -156,12 +164,24 @@ class Signs:
             return {}
         if identical := self._identical():
             return {"identical": identical}
-        share, reward, spread = (_mean(self.recent, name) for name in ("no_signal", "reward", "reward_std"))
         return {
-            "no-signal": "" if unjudged else no_signal(share, reward, spread, self._section("algorithm")),
+            "no-signal": "" if unjudged else self._no_signal(),
             "alike": self._alike(),
             "entropy": self._no_entropy(),
         }
+
+    def _no_signal(self) -> str:
+        share, reward, spread = (_mean(self.recent, name) for name in ("no_signal", "reward", "reward_std"))
+        return no_signal(share, reward, spread, self._section("algorithm"), self.earned.seen)
+
+    def _left_to_learn(self) -> str:
+        """Where the reward has risen, and then stopped far below what an answer earned."""
+        seen = self.earned.seen
+        return "" if seen is None or is_near(_mean(self.recent, "reward"), seen) else self._no_signal()
+
+    def _never(self) -> str:
+        steps = self.job.get("steps")
+        return self.earned.never(self.weights, min(RECENT, max(LEAST, steps)) if isinstance(steps, int) else RECENT)
 
     def _section(self, name: str) -> Mapping[str, Any]:
         section = self.job.get(name)
@@ -172,24 +192,15 @@ class Signs:
         """Which field lowers the rate of each step: `optimizer.lr: auto` has no value to lower."""
         optimizer = self._section("optimizer")
         name = "lr_multiplier" if optimizer.get("lr") == "auto" else "lr"
-        return f"lower optimizer.{name}{_it_is(optimizer.get(name))}"
+        return f"lower optimizer.{name}{it_is(optimizer.get(name))}"
 
     @property
     def _warmer(self) -> str:
-        return f"raise sampling.temperature{_it_is(self._section('sampling').get('temperature'))}"
+        return f"raise sampling.temperature{it_is(self._section('sampling').get('temperature'))}"
 
     @property
     def _newest(self) -> list[Line]:
         return list(self.recent)[-LEAST:]
-
-    def _far(self) -> str:
-        algorithm = self._section("algorithm")
-        if self.kl is None or not self.kl >= FAR or algorithm.get("teacher", "base") != "base":
-            return ""
-        penalty = algorithm.get("kl")
-        coef = penalty.get("coef") if isinstance(penalty, Mapping) else None
-        cure = f"raise algorithm.kl.coef{_it_is(coef)}" if coef else f"set algorithm.kl.coef to {FIRST_COEF}"
-        return f"far from the base: KL {self.kl:.2g} nats per token; {self._slower}, or {cure}"
 
     def _length(self) -> str:
         before, now = _mean(self.first, "length"), _mean(self._newest, "length")
@@ -297,49 +308,19 @@ class Signs:
         )
 
 
-def no_signal(share: float, reward: float, spread: float, algorithm: Mapping[str, Any]) -> str:
-    """A warning if most groups teach nothing.
-
-    Args:
-        share: of the groups whose rewards are all equal.
-        reward: the mean over all groups.
-        spread: the standard deviation over all groups.
-        algorithm: the job's; a baseline of the whole step, a critic and a teacher learn from such groups too.
-    """
-    over_groups = algorithm.get("advantage") in ("batch_baseline", "none") or algorithm.get("critic")
-    if algorithm.get("teacher") or (over_groups and spread > 0):
+def _far(kl: float | None, at_start: float, algorithm: Mapping[str, Any], slower: str) -> str:
+    """Where the policy went far from its reference, which is no teacher."""
+    if kl is None or not kl - at_start >= FAR or algorithm.get("teacher", "base") != "base":
         return ""
-    if not share >= NO_SIGNAL or math.isnan(reward):  # where no answer has a reward, that is the trouble
-        return ""
-    return (
-        f"no signal in {share:.0%} of the groups (mean reward {reward:.2g}): too hard or too easy for this base; take other "
-        f"problems, give partial rewards, or raise algorithm.group_size{_it_is(algorithm.get('group_size'))}"
-    )
-
-
-def in_thought(inside: float, answers: float, truncated: float, sampling: Mapping[str, Any]) -> str:
-    """A warning if most answers end inside their thought, so that they say nothing.
-
-    Args:
-        inside: how many of them.
-        answers: number of answers.
-        truncated: share of answers that end at `max_tokens`.
-        sampling: the job's; a string of `stop` ends a thought too.
-    """
-    if not answers or not inside >= CUT_OFF * answers:
-        return ""
-    ends = f"{inside:.0f} of {answers:.0f} answers end inside the thought"
-    if not truncated >= CUT_OFF * inside / answers:
-        if sampling.get("stop"):
-            return f"{ends}, where a string of sampling.stop may stand: they say nothing; leave out sampling.stop"
-        return f"{ends} and stop there: they say nothing; train on rows with whole thoughts first (algorithm: sft)"
-    most = _it_is(sampling.get("max_tokens"))
-    return f"{ends}: they say nothing that a reward could judge; raise sampling.max_tokens{most}"
-
-
-def _it_is(value: object) -> str:
-    """The present value of a field, where it is known."""
-    return f" (it is {value:g})" if isinstance(value, int | float) else ""
+    penalty = algorithm.get("kl")
+    penalty = penalty if isinstance(penalty, Mapping) else {}
+    reference, coef = penalty.get("reference", "base"), penalty.get("coef")
+    cure = f"raise algorithm.kl.coef{it_is(coef)}" if coef else f"set algorithm.kl.coef to {FIRST_COEF}"
+    before = f" (at first {at_start:.2g})" if at_start >= FAR / 10 else ""
+    if before and reference == "base" and "teacher" not in algorithm:  # it would be pulled back beyond where it began
+        cure += " and set algorithm.kl.reference to start"
+    of = f"the {reference}" if reference in ("base", "start") else "algorithm.kl.reference"
+    return f"far from {of}: KL {kl:.2g} nats per token{before}; {slower}, or {cure}"
 
 
 def _part(lines: Iterable[Line], name: str, weight: float = 1.0) -> list[float]:

@@ -45,7 +45,7 @@ class Stopping:
             self._evaluated(version, *figure_of(evaluation))
         kl, reward = _number(line.get("kl_base")), _number(line.get("reward"))
         if self._when.kl_above is not None and kl > self._when.kl_above:
-            self._stop("kl_above", f"the KL of v{version} to the base is {kl:.3g} nats per token")
+            self._stop("kl_above", f"the KL of v{version} to the reference is {kl:.3g} nats per token")
         if math.isfinite(reward):
             self._rewards.append(reward)
         if self._when.reward_above is not None and len(self._rewards) == _STEPS:

@@ -9,7 +9,7 @@ const SMALL = [ // field of metrics.jsonl, title, note, options
   ["no_signal", "Groups without signal", "share of groups whose rewards are all equal", {share: true}],
   ["distinct", "Distinct answers", "share of a group’s answers that differ", {share: true}],
   ["entropy", "Entropy", "nats per token"],
-  ["kl_base", "KL to the base", "nats per token, on steps that evaluate", {joined: true}],
+  ["kl_base", "KL to the reference", "nats per token, on steps that evaluate", {joined: true}],
   ["kl_sampler", "KL to the sampler", "nats per token"],
   ["logprob_gap", "Logprob gap", "largest |trainer − sampler|", {plain: true}],
   ["grad_norm", "Gradient norm", "before clipping"],
