@@ -90,7 +90,8 @@ class ServerReference(Reference):
     async def open(self) -> None:
         """Connect, and mark the job inexact: a server's answers do not depend on the job alone."""
         job = self._session.job
-        job.note_inexact(f"a server judges what is learned (algorithm.{job.config.algorithm.compared_field})")
+        field = job.config.algorithm.compared_field.removeprefix("kl.")  # own algorithms say `reference`
+        job.note_inexact(f"a server judges what is learned (algorithm.{field})")
         await self._server.open()
 
     async def logprobs(self, segments: tuple[Segment, ...]) -> Sequence[FloatArray]:
