@@ -44,10 +44,10 @@ def check_company(path: Path, configs: list[JobConfig], setting: Setting | None 
 # --- rewards, in their processes -------------------------------------------------------------------------------------
 
 
-def made(body: str) -> Callable[[Problem, str], Any]:
+def made(body: str, parameters: str = "problem, completion") -> Callable[[Problem, str], Any]:
     """A function that is sent to its process by value."""
     space: dict[str, Any] = {}
-    exec(f"def reward(problem, completion):\n{body}", space)  # noqa: S102
+    exec(f"def reward({parameters}):\n{body}", space)  # noqa: S102
     function: Callable[[Problem, str], Any] = space["reward"]
     return function
 
@@ -98,6 +98,36 @@ def test_a_reward_that_fails_sometimes_loses_these_rollouts_only(faulty: tuple[P
     assert "rollouts have no reward, commonest: reward reward: returned nan, not a finite number" in told
     (read,) = [one for one in read_run(path / "all").jobs if one.name == "flaky"]
     assert told in read.warnings
+
+
+PARTLY = "    return [None if len(text) % 3 else float(len(text)) for text in completions]"
+"""Judges a third of the answers."""
+
+
+@pytest.mark.parametrize("body", [*(body for body, _ in FAULTS.values()), "    return 1e300", "    return 0.5"])
+def test_a_monitor_changes_no_byte_whatever_it_does(body: str, tmp_path: Path) -> None:
+    partly = {"name": "partly", "function": made(PARTLY, "completions, **columns")}
+    monitor = {"name": "monitor", "function": made(body), "weight": 0, "cpu_seconds": 0.2}
+    few = {"group_size": 4, "groups_per_step": 2}
+    for where, rewards in (("alone", [partly]), ("watched", [partly, monitor])):
+        config = job("a", reward=rewards, algorithm=few, steps=2)
+        run = run_jobs(tmp_path / where, [config], Setting(rewards=RewardPool))
+        assert run.state("a") is JobState.SUCCEEDED, run.jobs["a"].progress.message
+        assert not json.loads((tmp_path / where / "a" / "status.json").read_text())["inexact"]
+    assert weights(tmp_path / "alone", "a", 2) == weights(tmp_path / "watched", "a", 2)
+    alone, watched = (records(tmp_path / where, "a")[0] for where in ("alone", "watched"))
+    for measured in (watched, watched["eval"]):
+        measured["reward_parts"].pop("monitor", None)
+    assert watched == alone
+
+
+def test_an_answer_that_no_reward_judges_is_no_failure(tmp_path: Path) -> None:
+    """Also where most are not judged; a group with fewer than two judged answers leaves."""
+    partly = {"name": "partly", "function": made(PARTLY, "completions, **columns")}
+    run = run_jobs(tmp_path, [job("a", reward=[partly])], Setting(rewards=RewardPool))
+    assert run.state("a") is JobState.SUCCEEDED, run.jobs["a"].progress.message
+    lines = records(tmp_path, "a")[:-1]
+    assert max(line["failed"] / line["rollouts"] for line in lines) > 0.25, "above the limit of failures"
 
 
 def test_a_reward_that_cannot_be_loaded_fails_its_job_only(faulty: tuple[Path, FakeRun]) -> None:

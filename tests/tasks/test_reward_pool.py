@@ -286,6 +286,28 @@ def test_a_worker_may_say_that_its_reward_does_not_apply():
     assert [(s.reward, s.error) for s in asyncio.run(main())] == [(1.0, ""), (1.0, "")]
 
 
+@pytest.mark.parametrize(
+    "says", [[1.0, 1.0], [None, None], ["no reason", "none"], [{"chance": "the clock"}] * 2, [1e300] * 2]
+)
+def test_a_reward_of_weight_zero_decides_nothing(says):
+    async def worker(job, reward, problem, completions, seen):
+        return from_wire(says, 2)
+
+    async def main(*monitors):
+        pool = RewardPool(1, {"worker": worker})
+        await pool.register("job", [reward(none_of_my_business), *monitors])
+        try:
+            return await pool.score("job", PROBLEM, ["ab", "none"])
+        finally:
+            await pool.close()
+
+    alone, watched = asyncio.run(main()), asyncio.run(main(RewardConfig(name="worker", weight=0)))
+    for one, other in zip(alone, watched, strict=True):
+        assert (str(one.reward), one.error, one.clock_limited) == (str(other.reward), other.error, other.clock_limited)
+        assert set(other.parts) - set(one.parts) == ({"worker"} if says == [1.0, 1.0] else set())
+        assert ("reward worker" in other.extra) == (says not in ([1.0, 1.0], [None, None]))
+
+
 def test_half_of_a_character_in_a_tool_call_is_sent_to_who_scores_elsewhere():
     talks = []
 

@@ -296,6 +296,8 @@ class Branch:
 
 LARGEST_REWARD = 1e30
 """Limit of the rewards of a rollout and of their sum, so that sums and squares over a step are finite."""
+NOT_JUDGED = "no reward applies"
+"""Begins the reason of a rollout that no reward judged, which is no failure."""
 
 
 @dataclass(frozen=True)

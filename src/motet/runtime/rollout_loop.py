@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from motet.core.errors import JobFailed
-from motet.core.types import Group
+from motet.core.types import NOT_JUDGED, Group
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.generation import ended
@@ -148,13 +148,13 @@ class RolloutLoop(Driver):
 
 
 def check_failures(groups: Sequence[Group], limit: float) -> None:
-    """Stop a job whose rollouts mostly fail.
+    """Stop a job whose rollouts mostly fail; that no reward applies to a rollout is no failure.
 
     Raises:
         JobFailed: with the most common reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    errors = [rollout.error for rollout in rollouts if rollout.error]
+    errors = [rollout.error for rollout in rollouts if rollout.error and not rollout.error.startswith(NOT_JUDGED)]
     if rollouts and len(errors) > limit * len(rollouts):
         commonest = max(sorted(set(errors)), key=errors.count)
         raise JobFailed(

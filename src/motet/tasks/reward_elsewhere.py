@@ -18,8 +18,19 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 from motet.config import Config, RewardConfig
 from motet.config.urls import parse_url
 from motet.core.errors import RewardError
+from motet.core.types import LARGEST_REWARD, NOT_JUDGED
 from motet.tasks.plain_json import as_json
-from motet.tasks.reward_answers import AnswerContext, Noted, as_given, parts_as_given, sound
+from motet.tasks.reward_answers import (
+    LONGEST_NAME,
+    LONGEST_TEXT,
+    AnswerContext,
+    Noted,
+    ScoreOutcome,
+    as_given,
+    logged,
+    parts_as_given,
+    sound,
+)
 
 MOST_LETTERS = 4000
 """Most characters of a reason."""
@@ -216,6 +227,36 @@ def labels_of(rewards: Sequence[RewardConfig]) -> list[str]:
 def weights_of(rewards: Sequence[RewardConfig]) -> dict[str, float]:
     """The weight of each reward by its label; those of weight 0 are measured and not trained on."""
     return {label: reward.weight for label, reward in zip(labels_of(rewards), rewards, strict=True)}
+
+
+def summed(labels: Sequence[str], rewards: Sequence[RewardConfig], scores: Sequence[ScoreOrReason]) -> ScoreOutcome:
+    """The weighted sum of the scores that apply, as in TRL; without any, a completion has no reward.
+
+    A reward of weight 0 is measured and decides nothing: neither the reward nor whether there is one or it is exact.
+    """
+    metrics, extra = logged(scores)
+    parts: dict[str, float] = {}
+    failed, total, clock_limited = list[str](), 0.0, False
+    for label, reward, score in zip(labels, rewards, scores, strict=True):
+        monitor = not reward.weight
+        if isinstance(score, int | float) and not (monitor and abs(score) > LARGEST_REWARD):
+            parts[label] = float(score)
+            total += reward.weight * score
+        elif monitor and score is not None:
+            why = score if isinstance(score, str) else f"gave {score:g}, which is too large"
+            extra[f"reward {label}"[:LONGEST_NAME]] = why[:LONGEST_TEXT]
+        elif isinstance(score, str):
+            failed.append(f"reward {label}: {score}")
+            clock_limited |= isinstance(score, Chance)
+    asked = [label for label, reward in zip(labels, rewards, strict=True) if reward.weight]
+    if not failed and not parts.keys() & set(asked):
+        failed = [
+            f"{NOT_JUDGED}: {', '.join(asked)} returned None, which means that it does not judge this answer; return 0.0 "
+            "for no reward"
+        ]
+    if not failed and not abs(total) <= LARGEST_REWARD:
+        failed = [f"the weighted sum of the rewards is {total:g}: give smaller weights or rewards"]
+    return ScoreOutcome(math.nan if failed else total, parts, "; ".join(failed), clock_limited, metrics, extra)
 
 
 def number(value: Any) -> ScoreOrReason:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ import msgspec
 
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, RewardError
-from motet.core.types import LARGEST_REWARD, Message, Problem, TurnParts
+from motet.core.types import Message, Problem, TurnParts
 from motet.tasks import reward_elsewhere
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_answers import (
@@ -33,7 +32,6 @@ from motet.tasks.reward_answers import (
     ScoreOutcome,
     TrainerState,
     as_given,
-    logged,
     problem_as_given,
 )
 from motet.tasks.reward_elsewhere import (
@@ -45,6 +43,7 @@ from motet.tasks.reward_elsewhere import (
     Judging,
     ScoreOrReason,
     labels_of,
+    summed,
     to_send,
 )
 from motet.tasks.reward_installed import Installed, without_folder
@@ -85,6 +84,14 @@ class _Job:
     def group_of(self, index: int) -> WorkerGroup | None:
         """The processes that score a reward; None if it is scored elsewhere."""
         return next((group for group in self.groups if index in group.rewards), None)
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether a reward that is trained on takes `trainer_state`."""
+        known = [
+            pair for group in self.groups for pair in zip(group.rewards.values(), group.loaded.reads_state, strict=True)
+        ]
+        return any(reads and reward.weight for reward, reads in known)
 
 
 def _known(installed: Mapping[str, Installed], reward: RewardConfig) -> Installed | None:
@@ -177,8 +184,8 @@ class RewardPool:
         return RewardLoad(own, together, self._most_waiting() if waits else self._workers)
 
     def reads_state(self, job: str) -> bool:
-        """Whether a reward of a job takes `trainer_state`."""
-        return job in self._jobs and any(group.loaded.reads_state for group in self._jobs[job].groups)
+        """Whether a reward of a job that is trained on takes `trainer_state`."""
+        return job in self._jobs and self._jobs[job].reads_state
 
     def rest(self, job: str, wanted: bool) -> None:
         """Set whether a job must pause; `score` then raises `ScorerAway` if its scorer is absent."""
@@ -198,7 +205,7 @@ class RewardPool:
         columns = await asyncio.gather(
             *(self._column(known, index, problem, completions, context) for index in range(len(known.rewards)))
         )
-        return [_sum(known, parts) for parts in zip(*columns, strict=True)]
+        return [summed(known.labels, known.rewards, parts) for parts in zip(*columns, strict=True)]
 
     async def scores(
         self, job: str, problem: dict[str, Any], completions: Sequence[str], seen: AnswerDetails = NO_DETAILS
@@ -366,20 +373,3 @@ def _request(
         shown,
         context.state,
     )
-
-
-def _sum(job: _Job, scores: Sequence[ScoreOrReason]) -> ScoreOutcome:
-    """The weighted sum of the scores that apply, as in TRL; without any, a completion has no reward."""
-    told = list(zip(job.labels, job.rewards, scores, strict=True))
-    failed = [f"reward {label}: {score}" for label, _, score in told if isinstance(score, str)]
-    good = {label: float(score) for label, _, score in told if isinstance(score, int | float)}
-    total = sum(reward.weight * score for _, reward, score in told if isinstance(score, int | float))
-    if not good and not failed:
-        failed = [
-            f"no reward applies: {', '.join(job.labels)} returned None, which means that it does not judge this answer; "
-            "return 0.0 for no reward"
-        ]
-    if not failed and not abs(total) <= LARGEST_REWARD:
-        failed = [f"the weighted sum of the rewards is {total:g}: give smaller weights or rewards"]
-    clock_limited = any(isinstance(score, Chance) for score in scores)
-    return ScoreOutcome(math.nan if failed else float(total), good, "; ".join(failed), clock_limited, *logged(scores))

@@ -185,7 +185,7 @@ def serve(read: Read, write: Write) -> None:
     together = tuple(reward.batched or reward.is_async for reward in rewards)
     sees_all = tuple(reward.sees_all for reward in rewards)
     compares, waits = tuple(reward.compares for reward in rewards), any(reward.is_async for reward in rewards)
-    tokens, state = tuple(reward.reads_tokens for reward in rewards), any(reward.reads_state for reward in rewards)
+    tokens, state = tuple(reward.reads_tokens for reward in rewards), tuple(reward.reads_state for reward in rewards)
     write(m.RewardsLoaded(together, sees_all, compares, waits, tokens, state))
     limits = WorkerLimits()
     while request := read(m.ScoreCompletions):

@@ -58,8 +58,8 @@ class RewardsLoaded(ChannelMessage, frozen=True):
     """Whether one is `async`: it waits, such as for a network, rather than compute."""
     reads_tokens: tuple[bool, ...] = ()
     """Whether it takes prompts and answers with their special tokens."""
-    reads_state: bool = False
-    """Whether one takes `trainer_state`."""
+    reads_state: tuple[bool, ...] = ()
+    """Whether it takes `trainer_state`."""
 
 
 class ScoreCompletions(ChannelMessage, frozen=True):
