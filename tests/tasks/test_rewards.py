@@ -13,10 +13,11 @@ import pytest
 
 from motet.core.errors import RewardError
 from motet.core.types import Message, Problem
+from motet.tasks.numbers import last_number
 from motet.tasks.reward_answers import Answer
 from motet.tasks.reward_forms import Asked
 from motet.tasks.reward_loading import resolve
-from motet.tasks.rewards import BUILTIN, last_number
+from motet.tasks.rewards import BUILTIN
 
 pytestmark = pytest.mark.tier1
 

@@ -36,6 +36,7 @@ from motet.tasks.clock import moment
 from motet.tasks.dataset import Dataset
 from motet.tasks.judge_http import of_a_run
 from motet.tasks.nested import MISSING, names_of, value_at
+from motet.tasks.numbers import last_number
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_answers import columns_of
 from motet.tasks.reward_forms import adapted
@@ -43,7 +44,7 @@ from motet.tasks.reward_loading import NO_SCORER, OWN, SCORER, built_in
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import load_request
-from motet.tasks.rewards import BUILTIN, NEED_AN_ANSWER, last_number
+from motet.tasks.rewards import BUILTIN, NEED_AN_ANSWER
 
 _AT_ONCE = 4
 """Most processes that load a person's code at the same time."""

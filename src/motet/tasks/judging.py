@@ -30,10 +30,10 @@ from motet.tasks.graders import combined
 from motet.tasks.graders.shapes import Grader, Judge, LabelModel, Multi, Rank, Rubric, ScoreModel, Single
 from motet.tasks.graders.template import MOST_FILLED, Fields, UnfilledError, pieces_of
 from motet.tasks.judging_room import Room
+from motet.tasks.numbers import last_number
 from motet.tasks.reward_elsewhere import Chance, ScoreOrReason
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
-from motet.tasks.rewards import last_number
 
 Result = TypeVar("Result")
 _LANES = 8

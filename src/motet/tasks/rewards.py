@@ -10,21 +10,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
 from motet.core.types import Problem
+from motet.tasks.mathematics import UNSPACED
 from motet.tasks.nested import MISSING, value_at
+from motet.tasks.numbers import compared
 from motet.tasks.sandbox import Sandbox
 
 RewardFunction = Callable[..., float]
-
-# 1,234.5 · -3 · .5 · 2e-3; a minus directly behind a digit or letter is a subtraction or a hyphen, not a sign.
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-−+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
-
-# Text with marked mathematics, or a sentence.
-_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|(?:^|\s)[A-Za-z]{3,}(?=\s|[.,:]|$)")
 
 # A fenced block; the last one of an answer may be cut off.
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -40,57 +37,67 @@ def reference(problem: Problem) -> str:
 
 def exact(problem: Problem, completion: str, *, ignore_case: bool = False) -> float:
     """1 if the completion equals the answer, ignoring outer spaces."""
-    said, answer = completion.strip(), reference(problem)
+    said, answer = _composed(completion.strip()), _composed(reference(problem))
     return float(said.casefold() == answer.casefold() if ignore_case else said == answer)
 
 
 def contains(problem: Problem, completion: str, *, ignore_case: bool = True) -> float:
-    """1 if the completion contains the answer as whole words: `17` does not contain `7`."""
-    pattern = rf"(?<!\w){re.escape(reference(problem))}(?!\w)"
-    return float(bool(re.search(pattern, completion, re.IGNORECASE if ignore_case else 0)))
+    """1 if the completion contains the answer as whole words: `17` does not contain `7`.
+
+    A word has a border where its script writes spaces; what follows a Korean word belongs to it. An answer ends at the
+    end of a letter, not before its vowel sign.
+    """
+    answer, text = _composed(reference(problem)), _composed(completion)
+    letter = rf"[^\W{UNSPACED}\uac00-\ud7a3]"
+    before = rf"(?<![^\W{UNSPACED}])" if "\uac00" <= answer[0] <= "\ud7a3" else rf"(?<!{letter})"
+    before = "" if re.match(f"[{UNSPACED}]", answer) else before
+    after = "" if re.match(f"[{UNSPACED}]", answer[-1]) else f"(?!{letter})"
+    pattern = f"{before}{re.escape(answer)}{after}"
+    found = re.finditer(pattern, text, re.IGNORECASE if ignore_case else 0)
+    return float(any(not _goes_on(text[match.end() :]) for match in found))
+
+
+def _composed(text: str) -> str:
+    """A text with each letter and its accents as one character, where there is one: both spellings are the same text."""
+    return unicodedata.normalize("NFC", text)
+
+
+def _goes_on(text: str) -> bool:
+    """Whether a text begins with a sign that belongs to the letter before it."""
+    sign = text[:1]
+    written = "\u0300" <= sign <= "\u036f" or "\u0900" <= sign <= "\u1fff"
+    return written and unicodedata.category(sign) in ("Mn", "Mc")
 
 
 def numeric(problem: Problem, completion: str, *, tolerance: float = 1e-6) -> float:
-    """1 if the last number of the completion equals the last number of the answer.
+    """1 if the completion's number equals that of the answer, whose form says how both are read.
 
-    `tolerance` is relative to the answer, and absolute below 1. Thousands commas are understood; the last number of the
-    answer is taken so that GSM8K's `… #### 42` works as it is. An answer without a number is an error.
+    A plain number, or a sentence with numbers, is compared as the last number of either. After `####` (GSM8K) it is the
+    first one of the line; of an answer with a unit (`12 cm^2`) its own number, and exponents are not looked at; a
+    fraction (`3/4`, `1 1/2`) equals other fractions and decimals. `tolerance` is relative to the answer, and absolute
+    below 1. Thousands commas are understood. An answer without a number, or with an expression, is an error.
     """
-    wanted, said = last_number(reference(problem)), last_number(completion)
-    if wanted is None:
-        raise ValueError(f"the reference answer {problem.answer[:80]!r} has no number: try `exact` or `math`")
+    answer = reference(problem)
+    if completion.strip() == answer and any(map(str.isdecimal, answer)):
+        return 1.0
+    wanted, said = compared(answer, completion)
     if said is None:
         return 0.0
     return float(abs(said - wanted) <= Decimal(str(tolerance)) * max(Decimal(1), abs(wanted)))
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last decimal number in a text, or None."""
-    for digits in reversed(_NUMBER.findall(text)):
-        try:
-            number = Decimal(digits.replace(",", "").replace("−", "-"))
-        except InvalidOperation:
-            continue
-        # A number with an exponent of a billion could not be compared in reasonable time.
-        return number if abs(number.adjusted()) < 400 else None
-    return None
-
-
 def math(problem: Problem, completion: str) -> float:
     r"""1 if the completion's last mathematical expression equals the answer, judged by Hugging Face's math-verify.
 
-    LaTeX (`\boxed{}`, `$…$`) and plain expressions are understood. math-verify's own limits use `signal.alarm`, that
-    is, the wall clock; they are off here because rewards have a limit on CPU time.
+    LaTeX (`\boxed{}`, `$…$`) and plain expressions are understood, and answers in words compared as words. math-verify's
+    own limits use `signal.alarm`, that is, the wall clock; they are off here because rewards have a limit on CPU time.
     """
-    from math_verify import parse, verify
+    from motet.tasks import mathematics
 
-    answer = reference(problem).rpartition("####")[2].strip()
-    # Outside of $…$ math-verify looks for a final number only: right in prose, but `x^2 + 1` would be 1.
-    bare = not _DELIMITED.search(answer)
-    gold = parse(f"${answer}$" if bare else answer, parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"math-verify finds no expression in the reference answer {problem.answer[:80]!r}")
-    return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+    answer = reference(problem)
+    if completion.strip() == answer:
+        return 1.0
+    return float(mathematics.equal(answer.rpartition("####")[2].strip() or answer, completion))
 
 
 def regex(

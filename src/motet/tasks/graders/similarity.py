@@ -5,16 +5,22 @@
 | `fuzzy_match` | rapidfuzz's `WRatio` over lower-case text without punctuation |
 | `bleu` | sacrebleu's sentence BLEU, with its own tokens and smoothing |
 | `gleu` | nltk's sentence GLEU over the same tokens |
-| `rouge_1` … `rouge_5`, `rouge_l` | F-measure of rouge-score, without stemming |
+| `rouge_1` … `rouge_5`, `rouge_l` | F-measure of rouge-score, without stemming; words of any script |
 
-They come with `pip install 'motet[graders]'`.
+A text that equals the reference is 1 by each of them. They come with `pip install 'motet[graders]'`.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Mapping
 
+from motet.tasks.mathematics import UNSPACED
+
+_WORD = re.compile(
+    rf"[{UNSPACED}]|(?:[^\W_{UNSPACED}][\u0300-\u036f\u0591-\u05c7\u064b-\u065f\u0900-\u0963\u0981-\u0dff]*)+"
+)
 ROUGE = {**{f"rouge_{n}": f"rouge{n}" for n in range(1, 6)}, "rouge_l": "rougeL"}
 NOT_HAD = {
     "cosine": "it compares embeddings, and this base makes none",
@@ -38,6 +44,8 @@ def check_metric(metric: str) -> None:
 
 def similarity(metric: str, text: str, reference: str) -> float:
     """How similar a text is to its reference, from 0 to 1, by a metric that passed `check_metric`."""
+    if text.strip() and text.strip() == reference.strip():
+        return 1.0
     return min(max(_METRICS[metric][0](text, reference), 0.0), 1.0)
 
 
@@ -61,11 +69,18 @@ def _gleu(text: str, reference: str) -> float:
     return float(sentence_gleu([split(reference).split()], split(text).split()))
 
 
+class _Words:
+    """rouge-score's tokenizer, which knows a to z alone, for all scripts: without spaces each letter is a token."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return _WORD.findall(text.lower())
+
+
 def _rouge(kind: str) -> Callable[[str, str], float]:
     def measure(text: str, reference: str) -> float:
         from rouge_score.rouge_scorer import RougeScorer
 
-        return float(RougeScorer([kind]).score(reference, text)[kind].fmeasure)
+        return float(RougeScorer([kind], tokenizer=_Words()).score(reference, text)[kind].fmeasure)
 
     return measure
 
