@@ -31,7 +31,7 @@ class KLConfig(Config):
     """Penalty that keeps the policy near a reference."""
 
     coef: float = Field(0.0, ge=0, le=1e6)
-    """Weight of the penalty; 0 turns it off."""
+    """Weight of the penalty; 0 turns it off. For policies that must keep what the base can do."""
     type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator, after Schulman's note on approximating KL divergence."""
     reference: ReferenceName = "base"
@@ -64,9 +64,9 @@ class PolicyGradient(Algorithm):
     """What token losses are averaged over: `token`, all tokens of the step; `sequence`, each sequence and then sequences;
     `constant`, `max_tokens` for each answer."""
     group_size: int = Field(8, ge=2, le=10**5)
-    """Rollouts of one problem."""
+    """Rollouts of one problem. Raise it for rewards that few answers get."""
     groups_per_step: int = Field(16, ge=1, le=10**6)
-    """Problems of one step."""
+    """Problems of one step. Raise it for less noise, lower it for more steps in the same time."""
     max_off_policy_steps: int = Field(0, ge=0, le=10**4)
     """Step s samples from version max(0, s − this value); 0 is on-policy."""
     in_flight: Literal["finish", "continue"] = "finish"
@@ -77,7 +77,7 @@ class PolicyGradient(Algorithm):
     """Start this many times the groups of a step, train on the first to finish, and use the rest in the next step. A step
     then does not wait for its slowest answers. The job is then not exact."""
     updates_per_batch: int = Field(1, ge=1, le=10**4)
-    """Optimizer updates on each rollout batch."""
+    """Optimizer updates on each rollout batch. Raise it where sampling takes most of the time."""
     clip_low: float = Field(0.2, ge=0)
     """Ratios below 1 − clip_low get no gradient from negative advantages. The default for the loss `gspo` is 3e-4."""
     clip_high: float = Field(0.28, ge=0)
@@ -97,7 +97,7 @@ class PolicyGradient(Algorithm):
     mask_truncated: bool = False
     """Leave answers that reached max_tokens, and episodes that filled the context, out of the loss."""
     max_failed_fraction: float = Field(0.25, ge=0, le=1)
-    """The job fails if more than this fraction of the rollouts of a step have no reward."""
+    """The job fails if more than this fraction of the rollouts of a step have no reward. Raise it for rewards on a network."""
 
     @model_validator(mode="after")
     def _clip_goes_with_the_loss(self) -> PolicyGradient:

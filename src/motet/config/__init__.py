@@ -51,7 +51,7 @@ class PricesConfig(Config):
     """What a run costs, in a currency of your choice; `motet check` forecasts with it."""
 
     hour: float = Field(0.0, ge=0, le=1e9)
-    """One hour of this machine."""
+    """One hour of this machine, for whoever pays by the hour."""
 
 
 class RunConfig(HostConfig):

@@ -169,9 +169,9 @@ class EvalConfig(Config):
     every: int = Field(10, ge=0, le=10**7)
     """Steps between evaluations; 0 evaluates only at the start and the end."""
     n: int = Field(1, ge=1, le=10**5)
-    """Completions per held-out problem."""
+    """Completions per held-out problem. Raise it for narrower intervals with few rows."""
     temperature: float = Field(1.0, ge=0, le=1000)
-    """0 is greedy."""
+    """0 is greedy, for whoever's application answers so."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling, for whoever's application has it."""
     top_k: int = Field(0, ge=0, le=10**9)
