@@ -388,6 +388,8 @@ def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
         assert text in out
     for dtype in ("float32", "bfloat16"):
         assert re.search(rf"{dtype}[│\s]+(native|native-dpbf16|torch)[│\s]+\d", out), f"which kernels compute it\n{out}"
+    float32, bfloat16 = (float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s", out))
+    assert ("set engine.dtype to float32" in out) == (float32 > 1.1 * bfloat16), "the advice is that of the table"
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------

@@ -43,6 +43,21 @@ def test_a_run_and_a_check_note_a_setting_that_the_algorithm_does_not_read(
     ]
 
 
+def test_a_check_shows_the_parts_of_a_reward_and_names_one_that_no_answer_earns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = {"name": "a", "data": {"source": ROWS, "holdout": 2}, "sampling": {"max_tokens": 4}, "adapter": {"rank": 4}}
+    nothing, digits = ({"name": "regex", "args": {"pattern": one}} for one in ("never said", "."))
+    for rewards, dead in (([digits, nothing], True), ([digits, {"name": "length", "args": {"target": 4}}], False)):
+        motet.check([{**job, "reward": rewards}], rollouts=2)
+        out = capsys.readouterr().out
+        assert ("was 0 in all 8 answers: only the rest of the reward is learned" in out) == dead
+        assert re.search(r"^ +[\d.]+ \(regex\S* [\d.]+, \S+ [\d.]+\)  '", out, re.MULTILINE), "of each answer"
+        assert re.search(r"\(regex\S* [\d.e-]+,", " ".join(out.split("job a")[0].split())), "of all"
+    motet.check([{**job, "reward": digits}], rollouts=2)
+    assert "(regex" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("long", ["answer", "prompt"])
 def test_a_row_that_is_too_long_has_a_cure_that_works(long: str, tmp_path: Path) -> None:
     """`data.max_prompt_tokens` leaves rows out by their prompts alone."""

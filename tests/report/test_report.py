@@ -20,7 +20,7 @@ from motet.report import curves_svg, write_report
 from motet.report.comparison import evaluated as evaluated_job
 from motet.report.comparison import mean_curves, side_of_job
 from motet.report.read import MAX_POINTS, Series, read_lines, read_run
-from motet.report.svg import COLOURS, draw_curves, ticks
+from motet.report.svg import COLOURS, Curves, draw_curves, ticks
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.metrics import STEP_FIELDS
 from tests.support.commands import Motet
@@ -282,6 +282,44 @@ def test_a_job_is_hidden_in_all_charts_at_once(run: Path, browser: Any) -> None:
     )
 
 
+SHOWN = """() => Object.fromEntries([...document.querySelectorAll('figure')].filter(one => one.offsetParent).map(one => [
+    one.querySelector('h3').textContent, {
+        bars: one.querySelectorAll('.errorbar').length,
+        low: one.querySelector('.plot').layout?.yaxis.range[0], high: one.querySelector('.plot').layout?.yaxis.range[1],
+    }]))"""
+"""What is seen of each chart."""
+
+
+@pytest.mark.slow
+def test_charts_show_parts_of_all_jobs_intervals_and_no_noise(tmp_path: Path, browser: Any) -> None:
+    from tests.support.browser import watched
+
+    for name in ("first", "second"):
+        directory = write_job(tmp_path, name, done=20, steps=20, top=0.5, state="succeeded", every=5)
+        lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+        for line in lines:
+            line |= {"reward": 0.5 + line["step"] / 1e5, "clip_fraction": 0.0}
+        directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = write_report(tmp_path)
+    with watched(browser, report.as_uri()) as opened:
+        opened.goto(report.as_uri())
+        opened.locator("figure .scatterlayer .trace").first.wait_for()
+        opened.wait_for_timeout(1000)
+        several = opened.evaluate(SHOWN)
+        opened.get_by_role("button", name="second", exact=True).click()
+        opened.wait_for_timeout(1000)
+        alone = opened.evaluate(SHOWN)
+    assert {"Reward part exact", "Reward part length"} <= several.keys()
+    assert "Reward parts" not in several
+    assert "Reward parts" in alone
+    assert not [title for title in alone if title.startswith("Reward part ")]
+    assert "Clipped" not in several, "it is 0 throughout"
+    assert several["Held-out reward"]["bars"] == 2 * 5
+    assert several["Training reward"]["low"] == 0
+    assert several["Training reward"]["high"] > 0.5
+    assert several["Held-out reward"]["low"] <= 0
+
+
 # --- curves ------------------------------------------------------------------------------------------------------
 
 
@@ -472,6 +510,14 @@ def test_picture_is_svg_with_a_line_for_every_job(run: Path) -> None:
     assert not re.search(r"(?<!xmlns=\")http", picture)
     height = float(str(root.get("viewBox")).split()[3])
     assert all(float(str(text.get("y"))) < height for text in root.iter(f"{space}text"))
+
+
+def test_an_axis_does_not_follow_noise() -> None:
+    noise = Series(tuple(map(float, range(20))), tuple(0.5 + step % 3 / 1e4 for step in range(20)))
+    tiny = Series(noise.xs, tuple(step % 3 / 1e4 for step in range(20)))
+    for curve, last in ((noise, "0.6"), (tiny, "0.1")):
+        shown = re.findall(r">(-?[\d.]+)</text>", draw_curves([Curves("a", curve, curve, "reward")]))
+        assert {"0", last} <= set(shown), shown
 
 
 @pytest.mark.parametrize(

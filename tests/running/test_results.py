@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import motet
+from motet.commands.run import _farewell
 from motet.core.types import JobState
 
 pytestmark = pytest.mark.tier1
@@ -36,3 +40,16 @@ def test_a_result_is_a_table(tmp_path: Path) -> None:
         f"<tr><td>add</td><td>succeeded</td><td>3</td><td>0.12 → 0.75</td><td>0.25 → 0.50</td><td>{best}</td>" in html
     )
     assert "<td>the reward &lt;b&gt; is gone</td>" in html
+
+
+def test_nobody_is_sent_to_the_adapter_of_a_job_that_failed(tmp_path: Path) -> None:
+    jobs = []
+    for name, state in (("broken", JobState.FAILED), ("well", JobState.SUCCEEDED)):
+        best = tmp_path / name / "versions" / "v2"
+        best.mkdir(parents=True)
+        jobs.append(job(name, state, best, (0.5,)))
+    for shown, said in ((jobs, ["well"]), (jobs[:1], [])):
+        console = Console(file=StringIO(), width=400)
+        assert _farewell(console, motet.RunResult(tmp_path, {one.name: one for one in shown}, None), "small") == 1
+        told = re.findall(r"--adapter \S+/(\w+)/versions", console.file.getvalue())
+        assert told == said

@@ -84,6 +84,9 @@ def test_a_broken_reward_fails_its_job_with_a_reason(fault: str, faulty: tuple[P
     assert message.startswith("2 of 2 rollouts have no reward")
     assert "(limit: algorithm.max_failed_fraction = 0.25)" in message
     assert json.loads((path / "all" / fault / "status.json").read_text())["message"] == message
+    logs = [log.read_text() for log in (path / "all" / fault / "rollouts").glob("*.jsonl")]
+    lost = [json.loads(line)["error"] for log in logs for line in log.splitlines()]
+    assert any(lost), "what was answered can be read"
 
 
 def test_a_reward_that_fails_sometimes_loses_these_rollouts_only(faulty: tuple[Path, FakeRun]) -> None:

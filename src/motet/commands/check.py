@@ -31,7 +31,7 @@ from motet.hosting.host import Host
 from motet.hosting.launch import open_base, own_switches
 from motet.hosting.preparing import notes_of, prepare_all
 from motet.hosting.running import config_of
-from motet.runtime.answer_signs import in_thought, no_signal
+from motet.runtime.answer_signs import Earned, in_thought, no_signal
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.held_out import LOG_LIKELIHOOD
 from motet.runtime.interrupt import Interrupt
@@ -41,6 +41,7 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
+from motet.tasks.reward_elsewhere import weights_of
 from motet.tasks.rows import row_of
 from motet.tracking.trackers import load as load_observer
 from motet.view.text import duration_text, plain_console
@@ -193,6 +194,8 @@ async def _check_all(
             failing += [job.name] * (failed.total() == len(reasons))
             if warning := _in_thought(job, sampled.groups) or _no_signal(job, sampled.groups):
                 failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
+            if warning := _never(job, sampled.groups):
+                failures.append(f"job {job.name}: {warning}")
             if failed:
                 (commonest, _), *_ = failed.most_common(1)
                 failures.append(
@@ -231,6 +234,18 @@ def _no_signal(job: Job, groups: Sequence[Group]) -> str:
     return no_signal(share, fmean(rewards), pstdev(rewards), own, (min(rewards), max(rewards)))
 
 
+def _never(job: Job, groups: Sequence[Group]) -> str:
+    earned = Earned()
+    for rollout in (one for group in groups for one in group.scored):
+        earned.see({"reward_parts": rollout.reward_parts})
+    return earned.never(weights_of(job.config.rewards), PROBLEMS, "answers")
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    """What each part of a reward is, where it has several."""
+    return f" ({', '.join(f'{name} {value:.3g}' for name, value in parts.items())})" if len(parts) > 1 else ""
+
+
 def _row(job: Job, step: float, whole: float, figures: tuple[str, str, str, str]) -> tuple[str, ...]:
     """Cells of the table: seconds of a step and of the whole job, and the figures from the reward to the truncated share."""
     rows = f"{len(job.data.train)} / {len(job.data.holdout)}"
@@ -241,7 +256,7 @@ def _figures(groups: Sequence[Group]) -> tuple[str, str, str, str]:
     figures, signal = group_metrics(groups), f"{sum(group.has_signal for group in groups)} of {len(groups)}"
     if math.isnan(figures["length"]):
         return "none", signal, "", ""
-    reward = "none" if math.isnan(figures["reward"]) else f"{figures['reward']:.3g}"
+    reward = "none" if math.isnan(figures["reward"]) else f"{figures['reward']:.3g}{_parts(figures['reward_parts'])}"
     return reward, signal, f"{figures['length']:.0f} tokens", f"{figures['truncated']:.0%}"
 
 
@@ -346,7 +361,7 @@ def _show(console: Console, job: Job, group: Group) -> None:
     show(f"{len(read)} tokens are read before the first answer{differ}")
     show(f"reference answer: {group.problem.answer!r}")
     for rollout in group.rollouts:
-        outcome = rollout.error or f"{rollout.reward:.3g}"
+        outcome = rollout.error or f"{rollout.reward:.3g}{_parts(rollout.reward_parts)}"
         if not any(turn.replies for turn in rollout.turns):
             show(f"  {outcome:>6}  {rollout.completion!r}")
             continue

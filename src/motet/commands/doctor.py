@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,9 @@ from motet.view.text import plain_console
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
 
+_FASTER = 1.1
+"""How much faster a type must decode to be advised: less may be noise."""
+
 
 def examine(base_name: str) -> int:
     """Print the tables; returns 0 if results are exact in every type tried, otherwise 1."""
@@ -35,7 +39,7 @@ def examine(base_name: str) -> int:
     print_table(console, _machine())
     print_table(console, _wall())
     table = Table("type", "kernels", "loads in", "decode, 64 rows", "exact", "KV tokens", title=f"base {base_name}")
-    exact = True
+    exact, rates = True, dict[str, float]()
     for dtype in ("float32", "bfloat16"):
         started = time.perf_counter()
         try:
@@ -46,13 +50,16 @@ def examine(base_name: str) -> int:
             continue
         seconds = time.perf_counter() - started
         room = int(budgets.available_memory() * config.kv_memory_fraction) // base.info.kv_bytes_per_token
-        rate = f"{_decode_rate(base, config):,.0f} tokens/s"
+        rates[dtype] = _decode_rate(base, config)
+        rate = f"{rates[dtype]:,.0f} tokens/s"
         exactly = "yes, bit for bit" if base.info.exact else "NO"
         table.add_row(dtype, kernels_of(base.info.processor), f"{seconds:.1f} s", rate, exactly, f"{room:,}")
         for note in base.info.notes:
             console.print(f"note ({dtype}): {note}")
         exact = exact and base.info.exact
     print_table(console, table)
+    if rates.get("float32", 0) > _FASTER * rates.get("bfloat16", math.inf):
+        console.print("float32 is faster here: set engine.dtype to float32, unless memory is short", soft_wrap=True)
     console.print(
         f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)"
     )
@@ -123,7 +130,7 @@ def _processor() -> str:
 
     capability = torch.backends.cpu.get_cpu_capability()
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
-    return f"{capability}{', fast bfloat16' if bf16 else ', bfloat16 is slow here: set engine.dtype to float32'}"
+    return f"{capability}{', fast bfloat16' if bf16 else ', no bfloat16 in torch'}"
 
 
 def _kernels() -> str:

@@ -129,7 +129,8 @@ def _farewell(console: Console, result: RunResult, base: str) -> int:
     again = same_command()
     report = result.report or "not written, the disk is full"
     console.print(f"report: {report}", soft_wrap=True)
-    if (job := next((one for one in result.jobs.values() if one.best.is_dir()), None)) is not None:
+    made = [one for one in result.jobs.values() if one.best.is_dir() and one.state is not JobState.FAILED]
+    for job in made[:1]:
         console.print(f"talk to an adapter: motet chat {base} --adapter {job.best}", soft_wrap=True)
     for job in result.jobs.values():
         if job.spent:

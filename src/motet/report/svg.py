@@ -27,6 +27,7 @@ _FONT = "font-family=\"system-ui,-apple-system,'Segoe UI',Roboto,sans-serif\""
 _LEGEND_ROW, _CHARACTER = 20, 7.0  # pixels; the width of a character is an estimate
 _SMOOTH_FROM = 12  # points
 _POINTS = 200  # of a curve; a longer one is averaged
+_LEAST_RANGE = 0.1  # of the axis
 _STROKES = ("", "6 3", "2 3", "7 3 2 3")
 
 
@@ -90,7 +91,9 @@ def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, mar
     if not ys:
         middle = f'x="{left + _PANEL_WIDTH / 2:.0f}" y="{_TOP + _PANEL_HEIGHT / 2:.0f}" text-anchor="middle"'
         return "".join([*parts, f"<text {middle}>no data yet</text>"])
-    y_ticks = ticks(min(ys), max(ys), 5)
+    y_ticks = ticks(
+        min(0.0, *ys), max(_LEAST_RANGE, *ys), 5
+    )  # an axis that follows its curve would show noise as a rise
     low, high = y_ticks[0], y_ticks[-1]
     right = max(1.0, *(x for job in jobs for x in job.xs))
 

@@ -36,10 +36,10 @@ class Earned:
                 lowest, highest, steps = self.parts.get(name, (value, value, 0))
                 self.parts[name] = min(lowest, value), max(highest, value), steps + 1
 
-    def never(self, weights: Mapping[str, float], least: int) -> str:
-        """Where a part of a summed reward was earned in none of at least so many steps, which the sum does not show."""
+    def never(self, weights: Mapping[str, float], least: int, what: str = "steps") -> str:
+        """Where a part of a summed reward was earned in none of at least so many lines, which the sum does not show."""
         never = [
-            f"part {name} was {highest:g} in all {steps} steps"
+            f"part {name} was {highest:g} in all {steps} {what}"
             for name, (lowest, highest, steps) in self.parts.items()
             if weights.get(name, 0) > 0 and lowest == highest <= 0 and steps >= least
         ]

@@ -90,9 +90,9 @@ class RolloutLoop(Driver):
         self.job.progress.phase = "evaluating"
         sampled = await self._evaluation
         self._evaluation = None
-        check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
-        lines = rollout_records(sampled, "eval", self.job.chat.token_texts)
         name = f"eval-{sampled.version}"
+        await self._check(sampled, "eval", name)
+        lines = rollout_records(sampled, "eval", self.job.chat.token_texts)
         await uninterrupted(asyncio.to_thread(self.job.directory.write_rollouts, name, lines))
         record = evaluation_record(sampled)
         self.job.progress.evaluated(sampled.version, record)
@@ -143,8 +143,17 @@ class RolloutLoop(Driver):
         task = self._begin(step)
         sampled = await task
         del self._steps[step]
-        check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
+        await self._check(sampled, "train", str(step))
         return sampled
+
+    async def _check(self, sampled: SampledStep, purpose: str, name: str) -> None:
+        """Stop a job whose rollouts mostly fail; they are logged first, so that somebody can read why."""
+        try:
+            check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
+        except JobFailed:
+            lines = rollout_records(sampled, purpose, self.job.chat.token_texts)
+            await uninterrupted(asyncio.to_thread(self.job.directory.write_rollouts, name, lines))
+            raise
 
 
 def check_failures(groups: Sequence[Group], limit: float) -> None:

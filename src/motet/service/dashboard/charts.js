@@ -54,8 +54,8 @@ export function curves({name, x, y, colour, dash = "solid", plain = false, crowd
 }
 
 /** A trace of sparse values, with a symbol at each. */
-export const marks = ({name, x, y, colour, dash = "solid", symbol = "circle"}) => [{
-  type: "scatter", mode: "lines+markers", x, y, name, cliponaxis: false,
+export const marks = ({name, x, y, colour, dash = "solid", symbol = "circle", half = null}) => [{
+  type: "scatter", mode: "lines+markers", x, y, name, cliponaxis: false, ...(half && {error_y: {type: "data", array: half, thickness: 1, width: 3}}),
   line: {color: colour, width: 2, dash}, marker: {size: 8, symbol, color: colour},
 }];
 
@@ -117,7 +117,7 @@ export class Chart {
   }
 
   layout() {
-    const soft = css("--soft"), large = /large|wide/.test(this.node.className), flat = this.flat(), range = this.range;
+    const soft = css("--soft"), large = /large|wide/.test(this.node.className), flat = this.flat(), range = this.range || (large && this.wide());
     const axis = {
       color: soft, gridcolor: css("--grid"), zeroline: false, linecolor: css("--line"), tickfont: {size: 11},
       fixedrange: touch.matches, automargin: true, nticks: large ? 7 : 5,
@@ -130,7 +130,7 @@ export class Chart {
       hoverlabel: {bgcolor: css("--card"), bordercolor: css("--line"), font: {color: css("--ink"), size: 12}},
       xaxis: {...axis, showgrid: false, showline: true, title: {text: this.xTitle, font: {size: 11}, standoff: 6},
               rangemode: "tozero", unifiedhovertitle: {text: `${this.xTitle} %{x:.6~g}`}},
-      yaxis: {...axis, tickformat: this.share ? ".1~%" : "", rangemode: large ? "normal" : "tozero",
+      yaxis: {...axis, tickformat: this.share ? ".1~%" : "", rangemode: "tozero",
               ...(range ? {range} : flat === null ? {} : {range: [Math.min(0, 2 * flat), Math.max(flat ? 0 : 1, 2 * flat)]})},
     };
   }
@@ -140,6 +140,14 @@ export class Chart {
     const values = new Set();
     for (const trace of this.traces) for (const value of trace.y.filter(known)) if (values.add(value).size > 1) return null;
     return values.size ? [...values][0] : null;
+  }
+
+  /** The range of an axis that does not follow its curve, which would show noise as a rise; null if all values are equal. */
+  wide() {
+    const ends = trace => trace.y.flatMap((value, at) => known(value) ? [value - (trace.error_y?.array[at] || 0), value + (trace.error_y?.array[at] || 0)] : []);
+    const values = this.traces.flatMap(ends), low = values.reduce((a, b) => Math.min(a, b), 0), high = values.reduce((a, b) => Math.max(a, b), 0);
+    const pad = Math.max(.1, high - low) / 20;
+    return values.length && this.flat() === null ? [low < 0 ? low - pad : 0, Math.max(high, low + .1) + pad] : null;
   }
 
   close() {

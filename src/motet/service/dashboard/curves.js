@@ -21,7 +21,7 @@ const SMALL = [ // field of metrics.jsonl, title, note, options
   ["clip_fraction", "Clipped", "share of tokens whose gradient the clip removed", {share: true}],
   ["lr", "Learning rate", "of the update", {plain: true}],
 ];
-const PARTS = "reward_parts/", HELD = "eval/";
+const PARTS = "reward_parts/", HELD = "eval/", MOST_PARTS = 12;
 
 /** Lines of metrics.jsonl as {field: {x, y}}, with nested fields as "eval/reward"; a null is a gap. */
 export function columns(lines) {
@@ -39,29 +39,50 @@ export function columns(lines) {
   return byField;
 }
 
+/** Half of the 95 % intervals of a held-out field at these versions; null where they are not known. */
+function halves({series}, field, at) {
+  const of = name => { const {x, y} = series[name] || {x: [], y: []}; return new Map(x.map((step, place) => [step, y[place]])); };
+  const values = of(field), rows = of("eval/rows"), errors = field === "eval/accuracy" ? new Map(at.map(step => [step, Math.sqrt(values.get(step) * (1 - values.get(step)) / rows.get(step))])) : of(`${field}_stderr`);
+  return at.some(step => errors.get(step)) ? at.map(step => 2 * errors.get(step) || 0) : null;
+}
+
 /** Traces of one field of a job; none if it has no value. */
 function drawn(job, field, {plain, joined, crowd}) {
   const {x, y} = job.series[field] || {x: [], y: []}, places = [...y.keys()].filter(place => known(y[place]));
   if (!places.length) return [];
   const style = {name: job.name, ...look(job.place)};
-  if (joined) return marks({...style, x: places.map(place => x[place]), y: places.map(place => y[place])});
+  if (joined) {
+    const at = places.map(place => x[place]);
+    return marks({...style, x: at, y: places.map(place => y[place]), half: halves(job, field, at)});
+  }
   return curves({...style, x, y, plain, crowd});
 }
 
 /** All charts. `update(jobs)` draws jobs of the form {name, place, series}, with `series` from `columns`. */
 export function jobCurves() {
   const reward = new Chart("Training reward", "mean of each step’s rollouts, thin; smoothed, thick", {size: "large", empty: "no step yet"});
-  const held = new Chart("Held-out reward", "the same problems at every evaluation", {size: "large", xTitle: "version", empty: "no evaluation yet"});
+  const held = new Chart("Held-out reward", "the same problems at every evaluation; bars: 95 % intervals", {size: "large", xTitle: "version", empty: "no evaluation yet"});
   const parts = new Chart("Reward parts", "mean of each reward; dotted: held-out", {size: "large", latest: false});
   const small = SMALL.map(([field, title, note, options = {}]) => [new Chart(title, note, options), field, options]);
   const all = [[reward, "reward", {}], [held, "eval/reward", {joined: true}], ...small];
   const node = el("div", {class: "charts"});
   add(node, all.map(([chart]) => chart.node));
 
-  /** Draw the reward parts of a job that is shown alone. */
+  const ofPart = new Map();
+  const partsOf = ({series}) => Object.keys(series).filter(field => field.startsWith(PARTS)).map(field => field.slice(PARTS.length));
+
+  /** Draw the reward parts: those of a job that is shown alone in one chart, those of several in one chart each. */
   function drawParts(jobs) {
-    const series = jobs.length === 1 ? jobs[0].series : {};
-    const names = Object.keys(series).filter(field => field.startsWith(PARTS)).map(field => field.slice(PARTS.length));
+    const parted = jobs.filter(job => partsOf(job).length > 1);
+    const shared = jobs.length > 1 ? [...new Set(parted.flatMap(partsOf))].slice(0, MOST_PARTS) : [];
+    for (const [name, chart] of ofPart) if (!shared.includes(name)) chart.node.remove();
+    for (const name of shared) {
+      if (!ofPart.has(name)) ofPart.set(name, new Chart(`Reward part ${name}`, "mean of each step’s rollouts"));
+      const chart = ofPart.get(name);
+      if (!chart.node.parentNode) add(node, [chart.node]);
+      chart.draw(parted.flatMap(job => drawn(job, PARTS + name, {crowd: parted.length})));
+    }
+    const series = jobs.length === 1 ? jobs[0].series : {}, names = jobs.length === 1 ? partsOf(jobs[0]) : [];
     node.classList.toggle("parted", names.length > 1);
     if (names.length < 2) return void parts.node.remove();
     if (parts.node.parentNode !== node) held.node.after(parts.node);
@@ -76,9 +97,10 @@ export function jobCurves() {
   return {node, update(jobs) {
     const begun = jobs.some(job => job.series.loss);
     for (const [chart, field, options] of all) {
-      chart.node.style.display = begun && !jobs.some(job => job.series[field]) ? "none" : ""; // once there are steps, hide charts without data
+      const some = jobs.some(job => chart.node.classList.contains("large") ? job.series[field] : job.series[field]?.y.some(Boolean));
+      chart.node.style.display = begun && !some ? "none" : ""; // once there are steps, hide charts without data, and small ones of zeros
       chart.draw(jobs.flatMap(job => drawn(job, field, {...options, crowd: jobs.length})));
     }
     drawParts(jobs);
-  }, stop() { for (const chart of [parts, ...all.map(([chart]) => chart)]) chart.close(); }};
+  }, stop() { for (const chart of [parts, ...ofPart.values(), ...all.map(([chart]) => chart)]) chart.close(); }};
 }
