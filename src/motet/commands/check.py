@@ -236,7 +236,7 @@ def _no_signal(job: Job, groups: Sequence[Group]) -> str:
 
 def _never(job: Job, groups: Sequence[Group]) -> str:
     earned = Earned()
-    for rollout in (one for group in groups for one in group.scored):
+    for rollout in (scored for group in groups for scored in group.scored):
         earned.see({"reward_parts": rollout.reward_parts})
     return earned.never(weights_of(job.config.rewards), PROBLEMS, "answers")
 

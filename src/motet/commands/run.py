@@ -129,7 +129,7 @@ def _farewell(console: Console, result: RunResult, base: str) -> int:
     again = same_command()
     report = result.report or "not written, the disk is full"
     console.print(f"report: {report}", soft_wrap=True)
-    made = [one for one in result.jobs.values() if one.best.is_dir() and one.state is not JobState.FAILED]
+    made = [job for job in result.jobs.values() if job.best.is_dir() and job.state is not JobState.FAILED]
     for job in made[:1]:
         console.print(f"talk to an adapter: motet chat {base} --adapter {job.best}", soft_wrap=True)
     for job in result.jobs.values():
