@@ -49,7 +49,14 @@ def test_nobody_is_sent_to_the_adapter_of_a_job_that_failed(tmp_path: Path) -> N
         best.mkdir(parents=True)
         jobs.append(job(name, state, best, (0.5,)))
     for shown, said in ((jobs, ["well"]), (jobs[:1], [])):
-        console = Console(file=StringIO(), width=400)
-        assert _farewell(console, motet.RunResult(tmp_path, {one.name: one for one in shown}, None), "small") == 1
-        told = re.findall(r"--adapter \S+/(\w+)/versions", console.file.getvalue())
+        shown_to = StringIO()
+        assert (
+            _farewell(
+                Console(file=shown_to, width=400),
+                motet.RunResult(tmp_path, {one.name: one for one in shown}, None),
+                "small",
+            )
+            == 1
+        )
+        told = re.findall(r"--adapter \S+/(\w+)/versions", shown_to.getvalue())
         assert told == said
