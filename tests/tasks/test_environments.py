@@ -272,6 +272,41 @@ def test_public_methods_are_tools(file: Path) -> None:
     assert rollouts[0].turns[0].tool_calls[0].arguments == {"item": "tea", "price": 150}
 
 
+SHAPES = """
+import numpy as np
+
+class Shapes:
+    def reset(self, **row):
+        return None
+
+    def look(self, what: str):
+        inside = []
+        inside.append(inside)
+        return {
+            "int64": np.int64(3), "array": np.arange(3), "set": {2, 1}, "city": ["K\u00f6ln", np.float32(0.5)],
+            "nan": [float("nan"), 1.0], "tuple": {(1, 2): True}, "none": None, "text": "plain", "endless": inside,
+        }[what]
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+def test_results_of_tools_are_written_as_data_of_rows_are(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SHAPES)
+    wanted = {
+        "int64": "3", "array": "[0, 1, 2]", "set": "[1, 2]", "city": '["K\u00f6ln", 0.5]', "nan": "[null, 1.0]",
+        "tuple": '{"(1, 2)": true}', "none": "null", "text": "plain",
+    }  # fmt: skip
+    asked = [*wanted, "endless"]
+    calls = "".join(call("look", what=what) for what in asked)
+    (rollout,), _, _ = played(tmp_path / "own.py", "Shapes", lambda index, turn, read: [calls, "done"][turn], 1)
+    replies = [message.content for message in rollout.turns[0].replies]
+    assert dict(zip(asked, replies, strict=True)).items() >= wanted.items()
+    assert replies[-1].startswith("Error: RecursionError")
+    assert (rollout.error, rollout.reward) == ("", 1.0)
+
+
 def test_rewards_can_be_given_a_call_that_is_nested_deep(file: Path) -> None:
     deep: Any = []
     for _ in range(600):

@@ -34,6 +34,7 @@ from motet.core.errors import EngineError, EnvironmentFault
 from motet.core.types import MOST_ROLES
 from motet.process.own_code import OwnCode, describe
 from motet.tasks import worker_messages as m
+from motet.tasks.plain_json import as_json
 from motet.tasks.worker_process import Read, WorkerLimits, Write, run, seed_random
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
@@ -133,13 +134,15 @@ class Environments:
             return m.EpisodeReply(text=text, done=_done(instance))
         try:
             said = tool(**arguments)
+            said = (
+                said if isinstance(said, str) else json.dumps(as_json(said, infinite_as_text=True), ensure_ascii=False)
+            )
         except ValidationError as error:
             mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
             said = f"Error: {mistakes}"
         except Exception as error:  # a tool's own: the model may do better next time
             said = f"Error: {describe(error)}"
-        text = said if isinstance(said, str) else json.dumps(said, default=str)
-        return m.EpisodeReply(text=text, done=_done(instance))
+        return m.EpisodeReply(text=said, done=_done(instance))
 
 
 def _listed(instance: Any, name: str, /, **arguments: Any) -> Any:
