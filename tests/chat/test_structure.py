@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
+from pydantic import AnyUrl, BaseModel, SecretStr
 from tokenizers import AddedToken
 
 from motet.agents.episode import AgentEpisode
@@ -25,14 +27,14 @@ from motet.chat.completions import ChatRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import _known, check_grammar, grammar_of
 from motet.core.device import Device
-from motet.core.errors import ChatRefusal, EngineError
+from motet.core.errors import ChatRefusal, EngineError, ServerFault
 from motet.core.tenant_cache import TenantCache
 from motet.core.tenant_turns import Payer
 from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
 from motet.model.load import load_base, load_tokenizer
 from motet.process.apart import here
 from motet.rollout.embedded import EmbeddedEngine
-from motet.rollout.grammars import Grammar, Grammars, _Account
+from motet.rollout.grammars import Grammar, Grammars, _Account, check_answer
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.episode import GroupContext
 from motet.tasks.forms.bounds import turn_grammar
@@ -61,6 +63,69 @@ def engine() -> Iterator[EmbeddedEngine]:
     base = load_base("small", device="cpu", dtype="float32")
     yield EmbeddedEngine(base, device, max_rows=8, kv_tokens=1024, prefill_tokens=256)
     device.close()
+
+
+def structured(schema: Any) -> str:
+    """The grammar of a schema."""
+    return grammar_of({"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            SCHEMA,
+            ['{"answer": 5, "sure": true}', '{"answer":5,\n "sure":false}'],
+            ['{"answer": 100, "sure": true}', "{}", "5"],
+        ),
+        ({"allOf": [{"type": "integer"}, {"maximum": 3}]}, ["2", " 3\n"], ["4", '"2"', "2 2"]),
+        ({"$defs": {"a": {"type": "string"}}, "$ref": "#/$defs/a"}, ['"Köln"'], ["3", '"Köln', ""]),
+    ],
+)
+def test_an_answer_of_a_server_is_matched_when_it_ends(schema: Any, right: list[str], wrong: list[str]) -> None:
+    for text in right:
+        check_answer(structured(schema), text)
+    for text in wrong:
+        with pytest.raises(ServerFault, match="does not keep to the JSON schema"):
+            check_answer(structured(schema), text)
+
+
+class Row(BaseModel):
+    """A model as people write it."""
+
+    place: Path
+    format: Literal["a", "b"]
+    secret: SecretStr = SecretStr("x")
+    link: AnyUrl | None = None
+
+
+def test_formats_that_are_not_known_only_describe(engine: EmbeddedEngine) -> None:
+    schema = Row.model_json_schema()
+    asyncio.run(check_grammar(structured(schema), here(), "formats"))
+    assert '"format": {"enum": ["a", "b"]' in structured(schema)
+    known = {"type": "string", "format": "date", "default": {"format": "path"}}
+    assert structured(known).endswith('"type": "string", "format": "date", "default": {"format": "path"}}')
+    (chunk,) = completed(
+        engine, request(engine, "path", structured({"type": "string", "format": "path", "maxLength": 3}))
+    )[0]
+    assert isinstance(json.loads(chunk.text), str)
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": "array", "uniqueItems": True}, 'these keywords are not supported: ["uniqueItems"]'),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "two of its choices; write anyOf"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around, including look-ahead and look-behind, is not supported"),
+        ({"type": "array", "minItems": 3, "maxItems": 1}, "minItems (3) is greater than maxItems (1)"),
+    ],
+)  # fmt: skip
+def test_a_schema_is_refused_in_plain_words(schema: Any, told: str) -> None:
+    with pytest.raises(ChatRefusal) as refused:
+        asyncio.run(check_grammar(structured(schema), here(), "words"))
+    assert told in str(refused.value)
+    for inner in ("x-guidance", "%json", "start:", "coerce_one_of", "failed to compile"):
+        assert inner not in str(refused.value)
 
 
 def request(engine: EmbeddedEngine, name: str, grammar: str = "", n: int = 1) -> GenerateRequest:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from motet.chat.structure import grammar_of
-from motet.core.errors import EngineError
+from motet.core.errors import EngineError, ServerFault
 from motet.core.types import SamplingParams
 from motet.model.fake import FakePolicy
 from motet.rollout.fake import FakeEngine
@@ -251,6 +251,21 @@ def test_requests_that_cannot_be(tmp_path: Path) -> None:
     with ProtocolServer() as server:
         drive(engine_on([server], tmp_path), test)
         assert not server.counts.asked
+
+
+@both
+def test_an_answer_that_does_not_keep_to_its_schema_is_an_error(dialect: Any, tmp_path: Path) -> None:
+    """This server does not look at schemas."""
+    grammar = grammar_of({"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}})
+
+    async def test(engine: ServerEngine) -> None:
+        asked = replace(request(), seeds=tuple(range(20)))
+        assert "stop" in {whole.finish for whole in await in_process(asked)}
+        with pytest.raises(ServerFault, match="does not keep to the JSON schema of its request: start vLLM with"):
+            await asking(engine, replace(asked, sampling=replace(asked.sampling, grammar=grammar)))
+
+    with ProtocolServer(dialect) as server:
+        drive(engine_on([server], tmp_path), test)
 
 
 @both

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from motet.core.errors import ChatRefusal
@@ -15,6 +16,14 @@ _LONGEST = 16_000
 """The cost per token grows faster than a schema's length."""
 _MEMORY_MB = 128
 """Memory for compiling one grammar; an engine keeps several of them."""
+_FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
+"""Formats that are kept to; others, such as pydantic's `path`, only describe."""
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_PLAINER = {
+    "Unimplemented keys:": "these keywords are not supported:",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf":
+        "oneOf is not supported where a value may match two of its choices; write anyOf",
+}  # fmt: skip
 _KEPT = 256
 """Cached results of checks."""
 
@@ -43,10 +52,28 @@ def grammar_of(asked: Any) -> str:
         raise ChatRefusal(f"response_format: type {kind!r} is not known here; it is text, json_object or json_schema")
     if not isinstance(schema, dict):
         raise ChatRefusal(f"response_format: json_schema must have a `schema`, an object, not {schema!r:.80}")
-    answer = json.dumps({"x-guidance": ONE_LAYOUT, **schema})
+    answer = json.dumps({"x-guidance": ONE_LAYOUT, **_kept_to(schema)})
     if len(answer) > _LONGEST:
         raise ChatRefusal(f"response_format: the schema has {len(answer)} characters; the limit is {_LONGEST}")
     return f"{JSON_GRAMMAR}{answer}"
+
+
+def _kept_to(schema: Any) -> Any:
+    """A schema without the formats that only describe."""
+    if isinstance(schema, list):
+        return [_kept_to(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = schema.get("format")
+    named = {
+        name: part for name, part in schema.items() if name != "format" or not isinstance(told, str) or told in _FORMATS
+    }
+    for name, part in named.items():
+        if name in _BY_NAME and isinstance(part, dict):
+            named[name] = {key: _kept_to(value) for key, value in part.items()}
+        elif name not in ("const", "enum", "default", "examples"):
+            named[name] = _kept_to(part)
+    return named
 
 
 async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
@@ -83,7 +110,10 @@ def _wrong_with(grammar: bytes) -> bytes:
     text = grammar.decode("utf-8", "replace")
     wrong, reasons = LLMatcher.validate_grammar_with_warnings(text)
     if wrong:
-        reason = " ".join(" ".join(reasons).split())[:300]
+        told = re.split(r"\n\s*\d+ \|", " ".join(reasons))[0].rpartition("failed to compile JSON schema: ")[2]
+        reason = " ".join(told.split())[:300]
+        for inner, plain in _PLAINER.items():
+            reason = reason.replace(inner, plain)
         return f"the schema cannot be kept to: {reason}".encode()
     schema, _ = json.JSONDecoder().raw_decode(text.partition("%json ")[2])
     if _is_endless(schema):

@@ -9,7 +9,9 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import threading
 import time
 from collections import deque
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from motet.core.errors import EngineError
+from motet.core.errors import EngineError, ServerFault
 from motet.core.model_info import ModelInfo
 from motet.core.tenant_cache import TenantCache
 from motet.core.tenant_turns import Payer
@@ -106,6 +108,27 @@ class _Account:
     def may_begin(self, now: float) -> bool:
         """Whether a mask may be begun beside the device while others use it: one at a time."""
         return self.rests <= now and (self.last is None or not self.last.pending)
+
+
+def check_answer(grammar: str, text: str) -> None:
+    """Check the whole answer of a server, in its own layout or in that of the grammar.
+
+    Raises:
+        ServerFault: the answer does not keep to the grammar; the message names the setting.
+    """
+    from llguidance import LLMatcher, LLTokenizer
+
+    layouts = [text.strip()]
+    with contextlib.suppress(ValueError, RecursionError):
+        layouts.append(json.dumps(json.loads(text), ensure_ascii=False))
+    for layout in map(str.encode, layouts):
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        if matcher.try_consume_tokens([*layout]) == len(layout) and matcher.is_accepting():
+            return
+    raise ServerFault(
+        f"the server's answer {text!r:.80} does not keep to the JSON schema of its request: start vLLM with "
+        """--structured-outputs-config '{"backend": "guidance"}'"""
+    )
 
 
 class Grammars:

@@ -21,7 +21,7 @@ import numpy as np
 
 from motet.config.dialects import HttpRequest
 from motet.core.errors import ContextFull, EngineError, ServerFault, ServerGone, ServerRefused, ServerUnfit
-from motet.core.stops import Decode
+from motet.core.stops import Decode, met
 from motet.core.token_ids import TokenIds
 from motet.core.types import (
     AdapterRef,
@@ -36,6 +36,7 @@ from motet.core.types import (
 )
 from motet.rollout.completion import Completion, check_request
 from motet.rollout.fleet import Fleet
+from motet.rollout.grammars import check_answer
 from motet.rollout.replica import Replica
 from motet.rollout.served_versions import ServedVersions, copy_adapter
 from motet.rollout.server_process import ServerProcess
@@ -238,6 +239,9 @@ class ServerEngine:
                 opened.replica = None
             if completion.finish is None:
                 await asyncio.sleep(replica.clocks.retry * 2 ** (failures - 1))
+        text, sampling = self._decode(completion.tokens) if request.sampling.grammar else "", request.sampling
+        if sampling.grammar and completion.finish is FinishReason.STOP and not met(text, sampling.stop):
+            await asyncio.to_thread(check_answer, sampling.grammar, text)
 
     async def _read(
         self, replica: Replica, completion: Completion, failures: int, chunks: asyncio.Queue[Chunk | BaseException]
