@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.msgpack import encode
@@ -13,6 +14,7 @@ from motet.config import OF_CLIENT, JobConfig
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import AnyOutcome, Done, Failed, Journal, JournalError, Nothing, OptimStep, Save
 from motet.runtime.start_turns import StartTurns
+from motet.service.tinker.requests import FinishSession
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, run_jobs
 from tests.support.waiting import PATIENCE, until
@@ -101,6 +103,31 @@ def test_a_saved_checkpoint_survives_a_power_failure(tmp_path: Path) -> None:
             run_jobs(directory, [JobConfig.model_validate(tree)])
         synced.append(counted["fsync"])
     assert synced[1] - synced[0] == 5, "its three files, its directory and its name"
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "told"),
+    [
+        ({}, "succeeded", ""),
+        ({"reason": {"type": "success"}, "detail": None}, "succeeded", ""),
+        (
+            {"reason": {"type": "errored"}, "detail": "ValueError: no"},
+            "failed",
+            "with an error (errored: ValueError: no)",
+        ),
+        ({"reason": {"type": "interrupted"}}, "succeeded", "stopped early: its client was interrupted"),
+    ],
+)
+def test_a_session_ends_as_its_client_says(tmp_path: Path, body: dict[str, Any], state: str, told: str) -> None:
+    data = {"source": OF_CLIENT, "chat_template": False}
+    tree = {"name": "client", "algorithm": "client", "data": data, "optimizer": {"lr": 0.05}, "steps": 9}
+    journal = Journal(tmp_path / "client")
+    journal.put(0, encode(OptimStep(1e-3, (0.9, 0.95), 1e-8, 0.0, None)))
+    journal.finish(FinishSession.model_validate(body).told)
+    journal.finish("errored: later")
+    run = run_jobs(tmp_path, [JobConfig.model_validate(tree)])
+    assert (run.state("client").value, told in run.jobs["client"].progress.message) == (state, True)
+    assert Journal(tmp_path / "client").done(0), "what it asked for is done"
 
 
 def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> None:

@@ -21,13 +21,14 @@ from motet.algorithms.client import ClientLoss, batch_of
 from motet.config.step_tokens import check_command
 from motet.core.batch import AdamW, LossFunctions, LossStats, OptimStats, Segment
 from motet.core.checksums import sync
-from motet.core.errors import AdapterError, ScorerAway, StorageFull
+from motet.core.errors import AdapterError, JobFailed, ScorerAway, StorageFull
 from motet.core.types import FloatArray
 from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.job import CommandObeyed, Executed, Job, Services
 from motet.runtime.learner import unheard
+from motet.runtime.progress import STOPPED_EARLY
 from motet.runtime.session import FinishedStep
 
 ABOUT = "checkpoint.json"
@@ -75,6 +76,10 @@ class ClientLoop(Driver):
                 raise ScorerAway("the client asked for nothing")
             if self.session.done.step > step:
                 return
+
+    async def evaluated(self) -> None:
+        """Nothing is evaluated. Raises JobFailed if the client ended with an error."""
+        _end_as_told(self.job, self._journal)
 
     def pause(self) -> None:
         """Stop after the current command."""
@@ -233,15 +238,9 @@ class ClientLoop(Driver):
     async def _finish(self, number: int, done: j.Done, optim: OptimStats | None, seconds: dict[str, float]) -> None:
         """Write the outcome, record and commit the next version. This order never repeats a committed command."""
         finished = FinishedStep.unsampled(
-            self.session.done.step,
-            self._stats,
-            self._samples,
-            optim,
-            self._tokens,
-            {"loaded": 1} if optim is None else None,
-            seconds=seconds,
-            position=number + 1,
-        )
+            self.session.done.step, self._stats, self._samples, optim, self._tokens,
+            {"loaded": 1} if optim is None else None, seconds=seconds, position=number + 1,
+        )  # fmt: skip
         since = self.session.done.position
         await asyncio.to_thread(self._journal.answer, number, done, hidden=True)
         await self.session.finish(finished, None, commit=True)
@@ -289,6 +288,14 @@ class ClientLoop(Driver):
         except StorageFull as error:
             return j.Failed(str(error).removeprefix("waits: "))
         return j.Done(command.answer)
+
+
+def _end_as_told(job: Job, journal: j.Journal) -> None:
+    """Tell how a client ended. Raises JobFailed if it was with an error."""
+    reason = (journal.path / "finished").read_text("utf-8") if journal.finished else ""
+    if reason.startswith("errored"):
+        raise JobFailed(f"its client ended with an error ({reason}); its versions are kept")
+    job.progress.message = f"{STOPPED_EARLY}: its client was {reason}" if reason else job.progress.message
 
 
 def _too_much(most: int | None, before: int, command: j.ForwardBackward, journal: j.Journal, number: int) -> str:

@@ -245,10 +245,11 @@ class Journal:
             if path.stem.partition(".")[0].isdecimal() and (path.suffix in _UNDONE or not outcomes):
                 path.unlink(missing_ok=True)
 
-    def finish(self) -> None:
-        """Announce that no more commands will come."""
+    def finish(self, reason: str = "") -> None:
+        """Announce that no more commands will come; the first `reason` other than success stays."""
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "finished").touch()
+        if not self.finished:
+            (self.path / "finished").write_text(reason, "utf-8")
 
     def describe(self, about: dict[str, Any]) -> None:
         """Store the client's description of its model."""

@@ -306,9 +306,9 @@ class Models:
         self.journal(job).cancel(number)
         self._hosts.send(Nudge(job.id))
 
-    def finish(self, job: StoredJob) -> None:
-        """End a model: its job succeeds when its commands are done."""
-        self.journal(job).finish()
+    def finish(self, job: StoredJob, reason: str = "") -> None:
+        """End a model: its job succeeds when its commands are done, or fails if the `reason` is an error."""
+        self.journal(job).finish(reason)
         self._hosts.send(Nudge(job.id))
 
 

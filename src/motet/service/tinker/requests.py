@@ -53,6 +53,19 @@ class Anything(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class FinishSession(Anything):
+    """End of a session, and how its client ended."""
+
+    reason: dict[str, Any] | None = None
+    detail: str | None = Field(None, max_length=100_000)
+
+    @property
+    def told(self) -> str:
+        """The reason in words; empty for success."""
+        kind = str((self.reason or {}).get("type", "success"))
+        return "" if kind == "success" else f"{kind}{': ' if self.detail else ''}{self.detail or ''}"[:1000]
+
+
 class CreateSession(Request):
     """Start of a session."""
 

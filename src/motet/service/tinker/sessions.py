@@ -12,7 +12,7 @@ from motet.core.errors import ContextFull
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.tinker.parts import TinkerDep, new_router
-from motet.service.tinker.requests import Anything, CreateSampling, CreateSession, Heartbeat, Sample
+from motet.service.tinker.requests import Anything, CreateSampling, CreateSession, FinishSession, Heartbeat, Sample
 from motet.service.tinker.samplers import base_part, path_part, sampler_id
 
 router = new_router()
@@ -73,12 +73,12 @@ def telemetry(who: Asker, wanted: Anything) -> dict[str, str]:
 
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
-def finish(who: Asker, tinker: TinkerDep, session_id: str, wanted: Anything) -> Response:
+def finish(who: Asker, tinker: TinkerDep, session_id: str, wanted: FinishSession) -> Response:
     """Finish the models of a session, which later heartbeats are told."""
     tinker.models.check_session(who, session_id)
     tinker.leases.finish(session_id)
     for job in tinker.models.of_session(who, session_id):
-        tinker.models.finish(job)
+        tinker.models.finish(job, wanted.told)
     return Response(status_code=204)
 
 
