@@ -9,6 +9,9 @@ set -eu
 source "${MOTET_ENVIRONMENT:?is not set: the path of a virtual environment}/bin/activate"
 runs=${MOTET_RUNS:?is not set: a directory that all nodes share}
 
+# only who has this token may use the cluster
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 host=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | awk '{print $1}')
 address=$host:6379

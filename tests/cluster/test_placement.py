@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +26,10 @@ from motet.config.service import ANY_SIZE
 from motet.core.errors import ConfigError
 from motet.core.types import Problem
 from motet.native.choice import Choice
+from motet.rollout.server_process import free_port
 from motet.runtime.slots import Claim, Rule
 from motet.training.sharded.messages import Join
+from tests.support.waiting import PATIENCE
 
 TENANTS = ("", "ann", "ben")
 Drawn = tuple[int, list[list[str]]]
@@ -269,3 +275,24 @@ def test_moves_that_are_under_way_count_where_they_go() -> None:
     assert moved([HostLoad(0, 4, jobs[:3]), HostLoad(1, 4, coming=jobs[3:])]) is None
     assert moved([HostLoad(0, 4), HostLoad(1, 4, coming=jobs)]) is None
     assert placed(Claim("new"), [HostLoad(0, 4, jobs[:3]), HostLoad(1, 4, coming=jobs[3:5])], {}) == 1
+
+
+@pytest.mark.slow
+def test_a_cluster_that_asks_for_a_token_is_told_in_these_words(tmp_path: Path) -> None:
+    """Ray itself names the token only in its log, and in the cause of its error."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as place:  # a path of Ray's sockets is short
+        own = {**os.environ, "HOME": place}
+        asks = {**own, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+        address, ray = f"127.0.0.1:{(port := free_port())}", Path(sys.executable).with_name("ray")
+        options = ["--num-cpus=1", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={place}/r"]
+        head = subprocess.Popen(
+            [ray, "start", "--head", "--block", f"--port={port}", *options], env=asks, stdout=subprocess.DEVNULL
+        )
+        try:
+            asked = [sys.executable, "-m", "motet", "doctor", "--ray", address, "--directory", str(tmp_path)]
+            answer = subprocess.run(asked, env=own, capture_output=True, text=True, timeout=PATIENCE, check=False)
+            told = " ".join((answer.stdout + answer.stderr).split())
+            assert "the cluster asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to that of the" in told
+        finally:
+            head.terminate()
+            head.wait(PATIENCE)

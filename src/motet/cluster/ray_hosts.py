@@ -83,7 +83,7 @@ class RayLauncher:
                 await asyncio.to_thread(self._connect)
             return await self._started(start, log)
         except (RayError, OSError, ValueError, RuntimeError) as error:
-            raise EngineError(f"Ray at {self._address!r} could not start a host: {error}") from error
+            raise EngineError(f"Ray at {self._address!r} could not start a host: {_told(error)}") from error
 
     async def _started(self, start: StartHost, log: Path) -> HostChild:
         nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -173,6 +173,13 @@ class MotetHost:
             ).returncode  # fmt: skip
 
 
+def _told(error: BaseException) -> str:
+    """What went wrong, with the last line of what lies behind it: Ray names a missing token only there."""
+    behind = str(error.__cause__ or "").strip().splitlines()[-1:]
+    cure = "the cluster asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to that of the cluster"
+    return ": ".join([str(error), *behind, *([cure] if "AuthenticationError" in "".join(behind) else [])])
+
+
 def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFacts]:
     """Ask all nodes of a cluster, `count` at least, for their facts, and run a round of gloo over all of them.
 
@@ -186,7 +193,7 @@ def examine_nodes(address: str, directory: Path, count: int = 1) -> list[NodeFac
             ray.init(address=address, log_to_driver=False, namespace="motet-doctor", ignore_reinit_error=True)
             return _examined(_joined(count), mark, leads_away(Path.cwd(), directory))
     except (RayError, ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise EngineError(f"Ray at {address!r} could not be examined: {error}") from error
+        raise EngineError(f"Ray at {address!r} could not be examined: {_told(error)}") from error
 
 
 def _joined(count: int) -> list[dict[str, Any]]:
