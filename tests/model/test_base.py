@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 from transformers import AttentionInterface
 
@@ -457,3 +461,18 @@ def test_layers_that_see_other_rows_get_no_adapter(arithmetic):
     assert "model.layers.1.mlp.down_proj" not in base.linears
     assert "model.layers.0.mlp.down_proj" in base.linears
     assert any("1 layers get no adapter" in note and "down_proj" in note for note in base.info.notes)
+
+
+@pytest.mark.parametrize(("name", "differs"), [("qwen2", True), ("llama", False)])
+def test_a_tokenizer_whose_rules_are_replaced_is_told(name: str, differs: bool, tmp_path: Path) -> None:
+    """This file joins digits, and transformers splits them for one of these types of models."""
+    source = tmp_path / name
+    shutil.copytree(tiny.directory(name), source)
+    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    joins = Tokenizer(BPE(letters | {"31": 256}, [("3", "1")]))
+    joins.pre_tokenizer, joins.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    joins.save(str(source / "tokenizer.json"))
+    notes = [note for note in load_base(str(source), dtype="float32").info.notes if "tokenizer.json" in note]
+    assert len(notes) == differs
+    if differs:
+        assert "as model_type is qwen2" in notes[0]

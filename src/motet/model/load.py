@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from motet.process.allocator import without_collections
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TOKENIZERS = ("tokenizer*", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 """File patterns; a directory with a tokenizer matches at least one."""
+
+_READ = "It's 31 of 2026,\n\n  don\u2019t cafe\u0301 3.14 \u4e2d\u6587"
+"""A text with what rules treat differently: digits, runs of spaces, accents, letters without spaces."""
 
 
 @without_collections()
@@ -74,12 +78,34 @@ def load_base(
         base.revise(
             f"reads only text: its {' and '.join(base.towers)} is left out, and messages with images are refused"
         )
+    if reads_otherwise(name, tokenizer):
+        base.revise(
+            f"transformers reads text by other rules than its tokenizer.json has, as model_type is {model.config.model_type}: "
+            "llama.cpp and other programs that follow the file split digits, spaces or accents otherwise than in training"
+        )
     if limited:
         base.revise(
             f"sequences are limited to {base.info.max_positions} tokens: beyond that its {limited} looks at the whole batch, "
             "and one job would change another's results"
         )
     return base
+
+
+def reads_otherwise(name: str, tokenizer: Any) -> bool:
+    """Whether a base's tokenizer makes other tokens of a text than its file, whose rules transformers may replace."""
+    from tokenizers import Tokenizer
+    from transformers.utils.hub import cached_file
+
+    source, gguf = find_files(name)
+    file = None if gguf else cached_file(source, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if file is None or (read := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return False
+    own = json.loads(Path(file).read_text("utf-8"))
+    parts = {part: getattr(read, part) for part in ("pre_tokenizer", "normalizer")}
+    if all(own.get(part) == (None if now is None else json.loads(now.__getstate__())) for part, now in parts.items()):
+        return False
+    written = Tokenizer.from_file(str(file))
+    return bool(written.encode(_READ, add_special_tokens=False).ids != read.encode(_READ, add_special_tokens=False).ids)
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
