@@ -69,7 +69,8 @@ def saved_targets(config: Mapping[str, Any], directory: Path) -> Any:
         OSError, ValueError: it cannot be read.
     """
     targets = config.get("target_modules", ALL_LINEAR)
-    if (targets in (None, ALL_LINEAR) or isinstance(targets, list)) and not any(map(config.get, _EXCEPTIONS)):
+    pattern = isinstance(targets, str) and targets != ALL_LINEAR
+    if not pattern and not any(map(config.get, _EXCEPTIONS)):
         return targets
     names = (
         name.partition(".lora_")[0] for name in json.loads(_header(directory / ADAPTER_WEIGHTS)) if ".lora_" in name

@@ -181,11 +181,7 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
 
 
 def error_body(
-    status: int,
-    message: str,
-    param: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    code: str = "",
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None, code: str = ""
 ) -> JSONResponse:
     """The response of an error."""
     if len(message) > _LONGEST:
