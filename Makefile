@@ -94,7 +94,7 @@ trackers: | $(BIN)/python  ## make .envs/trackers with W&B, MLflow, Trackio and 
 	@$(BIN)/python -m bench.speed.envs trackers
 
 .PHONY: harnesses
-harnesses: | $(BIN)/python  ## make .envs/harnesses with lm-eval and inspect-ai, which a soak test sends to a service
+harnesses: | $(BIN)/python  ## make .envs/harnesses with lm-eval and inspect-ai, which tests send to a service
 	@$(BIN)/python -m bench.speed.envs harnesses
 
 # Tests sync thousands of small files, which takes no time in memory.
@@ -114,7 +114,7 @@ test: $(VENV)/.installed-test  ## lint, and the first tier of tests: what a newc
 .PHONY: check
 check:  ## types, and every other test but the long ones, with real servers, clients and browsers (ROOM=service: all of one room)
 	@# several install at once: lines instead of one that changes
-	@$(MAKE) -j3 $(VENV)/.installed-dev vllm tinker agents 2>&1 | cat
+	@$(MAKE) -j3 $(VENV)/.installed-dev vllm tinker agents harnesses 2>&1 | cat
 	$(if $(ROOM),,$(BIN)/mypy)
 	$(PYTEST) $(if $(ROOM),tests/$(ROOM),--tier 2) -rs --durations 12 $(PYTEST_ARGS)
 	$(if $(ROOM),,$(AVX2) $(PYTEST) -m "bits and not soak and not smollm2" -q $(PYTEST_ARGS))

@@ -73,7 +73,7 @@ PEERS = (
     Peer("verifiers", (("verifiers", "uv"),)),  # its own programs are started by uv
     Peer("locust", (("locust",),)),
     Peer("trackers", (("wandb", "mlflow-skinny", "trackio", "swanlab", "pydantic", "pyyaml", "numpy", "msgspec"),)),
-    Peer("harnesses", (("lm-eval[api]", "inspect-ai", "openai"),)),
+    Peer("harnesses", (("lm-eval[api]", "inspect-ai", "openai", "transformers"),)),
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 OLDER = tuple(
