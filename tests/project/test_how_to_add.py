@@ -153,11 +153,13 @@ PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraPro
             "tasks/forms/arrows.py": """
 import json
 from motet.core.types import ToolCall
-from motet.tasks.forms.reading import CallsRead
+from motet.tasks.forms.calls import CallsRead, outside_strings
 
 class Arrows:
-    opens = tags = ("=>",)
+    around = {"=>": ""}
+    tags = ("=>",)
     bare = ""
+    following = staticmethod(outside_strings)
 
     def read(self, pieces, schemas):
         text = "".join(pieces).removeprefix("=>")

@@ -304,7 +304,8 @@ def test_without_the_template_calls_are_read_as_the_introduction_asks(name: str)
     ("old", "new", "tokens", "known"),
     [
         ("<tool_call>", "<seed:tool_call>", True, True),
-        ("<tool_call>", "<seed:tool_call>", False, False),  # its letters would be speech
+        ("<tool_call>", "<seed:tool_call>", False, True),
+        ("<tool_call>\\n<function", "<seed:tool_call>\\nCall <function", False, False),  # its letters would be speech
         ("value if value is string else (value | tojson)", "call.arguments | tojson", False, False),
         ("<parameter=' + key + '>", "<argument name=' + key + '>", False, False),
     ],

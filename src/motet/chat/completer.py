@@ -96,6 +96,8 @@ class AnswerPiece:
     """How many of `token_ids` are thought."""
     unread: str = ""
     """Why a part of the answer could not be read, on its last piece; empty if all was."""
+    recalled: bool = False
+    """Whether all text before was a thought, which is here once more."""
 
     @property
     def text(self) -> str:
@@ -120,6 +122,8 @@ class AnswerPiece:
 
     def add(self, other: AnswerPiece) -> None:
         """Append the next piece of the same answer."""
+        if other.recalled:
+            self.blocks = [one for one in self.blocks if one[0] == "thought"]
         for kind, text in other.blocks:
             if not text:
                 continue

@@ -28,6 +28,8 @@ class SpokenPart:
     """All calls of the turn, with its last tokens."""
     unread: str = ""
     """Why a part of the turn could not be read, with its last tokens."""
+    recalled: bool = False
+    """Whether all speech before was a thought, which is here once more."""
 
     @property
     def parts(self) -> TurnParts:
@@ -48,6 +50,8 @@ class SpokenTurn:
         self._reader = None if plain else chat.reader(prompt_ids, tools, stop)
         self._silent = 0
         """Tokens since the last letter that was shown."""
+        self._said = 0
+        """Tokens that were not counted as thought."""
 
     async def read(self, chunk: Chunk) -> SpokenPart:
         """What further tokens say."""
@@ -62,7 +66,7 @@ class SpokenTurn:
         return whole.text if self._reader is None else self._chat.shown_text(self._reader, whole)
 
     def _read(self, reader: TurnReader, chunk: Chunk) -> SpokenPart:
-        blocks, thought = list[tuple[Literal["thought", "text"], list[str]]](), 0
+        blocks, thought, recalled = list[tuple[Literal["thought", "text"], list[str]]](), 0, False
 
         def show(shown: Shown) -> None:
             kinds: tuple[Block, ...] = ("thought", shown.thought), ("text", shown.speech)
@@ -77,11 +81,14 @@ class SpokenTurn:
             self._silent += 1
             if shown.thought or shown.speech:
                 thought += self._silent if shown.thought else 0
+                self._said += 0 if shown.thought else self._silent
                 self._silent = 0
         calls, unread = tuple[ToolCall, ...](), ""
         if chunk.finish_reason is not None:
             shown, parts = reader.end(cut_off=chunk.finish_reason is FinishReason.LENGTH)
+            if recalled := shown.recalled:
+                blocks, thought = [one for one in blocks if one[0] == "thought"], thought + self._said
             show(shown)
             calls, unread = parts.calls, parts.unread
             thought += self._silent if parts.thought and not (parts.speech or calls) else 0
-        return SpokenPart([(kind, "".join(texts)) for kind, texts in blocks], thought, calls, unread)
+        return SpokenPart([(kind, "".join(texts)) for kind, texts in blocks], thought, calls, unread, recalled)

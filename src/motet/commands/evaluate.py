@@ -44,7 +44,9 @@ from motet.tasks.sources import has_splits
 from motet.tracking.trackers import write_parquet
 
 _FORMATS = (".jsonl", ".parquet")
-_OF_ROWS = "prompt answer template system chat_template chat_template_kwargs tool_format max_prompt_tokens".split()
+_OF_ROWS = (
+    "prompt answer template system chat_template chat_template_kwargs tool_format thoughts max_prompt_tokens".split()
+)
 """The `data` fields that a job keeps when other rows are evaluated."""
 
 

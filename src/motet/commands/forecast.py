@@ -71,7 +71,12 @@ def _unread(rollouts: Sequence[Rollout]) -> str:
 
 
 def _unknown(config: JobConfig, chat: Chat) -> str:
-    """A warning about a base whose calls cannot be read, if the job may offer tools."""
+    """A warning about a base whose thoughts cannot be read, or its calls, if the job may offer tools."""
+    if strange := chat.form.strange:
+        return (
+            f"this base has tokens whose meaning Motet does not know ({', '.join(strange)}): if two of them stand around its "
+            f"thoughts, name these in data.thoughts; else its thoughts are read as answers"
+        )
     if chat.form.known or config.environment.name in ENVIRONMENTS:
         return ""
     return (

@@ -38,6 +38,7 @@ def column_name(name: str) -> str:
 
 
 ColumnName = Annotated[str, AfterValidator(column_name)]
+PartTag = Annotated[str, Field(min_length=2, max_length=100, pattern=r"^\S+$")]
 
 
 def pool_of(value: Any) -> str:
@@ -139,6 +140,9 @@ class DataConfig(Config):
     ) = None  # fmt: skip
     """How the base writes tool calls ([Thoughts and calls](thoughts.md)). By default Motet finds it out from the chat
     template."""
+    thoughts: tuple[PartTag, PartTag] | None = None
+    """The tags around the base's thoughts, such as `["<think>", "</think>"]`. By default Motet finds them out from the chat
+    template and the tokens."""
     special_tokens: bool = False
     """Read names of special tokens in the rows' prompts and answers as the tokens, as in prompts that are rendered already.
     Otherwise they are letters, as they always are in what models, tools and environments say."""

@@ -51,6 +51,7 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
             answer.stopped,
             said.thought_tokens,
             said.unread,
+            said.recalled,
         )
 
 

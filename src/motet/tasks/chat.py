@@ -57,6 +57,8 @@ class Chat(ReadsTurns):
     """The time that its template sees, in ISO 8601 with its offset; empty for that of the call, and where none reads it."""
     tool_format: str | None = None
     """How the base writes calls; by default its template tells."""
+    thoughts: tuple[str, str] | None = None
+    """The tags around its thoughts; by default its template and its tokens tell."""
     _pairs: dict[tuple[int, int], str] = field(default_factory=dict, repr=False, compare=False)
     """Text that a token adds after another; a cache."""
     _of_rows: dict[str, Chat] = field(default_factory=dict, repr=False, compare=False)
@@ -73,8 +75,10 @@ class Chat(ReadsTurns):
     @classmethod
     def of(cls, tokenizer: Any, config: DataConfig, clock: str = "") -> Chat:
         """The chat for the data section of a job with this clock. Raises ConfigError for a template that draws by chance."""
-        chat = cls(tokenizer, config.chat_template, config.chat_template_kwargs, clock, config.tool_format)
-        return _without_chance(chat)
+        chat = cls(
+            tokenizer, config.chat_template, config.chat_template_kwargs, clock, config.tool_format, config.thoughts
+        )
+        return _checked(chat)
 
     @classmethod
     def plain(cls, tokenizer: Any) -> Chat:
@@ -300,11 +304,15 @@ def _as_text(chat: Chat, message: Message) -> str:
     return spellings.text_of(message)
 
 
-def _without_chance(chat: Chat) -> Chat:
+def _checked(chat: Chat) -> Chat:
     if chat.chat_template and (found := _CHANCE.search(chat._source)):
         raise ConfigError(
             f"the chat template draws by chance ({found['by']}), so that a row has another prompt each time: give "
             "data.chat_template_kwargs a chat_template without it"
+        )
+    if chat.thoughts and chat.form.thought != chat.thoughts:
+        raise ConfigError(
+            "data.thoughts: this base thinks in channels (harmony), which have no such tags; leave it out"
         )
     return chat
 
@@ -316,7 +324,7 @@ def _with_variables(chat: Chat, known: dict[str, Chat], own: Mapping[str, Any]) 
     if (found := known.get(key := json.dumps(own, sort_keys=True))) is None:
         if any(chat.spellings.all.found(str(value)) for value in own.values()):
             raise BaseModelError(f"{ROW_VARIABLES} {key:.80} of a row has a special token; take it out")
-        found = Chat(chat.tokenizer, chat.chat_template, {**chat.template_kwargs, **own}, chat.clock, chat.tool_format)
+        found = replace(chat, template_kwargs={**chat.template_kwargs, **own}, _pairs={}, _of_rows={})
         if len(known) < _MOST_KINDS_OF_ROWS:
             known[key] = found
     return found

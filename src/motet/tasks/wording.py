@@ -97,8 +97,8 @@ class Wording:
             if message.tool_calls and self.calls:
                 turn["tool_calls"] = [self._call(call, len(called) + at) for at, call in enumerate(message.tool_calls)]
                 called += turn["tool_calls"]
-            elif message.role == "assistant":
-                turn["content"] = self._text_of(message)
+            if message.role == "assistant":
+                turn["content"] = self._text_of(message, () if "tool_calls" in turn else message.tool_calls)
             if message.thought and self.thought:
                 turn = self.thought(turn, message.thought)
             if role == "tool" and self.id_of:
@@ -108,10 +108,10 @@ class Wording:
             turns.append(turn)
         return turns
 
-    def _text_of(self, message: Message) -> str:
-        """The text of a turn whose calls the template does not write."""
+    def _text_of(self, message: Message, calls: tuple[ToolCall, ...]) -> str:
+        """The text of a turn with what the template does not write."""
         thought = message.thought if self.form.writes_thoughts else ""
-        return self.form.written(TurnParts(thought, message.content, message.tool_calls))
+        return self.form.written(TurnParts(thought, message.content, calls))
 
     def _call(self, call: ToolCall, number: int) -> Given:
         arguments = dict(call.arguments)

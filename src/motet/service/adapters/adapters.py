@@ -25,7 +25,7 @@ from motet.service.storage import Storage
 
 ALL = "*"
 """Shares with all tenants."""
-_OF_TEMPLATE = ("chat_template", "chat_template_kwargs", "tool_format")
+_OF_TEMPLATE = ("chat_template", "chat_template_kwargs", "tool_format", "thoughts")
 _PLACE = tuple_(Share.created, Share.id)
 _ROW = r"[0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60}"
 PLACE_OF_SHARE = f"^(given|received)/{_ROW}$"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
+from motet.tasks.forms.calls import CallsRead, Following, between
 from motet.tasks.forms.json_in_tags import CLOSES, OPENS
 from motet.tasks.forms.letters import Tag, joined
-from motet.tasks.forms.reading import CallsRead, between
 
 _KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _ORDER = (_KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS)
@@ -17,9 +17,14 @@ _ORDER = (_KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS)
 class Glm:
     """Reads calls of this style."""
 
-    opens: tuple[str, ...] = (OPENS,)
+    around: Mapping[str, str] = {OPENS: CLOSES}
     tags: tuple[str, ...] = (OPENS, CLOSES, *_ORDER)
     bare = ""
+
+    @property
+    def following(self) -> Following:
+        """See `CallStyle`."""
+        return _outside_values
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""

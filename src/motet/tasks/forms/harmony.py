@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from motet.core.types import ToolCall, TurnParts
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
+from motet.tasks.forms.calls import CallsRead
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined
 from motet.tasks.forms.marks import Marks
-from motet.tasks.forms.reading import CALLS_CUT_OFF, CallsRead, Shown, TurnForm, TurnReader, open_thought, readable
+from motet.tasks.forms.reading import CALLS_CUT_OFF, Shown, TurnForm, TurnReader, open_thought, readable
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -47,11 +48,6 @@ class Harmony(TurnForm):
         _, start, head = before.rpartition(_START)
         opened = head.removeprefix("assistant") if start else _MESSAGE
         return _ChannelReader(Letters(vocabulary, stops), vocabulary, opened, schemas)
-
-    @property
-    def writes_thoughts(self) -> bool:
-        """See `TurnForm`."""
-        return not self.in_template
 
     def written(self, turn: TurnParts) -> str:
         """See `TurnForm`. The prompt has begun a message; nothing ends the last one."""
@@ -181,9 +177,9 @@ class _ChannelReader:
             self._said[self._kind].append(piece)
 
     def _shown(self) -> Shown:
-        new = {kind: joined(said[self._given[kind] :]) for kind, said in self._said.items()}
+        thought, speech = (joined(said[self._given[kind] :]) for kind, said in self._said.items())
         self._given = {kind: len(said) for kind, said in self._said.items()}
-        return Shown(**new)
+        return Shown(thought, speech)
 
 
 def _call(name: str, body: str) -> tuple[ToolCall, str]:

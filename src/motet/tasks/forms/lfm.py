@@ -21,8 +21,8 @@ from motet.tasks.forms.arguments import (
     without_tags,
     written_json,
 )
+from motet.tasks.forms.calls import CallsRead, Following, between
 from motet.tasks.forms.letters import joined
-from motet.tasks.forms.reading import CallsRead, between
 
 _OPENS, _CLOSES = "<|tool_call_start|>", "<|tool_call_end|>"
 _CALL_ENDS = re.compile(r"[)\]}]\s*\Z")
@@ -43,9 +43,14 @@ _ESCAPES = str.maketrans({sign: f"\\{name}" for name, sign in {**_SIGNS, "'": "'
 class Lfm:
     """Reads calls of this style."""
 
-    opens: tuple[str, ...] = (_OPENS,)
+    around: Mapping[str, str] = {_OPENS: _CLOSES}
     tags: tuple[str, ...] = (_OPENS, _CLOSES)
     bare = ""
+
+    @property
+    def following(self) -> Following:
+        """See `CallStyle`."""
+        return _after_calls
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""

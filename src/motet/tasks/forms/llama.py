@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, written_json
+from motet.tasks.forms.calls import CallsRead, Following, behind_json
 from motet.tasks.forms.letters import Tag, joined
-from motet.tasks.forms.reading import CallsRead
 
 _TAG = "<|python_tag|>"
 _BETWEEN = re.compile(r"[\s;,]*")
@@ -20,8 +20,9 @@ _NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"
 class Llama:
     """Reads calls of this style: all that the turn says, or what follows the tag."""
 
-    opens: tuple[str, ...] = (_TAG,)
+    around: Mapping[str, str] = {_TAG: ""}
     tags: tuple[str, ...] = (_TAG,)
+    following: Following = staticmethod(behind_json)
     bare = "{"
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:

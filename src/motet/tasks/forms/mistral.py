@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, as_objects, broken, call_of, plain_arguments, written_json
+from motet.tasks.forms.calls import CallsRead, Following, behind_json
 from motet.tasks.forms.letters import Tag, joined
-from motet.tasks.forms.reading import CallsRead
 
 _TAG, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -16,8 +16,9 @@ _TAG, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 class Mistral:
     """Reads calls of this style."""
 
-    opens: tuple[str, ...] = (_TAG,)
+    around: Mapping[str, str] = {_TAG: ""}
     tags: tuple[str, ...] = (_TAG, _ID, _ARGUMENTS)
+    following: Following = staticmethod(behind_json)
     bare = ""
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:

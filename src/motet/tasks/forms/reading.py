@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
-from motet.tasks.forms.arguments import MOST_CALLS, Schemas
+from motet.tasks.forms.arguments import Schemas
+from motet.tasks.forms.calls import CallsRead, CallStyle, Parting
 from motet.tasks.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined, merged
 from motet.tasks.forms.marks import ONE_LAYOUT, SPACE, Marks
 
@@ -27,55 +28,8 @@ class Shown:
 
     thought: str = ""
     speech: str = ""
-
-
-@dataclass(frozen=True)
-class CallsRead:
-    """What a turn says from its first call on."""
-
-    calls: tuple[ToolCall, ...] = ()
-    speech: str = ""
-    """The text around the calls."""
-    unread: str = ""
-    """Why a call could not be read; empty if all were."""
-
-    @classmethod
-    def of(cls, calls: Sequence[tuple[ToolCall, str]], speech: str) -> CallsRead:
-        """Calls, each with what is wrong with it, and the text around them."""
-        unread = next((why for _, why in calls if why), "")
-        if len(calls) > MOST_CALLS:
-            unread = f"the turn has {len(calls)} calls, and only the first {MOST_CALLS} are read"
-        return cls(tuple(call for call, _ in calls[:MOST_CALLS]), speech, unread)
-
-
-class CallStyle(Protocol):
-    """How a base writes calls of tools."""
-
-    @property
-    def opens(self) -> tuple[str, ...]:
-        """The tags with which a call begins."""
-        ...
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """All of its tags."""
-        ...
-
-    @property
-    def bare(self) -> str:
-        """The letter with which a call begins that has no tag and is all that the turn says; empty if there are none."""
-        ...
-
-    def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
-        """Read a turn from its first call on, as letters and tags (`Tag`).
-
-        A broken call becomes a call of a tool that does not exist: the model reads an error.
-        """
-        ...
-
-    def written(self, calls: Sequence[ToolCall]) -> str:
-        """Calls of one turn as text, which `read` reads as the same calls."""
-        ...
+    recalled: bool = False
+    """Whether all speech that was shown before was a thought, which is here once more."""
 
 
 class TurnReader(Protocol):
@@ -112,14 +66,20 @@ class TurnForm:
     """Whether the base's template was recognised, so that its calls can be read."""
     in_template: bool = True
     """Whether the template writes it, if it writes calls; else calls are text to it."""
+    writes_thoughts: bool = False
+    """Whether `written` has the thoughts of a history, because the template does not write them so."""
+    strange: tuple[str, ...] = ()
+    """Tokens of the base whose names speak of thoughts, where it has no tags around thoughts that are known."""
 
     @property
     def told(self) -> str:
         """The form, for a person."""
         thought = f"thoughts between {self.thought[0]} and {self.thought[1]}" if self.thought else "no thoughts"
+        if self.strange:
+            thought = f"tokens whose meaning Motet does not know ({', '.join(self.strange)})"
         if not self.known:
             calls = "its template writes tool calls in a way that Motet does not know"
-            return f"{thought}; {calls}" if self.thought else calls  # nor may it know its thoughts
+            return f"{thought}; {calls}" if self.thought or self.strange else calls  # nor may it know its thoughts
         return f"{thought}, tool calls as {self.name}"
 
     @property
@@ -139,16 +99,11 @@ class TurnForm:
             opened = end[0]
         return _TaggedReader(self, Letters(vocabulary, stops), vocabulary.spelled, opened, schemas)
 
-    @property
-    def writes_thoughts(self) -> bool:
-        """Whether `written` has the thoughts that the template has no variable for."""
-        return False
-
     def written(self, turn: TurnParts) -> str:
         """A turn as text, which a reader of this form reads as the same parts."""
         calls = self.calls.written(turn.calls) if self.calls and turn.calls else ""
         if self.calls and self.calls.bare and calls and turn.speech:
-            calls = self.calls.opens[0] + calls
+            calls = next(iter(self.calls.around)) + calls
         text = "\n".join(filter(None, (turn.speech, readable(calls))))
         begins, ends = self.thought or ("", "")
         return f"{begins}\n{turn.thought}\n{ends}\n\n{text}" if begins and turn.thought else text
@@ -163,7 +118,7 @@ class TurnForm:
             begins = "thought " if opened else f"SPACE ({marks.written(self.thought[0])} thought)? "
             rules += ["thought: inside SPACE", *marks.until("inside", self.thought[1]), f"SPACE: {SPACE}"]
         if calls:
-            ways = [f"({' | '.join(map(marks.written, calls.opens))}) {marks.but()}*"]
+            ways = [f"({' | '.join(map(marks.written, calls.around))}) {marks.but()}*"]
             if calls.bare:
                 ways.append(f"%json {json.dumps(bare_call(tools or ()))}")
             rules.append(f"call: {' | '.join(ways)}")
@@ -180,13 +135,16 @@ class _TaggedReader:
         self.opened = opened
         self._form, self._letters_of, self._schemas = form, letters, schemas
         self._begins, self._ends = form.thought or ("", "")
-        calls = form.calls if schemas is not None else None
-        self._opens, self._bare = frozenset(calls.opens if calls else ()), calls.bare if calls else ""
+        self._calls = form.calls if schemas is not None else None
+        self._bare = self._calls.bare if self._calls else ""
         self._spelled = frozenset(spelled)
-        self._in_speech = any_of(self._spelled & {self._begins, *self._opens})
+        tags = {self._begins, self._ends}
+        self._in_speech = any_of(self._spelled & {*tags, *(self._calls.around if self._calls else ())})
         self._in_thought = any_of(self._spelled & {self._ends})
-        self._in_calls = any_of(self._spelled & {*(form.calls.tags if form.calls else ())})
+        self._in_calls = any_of(self._spelled & {*tags, *(self._calls.tags if self._calls else ())})
         self._thinks, self._has_thought = bool(opened), False
+        self._again = False
+        """Whether a further thought has no letters yet."""
         self._text, self._thought, self._speech = [opened], list[str](), list[str]()
         self._shown = (0, 0)
         """How many pieces of thought and speech were given."""
@@ -194,7 +152,7 @@ class _TaggedReader:
         """Spaces that are shown if letters follow."""
         self._scanner = TagScanner(spelled, self._wanted)
         self._rest: list[str] = []
-        """Everything from the first call on."""
+        """Everything from the first tag on of which only the end of the turn tells what it is, such as a call's."""
 
     @property
     def text(self) -> str:
@@ -214,22 +172,33 @@ class _TaggedReader:
         for letters in self._scanner.end():
             self._add(letters)
         calls: tuple[ToolCall, ...] = ()
-        unread = ""
+        unread, recalled = "", False
         if self._thinks:
             unread = open_thought(cut_off=cut_off)
         elif self._rest:
-            read = CallsRead(speech=joined(self._rest))
-            if cut_off:
-                unread = CALLS_CUT_OFF
-            elif self._form.calls is not None:
-                read = self._form.calls.read(self._rest, self._schemas or {})
-                unread = read.unread
-            calls, around = read.calls, joined([*self._space, read.speech])
+            before = joined([*self._speech, *self._space])
+            pieces, tags = list(merged(self._rest)), (self._begins, self._ends)
+            rest = Parting(pieces, before, tags, self._calls, self._spelled).read()
+            if recalled := rest.recalled:
+                self._speech, self._space, self._shown = [], [], (self._shown[0], 0)
+            for thought in rest.thoughts:
+                self._thought += ["\n\n", thought] if self._thought and thought else [thought]
+            self._has_thought |= bool(rest.thoughts)
+            read = CallsRead(speech=joined(rest.calls))
+            if rest.is_open:
+                unread = open_thought(cut_off=cut_off)
+            if rest.calls and cut_off:
+                unread = unread or CALLS_CUT_OFF
+            elif rest.calls and self._calls is not None:
+                read = self._calls.read(rest.calls, self._schemas or {})
+                unread = unread or read.unread
+            calls, around = read.calls, joined([*self._space, *rest.speech, read.speech])
             around = around.rstrip() if calls else around
             self._speech.append(around if self._speech or not (calls or self._has_thought) else around.lstrip())
         elif self._speech or not self._has_thought:
             self._speech += self._space
-        return self._said(), TurnParts("".join(self._thought), "".join(self._speech), calls, unread)
+        shown = replace(self._said(), recalled=recalled)
+        return shown, TurnParts("".join(self._thought), "".join(self._speech), calls, unread)
 
     def _read(self, piece: str) -> None:
         """Read letters or a tag."""
@@ -248,11 +217,10 @@ class _TaggedReader:
             self._rest.append(tag)
         elif self._thinks and tag == self._ends:
             self._thinks, self._has_thought, self._space = False, True, []
-        elif not self._thinks and tag in self._opens:
-            self._rest.append(tag)
         elif not self._thinks and tag == self._begins and not (tag in self._spelled and self._speech):
-            self._thinks, self._space = True, []
-            self._thought += ["\n\n"] if self._thought else []
+            self._thinks, self._again, self._space = True, bool(self._thought), []
+        elif not self._thinks and (tag in (self._begins, self._ends) or (self._calls and tag in self._calls.around)):
+            self._rest.append(tag)
         else:
             self._add(str(tag))
 
@@ -268,7 +236,11 @@ class _TaggedReader:
         if self._bare and not said and letters.startswith(self._bare, start) and not self._thinks:
             self._rest.append(letters[start:])
             return
-        said += before if said or not (self._thinks or self._has_thought) else []
+        if self._thinks and self._again:
+            said.append("\n\n")
+        elif said or not (self._thinks or self._has_thought):
+            said += before
+        self._again = False
         said.append(letters[start:end])
         self._space = [letters[end:]] if end < len(letters) else []
 
@@ -293,39 +265,3 @@ def bare_call(tools: Sequence[str]) -> dict[str, Any]:
     fields = {"name": {"enum": list(tools)}, "parameters": {"type": "object"}}
     needed = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
     return {"x-guidance": ONE_LAYOUT, **needed}
-
-
-def between(
-    pieces: Iterable[str], opens: str, closes: str, following: Callable[[], Callable[[str], bool]]
-) -> tuple[list[list[str]], str]:
-    """The pieces between tags, those after a last tag without an end included; and the text around them.
-
-    `following` makes a function that is told each piece after a tag, and says whether a tag behind it is one. What would
-    then have no end is ended by the next tag.
-    """
-    whole, at, careful = list(merged(pieces)), 0, True
-    bodies: list[list[str]] = []
-    around: list[str] = []
-    while at < len(whole):
-        piece, at = whole[at], at + 1
-        if not (isinstance(piece, Tag) and piece == opens):
-            around.append(piece)
-            continue
-        end = _tag_after(whole, at, (opens, closes), following() if careful else None)
-        if end is None and careful:
-            end = _tag_after(whole, at, (opens, closes), None)
-            careful = end is None
-        end = len(whole) if end is None else end
-        bodies.append(whole[at:end])
-        at = end + (end < len(whole) and whole[end] == closes)
-    return bodies, joined(around)
-
-
-def _tag_after(pieces: Sequence[str], at: int, tags: Sequence[str], follow: Callable[[str], bool] | None) -> int | None:
-    is_one = True
-    for index in range(at, len(pieces)):
-        piece = pieces[index]
-        if is_one and isinstance(piece, Tag) and piece in tags:
-            return index
-        is_one = follow is None or follow(piece)
-    return None

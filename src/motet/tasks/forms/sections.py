@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
-from motet.tasks.forms.json_in_tags import outside_strings
+from motet.tasks.forms.calls import CallsRead, Following, between, outside_strings
 from motet.tasks.forms.letters import Tag, joined
-from motet.tasks.forms.reading import CallsRead, between
 
 NameAndArguments = Callable[[str, str], tuple[str, str]]
 """(letters before the tag that separates, letters behind it) → name of the tool, arguments as JSON."""
@@ -44,9 +43,14 @@ class Sections:
     bare: str = ""
 
     @property
-    def opens(self) -> tuple[str, ...]:
+    def around(self) -> Mapping[str, str]:
+        """See `CallStyle`. A section is no call: a thought may stand in it."""
+        return {self.section[0]: "", self.call[0]: self.call[1]}
+
+    @property
+    def following(self) -> Following:
         """See `CallStyle`."""
-        return (self.section[0], self.call[0])
+        return outside_strings
 
     @property
     def tags(self) -> tuple[str, ...]:

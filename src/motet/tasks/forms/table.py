@@ -14,6 +14,7 @@ from typing import Any
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import schemas_of
+from motet.tasks.forms.calls import CallStyle
 from motet.tasks.forms.glm import Glm
 from motet.tasks.forms.harmony import Harmony
 from motet.tasks.forms.json_in_tags import JsonInTags
@@ -21,7 +22,7 @@ from motet.tasks.forms.letters import Vocabulary
 from motet.tasks.forms.lfm import Lfm
 from motet.tasks.forms.llama import Llama
 from motet.tasks.forms.mistral import Mistral
-from motet.tasks.forms.reading import CallStyle, TurnForm
+from motet.tasks.forms.reading import TurnForm
 from motet.tasks.forms.sections import DEEPSEEK, KIMI
 from motet.tasks.forms.thoughts import GIVE_THOUGHT, THOUGHTS
 from motet.tasks.forms.xml_in_tags import XmlInTags
@@ -75,30 +76,53 @@ _TOOLS = [
     }
 ]
 _AROUND = re.compile(rf"(<[^<>\s]+>|\[[A-Z_]+\])\s*{_THOUGHT}\s*(<[^<>\s]+>|\[/[A-Z_]+\])")
+_OUTER = re.compile(r"(<[^<>\s/]+>|\[[^\[\]\s/]+\])\s*(?:<function=|\{\s*\"name\")")
+"""A tag before a call of XML or JSON."""
+_OF_THOUGHTS = re.compile("(?!no).*(think|thought|reasoning|inner(pre|suf)fix|scratchpad|monologue)")
+_OF_CALLS = re.compile(".*(toolcall|callstool|toolsprefix|tooluse|functioncall|startaction)")
+"""Names of tokens around thoughts and calls."""
 
 
 def find_form(
-    tokenizer: Any, template_kwargs: Mapping[str, Any], tool_format: str = "", *, templated: bool = True
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    tool_format: str = "",
+    *,
+    templated: bool = True,
+    thoughts: tuple[str, str] | None = None,
 ) -> TurnForm:
-    """How a base writes its turns, by what its template writes and by its tokens; `tool_format` names how it calls tools.
+    """How a base writes its turns, by what its template writes and by its tokens.
 
-    Without its template (not `templated`), it is asked for calls in the most common form, or in channels if it has them.
+    `tool_format` names how it calls tools, `thoughts` the tags around its thoughts. Without its template (not `templated`),
+    it is asked for calls in the most common form, or in channels if it has them.
     """
     template = _Template(tokenizer, template_kwargs)
     if tool_format == HARMONY.name:
-        return replace(HARMONY, in_template=template.has_channels())
+        channels = template.has_channels()
+        return replace(HARMONY, in_template=channels, writes_thoughts=not channels)
     if not tool_format and template.has_channels():
         return HARMONY
-    thought = template.thought()
+    found = template.thought()
+    thought = thoughts or found
+    form = _form_of(template, tool_format, thought, templated=templated)
+    strange = template.named(_OF_THOUGHTS) if thought is None else ()
+    return replace(form, writes_thoughts=thought != found, strange=strange)
+
+
+def _form_of(template: _Template, tool_format: str, thought: tuple[str, str] | None, *, templated: bool) -> TurnForm:
     if not (templated or tool_format):
         return replace(HERMES, thought=thought)
     if tool_format:
         style = CALL_STYLES.get(tool_format)
         return TurnForm(tool_format, thought, style, in_template=style is None or template.writes(style, thought))
-    reads = next((name for name in CALL_STYLES if template.writes(CALL_STYLES[name], thought)), "")
-    if name := reads if template.calls else template.introduces():
+    for name, style in CALL_STYLES.items() if template.calls else ():
+        for one in (*template.in_own_tags(style), style):
+            if template.writes(one, thought):
+                return TurnForm(name, thought, one)
+    if not template.calls and (name := template.introduces()):
         return TurnForm(name, thought, CALL_STYLES[name])
-    return replace(HERMES, thought=thought, known=not (template.calls or template.lists_tools))
+    others = set(template.named(_OF_CALLS)) - {*HERMES.tags}
+    return replace(HERMES, thought=thought, known=not (template.calls or template.lists_tools or others))
 
 
 class _Template:
@@ -171,11 +195,24 @@ class _Template:
         if text.startswith(header):
             yield text[len(header) :]
 
+    def in_own_tags(self, style: CallStyle) -> Iterator[CallStyle]:
+        """A style with the tags that the template writes around its call, where they are a pair."""
+        for text in self.calls if isinstance(style, JsonInTags | XmlInTags) else ():
+            for tag in _OUTER.findall(text):
+                for end in (f"{tag[0]}/{tag[1:]}", f"{tag[:2]}/{tag[2:]}"):
+                    if end in text:
+                        yield replace(style, outer=(tag, end))  # type: ignore[type-var]
+
+    def named(self, names: re.Pattern[str]) -> tuple[str, ...]:
+        """The added tokens in brackets whose names, their letters alone, match."""
+        added = (str(token) for token in self._tokenizer.added_tokens_decoder.values())
+        return tuple(one for one in added if one[:1] in "<[" and names.match("".join(filter(str.isalpha, one.lower()))))
+
     def introduces(self) -> str:
         """The style whose tags it names where it lists tools; empty if it lists none, or names none."""
         if not self.lists_tools:
             return ""
-        named = {name: sum(tag in self._told for tag in style.opens) for name, style in CALL_STYLES.items()}
+        named = {name: sum(tag in self._told for tag in style.around) for name, style in CALL_STYLES.items()}
         return max(named, key=lambda name: named[name]) if any(named.values()) else ""
 
     @property

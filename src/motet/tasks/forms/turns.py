@@ -26,6 +26,7 @@ class ReadsTurns:
     chat_template: bool
     template_kwargs: Mapping[str, Any]
     tool_format: str | None
+    thoughts: tuple[str, str] | None
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -35,12 +36,22 @@ class ReadsTurns:
     @cached_property
     def form(self) -> TurnForm:
         """How the base writes a turn."""
-        return find_form(self.tokenizer, self.template_kwargs, self.tool_format or "", templated=self.chat_template)
+        return find_form(
+            self.tokenizer,
+            self.template_kwargs,
+            self.tool_format or "",
+            templated=self.chat_template,
+            thoughts=self.thoughts,
+        )
 
     @cached_property
     def form_as_text(self) -> TurnForm:
         """How turns are written whose parts no template writes."""
-        return self.form if self.form.calls or not self.form.plain else replace(HERMES, thought=self.form.thought)
+        return (
+            self.form
+            if self.form.calls or not self.form.plain
+            else replace(self.form, name=HERMES.name, calls=HERMES.calls)
+        )
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
+from motet.tasks.forms.calls import CallsRead, Following, between
 from motet.tasks.forms.json_in_tags import CLOSES, OPENS
 from motet.tasks.forms.letters import Tag, joined, merged
-from motet.tasks.forms.reading import CallsRead, between
 
 _FUNCTION, _END, _PARAMETER_END = "<function=", "</function>", "</parameter>"
 _BEGINS = re.compile(r"\s*<function=([^<>\n]*)>")
@@ -18,16 +19,32 @@ _PARAMETER_ENDS = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>|\Z)"
 _ENDS = re.compile(r"\s*</function>\s*")
 
 
+@dataclass(frozen=True)
 class XmlInTags:
     """Reads calls of this style. Some bases leave out the outer opening tag."""
 
-    opens: tuple[str, ...] = (OPENS, _FUNCTION)
-    tags: tuple[str, ...] = (OPENS, CLOSES, _FUNCTION)
-    bare = ""
+    outer: tuple[str, str] = (OPENS, CLOSES)
+    """The tags around a call; bases have others too."""
+    bare: str = ""
+
+    @property
+    def around(self) -> Mapping[str, str]:
+        """See `CallStyle`."""
+        return dict.fromkeys((self.outer[0], _FUNCTION), self.outer[1])
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """See `CallStyle`."""
+        return (*self.outer, _FUNCTION)
+
+    @property
+    def following(self) -> Following:
+        """See `CallStyle`."""
+        return _after_function
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""
-        bodies, around = between(_with_outer_tags(list(merged(pieces))), OPENS, CLOSES, _after_function)
+        bodies, around = between(_with_outer_tags(list(merged(pieces)), *self.outer), *self.outer, _after_function)
         calls: list[tuple[ToolCall, str]] = []
         typed = TypedTexts(schemas)
         for body in bodies:
@@ -36,16 +53,16 @@ class XmlInTags:
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """See `CallStyle`."""
-        return "\n".join(map(_written, calls))
+        return "\n".join(self._written(call) for call in calls)
+
+    def _written(self, call: ToolCall) -> str:
+        texts = written_texts(call, (*self.tags, _PARAMETER_END, _END))
+        opens, closes = self.outer
+        parameters = (f"<parameter={name}>\n{text}\n{_PARAMETER_END}\n" for name, text in texts)
+        return f"{opens}\n{_FUNCTION}{call.name}>\n{''.join(parameters)}{_END}\n{closes}"
 
 
-def _written(call: ToolCall) -> str:
-    texts = written_texts(call, (*XmlInTags.tags, _PARAMETER_END, _END))
-    parameters = (f"<parameter={name}>\n{text}\n{_PARAMETER_END}\n" for name, text in texts)
-    return f"{OPENS}\n{_FUNCTION}{call.name}>\n{''.join(parameters)}{_END}\n{CLOSES}"
-
-
-def _with_outer_tags(pieces: Sequence[str]) -> Iterator[str]:
+def _with_outer_tags(pieces: Sequence[str], opens: str, closes: str) -> Iterator[str]:
     """The pieces with the outer tag where a base left it out; without an end, such a function is text."""
     last = max((at for at, piece in enumerate(pieces) if _END in piece), default=-1)
     within = in_function = False
@@ -53,12 +70,12 @@ def _with_outer_tags(pieces: Sequence[str]) -> Iterator[str]:
         tag = piece if isinstance(piece, Tag) else ""
         if tag == _FUNCTION:
             if not within and at < last:
-                yield Tag(OPENS)
+                yield Tag(opens)
             within = in_function = True
             yield str(piece)
         else:
             in_function = in_function and _END not in piece
-            within = tag == OPENS or (within and (tag != CLOSES or in_function))
+            within = tag == opens or (within and (tag != closes or in_function))
             yield piece
 
 
