@@ -286,7 +286,7 @@ def test_a_row_has_tools_and_variables_of_the_template() -> None:
     assert chat.prompt_text(second) == "no user:2 + 2?<|im_end|>assistant:"
     (example,) = row_of(first, "answer", chat, "data").examples
     assert chat.tokenizer.decode(example.token_ids) == chat.prompt_text(first) + "4<|im_end|>"
-    for wrong in ({"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"thinks": ["x"]}, {"thinks": "x" * 201}):
+    for wrong in ({"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"thinks": [1]}, {"thinks": "x" * 201}):
         with pytest.raises(
             DataError, match=r"row 2: chat_template_kwargs\.\w+: (this is not a variable|give true, false)"
         ):

@@ -266,9 +266,20 @@ BAD_ROWS = [
     ([{"prompt": [{"role": "critic", "content": "x"}]}], {}, "role 'critic'.*system, user, assistant, tool"),
     ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
     (
-        [{"prompt": [*TURNS, {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}]}],
+        [{"prompt": [*TURNS, {"role": "assistant", "content": "", "function_call": "f()"}]}],
         {},
-        "row 1: a message has function_call, the old form of a call; write tool_calls: ",
+        "row 1: a tool call needs a function with `name` and `arguments`",
+    ),
+    (
+        [{"chosen": "Say it. Yes", "rejected": "Say it. Yes, no."}],
+        {},
+        "row 1: rejected begins with all of chosen, so that nothing of chosen is left behind their common beginning; "
+        "give rows a prompt",
+    ),
+    (
+        [{"prompt": "x", "chat_template_kwargs": {"python_tools": ["a" * 20000]}}],
+        {},
+        r"chat_template_kwargs.python_tools: give .* take it out, and write its text into a message",
     ),
     (
         [{"prompt": [*TURNS, {"role": "assistant", "content": "<think>\nHm.\n</think>\nx", "reasoning": "Hm.\n"}]}],
@@ -363,16 +374,10 @@ def test_a_text_that_looks_like_messages_is_one_where_that_is_meant():
         assert load_dataset(config).train[0].messages[0].content == text
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"content": "It is 4.", "function_call": {"name": "f", "arguments": "{}"}},
-        {"content": "<think>\nHm.\n</think>\n4", "reasoning": "Hm.\n"},
-    ],
-)
-def test_turns_that_would_be_read_as_something_else_are_refused(turn):
+def test_a_turn_that_would_be_read_as_something_else_is_refused():
+    turn = {"content": "<think>\nHm.\n</think>\n4", "reasoning": "Hm.\n"}
     config = DataConfig(source=[{"messages": [*TURNS, {"role": "assistant", **turn}]}], holdout=0)
-    with pytest.raises(DataError, match=r"row 1: a (message has function_call|thought is there twice)"):
+    with pytest.raises(DataError, match=r"row 1: a thought is there twice"):
         load_dataset(config)
 
 

@@ -23,9 +23,10 @@ from motet.tasks.conversation import examples_of
 from motet.tasks.forms.thoughts import THOUGHTS
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS, own_turn
-from tests.tasks.test_forms import TOOLS, ids, prompt
 
 THINK = THOUGHTS[0]
+_FIELDS = {"type": "object", "properties": {"text": {"type": "string"}, "n": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": _FIELDS}} for name in ("add", "sell")]
 A, B = ToolCall("add", {"n": 1}), ToolCall("sell", {"n": 2})
 TAGGED = [name for name in SPEAKERS if name != "gpt_oss"]
 KINDS = [(name, spelled) for name in TAGGED for spelled in (False, True)]
@@ -41,6 +42,11 @@ def thinker(name: str, spelled: bool) -> Chat:
     chat = Chat(tokenizer, thoughts=thought or THINK)
     assert chat.form.name == SPEAKERS[name].form
     return chat
+
+
+def ids(chat: Chat, text: str) -> Any:
+    """The tokens of a text, with its tags."""
+    return np.asarray(chat.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
 
 def thought_of(chat: Chat, text: str) -> str:
@@ -171,7 +177,7 @@ def test_any_order_of_messages_in_channels_is_read_back(order: list[str], data: 
         else:
             channel = "analysis" if kind == "thought" else "commentary"
             messages.append(f"<|channel|>{channel}<|message|>{text}<|end|>")
-    found = parts(chat, "<|start|>assistant".join(messages), before=prompt(chat))
+    found = parts(chat, "<|start|>assistant".join(messages), before=chat.prompt_of((Message("user", "hi"),)))
     assert found == TurnParts("\n\n".join(said["thought"]), "\n\n".join(said["speech"]), tuple(said["call"]), "")
 
 

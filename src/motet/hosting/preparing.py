@@ -34,6 +34,7 @@ from motet.tasks.conversation import rendered_already
 from motet.tasks.dataset import Dataset, Longer, Source, read_source, split
 from motet.tasks.judge_http import tokens_of
 from motet.tasks.problems import Problems
+from motet.tasks.read_back import read_back
 from motet.tasks.row_files import RowLimits
 from motet.tasks.rows import check_rows, is_liked, longest_row
 from motet.tasks.sources import is_elsewhere
@@ -111,8 +112,9 @@ class ReadData:
         if config.source == OF_CLIENT:
             return cls(Dataset(Problems.of(()), (), None), chat, None)
         data = sources.split(config, chat.longer_than)
-        if note := rendered_already(chat, data.train):
-            data = replace(data, notes=(*data.notes, f"{config.source}: {note}"))
+        again = "" if kind is None else read_back(chat, data.train, kind)
+        if notes := list(filter(None, (rendered_already(chat, data.train), again))):
+            data = replace(data, notes=(*data.notes, *(f"{config.source}: {note}" for note in notes)))
         parts = [part for part in (data.train, data.holdout) if part]
         longest = [
             (*chat.longest(part), 0) if kind is None else longest_row(part, kind, chat, config.source, info.vocabulary)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,17 @@ _LEARNED = {"chosen": "chosen and rejected", "completion": "completion", "token_
 """Columns with what is learned after the prompt, and how they are called together."""
 _INPUTS = ("input", "context")
 """Columns whose text follows an instruction."""
+_READ = ("history", "tools", "functions", "chat_template_kwargs", "rejected", "data_source", "ability", *_LEARNED)
+"""Other columns that some part of Motet reads."""
+_MEANT = {
+    "reason|think|thought|rationale|cot$": "nothing learns the column {0!r}: if it has thoughts, write rows as messages "
+    "whose last turn has them in reasoning_content",
+    "system": "no prompt has the column {0!r}: if it has system prompts, write rows as messages that begin with a turn of "
+    "the system, or set data.system to a text for all rows",
+    "answer|expected|gold": "the answers are the column {1!r}; if those of {0!r} are meant, set data.answer to {0}",
+}
+"""What to do with a column that may be meant for the model, by what its name says."""
+_MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,8 @@ class Columns:
     """Why another column may be meant; empty if none shows."""
     learned: str = ""
     """What rows are learned from, if it is not the answer."""
+    unread: tuple[str, ...] = ()
+    """Columns of texts that neither prompts nor answers have."""
 
     @classmethod
     def of(cls, config: DataConfig, rows: Sequence[Row]) -> Columns:
@@ -73,7 +87,22 @@ class Columns:
             "answer": tuple(one for one in _answers(filled, rows, prompt) if filled[one] and one != answer),
         }
         better = _better(rows, answer, others["answer"])
-        return cls(prompt, answer, layout, joined, system, others, better, learned)
+        used = {prompt, answer, system, *joined, *others["prompt"], *others["answer"], *_READ, config.order}
+        used |= {config.pools.column} if config.pools else set()
+        used |= {name for row in rows for name in row if config.template and f"{{{name}" in config.template}
+        texts = {name: None for row in rows for name, value in row.items() if isinstance(value, str) and value.strip()}
+        heads = {str(name).partition(".")[0] for name in used}
+        unread = tuple(name for name in texts if name not in used | heads)
+        return cls(prompt, answer, layout, joined, system, others, better, learned, unread)
+
+    def notes(self) -> Iterator[str]:
+        """What may be meant for the model and is lost, one sentence each."""
+        if self.better:
+            yield self.better
+        for name in self.unread:
+            yield from (
+                said.format(name, self.answer) for means, said in _MEANT.items() if re.search(means, name.lower())
+            )
 
     def text(self, config: DataConfig) -> str:
         """The columns, for a person."""
@@ -88,6 +117,8 @@ class Columns:
             said.append(f"{part} = {name}{also}")
         if self.system:
             said.append(f"system prompt = {self.system}")
+        if self.unread:
+            said.append(f"read by own rewards and environments alone: {', '.join(self.unread[:_MOST_NAMED])}")
         if self.learned:
             said.append(f"rows are learned from {self.learned}")
         return (f"{self.layout} layout: " if self.layout else "") + ", ".join(said)

@@ -20,6 +20,7 @@ CONTINUATIONS = ("completion", "chosen", "rejected")
 _WRITTEN = re.compile(r"""\s*(?:array\()?\[?\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
 _ROLE = re.compile(r"""["'](?:role|from)["']\s*:\s*["']\w+["']""")
 _OPENAI_PAIR = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
+_OTHER_ROLES = {"developer": "system", "function": "tool"}
 _SHAREGPT_ROLES = {
     "human": "user", **dict.fromkeys(("gpt", "chatgpt", "model", "function_call"), "assistant"),
     **dict.fromkeys(("observation", "function_response"), "tool"),
@@ -50,15 +51,10 @@ def check_text(text: Any, column: str, where: str) -> None:
 
 
 def check_turns(turns: Any, where: str) -> None:
-    """Raise DataError if a turn has a call that would be left out, or a thought that would be learned twice."""
+    """Raise DataError if a turn has a thought that would be learned twice."""
     for item in turns if isinstance(turns, list) else ():
         if not isinstance(item, dict) or (turn := plain_turn(item, where)).get("role") != "assistant":
             continue
-        if turn.get("function_call"):
-            raise DataError(
-                f"{where}: a message has function_call, the old form of a call; write tool_calls: [{{function: …}}], and the "
-                "role tool for its result"
-            )
         name = next(filter(turn.get, THOUGHT_NAMES), "")
         said, thought = turn.get("content"), str(turn.get(name, "")).strip()
         if isinstance(said, str) and thought and said.lstrip().startswith("<") and thought in said:
@@ -105,7 +101,12 @@ def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_turn(item: Any, where: str) -> Any:
-    """A turn in ShareGPT's form (`from`, `value`) in OpenAI's. Raises DataError for a call that is no JSON."""
+    """A turn in ShareGPT's form (`from`, `value`), or in OpenAI's old one, in OpenAI's.
+
+    Raises DataError for a call that is no JSON.
+    """
+    if isinstance(item, dict) and item.get("function_call") and not item.get("tool_calls"):
+        item = {**item, "tool_calls": [item["function_call"]]}
     if not isinstance(item, dict) or "role" in item or "value" not in item or not isinstance(item.get("from"), str):
         return item
     role, value = _SHAREGPT_ROLES.get(item["from"], item["from"]), item["value"]
@@ -120,10 +121,11 @@ def plain_turn(item: Any, where: str) -> Any:
     return {**item, "role": role, "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def without_prompt(row: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
     """The common beginning of `chosen` and `rejected`, for preferences without a prompt, and the row with the rest.
 
-    Texts are split at a space, as TRL does; messages at the first difference.
+    Texts are split at a space, as TRL does; messages at the first difference. Raises DataError for a text that is the
+    beginning of the other, of which only its end would be learned.
     """
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not (isinstance(chosen, str) and isinstance(rejected, str)) and not (
@@ -134,7 +136,14 @@ def without_prompt(row: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     same = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":
         same -= 1
-    return chosen[:same], {**row, "chosen": chosen[same:], "rejected": rejected[same:]}
+    rests = {"chosen": chosen[same:], "rejected": rejected[same:]}
+    whole, more = sorted(rests, key=lambda name: len(rests[name]))
+    if chosen != rejected and isinstance(rest := rests[whole], str) and not rest.strip():
+        raise DataError(
+            f"{where}: {more} begins with all of {whole}, so that nothing of {whole} is left behind their common beginning; "
+            "give rows a prompt, or leave such rows out"
+        )
+    return chosen[:same], {**row, **rests}
 
 
 def _message(item: Any, where: str, column: str) -> Message:
@@ -144,7 +153,7 @@ def _message(item: Any, where: str, column: str) -> Message:
         or not ("content" in item or any(map(item.get, ("tool_calls", *THOUGHT_NAMES))))
     ):
         raise DataError(f"{where}: a message ({column}) needs `role` and `content`, got {item!r:.80}")
-    role = "system" if item["role"] == "developer" else item["role"]
+    role = _OTHER_ROLES.get(item["role"], item["role"])
     if role not in ROLES:
         raise DataError(f"{where}: a message has the role {item['role']!r}; the roles are {', '.join(ROLES)}")
     called = item.get("tool_calls") or []

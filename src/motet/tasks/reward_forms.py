@@ -107,6 +107,11 @@ def adapted(function: Any, args: Mapping[str, Any], name: str, columns: Collecti
         return LoadedReward(made.compared(), True, is_async, compares=True)
     if "completions" in parameters:
         return LoadedReward(made.trl(), True, is_async, reads_state=made.names("trainer_state"))
+    if made.names("trainer_state") and "trainer_state" not in args:
+        raise RewardError(
+            f"reward {name!r} takes trainer_state, which functions of TRL's form get, with completions; leave it out, or "
+            "write def reward(completions, trainer_state, **kwargs)"
+        )
     return LoadedReward(made.own(), False, is_async, "transcript" in parameters)
 
 

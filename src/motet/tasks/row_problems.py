@@ -120,8 +120,7 @@ class Reading:
         columns = self.columns
         if columns is None:
             return
-        if columns.better:
-            yield columns.better
+        yield from columns.notes()
         if self._lacking and (self._lacking < self._rows or self._config.answer):
             yield (
                 f"{self._lacking} of {self._rows} rows have no answer in the column {columns.answer!r}, the first of them "
@@ -157,7 +156,7 @@ class Reading:
         if config.template is not None:
             value = self._filled(row, where)
         elif columns.prompt is None:
-            value, row = without_prompt(row)
+            value, row = without_prompt(row, where)
         else:
             value = self._prompt(row, columns, where)
         if not value and columns.prompt is None and config.template is None:

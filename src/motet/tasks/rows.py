@@ -71,12 +71,20 @@ def check_rows(problems: Iterable[Problem], kind: str, source: str) -> None:
 def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     """All turns of the assistant in a conversation."""
     messages = (*problem.messages, *_as_prompt(problem, answer_of(problem, where)))
-    first = next(at for at, message in enumerate(messages) if message.role == "assistant")
+    first = first_learned(messages)
     if first == 0 and chat.chat_template:
         raise DataError(f"{where} begins with a turn of the assistant, which nothing asks for; take that turn out")
     examples = tuple(_examples(chat, messages, first, problem, where))
     taught = tuple(one for one in examples if one.n_learned) or examples[-1:]
     return Row(tuple(_learned(one, where) for one in taught))
+
+
+def first_learned(messages: Sequence[Message]) -> int:
+    """The place of the first turn that is learned where all are: a greeting that nothing asks for is read only."""
+    spoken = 1 if messages[0].role == "system" else 0
+    while spoken and messages[spoken].role == "assistant":
+        spoken += 1
+    return next(at for at, one in enumerate(messages) if one.role == "assistant" and at >= spoken)
 
 
 def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:

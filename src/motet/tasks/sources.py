@@ -173,6 +173,10 @@ def _datasets(config: DataConfig) -> Iterator[Row]:
     try:
         if (saved / "state.json").is_file() or (saved / "dataset_dict.json").is_file():  # `save_to_disk` wrote it
             loaded = datasets.load_from_disk(str(saved))
+            if isinstance(loaded, datasets.DatasetDict) and split not in loaded:
+                raise DataError(
+                    f"it has no split {split!r}; its splits are {', '.join(loaded)}: name one in data.split"
+                )
             table = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
         else:
             if not saved.exists():

@@ -14,7 +14,6 @@ from motet.tasks.forms.letters import Tag, joined, merged
 Following = Callable[[], Callable[[str], bool]]
 """Makes a function that is told each piece of a call, and says whether a tag behind it is one."""
 _STRING_SIGN = re.compile(r'\\.|"|\n')
-_JSON_SIGN = re.compile(r'\\.|["{}\[\]]')
 
 
 @dataclass(frozen=True)
@@ -203,18 +202,3 @@ def outside_strings() -> Callable[[str], bool]:
         return broken or not inside
 
     return outside
-
-
-def behind_json() -> Callable[[str], bool]:
-    """Follows JSON in pieces, with names before it: whether all brackets are closed behind each."""
-    depth, inside, seen = 0, False, False
-
-    def behind(piece: str) -> bool:
-        nonlocal depth, inside, seen
-        for sign in () if isinstance(piece, Tag) else _JSON_SIGN.findall(piece):
-            inside ^= sign == '"' and depth > 0
-            if not inside and sign in "{}[]":
-                depth, seen = depth + (1 if sign in "{[" else -1), True
-        return seen and depth <= 0
-
-    return behind

@@ -14,17 +14,25 @@ _KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS = "<arg_key>", "</arg_key>", "<arg_value>",
 _ORDER = (_KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS)
 
 
+def _outside_values() -> Callable[[str], bool]:
+    inside = False
+
+    def outside(piece: str) -> bool:
+        nonlocal inside
+        if isinstance(piece, Tag):
+            inside = piece == _VALUE or (inside and piece != _VALUE_ENDS)
+        return not inside
+
+    return outside
+
+
 class Glm:
     """Reads calls of this style."""
 
     around: Mapping[str, str] = {OPENS: CLOSES}
     tags: tuple[str, ...] = (OPENS, CLOSES, *_ORDER)
     bare = ""
-
-    @property
-    def following(self) -> Following:
-        """See `CallStyle`."""
-        return _outside_values
+    following: Following = staticmethod(_outside_values)
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""
@@ -41,18 +49,6 @@ def _written(call: ToolCall) -> str:
     texts = written_texts(call, Glm.tags)
     pairs = (f"{_KEY}{name}{_KEY_ENDS}\n{_VALUE}{text}{_VALUE_ENDS}\n" for name, text in texts)
     return f"{OPENS}{call.name}\n{''.join(pairs)}{CLOSES}"
-
-
-def _outside_values() -> Callable[[str], bool]:
-    inside = False
-
-    def outside(piece: str) -> bool:
-        nonlocal inside
-        if isinstance(piece, Tag):
-            inside = piece == _VALUE or (inside and piece != _VALUE_ENDS)
-        return not inside
-
-    return outside
 
 
 def _call(body: Sequence[str], typed: TypedTexts) -> tuple[ToolCall, str]:

@@ -40,17 +40,18 @@ _SIGNS = {"n": "\n", "t": "\t", "r": "\r"}
 _ESCAPES = str.maketrans({sign: f"\\{name}" for name, sign in {**_SIGNS, "'": "'", "\\": "\\"}.items()})
 
 
+def _after_calls() -> Callable[[str], bool]:
+    """Whether letters end where calls may end."""
+    return lambda piece: _CALL_ENDS.search(piece[-80:]) is not None
+
+
 class Lfm:
     """Reads calls of this style."""
 
     around: Mapping[str, str] = {_OPENS: _CLOSES}
     tags: tuple[str, ...] = (_OPENS, _CLOSES)
     bare = ""
-
-    @property
-    def following(self) -> Following:
-        """See `CallStyle`."""
-        return _after_calls
+    following: Following = staticmethod(_after_calls)
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""
@@ -77,11 +78,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
     return next((name for name, one in PYTHON_VALUES.items() if one is value), json.dumps(value))
-
-
-def _after_calls() -> Callable[[str], bool]:
-    """Whether letters end where calls may end."""
-    return lambda piece: _CALL_ENDS.search(piece[-80:]) is not None
 
 
 def _calls(text: str) -> list[tuple[ToolCall, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, broken, call_of, written_json
-from motet.tasks.forms.calls import CallsRead, Following, behind_json
+from motet.tasks.forms.calls import CallsRead, Following, outside_strings
 from motet.tasks.forms.letters import Tag, joined
 
 _TAG = "<|python_tag|>"
@@ -22,7 +22,7 @@ class Llama:
 
     around: Mapping[str, str] = {_TAG: ""}
     tags: tuple[str, ...] = (_TAG,)
-    following: Following = staticmethod(behind_json)
+    following: Following = staticmethod(outside_strings)
     bare = "{"
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from motet.core.types import ToolCall
 from motet.tasks.forms.arguments import UNREADABLE, Schemas, as_objects, broken, call_of, plain_arguments, written_json
-from motet.tasks.forms.calls import CallsRead, Following, behind_json
+from motet.tasks.forms.calls import CallsRead, Following, outside_strings
 from motet.tasks.forms.letters import Tag, joined
 
 _TAG, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -18,7 +18,7 @@ class Mistral:
 
     around: Mapping[str, str] = {_TAG: ""}
     tags: tuple[str, ...] = (_TAG, _ID, _ARGUMENTS)
-    following: Following = staticmethod(behind_json)
+    following: Following = staticmethod(outside_strings)
     bare = ""
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:

@@ -41,16 +41,12 @@ class Sections:
     name_of: Callable[[str, int], str] = lambda name, _: name
     """(tool, number of the call in its turn) → the letters before the tag that separates."""
     bare: str = ""
+    following: Following = outside_strings
 
     @property
     def around(self) -> Mapping[str, str]:
         """See `CallStyle`. A section is no call: a thought may stand in it."""
         return {self.section[0]: "", self.call[0]: self.call[1]}
-
-    @property
-    def following(self) -> Following:
-        """See `CallStyle`."""
-        return outside_strings
 
     @property
     def tags(self) -> tuple[str, ...]:

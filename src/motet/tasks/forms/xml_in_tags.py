@@ -19,6 +19,11 @@ _PARAMETER_ENDS = re.compile(r"\n?</parameter>\s*(?=<parameter=|</function>|\Z)"
 _ENDS = re.compile(r"\s*</function>\s*")
 
 
+def _after_function() -> Callable[[str], bool]:
+    """Whether letters end where a call may end."""
+    return lambda piece: piece.rstrip().endswith(_END)
+
+
 @dataclass(frozen=True)
 class XmlInTags:
     """Reads calls of this style. Some bases leave out the outer opening tag."""
@@ -26,6 +31,7 @@ class XmlInTags:
     outer: tuple[str, str] = (OPENS, CLOSES)
     """The tags around a call; bases have others too."""
     bare: str = ""
+    following: Following = _after_function
 
     @property
     def around(self) -> Mapping[str, str]:
@@ -36,11 +42,6 @@ class XmlInTags:
     def tags(self) -> tuple[str, ...]:
         """See `CallStyle`."""
         return (*self.outer, _FUNCTION)
-
-    @property
-    def following(self) -> Following:
-        """See `CallStyle`."""
-        return _after_function
 
     def read(self, pieces: Sequence[str], schemas: Schemas) -> CallsRead:
         """See `CallStyle`."""
@@ -77,11 +78,6 @@ def _with_outer_tags(pieces: Sequence[str], opens: str, closes: str) -> Iterator
             in_function = in_function and _END not in piece
             within = tag == opens or (within and (tag != closes or in_function))
             yield piece
-
-
-def _after_function() -> Callable[[str], bool]:
-    """Whether letters end where a call may end."""
-    return lambda piece: piece.rstrip().endswith(_END)
 
 
 def _read_into(calls: list[tuple[ToolCall, str]], body: str, typed: TypedTexts) -> str:
