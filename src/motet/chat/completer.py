@@ -123,7 +123,7 @@ class AnswerPiece:
     def add(self, other: AnswerPiece) -> None:
         """Append the next piece of the same answer."""
         if other.recalled:
-            self.blocks = [one for one in self.blocks if one[0] == "thought"]
+            self.blocks = [block for block in self.blocks if block[0] == "thought"]
         for kind, text in other.blocks:
             if not text:
                 continue

@@ -87,7 +87,7 @@ class SpokenTurn:
         if chunk.finish_reason is not None:
             shown, parts = reader.end(cut_off=chunk.finish_reason is FinishReason.LENGTH)
             if recalled := shown.recalled:
-                blocks, thought = [one for one in blocks if one[0] == "thought"], thought + self._said
+                blocks, thought = [block for block in blocks if block[0] == "thought"], thought + self._said
             show(shown)
             calls, unread = parts.calls, parts.unread
             thought += self._silent if parts.thought and not (parts.speech or calls) else 0

@@ -43,9 +43,9 @@ def _of_row(chat: Chat, row: Problem, kind: str) -> Iterator[str]:
             continue
         first = first_learned(messages) if kind == "answer" else len(row.messages)
         turns = chat.wording.turns(messages[first:]) if chat.chat_template else messages[first:]
-        taught = [one for one in turns if one.role == "assistant" and one.learned]
+        taught = [turn for turn in turns if turn.role == "assistant" and turn.learned]
         try:
-            read = [parts for one in examples_of(chat, messages, first, tools) for parts in _turns(chat, one, tools)]
+            read = [part for own in examples_of(chat, messages, first, tools) for part in _turns(chat, own, tools)]
         except (BaseModelError, DataError):
             continue  # told where all rows are read
         if len(read) == len(taught):

@@ -84,7 +84,7 @@ def first_learned(messages: Sequence[Message]) -> int:
     spoken = 1 if messages[0].role == "system" else 0
     while spoken and messages[spoken].role == "assistant":
         spoken += 1
-    return next(at for at, one in enumerate(messages) if one.role == "assistant" and at >= spoken)
+    return next(at for at, turn in enumerate(messages) if turn.role == "assistant" and at >= spoken)
 
 
 def _last_answer(problem: Problem, chat: Chat, where: str) -> Row:

@@ -20,7 +20,14 @@ TEMPLATE_PARAMETERS = frozenset(
 )  # fmt: skip
 """Own arguments of `apply_chat_template` in transformers; `chat_template` would be a program of the tenant."""
 _LONGEST, _LONGEST_LIST = 200, 2**14
-_JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean", "list": "array", "dict": "object"}
+_JSON_TYPES = {
+    "int": "integer",
+    "float": "number",
+    "str": "string",
+    "bool": "boolean",
+    "list": "array",
+    "dict": "object",
+}
 
 
 def check_variables(values: Mapping[str, Any], field: str) -> None:
@@ -31,7 +38,7 @@ def check_variables(values: Mapping[str, Any], field: str) -> None:
                 f"{field}.{name}: this is not a variable of the chat template; give those that it has, such as "
                 "enable_thinking"
             )
-        texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
+        texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
         if not (texts or isinstance(value, bool | int | float | str | None)) or len(str(value)) > (
             _LONGEST_LIST if texts else _LONGEST
         ):
@@ -62,7 +69,7 @@ def tools_of(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     ValueError for anything else.
     """
     old = row.get("functions")  # of OpenAI's old form; a column of this name may hold anything
-    tools = row.get("tools") or (old if isinstance(old, list) and all(_is_named(one) for one in old) else ())
+    tools = row.get("tools") or (old if isinstance(old, list) and all(map(_is_named, old)) else ())
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
         if isinstance(tools, list):
@@ -83,8 +90,8 @@ def _wrapped(function: Mapping[str, Any]) -> Mapping[str, Any]:
     given = function.get("parameters")
     fields = given if isinstance(given, Mapping) else {}
     if not (isinstance(fields.get("type"), str) or "properties" in fields):
-        own = {name: _typed(one) for name, one in fields.items()}
-        needed = [name for name, one in fields.items() if "default" not in one and "optional" not in str(one)]
+        own = {name: _typed(field) for name, field in fields.items()}
+        needed = [name for name, field in fields.items() if "default" not in field and "optional" not in str(field)]
         fields = {"type": "object", "properties": own, "required": needed}
     return {"type": "function", "function": {"description": "", **function, "parameters": fields}}
 

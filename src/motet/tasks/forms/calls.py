@@ -103,7 +103,7 @@ class Parting:
     def read(self) -> Parting:
         """Read all pieces."""
         some = {self.thought[1], *(self.style.around if self.style else ())}
-        last = max((at for at, one in enumerate(self.pieces) if isinstance(one, Tag) and one in some), default=-1)
+        last = max((at for at, piece in enumerate(self.pieces) if isinstance(piece, Tag) and piece in some), default=-1)
         at, silent = 0, not self.before.strip()
         while at < len(self.pieces):
             piece, start = self.pieces[at], at
@@ -136,7 +136,7 @@ class Parting:
         end = len(self.pieces) if end is None else end + closed
         cut = None if closed else _tag_after(self.pieces, first, self.thought, style.following(), end)
         end = end if cut is None else cut  # a call without its end goes up to a thought
-        self.calls += [str(one) if one in self.thought else one for one in self.pieces[at:end]]
+        self.calls += [str(piece) if piece in self.thought else piece for piece in self.pieces[at:end]]
         self.calls += [Tag(closes)] if closes and cut is not None else []
         return end
 

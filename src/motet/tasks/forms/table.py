@@ -116,9 +116,9 @@ def _form_of(template: _Template, tool_format: str, thought: tuple[str, str] | N
         style = CALL_STYLES.get(tool_format)
         return TurnForm(tool_format, thought, style, in_template=style is None or template.writes(style, thought))
     for name, style in CALL_STYLES.items() if template.calls else ():
-        for one in (*template.in_own_tags(style), style):
-            if template.writes(one, thought):
-                return TurnForm(name, thought, one)
+        for wrapped in (*template.in_own_tags(style), style):
+            if template.writes(wrapped, thought):
+                return TurnForm(name, thought, wrapped)
     if not template.calls and (name := template.introduces()):
         return TurnForm(name, thought, CALL_STYLES[name])
     others = set(template.named(_OF_CALLS)) - {*HERMES.tags}
@@ -206,7 +206,7 @@ class _Template:
     def named(self, names: re.Pattern[str]) -> tuple[str, ...]:
         """The added tokens in brackets whose names, their letters alone, match."""
         added = (str(token) for token in self._tokenizer.added_tokens_decoder.values())
-        return tuple(one for one in added if one[:1] in "<[" and names.match("".join(filter(str.isalpha, one.lower()))))
+        return tuple(tag for tag in added if tag[:1] in "<[" and names.match("".join(filter(str.isalpha, tag.lower()))))
 
     def introduces(self) -> str:
         """The style whose tags it names where it lists tools; empty if it lists none, or names none."""
