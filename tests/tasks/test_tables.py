@@ -154,6 +154,52 @@ def test_a_stream_of_unknown_types_has_no_nulls_of_arrow() -> None:
     assert [problem.answer for problem in data.train] == answers
     assert data.train[0].metadata["more"] == {}
 
+JSON_CELLS = {
+    "4": "4", "007": "007", "1.50": "1.50", "2.0": "2.0", "1e5": "100000.0", "-": "-", "NaN": "NaN", "-Infinity": "-Infinity",
+    " 7": "7", "0.0000001": "1e-07", '"x y"': "x y", "true": "true", "[1, null]": "[1, null]", '{"a": null}': '{"a": null}',
+    "9" * 5000: "9" * 5000, "null": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["table", "dataset", "stream", "parquet", "saved", "frame", "lists"])
+def test_json_columns_hold_what_was_written(tmp_path: Path, form: str) -> None:
+    cells = pyarrow.array(JSON_CELLS, pyarrow.json_())
+    wanted = list(JSON_CELLS.values())
+    if form == "lists":
+        cells = pyarrow.ListArray.from_arrays(range(len(JSON_CELLS) + 1), cells)
+        texts = {"007", "1.50", "-", "NaN", "-Infinity", "9" * 5000}
+        wanted = [json.dumps([cell if cell in texts else json.loads(cell)]) for cell in JSON_CELLS]
+    table = pyarrow.table({"prompt": list(map(str, range(len(JSON_CELLS)))), "answer": cells})
+    source: Any = tmp_path / "rows.parquet"
+    if form == "parquet":
+        parquet.write_table(table, source)
+    elif form == "saved":
+        datasets.Dataset(table).save_to_disk(source := tmp_path / "saved")
+    else:
+        source = {
+            "dataset": datasets.Dataset(table), "stream": datasets.Dataset(table).to_iterable_dataset(),
+            "frame": table.to_pandas(types_mapper=pandas.ArrowDtype),
+        }.get(form, table)  # fmt: skip
+    for bounds in (None, UPLOADED) if form == "parquet" else (None,):
+        assert [problem.answer for problem in read(source, bounds=bounds).train] == wanted
+
+
+def test_numbers_and_texts_of_a_column_of_datasets_are_both_read() -> None:
+    rows = [{"prompt": "a", "answer": 4}, {"prompt": "b", "answer": "007"}, {"prompt": "c", "answer": None}]
+    mixed = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    assert [problem.answer for problem in read(mixed).train] == ["4", "007", ""]
+
+
+def test_a_row_that_cannot_be_read_is_named_with_its_column(tmp_path: Path) -> None:
+    table = pyarrow.table({"prompt": ["a"] * 400, "image": [b"text"] * 300 + [b"\xff"] * 100})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    for source in (tmp_path / "rows.parquet", table, table.to_pandas(), table.to_pylist(), datasets.Dataset(table)):
+        with pytest.raises(DataError, match=r"row 301: the column 'image' holds bytes"):
+            read(source)
+    deep = pyarrow.array(["1", "[" * 100_000 + "]" * 100_000], pyarrow.json_())
+    with pytest.raises(DataError, match=r"row 2: the column 'answer' is nested too deep"):
+        read(pyarrow.table({"prompt": ["a", "b"], "answer": deep}))
+
 
 MOMENT = 3_723_000_000_000
 """01:02:03 in nanoseconds."""

@@ -68,7 +68,7 @@ def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) ->
         try:
             yield as_json(row, infinite_as_text=True)
         except RecursionError as error:
-            raise DataError(f"data.source {config.source!r} has a row that is nested too deep") from error
+            raise DataError(f"data.source {config.source!r} row {number + 1} is nested too deep") from error
     if number < 0:
         raise DataError(f"data.source {config.source!r} has no rows; a row is an object such as {_ROW}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -35,15 +36,17 @@ def of_arrow(batches: Iterable[pyarrow.RecordBatch | pyarrow.Table]) -> Iterator
 
     Raises DataError for two columns of one name, and bytes that are not text.
     """
+    before = 0
     for batch in batches:
         if doubled := doubled_in(batch.schema.names):
             raise DataError(_DOUBLED.format(doubled[0]))
         columns = []
         for field, column in zip(batch.schema, batch.columns, strict=True):
             reader = _reader(field.type)
-            columns.append(_read(field.name, reader, _values(field.name, column)))
+            columns.append(_read(field.name, reader, _values(field.name, column), before))
         for values in zip(*columns, strict=True):
             yield dict(zip(batch.schema.names, values, strict=True))
+        before += batch.num_rows
 
 
 def _values(name: str, column: pyarrow.Array) -> list[Any]:
@@ -58,18 +61,22 @@ def _values(name: str, column: pyarrow.Array) -> list[Any]:
     return values
 
 
-def _read(column: str, reader: Reader | None, values: list[Any]) -> list[Any]:
+def _read(column: str, reader: Reader | None, values: list[Any], before: int) -> list[Any]:
+    """The JSON values of a column that follow `before` others."""
     if reader is None:
         return values
+    read = list[Any]()
     try:
-        return [None if value is None else reader(value) for value in values]
+        for value in values:
+            read.append(None if value is None else reader(value))
     except RecursionError as error:
-        raise DataError(f"the column {column!r} is nested too deep") from error
+        raise DataError(f"row {before + len(read) + 1}: the column {column!r} is nested too deep") from error
     except _BytesError as error:
         raise DataError(
-            f"the column {column!r} holds bytes that are not text, which no base reads; write the rows without it, as by "
-            f"remove_columns({column!r}) of datasets"
+            f"row {before + len(read) + 1}: the column {column!r} holds bytes that are not text, which no base reads; write "
+            f"the rows without it, as by remove_columns({column!r}) of datasets"
         ) from error
+    return read
 
 
 def of_python(rows: Any) -> Iterator[Any]:
@@ -84,8 +91,8 @@ def of_python(rows: Any) -> Iterator[Any]:
     elif (table := _arrow(rows)) is not None:
         yield from of_arrow(table.to_batches(_BATCH))
     else:
-        for row in as_written(rows):
-            yield {k: _cell(str(k), value) for k, value in row.items()} if isinstance(row, Mapping) else row
+        for n, row in enumerate(as_written(rows)):
+            yield {k: _cell(str(k), value, n) for k, value in row.items()} if isinstance(row, Mapping) else row
 
 
 def _of_frame(frame: Any) -> Iterator[dict[str, Any]]:
@@ -97,10 +104,10 @@ def _of_frame(frame: Any) -> Iterator[dict[str, Any]]:
     narrow = {name: str(kind).lower() for name, kind in frame.dtypes.items() if str(kind).lower() in _NARROW}
     rows = [
         {
-            name: _cell(str(name), _narrow(narrow[name])(value) if name in narrow else value)
+            name: _cell(str(name), _narrow(narrow[name])(value) if name in narrow else value, n)
             for name, value in row.items()
         }
-        for row in as_written(_with_values_of_arrow(frame, arrow))
+        for n, row in enumerate(as_written(_with_values_of_arrow(frame, arrow)))
     ]
     others = [[value for name, value in row.items() if name not in arrow] for row in rows]
     for values in others:
@@ -122,7 +129,7 @@ def _with_values_of_arrow(frame: Any, columns: Collection[Any]) -> Any:
     frame = frame.copy(deep=False)
     for name in columns:
         column = pyarrow.array(frame[name])
-        values = _read(str(name), _reader(column.type), _values(str(name), column))
+        values = _read(str(name), _reader(column.type), _values(str(name), column), 0)
         frame[name] = type(frame[name])(values, index=frame.index, dtype=object)
     return frame
 
@@ -136,13 +143,13 @@ def of_datasets(table: Any) -> Iterator[dict[str, Any]]:
         return
     # a stream, or a table with a person's own transform: values of Python, with nulls where Arrow has read them
     kinds = {} if features is None else {field.name: field.type for field in features.arrow_schema}
-    fine = any(_with_times_as_text(kind) != kind for kind in kinds.values())
-    if fine and getattr(getattr(table, "_ex_iterable", None), "iter_arrow", None):
+    as_arrow = any(_with_times_as_text(kind) != kind or "arrow.json" in str(kind) for kind in kinds.values())
+    if as_arrow and getattr(getattr(table, "_ex_iterable", None), "iter_arrow", None):
         yield from of_arrow(table.with_format("arrow").iter(_BATCH))
         return
     readers = {name: _reader(kind, decoded=True) for name, kind in kinds.items()}
-    for row in table:
-        yield {name: _read(name, readers.get(name, _without_nulls), [value])[0] for name, value in row.items()}
+    for n, row in enumerate(table):
+        yield {name: _read(name, readers.get(name, _without_nulls), [value], n)[0] for name, value in row.items()}
 
 
 def as_written(rows: Any, size: int | None = None) -> Iterable[Any]:
@@ -206,9 +213,19 @@ class _NestedNumbers:
         return int(value) if whole else value
 
 
-def _cell(column: str, value: Any) -> Any:
-    [cell] = _read(column, _plain, [value])
+def _cell(column: str, value: Any, row: int) -> Any:
+    [cell] = _read(column, _plain, [value], row)
     return cell
+
+
+def _json(cell: str) -> Any:
+    """The value of a cell of type JSON, where `datasets` writes texts such as 007, 1.50, - and NaN without quotes."""
+    try:
+        value = json.loads(cell)
+    except ValueError:
+        return cell
+    digits = isinstance(value, float) and (not math.isfinite(value) or cell.endswith("0") and cell[-2:] != ".0")
+    return cell if digits else value
 
 
 def _plain(value: Any) -> Any:
@@ -273,7 +290,7 @@ def _reader(kind: pyarrow.DataType, decoded: bool = False) -> Reader | None:
     from pyarrow import types
 
     if getattr(kind, "extension_name", "") == "arrow.json":
-        return None if decoded else json.loads
+        return None if decoded else _json
     if hasattr(kind, "storage_type"):
         return _reader(kind.storage_type, decoded)
     if types.is_dictionary(kind):
