@@ -85,6 +85,48 @@ def test_init_asks_again_after_a_wrong_answer(here: Path) -> None:
     assert (job.data.source, [one.name for one in job.rewards]) == ("toy:count_letters", ["numeric"])
 
 
+UNKNOWN = [{"level": n % 3, "task": f"What is {n} + 1?", "solved": {"final": str(n + 1)}} for n in range(12)]
+
+
+@pytest.fixture
+def unknown(here: Path) -> Path:
+    (here / "odd.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in UNKNOWN))
+    return here
+
+
+@pytest.mark.parametrize("questions", [b"", b"exact\nodd.jsonl\nsmall\n"])
+def test_init_asks_for_columns_of_unknown_names(unknown: Path, questions: bytes) -> None:
+    person, terminal = pty.openpty()
+    first, last = (questions[:16], questions[16:]) if questions else (b"", b"")
+    os.write(person, first + b"tsak\ntask\nsolved.last\nsolved.final\n" + last)
+    named = [] if questions else ["--task", "exact", "--data", "odd.jsonl", "--base", "small"]
+    command = [sys.executable, "-m", "motet", "init", *named]
+    done = subprocess.run(command, stdin=terminal, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    for end in (person, terminal):
+        os.close(end)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "it has level, task, solved.final" in done.stdout
+    (job,) = load_jobs(unknown / "jobs.yaml").jobs
+    assert (job.data.prompt, job.data.answer) == ("task", "solved.final")
+    data = load_dataset(job.data)
+    assert {data.train[0].answer, data.train[0].messages[0].content} <= {
+        *(row["task"] for row in UNKNOWN), *(row["solved"]["final"] for row in UNKNOWN)
+    }  # fmt: skip
+
+
+def test_init_that_may_not_ask_says_how_to_name_columns(unknown: Path, says: Motet) -> None:
+    asked = ("init", "--yes", "--data", "odd.jsonl")
+    code, _, err = says(*asked)
+    assert code == 2
+    assert "hold the prompts; it has level, task, solved.final: name it with --prompt COLUMN" in " ".join(err.split())
+    code, _, err = says(*asked, "--prompt", "task")
+    assert code == 2
+    assert "hold the answers; it has level, solved.final: name it with --answer COLUMN" in " ".join(err.split())
+    assert not (unknown / "jobs.yaml").exists()
+    assert says(*asked, "--prompt", "task", "--answer", "solved.final")[0] == 0
+    check_before_loading(load_jobs(unknown / "jobs.yaml"))
+
+
 def test_what_init_wrote_passes_check(here: Path, says: Motet) -> None:
     assert says("init", "--yes", "--task", "own")[0] == 0
     code, out, err = says("check", "jobs.yaml", "--rollouts", "2", "--set", "sampling.max_tokens=8")

@@ -475,6 +475,9 @@ def test_jobs_are_checked_from_python(tmp_path: Path, capsys: pytest.CaptureFixt
     assert asyncio.run(cell())
     assert not motet.check([tiny("b", broken)], engine={"threads": 1}, rollouts=8)
     assert "answers got no reward: reward broken: ValueError: it is broken" in capsys.readouterr().out
+    dates = [{"prompt": f"Day {n}?", "answer": f"2021-03-{n:02}"} for n in range(1, 13)]
+    motet.check([{**tiny("c", "exact", steps=1), "data": dates}], engine={"threads": 1}, rollouts=2)
+    assert "job c: the base never says '-', which " in capsys.readouterr().out
 
 
 def test_mistakes_are_exceptions(tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from motet.commands.check import _longest
-from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
+from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, never_said, warnings_of
 from motet.config import EngineConfig, JobConfig, PricesConfig
 from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
+from motet.model.frozen_weight import FrozenWeight
 from motet.model.load import load_tokenizer
 from motet.runtime.checkpoint import JobDirectory
 from motet.tasks.chat import Chat
+from motet.tasks.toys import FAMILIES, make_rows
 from tests.support import tiny_models as tiny
 
 DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}A:"
@@ -40,6 +43,24 @@ def group(*said: str, tokens: int = 3, reason: FinishReason = FinishReason.STOP)
     branch = Branch(ids, np.ones(tokens, np.bool_), nothing, np.zeros(tokens, np.int32))
     rollouts = [Rollout(problem(), at, (branch,), (Turn(text, reason),), reward=1.0) for at, text in enumerate(said)]
     return Group(problem(), 0, 0, tuple(rollouts))
+
+
+@pytest.mark.parametrize("column", ["", "completion", "chosen"])
+def test_characters_that_the_base_never_says_are_named(tokenizer: Any, small_base_dir: Path, column: str) -> None:
+    weights = load_file(small_base_dir / "model.safetensors")["model.embed_tokens.weight"]
+    head, chat = FrozenWeight(weights, None), Chat(tokenizer)
+
+    def told(*answers: str) -> str:
+        asked = (Message("user", "Say it."),)
+        rows = [Problem(n, asked, "" if column else text, {column: text}) for n, text in enumerate(answers)]
+        return never_said(chat, rows, head.twins)
+
+    assert told("2021-03-04", "12", "3-1").startswith("the base never says '-', which 2 of 3 answers need")
+    assert "never says '北', '京'" in told("北京", "12")
+    assert told("12", "Sure! yellow", "AB CD") == ""
+    assert told("", "") == ""
+    for family in FAMILIES:
+        assert told(*(row["answer"] for row in make_rows(family, 40, seed=0))) == ""
 
 
 def test_a_prompt_that_the_template_changes_is_named(tokenizer: Any) -> None:

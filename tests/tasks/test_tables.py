@@ -154,6 +154,7 @@ def test_a_stream_of_unknown_types_has_no_nulls_of_arrow() -> None:
     assert [problem.answer for problem in data.train] == answers
     assert data.train[0].metadata["more"] == {}
 
+
 JSON_CELLS = {
     "4": "4", "007": "007", "1.50": "1.50", "2.0": "2.0", "1e5": "100000.0", "-": "-", "NaN": "NaN", "-Infinity": "-Infinity",
     " 7": "7", "0.0000001": "1e-07", '"x y"': "x y", "true": "true", "[1, null]": "[1, null]", '{"a": null}': '{"a": null}',

@@ -39,12 +39,14 @@ def init(
     base: Annotated[
         str | None, typer.Option(help="`small`, a hub id, a directory or a .gguf file.", show_default=False)
     ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The column with the prompts.", show_default=False)] = None,
+    answer: Annotated[str | None, typer.Option(help="The column with the answers.", show_default=False)] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing: use the default of each missing option.")] = False,
 ) -> None:
-    """Ask three questions and write a job file that runs."""
+    """Ask three questions, and for columns of unknown names, and write a job file that runs."""
     from motet.commands.init import write_job_file
 
-    write_job_file(file, task, data, base, ask=not yes)
+    write_job_file(file, task, data, base, prompt, answer, ask=not yes)
 
 
 @app.command(epilog="Example: motet fits Qwen/Qwen3-8B; motet fits config.json --rank 32 --card H100")

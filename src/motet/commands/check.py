@@ -20,7 +20,7 @@ from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.commands.answers import print_table
 from motet.commands.as_template import compared
-from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, warnings_of
+from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, never_said, warnings_of
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.core.batch import Batch, Segment
@@ -101,6 +101,10 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
         for note in [*host.workshop.notes[len(base.info.notes) :], *notes_of(jobs)]:
             console.print(f"note: {note}", soft_wrap=True)
         try:
+            here: LoraModel | None = getattr(base, "here", base)
+            for job in () if here is None else jobs:
+                if unsaid := never_said(job.chat, job.data.train, here.head.twins):
+                    console.print(f"job {job.name}: {unsaid}", style="red", highlight=False, soft_wrap=True)
             print_rates(console, jobs)
             steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
             begun = {name: found for name, found in steps.items() if found is not None and name not in refused}

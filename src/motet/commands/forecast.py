@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,10 @@ from motet.view.text import count_text, duration_text
 _ROWS = 200
 """Most rows to examine."""
 _SHOWN = 60
+_MOST_TOKENS = 1000
+"""Most tokens of reference answers to compare with others."""
+_TWINS = 8
+"""Tokens with the same output weights as another, from which on none of them was learned."""
 _TOO_MANY = 0.1
 """Share of reference answers that are too long, above which a warning is shown."""
 _MOST_CUT = 0.5
@@ -42,7 +46,7 @@ _SPACE = re.compile(r"\s+")
 
 def warnings_of(config: JobConfig, chat: Chat, data: Sequence[Problem], groups: Sequence[Group]) -> Iterator[str]:
     """Problems that would waste a job's time, one sentence each."""
-    problems = [data[row] for row in range(0, len(data), max(1, len(data) // _ROWS))][:_ROWS]
+    problems = _some(data)
     most, temperature = config.sampling.max_tokens, config.sampling.temperature
     yield from (found for found in (_mangled(chat, problems), _too_short(chat, problems, most)) if found)
     rollouts = [rollout for group in groups for rollout in group.scored]
@@ -58,6 +62,10 @@ def warnings_of(config: JobConfig, chat: Chat, data: Sequence[Problem], groups: 
         )
     elif groups and distinct(groups) < _ALIKE:
         yield f"only {distinct(groups):.0%} of a group's answers differ: raise sampling.temperature or use other problems"
+
+
+def _some(data: Sequence[Problem]) -> list[Problem]:
+    return [data[row] for row in range(0, len(data), max(1, len(data) // _ROWS))][:_ROWS]
 
 
 def _unread(rollouts: Sequence[Rollout]) -> str:
@@ -118,9 +126,31 @@ def _too_short(chat: Chat, problems: Sequence[Problem], most: int) -> str:
     )
 
 
+def never_said(chat: Chat, data: Sequence[Problem], twins: Callable[[list[int]], list[int]]) -> str:
+    """A warning about answers with tokens that the base never learned; `twins` counts tokens with the same output weights."""
+    texts = [(row.answer, *map(row.metadata.get, ("completion", "chosen"))) for row in _some(data)]
+    answers = [_encoded(chat, next((text for text in row if text and isinstance(text, str)), "")) for row in texts]
+    needed = sorted(set(itertools.chain(*answers)))[:_MOST_TOKENS]
+    unknown = {token for token, n in zip(needed, twins(needed), strict=True) if n >= _TWINS}
+    pieces = [pair for ids in answers for pair in zip(chat.token_texts(ids), ids, strict=True)]
+    if not (said := dict.fromkeys(text.strip() for text, token in pieces if token in unknown and text.strip())):
+        return ""
+    shown, n = ", ".join(map(repr, itertools.islice(said, 5))), sum(not unknown.isdisjoint(ids) for ids in answers)
+    return (
+        f"the base never says {shown}{' …' if len(said) > 5 else ''}, which {n} of {len(answers)} answers need: no text taught "
+        "it these tokens, so it cannot tell them apart, and an adapter learns to say random ones. Write the answers without "
+        "them, or name another base"
+    )
+
+
 def answer_tokens(chat: Chat, answer: str) -> int:
     """Tokens of a reference answer; half a character, which no tokenizer reads, counts as `?`."""
-    return len(chat.tokenizer.encode(answer.encode(errors="replace").decode(), add_special_tokens=False))
+    return len(_encoded(chat, answer))
+
+
+def _encoded(chat: Chat, text: str) -> list[int]:
+    ids: list[int] = chat.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)
+    return ids
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -18,7 +19,10 @@ from motet.core.errors import ConfigError, MotetError
 from motet.core.near import close_matches
 from motet.hosting.before_loading import check_before_loading
 from motet.model.find import find_base
+from motet.tasks.columns import FIRST_ROWS, Columns
 from motet.tasks.dataset import load_dataset
+from motet.tasks.nested import names_of
+from motet.tasks.sources import read_rows
 
 _T = TypeVar("_T")
 
@@ -43,8 +47,19 @@ def reward(problem, completion):
 '''
 
 
-def write_job_file(file: Path, task: str | None, data: str | None, base: str | None, *, ask: bool) -> None:
+def write_job_file(
+    file: Path,
+    task: str | None,
+    data: str | None,
+    base: str | None,
+    prompt: str | None = None,
+    answer: str | None = None,
+    *,
+    ask: bool,
+) -> None:
     """Write a job file; ask for missing values, or use their defaults if nothing may be asked.
+
+    `prompt` and `answer` are columns of the data; they are asked for where no column has a known name.
 
     Raises:
         ConfigError: the file exists already, or an answer is missing or wrong.
@@ -57,15 +72,19 @@ def write_job_file(file: Path, task: str | None, data: str | None, base: str | N
     if ask and task is None:
         say("\n".join(f"  {name:<9} {meaning}" for name, (meaning, _) in TASKS.items()))
     task, _ = _answer(task, "What is a good answer?", "exact", _known_task, ask=ask)
-    data, rows = _answer(
+    data, named = _answer(
         data,
         "Which data (a file, toy:NAME or a hub name)?",
         _LEARNABLE.get(task, "toy:sort_letters"),
-        lambda source: load_dataset(DataConfig(source=_from_file(source, file))),
+        lambda source: _readable(DataConfig(source=_from_file(source, file), prompt=prompt, answer=answer)),
         ask=ask,
     )
+    for part in ("prompt",) if task == "own" else ("prompt", "answer"):
+        named = _asked_column(named, part, ask=ask and sys.stdin.isatty())
+    rows = load_dataset(named)
     base, _ = _answer(base, "Which base?", "small", find_base, ask=ask)
-    tree = _job(task, data, max((len(problem.answer) for problem in rows.train), default=0))
+    section = {"source": data, **named.model_dump(include={"prompt", "answer"}, exclude_none=True)}
+    tree = _job(task, section, max((len(problem.answer) for problem in rows.train), default=0))
     made = [file]
     file.parent.mkdir(parents=True, exist_ok=True)
     if task == "own" and not (rewards := file.parent / "rewards.py").exists():
@@ -108,16 +127,44 @@ def _known_task(task: str) -> None:
         )
 
 
+def _readable(config: DataConfig) -> DataConfig:
+    """The same. Raises MotetError for data that cannot be read; columns of unknown names are no mistake yet."""
+    if (columns := _columns(config)[0]).prompt or columns.learned:
+        load_dataset(config)
+    return config
+
+
+def _columns(config: DataConfig) -> tuple[Columns, list[str]]:
+    """The columns that would be read, and the names of all."""
+    first = list(itertools.islice(read_rows(config)[0], FIRST_ROWS))
+    return Columns.of(config, first), list(dict.fromkeys(itertools.chain(*map(names_of, first))))
+
+
+def _asked_column(config: DataConfig, part: str, *, ask: bool) -> DataConfig:
+    """The same with the column of a part, `prompt` or `answer`, which a person names where none has a known name."""
+    columns, names = _columns(config)
+    others = [name for name in names if name != columns.prompt]
+    if getattr(columns, part) or columns.learned or not others:
+        return config
+    shown = f"no column of {config.source} is known to hold the {part}s; it has {', '.join(others)}"
+    if not ask:
+        raise ConfigError(f"{shown}: name it with --{part} COLUMN")
+    say(shown)
+    question, read = f"Which column has the {part}s?", lambda name: _readable(config.model_copy(update={part: name}))
+    return _answer(None, question, others[0], read, ask=True)[1]
+
+
 def _from_file(data: str, file: Path) -> str:
     """The data's path as a job file finds it: beside the file, then in the working directory."""
     beside = file.parent / data
     return str(beside) if beside.exists() else data
 
 
-def _job(task: str, data: str, longest: int) -> dict[str, Any]:
+def _job(task: str, section: dict[str, str], longest: int) -> dict[str, Any]:
     """`longest` is in characters. A token has at least one, so an answer with that many tokens is not cut."""
+    data = section["source"]
     name = re.sub("[^A-Za-z0-9]", "-", Path(data.partition(":")[2] or data).stem)
-    tree = {"name": name.strip("-")[:40] or "job", "data": data, **TASKS[task][1]}
+    tree = {"name": name.strip("-")[:40] or "job", "data": section if len(section) > 1 else data, **TASKS[task][1]}
     if task == "imitate":
         return tree
     room = max(_FEWEST, 1 << longest.bit_length()) if task in _SHORT else _USUAL

@@ -11,7 +11,7 @@ Legend: T rows, K inputs, N outputs of a product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from motet.model.arithmetic import Arithmetic, least_rows
 
 _ROWS_TRIED = (4, 32, 128)
+_ROWS_COMPARED = 4096
 
 
 class FrozenWeight(nn.Module):
@@ -61,6 +62,15 @@ class FrozenWeight(nn.Module):
     def dense(self) -> Tensor:
         """The weights [N, K] that products use."""
         return self.weight
+
+    def twins(self, rows: Sequence[int]) -> list[int]:
+        """Count, for each of these rows, the other rows that differ from it by a twentieth of its length at most."""
+        weight_NK, near_R = self.dense(), torch.zeros(len(rows), dtype=torch.int64)
+        rows_RK = weight_NK[list(rows)].float()
+        farthest_R1 = rows_RK.norm(dim=1, keepdim=True) / 20
+        for block_BK in weight_NK.split(_ROWS_COMPARED):
+            near_R += (torch.cdist(rows_RK, block_BK.float()) <= farthest_R1).sum(1).cpu()
+        return (near_R - 1).tolist()
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x [..., K] → x Wᵀ + b [..., N]; gradients come from `back`."""

@@ -224,7 +224,7 @@ def _json(cell: str) -> Any:
         value = json.loads(cell)
     except ValueError:
         return cell
-    digits = isinstance(value, float) and (not math.isfinite(value) or cell.endswith("0") and cell[-2:] != ".0")
+    digits = isinstance(value, float) and (not math.isfinite(value) or (cell.endswith("0") and cell[-2:] != ".0"))
     return cell if digits else value
 
 
