@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet.process.mkl import add_in_one_order
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 add_in_one_order()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from motet.core.checksums import sealed
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import Problem
 from motet.hosting.launch import load
-from motet.hosting.preparing import ReadData, Sources, identity, prepare
+from motet.hosting.preparing import ReadData, Sources, identity, prepare, prepare_all
 from motet.hosting.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import of_config
@@ -110,6 +111,29 @@ def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, 
         assert len(shared) == 1
         del made[:]
         assert len(shared) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shared"),
+    [
+        ({"source": "toy:add"}, {"source": "toy:add"}, 0),
+        ({"source": "toy:add"}, {"source": "toy:add", "seed": 1}, 63),
+        ({"source": "rows.jsonl", "holdout": 8}, {"source": "rows.jsonl", "holdout": 8, "seed": 1}, 6),
+        ({"source": "rows.jsonl", "holdout": 8}, {"source": "rows.jsonl", "holdout": 16}, 8),
+        ({"source": "rows.jsonl", "holdout": 8}, {"source": "toy:add", "eval_source": "rows.jsonl"}, 32),
+    ],
+)
+def test_held_out_prompts_that_a_neighbour_is_trained_on_are_told(
+    base: Any, tmp_path: Path, before: Any, after: Any, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = ({"prompt": f"Say {n}", "answer": str(n)} for n in range(40))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    configs = [validate_as(JobConfig, job(name, data=data), "test") for name, data in (("a", before), ("b", after))]
+    with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
+        prepared = prepare_all(configs, base.info, directory, Sources(), {"a": "", "b": ""})
+    notes = [note for note in prepared[1][0].data.notes if "have prompts that job a is trained on" in note]
+    assert [int(note.split()[0]) for note in notes] == [shared] * bool(shared)
 
 
 def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from motet.service.database.store import Store
 from motet.tasks.judging import Graders
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
-from tests.support.earlier import OTHER_RULES, unpack
+from tests.support.earlier import FIRST, unpack
 from tests.support.house import House, open_house
 
 BUSY = """
@@ -112,7 +112,7 @@ def test_graders_are_charged_to_their_owner() -> None:
 
 
 def test_tenants_that_an_earlier_release_made_have_no_limit_and_new_ones_have(tmp_path: Path) -> None:
-    directory = unpack(OTHER_RULES, "served", tmp_path)
+    directory = unpack(FIRST, "served", tmp_path)
     with contextlib.closing(sqlite3.connect(directory / "motet.db")) as database:
         before = {name for (name,) in database.execute("SELECT name FROM tenants")}
     with open_house(directory) as house:

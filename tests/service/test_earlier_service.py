@@ -22,7 +22,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredRace
 from motet.service.jobs.handover import in_turn
 from tests.support.database import person, queued
-from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
+from tests.support.earlier import COMMITS, FIRST, KNOWN, OTHER_RULES, unpack
 from tests.support.service_run import Service, serving
 
 pytestmark = pytest.mark.bits
@@ -54,7 +54,7 @@ def test_its_database_loses_no_row_when_its_tables_are_those_of_today(commit: st
     with contextlib.closing(sqlite3.connect(tmp_path / "motet.db")) as database:
         rows = KNOWN[commit]["rows"]
         found = {name: database.execute(f'SELECT count(*) FROM "{name}"').fetchone()[0] for name in rows}
-    if commit == OTHER_RULES:  # every tenant gets a row that lifts a limit which was new then
+    if commit == FIRST:  # every tenant gets a row that lifts a limit which was new then
         rows = {**rows, "limits": rows["tenants"]}
     assert found == {**rows, "starts": rows["starts"] + 1}
 
@@ -121,31 +121,11 @@ def test_its_keys_open_what_they_opened(commit: str, service: Service) -> None:
     assert all(used[tenant] >= before[tenant] for tenant in before)
 
 
-@pytest.mark.parametrize("commit", [SAME_RULES], indirect=True)
-def test_its_jobs_go_on(commit: str, service: Service) -> None:
-    service.become(KNOWN[commit]["keys"]["acme"])
-    assert service.ended("half") == "succeeded", service.job("half")
-    assert service.ended("queued") == "succeeded", service.job("queued")
-    assert service.steps("half") == list(range(service.job("half")["steps"] + 1))
-    assert {name: service.job(name)["state"] for name in ("done", "cancelled")} == {
-        "done": "succeeded", "cancelled": "cancelled",
-    }  # fmt: skip
-    service.become(KNOWN[commit]["keys"]["globex"])
-    step = service.job("paused")["step"]
-    assert service.job("paused")["state"] == "paused"
-    service.steer("paused", "resume")
-    service.reaches("paused", step + 1)
-    service.steer("paused", "cancel")
-    assert service.ended("paused") == "cancelled"
-    for job in (service.directory / "run").glob("job-*"):
-        assert verify(job) == 0, job
-
-
-@pytest.mark.parametrize("commit", [OTHER_RULES], indirect=True)
+@pytest.mark.parametrize("commit", OTHER_RULES, indirect=True)
 def test_its_jobs_of_other_rules_pause_until_their_owner_decides(commit: str, service: Service) -> None:
-    why = (
-        f"paused: it was trained by Motet 0.1.0 with rules 0, and this is Motet {version('motet')} with rules {RULES}: "
-    )
+    number = OTHER_RULES[commit]
+    now = f"this is Motet {version('motet')} with rules {RULES}: "
+    why = f"paused: it was trained by Motet 0.1.0 with rules {number}, and {now}"
     cure = "resume it to continue by the rules of this one, as inexact, or cancel it"
     keys = KNOWN[commit]["keys"]
     for tenant, name in (("acme", "half"), ("globex", "paused")):
@@ -167,13 +147,13 @@ def test_its_jobs_of_other_rules_pause_until_their_owner_decides(commit: str, se
     (*_, last), (*_, other) = (
         [one["data"] for one in service.events(name) if one["kind"] == "state"] for name in ("half", "queued")
     )
-    assert any(reason.startswith(f"the rules changed from 0 to {RULES} at step ") for reason in last["inexact"])
+    assert any(reason.startswith(f"the rules changed from {number} to {RULES} at step ") for reason in last["inexact"])
     assert other["inexact"] == []
     for job in (service.directory / "run").glob("job-*"):
         assert verify(job) == 0, job
 
 
-@pytest.mark.parametrize("commit", [OTHER_RULES], indirect=True)
+@pytest.mark.parametrize("commit", OTHER_RULES, indirect=True)
 def test_a_failed_job_of_other_rules_says_so_and_may_be_resumed(left: Path, commit: str) -> None:
     with contextlib.closing(sqlite3.connect(left / "motet.db")) as database:
         database.execute("UPDATE jobs SET state = 'failed', message = 'no luck' WHERE name = 'half'")
@@ -182,7 +162,9 @@ def test_a_failed_job_of_other_rules_says_so_and_may_be_resumed(left: Path, comm
         service.become(KNOWN[commit]["keys"]["acme"])
         job = service.job("half")
         assert job["state"] == "failed"
-        assert job["message"].startswith("no luck; it was trained by Motet 0.1.0 with rules 0, and this is Motet")
+        assert job["message"].startswith(
+            f"no luck; it was trained by Motet 0.1.0 with rules {OTHER_RULES[commit]}, and this"
+        )
         service.steer("half", "resume")
         assert service.ended("half") == "succeeded", service.job("half")
 

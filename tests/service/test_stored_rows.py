@@ -20,7 +20,7 @@ from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, UploadedAdapter
 from motet.service.workers.rewards import RewardWorkers
-from tests.support.earlier import OTHER_RULES, unpack
+from tests.support.earlier import FIRST, unpack
 from tests.support.house import House, open_house
 from tests.support.service_run import ROWS, tiny
 
@@ -222,7 +222,7 @@ def test_ended_keys_are_bounded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new", "earlier"])
 def test_the_database_gives_space_back(tmp_path: Path, earlier: bool) -> None:
-    place = unpack(OTHER_RULES, "served", tmp_path) / "motet.db" if earlier else tmp_path / "motet.db"
+    place = unpack(FIRST, "served", tmp_path) / "motet.db" if earlier else tmp_path / "motet.db"
     store = Store(f"sqlite:///{place}")
     try:
         with store.transaction() as session:

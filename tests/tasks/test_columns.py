@@ -264,7 +264,7 @@ def test_an_evaluation_source_has_its_own_columns(tmp_path: Path) -> None:
 
 
 def test_the_rows_that_columns_are_chosen_from_are_bounded_in_bytes() -> None:
-    rows = iter([{"question": "q" * 2**20, "answer": "a"}] * 9)
+    rows = enumerate([{"question": "q" * 2**20, "answer": "a"}] * 9)
     next(Reading(DataConfig(source="data")).problems(rows, None))
     assert len(list(rows)) == 5
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import csv
+import itertools
 import json
 import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,12 +19,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from motet.config import DataConfig, JobConfig
+from motet.core import seeds
 from motet.core.errors import DataError
 from motet.core.types import Message, Problem
 from motet.tasks.dataset import Dataset, load_dataset
 from motet.tasks.plain_json import as_json
 from motet.tasks.problems import Problems
-from motet.tasks.reasoning import build_scorer
+from motet.tasks.reasoning import ScorerSpec, build_scorer, first_seed, make_entries
+from motet.tasks.row_files import OF_A_JOB
 
 PROBLEMS = [Problem(i, (Message("user", f"question {i}"),), str(i)) for i in range(40)]
 
@@ -503,6 +507,126 @@ def test_another_split_of_the_source_is_for_evaluation(tmp_path):
         data = load_dataset(DataConfig(source=str(tmp_path / "exam"), eval_split="test", **named))
         assert [problem.messages[0].content for problem in data.holdout] == [f"test {i}" for i in range(5)]
         assert len(data.train) == 9
+
+
+def levels(data: Dataset, of: str = "train") -> Counter[str]:
+    return Counter(problem.metadata["level"] for problem in getattr(data, of))
+
+
+SORTED = [{"prompt": f"Level {n // 100}: {n}", "answer": str(n), "level": n // 100} for n in range(400)]
+
+
+def sorted_rows(tmp_path: Path, form: str) -> Any:
+    datasets = pytest.importorskip("datasets")
+    if form == "rows":
+        return SORTED
+    path = tmp_path / f"sorted.{form}"
+    if form == "saved":
+        datasets.Dataset.from_list(SORTED).save_to_disk(str(path))
+    elif form == "parquet":
+        datasets.Dataset.from_list(SORTED).to_parquet(str(path))
+    elif form == "csv":
+        datasets.Dataset.from_list(SORTED).to_csv(str(path))
+    elif form == "json":
+        path.write_text(json.dumps(SORTED))
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in SORTED))
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet", "saved", "rows"])
+def test_size_and_held_out_rows_are_drawn_by_the_seed(tmp_path: Path, form: str) -> None:
+    source = sorted_rows(tmp_path, form)
+    for bounds in (None, OF_A_JOB):
+        data = load_dataset(DataConfig(source=source, size=80, holdout=0), bounds)
+        assert len(levels(data)) == 4
+        assert len(data.train) == 80
+        assert [SORTED[problem.id]["answer"] for problem in data.train] == [problem.answer for problem in data.train]
+        assert data.notes == ("80 of 400 rows are read, drawn by data.seed",)
+        again, other = (
+            load_dataset(DataConfig(source=source, size=80, holdout=0, seed=seed), bounds) for seed in (0, 1)
+        )
+        assert again.train == data.train != other.train
+        if form != "rows":
+            apart = load_dataset(DataConfig(source="toy:add", eval_source=source), bounds)
+            assert len(levels(apart, "holdout")) == 4
+            assert len(apart.holdout) == 64
+            assert apart.notes == (f"{source}: 64 of 400 rows are read, drawn by data.seed",)
+    whole = load_dataset(DataConfig(source=source, size=400, holdout=0))
+    assert [problem.id for problem in whole.train] == list(range(400))
+    assert whole.notes == ()
+
+
+def test_a_smaller_size_takes_some_of_the_rows_of_a_larger_one(tmp_path: Path) -> None:
+    few, more = (load_dataset(DataConfig(source=SORTED, size=size, holdout=0)).train for size in (20, 50))
+    assert {problem.id for problem in few} < {problem.id for problem in more}
+
+
+def test_rows_that_are_not_drawn_are_not_looked_at(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" if n else "", "answer": "y"} for n in range(4)]
+    taken = [seed for seed in range(8) if seeds.permutation(seeds.key(seed, "size"), 4)[0]]
+    assert len(taken) == 3
+    for seed in taken:
+        load_dataset(DataConfig(source=rows, size=1, holdout=0, seed=seed))
+    for seed in {*range(8)} - {*taken}:
+        with pytest.raises(DataError, match=r"row 1"):
+            load_dataset(DataConfig(source=rows, size=1, holdout=0, seed=seed))
+
+
+def test_a_stream_is_drawn_from_its_beginning() -> None:
+    datasets = pytest.importorskip("datasets")
+    read = Counter[int]()
+
+    def rows(most: int) -> Any:
+        for n in range(most):
+            read[n] += 1
+            yield {"prompt": f"Say {n}", "answer": str(n)}
+
+    endless = datasets.IterableDataset.from_generator(rows, gen_kwargs={"most": 10**9})
+    data = load_dataset(DataConfig(source=endless, size=100, holdout=0))
+    assert max(read) < 10_001
+    assert max(problem.id for problem in data.train) > 8000
+    note = (
+        "100 rows are read, drawn by data.seed from the first 10000 of a stream; mix the rows first if they are sorted"
+    )
+    assert data.notes == (note,)
+    read.clear()
+    assert len(load_dataset(DataConfig(source=endless, size=1200, holdout=0)).train) == 1200
+    assert max(read) in (11_999, 12_000)
+    short = datasets.IterableDataset.from_generator(rows, gen_kwargs={"most": 300})
+    assert load_dataset(DataConfig(source=short, size=100, holdout=0)).notes == (
+        "100 of 300 rows are read, drawn by data.seed",
+    )
+    assert len(load_dataset(DataConfig(source=short, size=500, holdout=0)).train) == 300
+
+
+@pytest.mark.parametrize("bounds", [None, OF_A_JOB])
+def test_more_rows_than_the_limit_are_drawn_from_the_first(tmp_path: Path, bounds: Any) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(f'{{"prompt": "Say {n}", "answer": "{n}"}}\n' for n in range(OF_A_JOB.rows + 5)))
+    data = load_dataset(DataConfig(source=str(path), size=1500, holdout=0), bounds)
+    assert 14_000 < max(problem.id for problem in data.train) < 15_000
+    assert data.notes[0].startswith(
+        "1500 rows are read, drawn by data.seed from the first 15000 of more than 200000; mix"
+    )
+    if bounds is not None:
+        with pytest.raises(DataError, match=r"more than 200000 rows; set data.size to use fewer"):
+            load_dataset(DataConfig(source=str(path)), bounds)
+
+
+def test_seeds_of_reasoning_gym_have_no_rows_in_common() -> None:
+    def asked(seed: int) -> set[str]:
+        data = load_dataset(DataConfig(source="reasoning-gym:chain_sum", size=200, holdout=50, seed=seed))
+        return {problem.messages[-1].content for problem in (*data.train, *data.holdout)}
+
+    first, *others = [asked(seed) for seed in (0, 1, 2, -1)]
+    assert all(len(rows & first) <= 2 for rows in others)
+    assert first == {entry["question"] for entry in make_entries(ScorerSpec("chain_sum", size=200))}
+    starts = sorted(map(first_seed, range(-1000, 1001)))
+    assert starts[0] == first_seed(0) == 0
+    assert min(b - a for a, b in itertools.pairwise(starts)) > 250_000
+    assert starts[-1] + 10**9 < 2**32
+    assert len(make_entries(ScorerSpec("pool_matrix", size=2, seed=first_seed(7)))) == 2
 
 
 def test_reasoning_gym_scores_its_own_answers_in_training_and_evaluation():

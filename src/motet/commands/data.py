@@ -116,8 +116,7 @@ def look_at(source: str, base: str, prompt: str | None, answer: str | None, want
     for path in () if to is None else (to, _held_out(to)) if wanted.held_out else (to,):
         if path.exists() and Path(source).exists() and path.samefile(source):
             raise ConfigError(f"--to {to}: {path} is the source, and its other rows would be lost; give another file")
-    rows, _ = read_rows(DataConfig(source=source))
-    kept = selected(list(rows), wanted)
+    kept = selected([row for _, row in read_rows(DataConfig(source=source))[0]], wanted)
     read = read_source(DataConfig.model_validate({"source": kept, "prompt": prompt, "answer": answer}))
     problems = read.problems
     if wanted.dedupe:

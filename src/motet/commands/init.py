@@ -136,7 +136,7 @@ def _readable(config: DataConfig) -> DataConfig:
 
 def _columns(config: DataConfig) -> tuple[Columns, list[str]]:
     """The columns that would be read, and the names of all."""
-    first = list(itertools.islice(read_rows(config)[0], FIRST_ROWS))
+    first = [row for _, row in itertools.islice(read_rows(config)[0], FIRST_ROWS)]
     return Columns.of(config, first), list(dict.fromkeys(itertools.chain(*map(names_of, first))))
 
 

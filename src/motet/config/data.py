@@ -114,7 +114,7 @@ class DataConfig(Config):
     config: dict[str, Any] = {}
     """Options of a generated source; for reasoning-gym, those of the task."""
     size: int | None = Field(None, ge=1, le=10**9)
-    """Number of rows that a generated source makes (4096 by default), or the most to read from another source (all by
+    """Number of rows that a generated source makes (4096 by default), or that `seed` draws from another source (all by
     default)."""
     prompt: ColumnName | None = None
     """Column with the prompt (text, or a list of messages), or the path to it in a column. By default a known column, such as
@@ -160,7 +160,7 @@ class DataConfig(Config):
     eval_split: str | None = None
     """The split of a `datasets` source to evaluate on: of `eval_source`, or else of `source`."""
     seed: int = 0
-    """Seed of a generated source and of the held-out rows. It is the same for every job, so sweeps share both."""
+    """Seed of a generated source, and of what `size` and `holdout` draw. It is the same for every job, so sweeps share them."""
 
     def held_out_of(self, rows: int | None) -> int:
         """The number of rows to hold out of `rows`; None for a separate evaluation source."""

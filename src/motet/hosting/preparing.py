@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
@@ -291,7 +292,23 @@ def prepare_all(
     jobs = {job.name: job for job, _ in prepared}
     for name, start in chains(configs).items():
         jobs[name].before, jobs[name].before_version = jobs[start.job], start.version
+    _tell_shared(list(jobs.values()))
     return prepared
+
+
+def _tell_shared(jobs: Sequence[Job]) -> None:
+    """Note where a job holds out what another is trained on, as by another seed: a held-out figure may hold for one alone."""
+    held = {job.name: [hash(problem.messages) for problem in job.data.holdout] for job in jobs}
+    every, names = set(itertools.chain(*held.values())), dict[int, str]()
+    for name, data in {id(job.data): (job.name, job.data) for job in jobs}.values():
+        names = dict.fromkeys(data.train.prompts_in(every), name) | names
+    for job in jobs:
+        for other, n in Counter(names[prompt] for prompt in held[job.name] if prompt in names).most_common(1):
+            note = (
+                f"{n} of {len(held[job.name])} held-out rows have prompts that job {other} is trained on, so they say nothing "
+                "of an adapter that has learned there: give both the same data.seed and data.holdout, or an eval_source"
+            )
+            job.data = replace(job.data, notes=(*job.data.notes, note))
 
 
 def notes_of(jobs: Sequence[Job]) -> list[str]:

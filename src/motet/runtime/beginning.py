@@ -12,8 +12,8 @@ from motet.runtime.checkpoint import FORKED, JobDirectory
 from motet.runtime.opening import changed_since, identity_in, shared_fields
 from motet.runtime.receipts import builder_of, read_receipt
 
-RULES = 3
-"""Number of the rules that decide a job's bytes besides its settings: how rows and turns are read, prompts written, the
+RULES = 4
+"""Number of the rules that decide a job's bytes besides its settings: how rows are drawn and read, prompts written, the
 vocabulary bounded and the gradients of a client's data added. Whoever changes their meaning raises it together with Motet's
 version, because only versions with its number finish a job as it began."""
 

@@ -115,16 +115,16 @@ def read_source(config: DataConfig, bounds: RowLimits | None = None) -> Source:
     )
 
 
-def _read(config: DataConfig, bounds: RowLimits | None) -> Source:
+def _read(config: DataConfig, bounds: RowLimits | None, first: int | None = None) -> Source:
     """The problems of `config.source`; it is read again if only its last row shows that a column holds whole numbers."""
-    rows, scorer = read_rows(config, bounds)
+    rows, scorer, note = read_rows(config, bounds, first)
     reading = Reading(config)
     problems = Problems.of(reading.problems(rows, bounds))
     if whole := reading.whole:
         reading = Reading(config, whole)
-        problems = Problems.of(reading.problems(read_rows(config, bounds)[0], bounds))
+        problems = Problems.of(reading.problems(read_rows(config, bounds, first)[0], bounds))
     columns = "" if reading.columns is None else reading.columns.text(config)
-    return Source(problems, None, scorer, columns, tuple(reading.notes()))
+    return Source(problems, None, scorer, columns, tuple(filter(None, (note, *reading.notes()))))
 
 
 def split(config: DataConfig, source: Source, longer: Longer | None = None) -> Dataset:
@@ -236,6 +236,6 @@ def _evaluation(config: DataConfig, bounds: RowLimits | None) -> Source:
     changes = {"source": config.eval_source, "split": named, "size": size, "seed": far, "rows": None}
     other = config.model_copy(update=changes)
     try:
-        return _read(other, bounds)
+        return _read(other, bounds, far)
     except DataError as error:
         raise DataError(str(error).replace("data.source", "data.eval_source", 1)) from error

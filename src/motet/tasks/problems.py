@@ -7,7 +7,7 @@ import json
 import mmap
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -54,6 +54,10 @@ class Problems(Sequence[Problem]):
         prompts = {problem.messages for problem in others}
         like = np.isin(self._prompts, [hash(prompt) for prompt in prompts])
         return self.only(row for row in range(len(self)) if not like[row] or self[row].messages not in prompts)
+
+    def prompts_in(self, hashes: Collection[int]) -> set[int]:
+        """Those of these hashes of messages that are among the problems'."""
+        return set(np.intersect1d(self._prompts, np.fromiter(hashes, np.int64)).tolist())
 
     def sum(self) -> str:
         """sha256 of all of them, in order."""

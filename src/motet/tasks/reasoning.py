@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # every reward process loads this module, and files of rows t
 
 _MEMORY_MB = 1 << 16
 """Default memory limit of the process that makes rows."""
+_MOST_ROWS, _APART = 10**9, 709_183_895
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -52,6 +53,15 @@ class ScorerSpec:
         import reasoning_gym
 
         return reasoning_gym.create_dataset(self.task, **{**self.config, "size": self.size, "seed": self.seed})
+
+
+def first_seed(seed: int) -> int:
+    """The seed of row 0 for a `data.seed`; row i has the next i-th, and those of other seeds are far away.
+
+    Seed 0 has its own rows. All others are in the upper half of 32 bits, which numpy's seeds have: those within 1,000 of each
+    other at least 500,000 apart, as multiples of the golden ratio are.
+    """
+    return 2**31 + seed * _APART % (2**31 - _MOST_ROWS) if seed else 0
 
 
 def make_entries(spec: ScorerSpec, bounds: RowLimits | None = None) -> list[dict[str, Any]]:

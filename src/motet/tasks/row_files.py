@@ -48,22 +48,23 @@ OF_A_JOB = RowLimits(rows=200_000)
 def rows_of(path: Path, bounds: RowLimits | None = None) -> Iterator[Row]:
     """The rows of a .jsonl, .json, .csv or .parquet file, in order; without `bounds`, only memory limits them.
 
-    Raises DataError if it cannot be read, contains something other than rows, or exceeds the bounds.
+    Raises DataError if it cannot be read, contains something other than rows, or exceeds the bounds but that on rows.
     """
-    for number, row in enumerate(READERS[path.suffix.lower()](path, bounds)):
-        if bounds is not None and number >= bounds.rows:
-            raise DataError(f"{path} has more than {bounds.rows} rows, the limit here; split it, or set data.size")
-        yield row
+    return READERS[path.suffix.lower()](path, bounds)
 
 
 def count_rows(path: Path, bounds: RowLimits) -> int:
     """The number of rows in a file; reads every row and keeps none.
 
-    Raises DataError as `rows_of`, and for a file without rows or of another kind.
+    Raises DataError as `rows_of`, and for a file without rows, with too many, or of another kind.
     """
     if path.suffix.lower() not in READERS:
         raise DataError(f"{path} is not a file of rows: its name must end with {', '.join(READERS)}")
-    if not (count := sum(1 for _ in rows_of(path, bounds))):
+    count = 0
+    for count, _ in enumerate(rows_of(path, bounds), 1):
+        if count > bounds.rows:
+            raise DataError(f"{path} has more than {bounds.rows} rows, the limit here; split it")
+    if not count:
         raise DataError(f"{path} has no rows")
     return count
 

@@ -94,12 +94,12 @@ class Reading:
         """Columns of floats that are whole numbers; see `WholeNumbers`."""
         return self._seen.columns - self._whole
 
-    def problems(self, rows: Iterator[Row], bounds: RowLimits | None) -> Iterator[Problem]:
-        """The problems of rows. Raises DataError for a row that is none; the message says where, and what to do."""
+    def problems(self, rows: Iterator[tuple[int, Row]], bounds: RowLimits | None) -> Iterator[Problem]:
+        """The problems of rows with their places. Raises DataError for a row that is none; it says where, and what to do."""
         size = 0
-        for index, row in enumerate(self._prepared(rows)):
+        for index, row in self._prepared(rows):
             self._first = self._first or row
-            self._rows = index + 1
+            self._rows += 1
             self._seen.see(row)
             problem = self._problem(row, index)
             if bounds is not None and (self._config.template is not None or (self.columns and self.columns.joined)):
@@ -132,18 +132,18 @@ class Reading:
                 "2, not as 2.0"
             )
 
-    def _prepared(self, rows: Iterator[Row]) -> Iterator[Row]:
+    def _prepared(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
         """Rows with whole numbers, in one form of preferences; the first ones decide the columns."""
         if self._whole:
-            rows = ({k: _whole(v) if k in self._whole else v for k, v in row.items()} for row in rows)
+            rows = ((n, {k: _whole(v) if k in self._whole else v for k, v in row.items()}) for n, row in rows)
         if self._config.template is None:
-            rows = map(plain_preference, rows)
-        first, size = list[Row](), 0
-        while len(first) < FIRST_ROWS and size < _FIRST_BYTES and (row := next(rows, None)) is not None:
-            first.append(row)
-            size += (more := len(json.dumps(row)))
+            rows = ((n, plain_preference(row)) for n, row in rows)
+        first, size = list[tuple[int, Row]](), 0
+        while len(first) < FIRST_ROWS and size < _FIRST_BYTES and (numbered := next(rows, None)) is not None:
+            first.append(numbered)
+            size += (more := len(json.dumps(numbered[1])))
             pace.step(more)
-        self.columns = Columns.of(self._config, first)
+        self.columns = Columns.of(self._config, [row for _, row in first])
         return chain(first, rows)
 
     def _problem(self, row: Row, index: int) -> Problem:

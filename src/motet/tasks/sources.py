@@ -7,33 +7,61 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from motet.config import GENERATED_ROWS, DataConfig
+from motet.core import seeds
 from motet.core.errors import DataError
 from motet.core.near import close_matches
-from motet.tasks import tables
+from motet.tasks import pace, tables
 from motet.tasks.plain_json import as_json
-from motet.tasks.reasoning import ScorerSpec, make_entries
-from motet.tasks.row_files import READERS, Row, RowLimits, rows_of
+from motet.tasks.reasoning import ScorerSpec, first_seed, make_entries
+from motet.tasks.row_files import OF_A_JOB, READERS, Row, RowLimits, rows_of
 
 _HUB_SECONDS = 10
 _ROW = '{"prompt": "2 + 2 =", "answer": "4"}'
 
 
-def read_rows(config: DataConfig, bounds: RowLimits | None = None) -> tuple[Iterator[Row], ScorerSpec | None]:
-    """At most `config.size` rows of a source, with JSON values only, and the data's own scorer, if any.
+def read_rows(
+    config: DataConfig, bounds: RowLimits | None = None, first: int | None = None
+) -> tuple[Iterator[tuple[int, Row]], ScorerSpec | None, str]:
+    """Read `config.size` rows of a source: their places and JSON values, the data's own scorer if any, and a note.
 
-    Rows are read lazily, within `bounds` if they are another person's; errors are raised during iteration.
+    Rows are read lazily, within `bounds` if they are another person's; errors are raised during iteration. `first` is the seed
+    of reasoning-gym's first row, by default `first_seed` of the data's.
 
     Raises:
         DataError: the source does not exist, cannot be read, or holds something other than rows.
     """
     source = config.source
     if source.startswith("reasoning-gym:"):
-        spec = ScorerSpec(source.partition(":")[2], as_json(config.config), config.size or GENERATED_ROWS, config.seed)
-        return iter(make_entries(spec, bounds)), spec
+        seed = first_seed(config.seed) if first is None else first
+        spec = ScorerSpec(source.partition(":")[2], as_json(config.config), config.size or GENERATED_ROWS, seed)
+        return enumerate(make_entries(spec, bounds)), spec, ""
     if source.startswith("toy:"):
-        return _toy(config, source.partition(":")[2]), None
-    return _plain(config, itertools.islice(_rows(config, bounds), config.size), bounds), None
+        return enumerate(_toy(config, source.partition(":")[2])), None, ""
+    drawn, note = _drawn(config, bounds)
+    rows = enumerate(_paced(config, bounds))
+    return _plain(config, rows if drawn is None else itertools.compress(rows, drawn), bounds), None, note
+
+
+def _drawn(config: DataConfig, bounds: RowLimits | None) -> tuple[bytes | None, str]:
+    """For each row from the first on, 1 if `size` and `seed` draw it, and a note about it; None if all are read."""
+    if config.size is None:
+        return None, ""
+    most, window = OF_A_JOB.rows, tables.window(config.size)
+    stream = config.rows is not None and not hasattr(config.rows, "__len__")
+    n = sum(1 for _ in itertools.islice(_paced(config, bounds), window if stream else max(window, most + 1)))
+    of = "a stream" if stream and n == window else f"more than {most}" if n > most else ""
+    n = min(n, window) if of else n
+    if n <= config.size:
+        return None, ""
+    drawn = np.zeros(n, np.uint8)
+    drawn[seeds.permutation(seeds.key(config.seed, "size"), n)[: config.size]] = 1
+    if not of:
+        return drawn.tobytes(), f"{config.size} of {n} rows are read, drawn by data.seed"
+    note = f"{config.size} rows are read, drawn by data.seed from the first {n} of {of}; mix the rows first if they are sorted"
+    return drawn.tobytes(), note
 
 
 def has_splits(source: str) -> bool:
@@ -58,18 +86,26 @@ def check_part(config: DataConfig) -> None:
             raise DataError(f"data.{field} {value!r}: {config.source} has no {field}s; leave it out")
 
 
-def _plain(config: DataConfig, rows: Iterable[Row], bounds: RowLimits | None) -> Iterator[Row]:
-    number = -1
-    for number, row in enumerate(rows):
-        if bounds is not None and number >= bounds.rows:
+def _paced(config: DataConfig, bounds: RowLimits | None) -> Iterator[Row]:
+    """All rows of a source, also those that are only counted or passed over."""
+    for row in _rows(config, bounds):
+        pace.step()
+        yield row
+
+
+def _plain(config: DataConfig, rows: Iterable[tuple[int, Row]], bounds: RowLimits | None) -> Iterator[tuple[int, Row]]:
+    n = 0
+    for place, row in rows:
+        if bounds is not None and n >= bounds.rows:
             raise DataError(
-                f"data.source {config.source!r} has more than {bounds.rows} rows; set data.size to use the first"
+                f"data.source {config.source!r} has more than {bounds.rows} rows; set data.size to use fewer"
             )
         try:
-            yield as_json(row, infinite_as_text=True)
+            yield place, as_json(row, infinite_as_text=True)
         except RecursionError as error:
-            raise DataError(f"data.source {config.source!r} row {number + 1} is nested too deep") from error
-    if number < 0:
+            raise DataError(f"data.source {config.source!r} row {place + 1} is nested too deep") from error
+        n += 1
+    if not n:
         raise DataError(f"data.source {config.source!r} has no rows; a row is an object such as {_ROW}")
 
 

@@ -152,10 +152,15 @@ def of_datasets(table: Any) -> Iterator[dict[str, Any]]:
         yield {name: _read(name, readers.get(name, _without_nulls), [value], n)[0] for name, value in row.items()}
 
 
+def window(size: int) -> int:
+    """The first rows of a stream, from which `size` rows are drawn."""
+    return max(10 * size, 10_000)
+
+
 def as_written(rows: Any, size: int | None = None) -> Iterable[Any]:
-    """The rows of what was given as a job's data, with each null of Arrow; of a stream, the first `size`."""
+    """The rows of what was given as a job's data, with each null of Arrow; of a stream, those that `size` are drawn from."""
     if not hasattr(rows, "__len__"):
-        return itertools.islice(rows, size)
+        return itertools.islice(rows, size and window(size))
     if hasattr(rows, "iterrows"):  # pandas, which has NaN, NaT and NA for missing values
         fine = [name for name, kind in _arrow_types(rows).items() if _with_times_as_text(kind) != kind]
         rows = _with_values_of_arrow(rows, fine) if fine else rows
