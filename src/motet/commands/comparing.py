@@ -97,7 +97,8 @@ def evaluate(
         typer.Option(metavar="NAME", help="Replaces the job's rewards; you can repeat the option.", show_default=False),
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Evaluate only the first N rows.", show_default=False)
+        int | None,
+        typer.Option(metavar="N", min=1, help="Evaluate only the first N rows; with --data, N drawn ones.", show_default=False),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers per row and model.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")] = False,
