@@ -85,7 +85,9 @@ def test_init_asks_again_after_a_wrong_answer(here: Path) -> None:
     assert (job.data.source, [one.name for one in job.rewards]) == ("toy:count_letters", ["numeric"])
 
 
-UNKNOWN = [{"level": n % 3, "task": f"What is {n} + 1?", "solved": {"final": str(n + 1)}} for n in range(12)]
+UNKNOWN: list[dict[str, Any]] = [
+    {"level": n % 3, "task": f"What is {n} + 1?", "solved": {"final": str(n + 1)}} for n in range(12)
+]
 
 
 @pytest.fixture

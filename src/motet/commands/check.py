@@ -101,9 +101,11 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
         for note in [*host.workshop.notes[len(base.info.notes) :], *notes_of(jobs)]:
             console.print(f"note: {note}", soft_wrap=True)
         try:
-            here: LoraModel | None = getattr(base, "here", base)
-            for job in () if here is None else jobs:
-                if unsaid := never_said(job.chat, job.data.train, here.head.twins):
+            head: Any = getattr(
+                getattr(base, "here", base), "head", None
+            )  # of a base that ranks alone load, none is here
+            for job in () if head is None else jobs:
+                if unsaid := never_said(job.chat, job.data.train, head.twins):
                     console.print(f"job {job.name}: {unsaid}", style="red", highlight=False, soft_wrap=True)
             print_rates(console, jobs)
             steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}

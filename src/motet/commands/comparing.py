@@ -98,7 +98,9 @@ def evaluate(
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Evaluate only the first N rows; with --data, N drawn ones.", show_default=False),
+        typer.Option(
+            metavar="N", min=1, help="Evaluate only the first N rows; with --data, N drawn ones.", show_default=False
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, max=1000, help="Answers per row and model.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")] = False,
