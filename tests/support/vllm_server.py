@@ -78,7 +78,8 @@ def vllm_server(
         "VLLM_ENABLE_V1_MULTIPROCESSING": f"{own_worker:d}",
         **({"VLLM_API_KEY": key} if key else {}),
     }
-    start = launch(release).model_copy(update={"env": env, "args": list(args)})
+    start = launch(release)
+    start = start.model_copy(update={"env": env, "args": [*start.args, *args]})
     config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
     (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
     if reads:
