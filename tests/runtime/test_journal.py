@@ -115,7 +115,11 @@ def test_a_saved_checkpoint_survives_a_power_failure(tmp_path: Path) -> None:
             "failed",
             "with an error (errored: ValueError: no)",
         ),
-        ({"reason": {"type": "interrupted"}}, "succeeded", "stopped early: its client was interrupted"),
+        (
+            {"reason": {"type": "interrupted"}},
+            "succeeded",
+            "stopped early: its client was interrupted: it gave no detail",
+        ),
     ],
 )
 def test_a_session_ends_as_its_client_says(tmp_path: Path, body: dict[str, Any], state: str, told: str) -> None:

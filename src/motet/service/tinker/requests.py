@@ -56,14 +56,14 @@ class Anything(BaseModel):
 class FinishSession(Anything):
     """End of a session, and how its client ended."""
 
-    reason: dict[str, Any] | None = None
-    detail: str | None = Field(None, max_length=100_000)
+    reason: Any = None
+    detail: Any = None
 
     @property
     def told(self) -> str:
         """The reason in words; empty for success."""
-        kind = str((self.reason or {}).get("type", "success"))
-        return "" if kind == "success" else f"{kind}{': ' if self.detail else ''}{self.detail or ''}"[:1000]
+        kind = self.reason.get("type") if isinstance(self.reason, dict) else self.reason
+        return "" if kind in (None, "success") else f"{kind}: {self.detail or 'it gave no detail'}"[:1000]
 
 
 class CreateSession(Request):
