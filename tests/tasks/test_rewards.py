@@ -30,6 +30,10 @@ GRADER = {"type": "string_check", "input": "{{sample.output_text}}", "reference"
 CASES = [
     ("exact", "42", " 42\n", {}, 1),
     ("exact", "42", "It is 42", {}, 0),
+    ("exact", "42", "\n<answer> 42\n</answer>\n", {}, 1),
+    ("exact", "42", "<answer>41</answer>", {}, 0),
+    ("exact", "42", "It is <answer>42</answer>", {}, 0),
+    ("exact", "<answer>42</answer>", "<answer>42</answer>", {}, 1),
     ("exact", "Yes", "yes", {}, 0),
     ("exact", "Yes", "yes", {"ignore_case": True}, 1),
     ("contains", "7", "the answer is 7.", {}, 1),

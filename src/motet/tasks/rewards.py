@@ -23,6 +23,7 @@ from motet.tasks.sandbox import Sandbox
 
 RewardFunction = Callable[..., float]
 
+_TAGGED = re.compile(r"\s*<answer>(.*)</answer>\s*", re.DOTALL)
 # A fenced block; the last one of an answer may be cut off.
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -36,8 +37,9 @@ def reference(problem: Problem) -> str:
 
 
 def exact(problem: Problem, completion: str, *, ignore_case: bool = False) -> float:
-    """1 if the completion equals the answer, ignoring outer spaces."""
-    said, answer = _composed(completion.strip()), _composed(reference(problem))
+    """1 if the completion equals the answer, ignoring outer spaces and `<answer>` tags around all of it."""
+    answer, tagged = _composed(reference(problem)), _TAGGED.fullmatch(completion)
+    said = _composed((tagged[1] if tagged and "<answer>" not in answer else completion).strip())
     return float(said.casefold() == answer.casefold() if ignore_case else said == answer)
 
 
