@@ -128,7 +128,6 @@ def create_app(settings: Settings) -> FastAPI:
         secrets = load_secrets(settings.directory, settings.config.secret_key_file, store)
         service = Service(settings, store, secrets)
         service.storage.remove_arriving()
-        service.handover.pause_others()
     except BaseException:
         store.close()
         raise

@@ -11,7 +11,7 @@ from sqlalchemy import Select, case, func, select
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.config import JobConfig
-from motet.core.errors import ConfigError, MotetError, RunError
+from motet.core.errors import ConfigError, MotetError
 from motet.core.types import JobState, Wanted
 from motet.runtime.beginning import RULES, other_rules
 from motet.runtime.slots import Claim, Rule
@@ -50,25 +50,6 @@ class Handover:
         self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
         self._initial, self._enforcer, self._hosts, self._bases = initial, enforcer, hosts, bases
         self._secrets, self.steps = secrets, steps
-
-    def pause_others(self) -> None:
-        """Pause each job that has done steps by other rules, once; if its owner resumes it, it goes on by today's, as inexact.
-
-        A failed job stays failed, and its message says so too.
-        """
-        for job_id, *_ in begun_jobs(self._store):
-            try:
-                why = other_rules(self._storage.job(job_id))
-            except RunError:  # its host says what is damaged
-                continue
-            job = self._store.job_by_id(job_id)
-            if job is None or job.wanted == Wanted.CANCEL or not why:
-                continue
-            cure = "only that Motet finishes it as it began; resume it to continue by the rules of this one, as inexact"
-            row: dict[str, Any] = {"state": JobState.PAUSED.value, "message": f"paused: it {why}: {cure}, or cancel it"}
-            if job.state == JobState.FAILED.value:
-                row = {"state": job.state, "message": f"{job.message}; it {why}: {cure}"}
-            self._store.add_event(job_id, "state", f"rules {RULES}", row, wanted=Wanted.PAUSE.value, **row)
 
     def hand_over(self, job: StoredJob) -> None:
         """Let the engine have a job when its turn comes."""
@@ -118,7 +99,7 @@ class Handover:
                     self._recorder.record_state(job.id, state, why)
                 elif (missing := self._bases.missing(job.base)) is not None:
                     self._wait(job, missing)
-                else:
+                elif not self._asks_owner(job):
                     whose = job.tenant_id, self._bases.of(job.base)
                     if whose not in rooms:
                         rooms[whose] = hosts.room(*whose)
@@ -146,6 +127,14 @@ class Handover:
         if job.wanted != held.wanted or (job.wanted == Wanted.RUN and held.state is JobState.PAUSED):
             messages.append(SteerJob(job.id, Wanted(job.wanted)))
         return [*messages, Nudge(job.id)]
+
+    def _asks_owner(self, job: StoredJob) -> bool:
+        """Pause a job that has done steps by other rules, once. If its owner resumes it, it goes on by today's, as inexact."""
+        if not (why := other_rules(self._storage.job(job.id))):
+            return False
+        cure = "resume it to continue by the rules of this one, as inexact, or cancel it"
+        told = f"paused: it {why}: only that Motet finishes it as it began; {cure}"
+        return self._recorder.record_state(job.id, JobState.PAUSED, told, key=f"rules {RULES}", wanted=Wanted.PAUSE)
 
     def _wait(self, job: StoredJob, why: str) -> None:
         """Leave a job as it is until the service starts with what it needs."""

@@ -76,7 +76,7 @@ class JobQueue:
         bus: EventBus,
         adapters: Adapters,
         initial: InitialAdapters,
-        record_state: Callable[[str, JobState, str], None],
+        record_state: Callable[[str, JobState, str], object],
         hand_over: Callable[[StoredJob], None],
     ) -> None:
         """`record_state` stores a job's new state; `hand_over` gives a job to the engine, or records its failure."""

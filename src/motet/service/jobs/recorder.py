@@ -87,16 +87,22 @@ class EventRecorder:
             self._unscored.labels(tenant).inc(line.get("failed") or 0)
 
     def record_state(
-        self, job_id: str, state: JobState, message: str, inexact: Sequence[str] | None = None, key: str = ""
-    ) -> None:
+        self,
+        job_id: str,
+        state: JobState,
+        message: str,
+        inexact: Sequence[str] | None = None,
+        key: str = "",
+        **fields: str,
+    ) -> bool:
         """Store a job's new state with a message for its owner, unless it has succeeded or was cancelled.
 
-        Repeats with the same `key` are ignored.
+        Repeats with the same `key` are ignored; gives whether it was none. `fields` are other columns of its row.
         """
         shown: dict[str, Any] = {"state": state.value, "message": self._storage.without_places(_storable(message))}
         if state is JobState.CANCELLED:  # recorded once, by whichever process reports it
             key = state.value
-        key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None}
+        key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None, **fields}
         told = [self._storage.without_places(_storable(why)) for why in inexact or ()]
         event = shown if inexact is None else {**shown, "inexact": told}
         stored = False
@@ -107,7 +113,7 @@ class EventRecorder:
 
         self._write(keep)
         if not stored and ((job := self._store.job_by_id(job_id)) is None or job.state != state.value):
-            return
+            return False
         if state in _FOR_GOOD:  # a failed job may be resumed and then executes its commands again
             with contextlib.suppress(OSError):  # remaining files are counted, and deleted with the job
                 Journal(self._storage.job(job_id).path).end(outcomes=state is JobState.SUCCEEDED)
@@ -118,6 +124,7 @@ class EventRecorder:
             self._bus.publish(WAITING_JOBS)
             for workers in self._workers:
                 self._write(lambda workers=workers: workers.ended(job_id))  # type: ignore[misc]
+        return stored
 
     def record_event(self, event: JobChanged | JobStepped | JobWorked) -> None:
         """Store an event from the engine; jobs that stop with the service continue at its next start.
