@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from motet.cluster.host_link import HostChild, HostHandlers, HostLink, OfHost
+from motet.cluster.host_link import CLOSE_SECONDS, HostChild, HostHandlers, HostLink, OfHost
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import (
     AddJob,
@@ -145,12 +145,28 @@ def test_a_host_whose_process_cannot_be_ended_is_started_again(tmp_path: Path) -
     asyncio.run(go())
 
 
+class Hurried(asyncio.SelectorEventLoop):
+    """A loop whose time passes as a test says, besides by itself."""
+
+    passed = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.passed
+
+    def hurry(self, seconds: float) -> None:
+        """Let so many seconds pass."""
+        self.passed += seconds
+
+
 def test_a_host_that_does_not_end_is_killed(tmp_path: Path) -> None:
     """Such as one on a machine that is cut off."""
 
     class Deaf(Played):
         def close_input(self) -> None:
-            """Do nothing."""
+            """Let time pass, and nothing else."""
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, Hurried)
+            loop.call_soon(loop.hurry, CLOSE_SECONDS + 1)
 
         async def kill(self) -> None:
             self.sent.clear()
@@ -165,11 +181,11 @@ def test_a_host_that_does_not_end_is_killed(tmp_path: Path) -> None:
         host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1), launch)
         host.start(handlers(list), lambda *_: None)
         await until(lambda: bool(deaf.sent))
-        async with asyncio.timeout(PATIENCE):
-            await host.stop(patience=0.05)
+        await host.stop()
         return deaf.sent
 
-    assert asyncio.run(go()) == [], "it was not killed"
+    with asyncio.Runner(loop_factory=Hurried) as runner:
+        assert runner.run(go()) == [], "it was not killed"
 
 
 def test_an_answer_does_not_wait_until_events_are_written_down(tmp_path: Path) -> None:

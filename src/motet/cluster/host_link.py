@@ -131,6 +131,7 @@ class HostLink:
         self.used: dict[str, float] = {}
         """Tokens by tenant since its start, each divided by the weight of its job."""
         self.speed = ("", 0.0)  # its device, and tokens a second as it measured them at its start
+        self.step_tokens = 0  # most tokens of a step there by default; 0 before they are known
         self.starts, self.told = 0, m.HostReady([])
         """The latter is what it said when it was ready the last time."""
 
@@ -197,8 +198,8 @@ class HostLink:
         for key, answers in self._open.items():
             answers.put_nowait(m.QuestionRefused(key, reason))
 
-    async def stop(self, patience: float = CLOSE_SECONDS) -> None:
-        """Let every job finish its step and save, then end the process; kill it if it takes `patience` seconds to end."""
+    async def stop(self) -> None:
+        """Let every job finish its step and save, then end the process; kill it if it takes long to end."""
         self._closing.set()
         self.send(m.Stop())
         # one that loads has nothing to save; one that was taken over may send much before it is ready
@@ -210,7 +211,7 @@ class HostLink:
         elif self._keeping is not None:
             self._keeping.cancel()  # it may wait for a machine
         if self._keeping is not None:
-            if (await asyncio.wait((self._keeping,), timeout=patience))[1]:
+            if (await asyncio.wait((self._keeping,), timeout=CLOSE_SECONDS))[1]:
                 self._keeping.cancel()  # which kills it
             await asyncio.gather(self._keeping, return_exceptions=True)
 
@@ -310,7 +311,7 @@ class HostLink:
                     self._child.close_input()
             case m.Progress():
                 self.progress, self.device, self.used = message.jobs, message.device, message.used
-                self.prepared = message.prepared
+                self.prepared, self.step_tokens = message.prepared, message.step_tokens
                 before, self.away = self.away, message.away
                 if bool(before) != bool(self.away):
                     self._heard(self, message)
