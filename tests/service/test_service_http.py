@@ -27,6 +27,7 @@ import pytest
 from fastapi import Request, UploadFile
 from pydantic import Field
 from safetensors.numpy import save
+from sqlalchemy import select
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AdapterExamined, Answered
@@ -37,7 +38,7 @@ from motet.core.errors import ConfigError
 from motet.core.section import Described, described
 from motet.core.types import JobState
 from motet.service.adapters.adapters import Adapters
-from motet.service.database.tables import UploadedAdapter
+from motet.service.database.tables import StoredJob, StoredRace, UploadedAdapter
 from motet.service.http.auth import AnswerThreads, ReadThreads
 from motet.service.http.downloads import MOST_OPEN, Packing
 from motet.service.routes.adapters import upload as upload_adapter
@@ -328,6 +329,22 @@ def test_the_same_request_twice_is_one_job(house: House) -> None:
     )
     events = house.ask("GET", "/v1/jobs/once/events").json()["data"]
     assert [event["data"]["state"] for event in events] == ["queued"]
+
+
+def test_the_request_of_an_old_race_again_is_its_first_candidate(house: House) -> None:
+    """Its race was stored with the key of its first candidate. A new one is refused, with what to do instead."""
+    headers = {"Idempotency-Key": "raced"}
+    first, second = (house.ask("POST", "/v1/jobs", json=tiny(f"raced-{name}"), headers=one).json()["id"]
+                     for name, one in (("a", headers), ("b", {})))  # fmt: skip
+    with house.store.transaction() as session:
+        tenant = session.scalars(select(StoredJob.tenant_id).where(StoredJob.id == first)).one()
+        session.add(StoredRace(id="race-2", tenant_id=tenant, name="raced", spec={}))
+    for job in (first, second):
+        house.store.change_job(job, race="race-2")
+    race = {**tiny("raced"), "race": {"candidates": 2}}
+    answer = house.ask("POST", "/v1/jobs", json=race, headers=headers)
+    assert (answer.status_code, answer.json()["id"]) == (201, first)
+    assert "examples/search.py" in house.refused(400, "POST", "/v1/jobs", json=race)["message"]
 
 
 def test_a_job_is_removed_only_when_it_has_ended(house: House) -> None:
