@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from motet.algorithms.policy_gradient import PolicyGradient
+from motet.algorithms.registry import ALGORITHMS
+from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, JobConfig
 from motet.config.jobfile import load_jobs
-from motet.config.step_tokens import check_command, tokens_of_step
+from motet.config.step_tokens import check_calls, check_command, check_step, tokens_of_step
 from motet.core.errors import LimitError
 from motet.hosting.base_speed import LEAST
 
@@ -39,16 +42,16 @@ def of_algorithm(**fields: Any) -> JobConfig:
 
 
 COUNTED: dict[str, tuple[JobConfig, int, int]] = {
-    # prompts of 7 tokens: 4 that are read, 4 · 8 answers of 10, and as many samples of 17 that are trained
-    "rollouts": (job(), 4 * (7 + 80) + 32 * 17, 5 * (7 + 20)),
-    "several turns": (job(environment="retry"), 4 * (7 + 160) + 32 * 27, 5 * (7 + 40)),
+    # 32 rollouts with prompts of 7 tokens and answers of 10, sampled once and trained once
+    "rollouts": (job(), 2 * 32 * 17, 5 * 2 * 17),
+    "several turns": (job(environment="retry"), 2 * 32 * 27, 5 * 2 * 27),
     "turns that are as long as the base's longest sequence": (
-        job(environment={"name": "agent", "max_turns": 20}), 4 * (7 + 8 * 93) + 32 * 100, 5 * (7 + 2 * 93),
+        job(environment={"name": "agent", "max_turns": 20}), 2 * 32 * 100, 5 * 2 * 100,
     ),
-    "more problems than are trained": (of_algorithm(oversampling=2), 8 * (7 + 80) + 32 * 17, 5 * 27),
-    "more groups than are waited for": (of_algorithm(over_provision=1.5), 6 * (7 + 80) + 32 * 17, 5 * 27),
-    "several updates": (of_algorithm(updates_per_batch=3), 4 * (7 + 80) + 3 * 32 * 17, 5 * 27),
-    "a critic": (of_algorithm(type="ppo", critic={}), 4 * (7 + 80) + 2 * 32 * 17, 5 * 27),
+    "more problems than are trained": (of_algorithm(oversampling=2), (64 + 32) * 17, 5 * 2 * 17),
+    "more groups than are waited for": (of_algorithm(over_provision=1.5), (48 + 32) * 17, 5 * 2 * 17),
+    "several updates": (of_algorithm(updates_per_batch=3), (1 + 3) * 32 * 17, 5 * 2 * 17),
+    "a critic": (of_algorithm(type="ppo", critic={}), (1 + 2) * 32 * 17, 5 * 2 * 17),
     "rows": (rows("sft"), 6 * 7, 5 * 7),
     "pairs": (rows("dpo"), 6 * 7, 5 * 7),  # both answers are examples of a row
     "ratings": (rows("kto"), 2 * 6 * 7, 2 * 5 * 7),
@@ -62,35 +65,47 @@ COUNTED: dict[str, tuple[JobConfig, int, int]] = {
 @pytest.mark.parametrize("what", COUNTED)
 def test_all_that_a_step_reads_samples_and_trains_counts(what: str) -> None:
     config, trained, evaluated = COUNTED[what]
-    found = tokens_of_step(config, longest=7, context=100, held_out=5)
-    assert (found.trained, found.evaluated) == (trained, evaluated)
+    assert tokens_of_step(config, longest=7, context=100, held_out=5) == (trained, evaluated)
+
+
+def test_what_the_base_reads_and_writes_to_judge_counts() -> None:
+    trained, evaluated = tokens_of_step(job(), 7, 100, 5)
+    assert tokens_of_step(job(), 7, 100, 5, judged=20) == (trained + 32 * 20, evaluated + 5 * 2 * 20)
 
 
 def test_less_is_known_before_data_is_read() -> None:
-    assert tokens_of_step(job(), held_out=5).total == tokens_of_step(job(), 7, 100, 5).total - 4 * 7 - 32 * 7 - 5 * 7
-    assert tokens_of_step(rows("sft")).total == 6 + 5
+    assert tokens_of_step(job(), held_out=5) == (2 * 32 * 10, 5 * 2 * 10)
+    assert tokens_of_step(rows("sft")) == (6, 5)
 
 
 @pytest.mark.parametrize("config", [job(), rows("sft"), of_algorithm(updates_per_batch=3)])
 def test_the_number_that_a_refusal_names_fits_and_no_larger_one(config: JobConfig) -> None:
-    found = tokens_of_step(config, 7, 100)
-    found.check(found.total)
+    trained, evaluated = tokens_of_step(config, 7, 100)
+    total = trained + evaluated
+    check_step(config, total, 7, 100)
     with pytest.raises(LimitError, match="motet tenants limit --step-tokens") as error:
-        found.check(found.total - 1)
-    assert f"up to {found.total} tokens, {found.evaluated} of these in its evaluation" in str(error.value)
-    fits = int(str(error.value).split(f"algorithm.{found.field}: ")[1].split()[0])
+        check_step(config, total - 1, 7, 100)
+    assert f"up to {total} tokens, {evaluated} of these in its evaluation" in str(error.value)
+    name, text = str(error.value).split("algorithm.")[1].split(": ", 1)
+    fits = int(text.split()[0])
 
     def lowered(units: int) -> int:
         tree = config.model_dump(exclude_unset=True)
-        tree["algorithm"] = {**tree["algorithm"], "type": config.algorithm.type, found.field: units}
-        return tokens_of_step(JobConfig.model_validate(tree), 7, 100).total
+        tree["algorithm"] = {**tree["algorithm"], "type": config.algorithm.type, name: units}
+        return sum(tokens_of_step(JobConfig.model_validate(tree), 7, 100))
 
-    assert lowered(fits) <= found.total - 1 < lowered(fits + 1)
-    lower = (
-        r"lower data\.holdout, or an" if found.field == "rows_per_step" else r"lower data\.holdout, eval\.n or sampling"
-    )
+    assert lowered(fits) <= total - 1 < lowered(fits + 1)
+    lower = r"lower data\.holdout, or an" if name == "rows_per_step" else r"lower data\.holdout, eval\.n or sampling"
     with pytest.raises(LimitError, match=lower):
-        found.check(found.evaluated - 1)
+        check_step(config, evaluated - 1, 7, 100)
+
+
+def test_calls_that_do_not_continue_each_other_count_until_the_limit_with_training_on_them() -> None:
+    assert not check_calls(job(), "train", 50, 100)
+    assert "let calls continue earlier ones, lower algorithm.groups_per_step" in check_calls(job(), "train", 51, 100)
+    assert check_calls(of_algorithm(updates_per_batch=3), "train", 26, 100)
+    assert not check_calls(job(), "eval", 100, 100)
+    assert "lower data.holdout or eval.n" in check_calls(job(), "eval", 101, 100)
 
 
 def test_a_clients_gradients_count_together_until_its_step() -> None:
@@ -99,15 +114,33 @@ def test_a_clients_gradients_count_together_until_its_step() -> None:
     assert "send at most 100" in check_command(101, 0, 100)
 
 
-def test_no_default_job_and_no_example_is_refused_on_the_bases_that_are_here() -> None:
-    """Their prompts and rows have less than 512 tokens. Other examples are for a larger base, on a card."""
+USUAL = [64, 256, 512, 1024]
+"""Tokens of prompts, and of rows with their answers."""
+SAMPLED = [name for name, kind in ALGORITHMS.items() if issubclass(kind, PolicyGradient)]
+LEARNED = [name for name, kind in ALGORITHMS.items() if issubclass(kind, RowAlgorithm)]
+
+
+@pytest.mark.parametrize("base", CONTEXT)
+@pytest.mark.parametrize("longest", USUAL)
+def test_no_default_job_is_refused_on_the_bases_that_are_here(base: str, longest: int) -> None:
+    """Of any algorithm in any environment, even on a machine that does as little as can be measured in ten minutes."""
+    sampled = {"name": "a", "data": "toy:add", "reward": "exact"}
+    needs: dict[str, dict[str, Any]] = {"distill": {"teacher": "base"}}
+    usual = [
+        {**sampled, "algorithm": {"type": algorithm, **needs.get(algorithm, {})}, **environment}
+        for algorithm in SAMPLED
+        for environment in ({}, {"environment": "retry"}, {"environment": {"name": "agent"}})
+    ]
+    usual += [{"name": "a", "data": "rows.jsonl", "algorithm": algorithm} for algorithm in LEARNED]
+    assert len(usual) > 20
+    for tree in usual:
+        check_step(JobConfig.model_validate(tree), LEAST, min(longest, CONTEXT[base]), CONTEXT[base])
+
+
+def test_no_example_is_refused_on_the_bases_that_are_here() -> None:
+    """Other examples are for a larger base, on a card."""
     runs = [run for file in sorted(EXAMPLES.glob("*.yaml")) if (run := load_jobs(file)).base in CONTEXT]
     assert len(runs) > 12
-    jobs = [(one, CONTEXT[run.base]) for run in runs for one in run.jobs]
-    usual = [JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": "exact"})]
-    usual += [
-        JobConfig.model_validate({"name": "a", "data": "rows.jsonl", "algorithm": kind})
-        for kind in ("sft", "dpo", "kto")
-    ]
-    for one, context in [*jobs, *((one, context) for one in usual for context in CONTEXT.values())]:
-        tokens_of_step(one, min(512, context), context).check(LEAST)
+    for run in runs:
+        for config in run.jobs:
+            check_step(config, LEAST, 1024, CONTEXT[run.base])

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ import pytest
 from msgspec.msgpack import encode
 
 from motet.config import OF_CLIENT, JobConfig
-from motet.core.batch import Batch, Trained
+from motet.core.batch import AdamW, Batch, OptimStats, Trained
 from motet.core.device import BusyTime
-from motet.core.types import Chunk, GenerateRequest, JobState
+from motet.core.types import Chunk, FloatArray, GenerateRequest, JobState, Rollout
 from motet.rollout.fake import FakeEngine
 from motet.rollout.sequences import aborted
 from motet.runtime.job import Executed, JobEvent
 from motet.runtime.journal import Datum, Failed, ForwardBackward, Gradient, Journal, OptimStep
 from motet.runtime.pipeline import _drop_steps
 from motet.runtime.slot_turns import SlotTurns, StepTurns
+from motet.runtime.slots import Rule
+from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended
 from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import PATIENCE, until
@@ -192,7 +195,7 @@ def test_a_job_whose_step_takes_three_turns_ends_and_nobody_waits_longer_than_th
                 held(run).let("a")
                 return
             waited.append(await clocks.waited(newcomer))
-            granted.extend(one.device_seconds for one in clocks.steps.granted.values())
+            granted.extend(clocks.steps.granted.values())
             await until(lambda newcomer=newcomer: run.state(newcomer).final)  # type: ignore[misc]
 
     setting = Setting(
@@ -214,12 +217,14 @@ def test_one_job_at_a_time_has_a_longer_turn_those_first_that_waited_longest() -
     busy.called(210.0, {"a": 200.0, "b": 10.0})
     turns.dropped("a")
     turns.dropped("b")
-    assert [one.device_seconds for one in turns.granted.values()] == [400.0, 2 * STEP_SECONDS]
+    assert turns.granted == {"a": 400.0, "b": 2 * STEP_SECONDS}
     turns.look({"b": 5})
     assert turns.longer == "b", "the other one is not here"
     turns.look({"b": 5, "a": 3})
     assert turns.longer == "b", "a turn is not taken away"
-    assert not turns.over("b", must_go=True), "another gives way, and a daily limit waits"
+    assert not turns.over("b", must_go=True)
+    now += STEP_SECONDS
+    assert turns.over("b", must_go=True), "a daily limit gives it no more than others"
     turns.look({"b": 6, "a": 3})
     assert (turns.longer, set(turns.granted)) == ("a", {"a"}), "its step has ended"
     turns.look({"b": 6, "a": 3}, gives={"a"})
@@ -228,7 +233,7 @@ def test_one_job_at_a_time_has_a_longer_turn_those_first_that_waited_longest() -
     turns.look({"b": 6, "a": 3})
     assert turns.longer == "", "its seconds are spent"
     turns.dropped("a")
-    assert turns.granted["a"].device_seconds == 800.0
+    assert turns.granted["a"] == 800.0
     turns.look({})
     turns.look({"a": 3})
     now += 4 * 799.0
@@ -349,6 +354,124 @@ def test_a_step_that_is_dropped_again_and_again_ends_with_the_same_bytes(tmp_pat
         alike(tmp_path / "cut", tmp_path / "alone", "a", version=4)
 
 
+class CutAfterUpdates(CutTrainer):
+    """Calls `cut` after the first of the three optimizer steps of a training step, a few times."""
+
+    updates = 0
+
+    def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
+        return FakeTrainer.forward_backward(self, batch)
+
+    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+        self.updates += 1
+        done = super().optim_step(name, adamw)
+        if self.updates in (1, 3, 7, 12):
+            self.cut()
+        return done
+
+
+def test_a_step_that_is_dropped_after_some_of_its_optimizer_steps_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    """Also if its last commit is due only after more steps."""
+    config = job("a", algorithm={"updates_per_batch": 3}, checkpoint={"every": 4})
+
+    async def script(run: FakeRun) -> None:
+        cut_in(run)
+
+    run = run_jobs(tmp_path / "cut", [config], Setting(trainer=CutAfterUpdates), script)
+    assert run.state("a") is JobState.SUCCEEDED
+    assert run.jobs["a"].starts > 2, "the test of cuts never saw one"
+    assert isinstance(run.trainer, CutAfterUpdates)
+    assert run.trainer.updates > 4 * 3, "optimizer steps were done again"
+    run_jobs(tmp_path / "alone", [config], Setting())
+    alike(tmp_path / "cut", tmp_path / "alone", "a", version=4)
+
+
+class CountedForward(FakeTrainer):
+    """Counts the passes without a gradient, and calls `cut` in the fifth one."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.cut: Callable[[], None] = lambda: None
+        self.passes = 0
+
+    def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
+        self.passes += 1
+        if self.passes == 5:
+            self.cut()
+        return super().forward(batch, base=base)
+
+
+def test_an_evaluation_of_rows_gives_way_between_them_and_goes_on(tmp_path: Path) -> None:
+    tree = {"name": "a", "data": "in memory", "adapter": {"rank": 4}, "steps": 1, "optimizer": {"lr": 0.05}}
+    config = JobConfig.model_validate({**tree, "algorithm": {"type": "sft", "rows_per_step": 2}})
+    setting = Setting(trainer=CountedForward, micro_batch_tokens=32, holdout=12)
+
+    async def script(run: FakeRun) -> None:
+        loop, trainer = asyncio.get_running_loop(), run.trainer
+        assert isinstance(trainer, CountedForward)
+
+        def cut() -> None:
+            run.pipeline._running["a"].preempt()
+            assert run.pipeline._running["a"].leave()
+
+        trainer.cut = lambda: asyncio.run_coroutine_threadsafe(_called(cut), loop).result(PATIENCE)
+
+    run = run_jobs(tmp_path / "cut", [config], setting, script)
+    assert (run.state("a"), run.jobs["a"].starts) == (JobState.SUCCEEDED, 2)
+    alone = run_jobs(tmp_path / "alone", [config], setting)
+    alike(tmp_path / "cut", tmp_path / "alone", "a")
+    assert isinstance(run.trainer, CountedForward)
+    assert isinstance(alone.trainer, CountedForward)
+    assert run.trainer.passes <= alone.trainer.passes + 2, "only what was cut is scored again, and a version probed"
+
+
+class Wandering(OwnEnvironment):
+    """An agent of ten calls that do not continue each other, unless it `goes_on`."""
+
+    def __init__(self, *, goes_on: bool = False) -> None:
+        self._goes_on = goes_on
+
+    async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
+        rollouts = list[Rollout]()
+        for index in range(context.group_size):
+            rollout, before = Rollout(context.problem, index, (), ()), context.chat.prompt_ids(context.problem)
+            for turn in range(10):
+                asked = np.append(before, [turn]).astype(np.int32)
+                (chunk,) = await context.generate(asked, (index,), turn)
+                anew = not turn or not self._goes_on
+                rollout = answered(extended(rollout, asked if anew else asked[-1:], chunk, anew=anew), ())
+                before = np.append(asked, chunk.token_ids) if self._goes_on else before
+            rollouts.append(replace(rollout, reward_parts={"agent": 1.0}))
+        return tuple(rollouts)
+
+
+def test_a_step_whose_calls_read_more_than_it_may_have_fails_with_what_to_do(tmp_path: Path) -> None:
+    """Only where it is limited, and not if it has just as much as it may."""
+    config = job("a", steps=1, environment={"name": "agent", "max_turns": 10}, sampling={"max_tokens": 1})
+    setting = Setting(agents=lambda name, settings: Wandering(), holdout=0)
+    free = run_jobs(tmp_path / "free", [config], setting)
+    read, calls = sum(len(request.prompt_ids) for request in free.engine.requests), len(free.engine.requests)
+    for most, state in ((2 * (read + calls), JobState.SUCCEEDED), (2 * read - 1, JobState.FAILED)):
+        limited = replace(setting, rules={"": Rule(step_tokens=most)})
+        run = run_jobs(tmp_path / state, [config], limited)
+        assert run.state("a") is state, run.jobs["a"].progress.message
+    assert calls == 3 * 4 * 10
+    told = run.jobs["a"].progress.message
+    assert "step_tokens: the calls of a step's rollouts have read and sampled" in told
+    assert "motet tenants limit --step-tokens" in told
+
+
+def test_calls_that_continue_each_other_are_read_once(tmp_path: Path) -> None:
+    """The base keeps what the last one of a rollout had."""
+    config = job("a", steps=1, environment={"name": "agent", "max_turns": 10}, sampling={"max_tokens": 1})
+    setting = Setting(agents=lambda name, settings: Wandering(goes_on=True), holdout=0)
+    free = run_jobs(tmp_path / "free", [config], setting)
+    longest = sorted(len(request.prompt_ids) for request in free.engine.requests)[-3 * 4 :]
+    limited = replace(setting, rules={"": Rule(step_tokens=2 * (sum(longest) + 3 * 4))})
+    run = run_jobs(tmp_path / "limited", [config], limited)
+    assert run.state("a") is JobState.SUCCEEDED, run.jobs["a"].progress.message
+
+
 def gradient(first: int, n: int) -> ForwardBackward:
     ids = [np.arange(first + one, first + one + 20, dtype="<i4") % 20 for one in range(n)]
     return ForwardBackward([Datum(one[:-1].tobytes(), one[1:].tobytes(), 0) for one in ids], "cross_entropy", {})
@@ -371,7 +494,7 @@ def driven(
         journal.put(number, encode(command))
 
     async def drive(run: FakeRun) -> None:
-        run.jobs["a"].step_tokens = most
+        run.services.steps.given[""] = most
         if cuts:
             cut_in(run)
         if script is not None:
@@ -406,6 +529,22 @@ def test_a_clients_step_has_no_more_tokens_than_a_step_may_have(tmp_path: Path) 
     assert "120 tokens after 100 in this step: call optim_step" in outcomes[1].reason
 
 
+def test_a_clients_limit_follows_its_tenants(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "a")
+
+    async def script(run: FakeRun) -> None:
+        for number, most in enumerate([99, 100, 100]):
+            run.pipeline.rule("", Rule(step_tokens=most))
+            journal.put(number, encode(gradient(0, 5)))
+            run.jobs["a"].news.set()
+            await until(lambda number=number: journal.done(number))  # type: ignore[misc]
+        journal.finish()
+        run.jobs["a"].news.set()
+
+    run_jobs(tmp_path, [client_job()], CLIENT, script)
+    assert [type(journal.outcome(number)) for number in range(3)] == [Failed, Gradient, Failed]
+
+
 def test_gradients_of_a_step_are_computed_again_whatever_limit_the_step_has_then(tmp_path: Path) -> None:
     """The client was told that they are done. A cancelled gradient takes those before it away too, and its own work counts."""
     journal, seen = Journal(tmp_path / "a"), threading.Event()
@@ -415,7 +554,7 @@ def test_gradients_of_a_step_are_computed_again_whatever_limit_the_step_has_then
     async def script(run: FakeRun) -> None:
         trainer, loop = run.trainer, asyncio.get_running_loop()
         assert isinstance(trainer, CutTrainer)
-        run.jobs["a"].step_tokens = 160
+        run.services.steps.given[""] = 160
 
         def cancel() -> None:
             if trainer.passes == 6:  # the first one of the second gradient

@@ -85,7 +85,7 @@ def test_a_rank_that_another_adapter_decides_is_limited_once_it_is_known(house: 
 
 def test_a_job_whose_steps_are_too_large_is_refused_with_the_number_that_fits(house: House) -> None:
     (host,) = house.service.hosts.hosts
-    most, steps, tenant = 131_072 * 2, house.service.handover.steps, person(house.store, "us").tenant_id
+    most, tenant = 131_072 * 2, person(house.store, "us").tenant_id
     large = tiny("large", algorithm={"group_size": 8, "groups_per_step": 16_384}, sampling={"max_tokens": 4})
 
     def submitted(name: str) -> Json | None:
@@ -93,10 +93,8 @@ def test_a_job_whose_steps_are_too_large_is_refused_with_the_number_that_fits(ho
         assert answer.status_code in (201, 403)
         return None if answer.status_code == 201 else answer.json()["error"]
 
-    assert steps.most(tenant, host.base) is None
     assert submitted("early") is None, "no host has said yet what its base does"
-    host.told = HostReady([], positions=256, step_tokens=most)
-    assert steps.most(tenant, host.base) == most
+    host.told, host.step_tokens = HostReady([], positions=256), most
     (error,) = [submitted("large")]
     assert error is not None
     assert f"step_tokens: a step of this job has up to {131_072 * 8 + 4 * 4} tokens" in error["message"]
@@ -111,7 +109,9 @@ def test_a_job_whose_steps_are_too_large_is_refused_with_the_number_that_fits(ho
     job = house.ask("GET", "/v1/jobs/early").json()["id"]
     stored = house.store.job_by_id(job)
     assert stored is not None
-    assert house.service.handover.message(stored).step_tokens == most, "its host looks at prompts and rows"
+    assert house.service.handover.message(stored).rule.step_tokens == "auto", "its host looks at prompts and rows"
+    limit(house, step_tokens=7)
+    assert house.service.enforcer.rule(tenant).step_tokens == 7, "its hosts are told, also for clients that run"
 
 
 def test_usage_is_read_once_a_second_and_what_this_process_stores_counts_at_once(house: House) -> None:

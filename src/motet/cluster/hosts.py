@@ -290,8 +290,8 @@ def longest_prompt(hosts: Hosts, base: str) -> int:
 
 
 def usual_step(hosts: Hosts, base: str) -> int:
-    """The most tokens of a step by default on any host of a base; 0 before one was ready."""
-    known = (host.told.step_tokens for host in hosts.hosts if host.base == base)
+    """The most tokens of a step by default on any host of a base; 0 before one knows."""
+    known = (host.step_tokens for host in hosts.hosts if host.base == base)
     return min(filter(None, known), default=0)
 
 

@@ -66,7 +66,6 @@ class AddJob(ChannelMessage, frozen=True):
     slots: int = 1
     base: str = ""
     resumes: bool = False  # it had a slot when its host ended
-    step_tokens: int | None = None  # most tokens of a step of a job that begins, and of a client's step; None: no limit
 
 
 class SteerJob(ChannelMessage, frozen=True):
@@ -203,7 +202,6 @@ class HostReady(ChannelMessage, frozen=True):
     room: int = 0  # tokens of the longest prompt with its answer; less than `positions` with a small KV cache
     tool_format: str = ""  # in which its base writes turns; empty if it is not known
     base_note: str = ""  # what those who talk to its base must know, such as that its form is not known
-    step_tokens: int = 0  # most tokens of a step by default (`hosting.base_speed`); 0 if unknown
 
 
 class HostFailed(ChannelMessage, frozen=True):
@@ -242,6 +240,7 @@ class Progress(ChannelMessage, frozen=True):
     """Tokens by tenant since the start, divided by the weights of their jobs."""
     away: str = ""  # why no question can be answered now: no server of this host is available
     prepared: dict[str, int] = {}  # by tenant: bytes of the rows of its jobs here, in memory and in unlinked files
+    step_tokens: int = 0  # most tokens of a step by default; 0 before they are known
 
 
 class JobChanged(ChannelMessage, frozen=True):

@@ -1,9 +1,10 @@
-"""The most tokens that a step of a job may have. `limits.step_tokens` limits this number."""
+"""The tokens of a step: the most that a job's may have, and the limit on them (`limits.step_tokens`)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.kto import Kto
@@ -15,67 +16,83 @@ from motet.core.errors import LimitError
 _RAISED = "an admin raises it with motet tenants limit --step-tokens"
 
 
-@dataclass(frozen=True)
-class StepTokens:
-    """The most tokens of a step."""
+@dataclass
+class StepLimits:
+    """The most tokens of a step on a host."""
 
-    field: str
-    """The field of the algorithm that the number is proportional to."""
-    units: int
-    """Its value."""
-    trained: int
-    """Prompts that are read, and what is sampled and trained."""
-    evaluated: int
-    """Of the evaluation of held-out problems beside it."""
+    usual: int = 0
+    """What the base does in ten minutes (`hosting.base_speed`); 0 if it is not known."""
+    given: dict[str, int | Literal["auto"] | None] = field(default_factory=dict)
+    """By tenant; those without have no limit."""
 
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.trained + self.evaluated
-
-    def check(self, most: int) -> None:
-        """Raise LimitError if there are more than `most`; the message has the number that fits."""
-        if self.total <= most:
-            return
-        fits = (most - self.evaluated) * self.units // self.trained if self.trained else 0
-        rows = "data.holdout" if self.field == "rows_per_step" else "data.holdout, eval.n or sampling.max_tokens"
-        lower = f"algorithm.{self.field}: {fits} fits" if fits > 0 else f"lower {rows}"
-        held_out = f", {self.evaluated} of these in its evaluation" if self.evaluated else ""
-        raise LimitError(
-            f"step_tokens: a step of this job has up to {self.total} tokens{held_out}, and {most} may be in a step here; "
-            f"{lower}, or {_RAISED}",
-            403,
-        )
+    def of(self, tenant: str) -> int | None:
+        """The most tokens of a step of a tenant's jobs; None if there is no limit."""
+        most = self.given.get(tenant)
+        return self.usual or None if most == "auto" else most
 
 
-def tokens_of_step(job: JobConfig, longest: int = 0, context: int = 0, held_out: int | None = None) -> StepTokens:
-    """The most tokens of a step: each prompt that is read, each token that is sampled, and each that is trained.
+def tokens_of_step(
+    job: JobConfig, longest: int = 0, context: int = 0, held_out: int | None = None, judged: int = 0
+) -> tuple[int, int]:
+    """The most tokens of a step, and those of the evaluation beside it.
 
-    Rewards, references and values are not counted apart: they take a pass without a gradient over the same tokens.
+    Each rollout counts with its prompt as often as it is sampled or trained, and judging by the base. Rewards, references and
+    values are not counted apart: they take a pass without a gradient over the same tokens.
 
     Args:
         job: a job that samples, learns from rows, or is driven by a client, whose commands are counted one by one.
         longest: tokens of its longest prompt, or the most of a row in all its examples; 0 before its data is read.
         context: tokens of the base's longest sequence, which all turns of a rollout have together; 0 if it is not known.
         held_out: its held-out rows; None before its data is read.
+        judged: tokens that the base reads and writes to judge a rollout.
     """
     algorithm, held_out = job.algorithm, job.data.held_out_of(None) if held_out is None else held_out
     if isinstance(algorithm, ClientDriven):
-        return StepTokens("", 0, 0, 0)
+        return 0, 0
     if isinstance(algorithm, RowAlgorithm):
         row = max(1, longest) * (1 + isinstance(algorithm, Kto))  # the next row's answer is paired with its prompt too
-        return StepTokens("rows_per_step", algorithm.rows_per_step, algorithm.rows_per_step * row, held_out * row)
+        return algorithm.rows_per_step * row, held_out * row
     assert isinstance(algorithm, PolicyGradient)
-    answers = job.environment.turns * job.sampling.max_tokens
-    episode = min(longest + answers, context or math.inf)
-    answer = int(min(answers, max(1, episode - longest)))
-    width = round(algorithm.groups_per_step * algorithm.oversampling)
-    groups, n = math.ceil(width * algorithm.over_provision), algorithm.group_size
-    trained = algorithm.groups_per_step * n * int(episode) * algorithm.updates
-    trained *= 1 if algorithm.needs_values is None else 2
-    sampled = groups * (longest + n * answer)
-    evaluated = held_out * (longest + job.eval.n * answer)
-    return StepTokens("groups_per_step", algorithm.groups_per_step, sampled + trained, evaluated)
+    rollout = int(min(longest + job.environment.turns * job.sampling.max_tokens, context or math.inf))
+    n, width = algorithm.groups_per_step, round(algorithm.groups_per_step * algorithm.oversampling)
+    sampled = math.ceil(width * algorithm.over_provision) * (rollout + judged)
+    return algorithm.group_size * (sampled + n * rollout * passes(job)), held_out * job.eval.n * (rollout + judged)
+
+
+def passes(job: JobConfig) -> int:
+    """How often a step trains on its rollouts."""
+    return job.rl.updates * (1 if job.rl.needs_values is None else 2)
+
+
+def check_step(
+    job: JobConfig, most: int, longest: int = 0, context: int = 0, held_out: int | None = None, judged: int = 0
+) -> None:
+    """Raise LimitError if a step may have more than `most` tokens; the message has the number that fits."""
+    trained, evaluated = tokens_of_step(job, longest, context, held_out, judged)
+    if trained + evaluated <= most:
+        return
+    rows = isinstance(job.algorithm, RowAlgorithm)
+    name = "rows_per_step" if rows else "groups_per_step"
+    fits = (most - evaluated) * getattr(job.algorithm, name) // trained
+    held_out_fields = "data.holdout" if rows else "data.holdout, eval.n or sampling.max_tokens"
+    lower = f"algorithm.{name}: {fits} fits" if fits > 0 else f"lower {held_out_fields}"
+    beside = f", {evaluated} of these in its evaluation" if evaluated else ""
+    raise LimitError(
+        f"step_tokens: a step of this job has up to {trained + evaluated} tokens{beside}, and {most} may be in a step here; "
+        f"{lower}, or {_RAISED}",
+        403,
+    )
+
+
+def check_calls(job: JobConfig, purpose: str, tokens: int, most: int) -> str:
+    """Why no more may be read and sampled for a step or an evaluation after so many tokens; empty if more may."""
+    if tokens * (1 + (purpose == "train") * passes(job)) <= most:
+        return ""
+    fields = "algorithm.groups_per_step" if purpose == "train" else "data.holdout or eval.n"
+    return (
+        f"step_tokens: the calls of a step's rollouts have read and sampled {tokens} tokens, and {most} may be in a step here, "
+        f"training on them included; let calls continue earlier ones, lower {fields}, or {_RAISED}"
+    )
 
 
 def check_command(tokens: int, before: int, most: int) -> str:

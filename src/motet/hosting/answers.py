@@ -73,21 +73,14 @@ class Answers:
         """Characters of the longest token."""
         self._numbers = 0
 
-    def ready(self, notes: Sequence[str], tokens_per_second: float, device: str, step_tokens: int = 0) -> m.HostReady:
+    def ready(self, notes: Sequence[str], tokens_per_second: float, device: str) -> m.HostReady:
         """What this host says of itself when it can answer."""
         form = self._chat_in("{}").form
         positions, name = self._base.info.max_positions, form.name if form.known else ""
         note = "" if form.known else _NO_FORM
         told = [*notes, note] if note else [*notes]
         return m.HostReady(
-            told,
-            tokens_per_second,
-            device,
-            positions=positions,
-            room=self._room,
-            tool_format=name,
-            base_note=note,
-            step_tokens=step_tokens,
+            told, tokens_per_second, device, positions=positions, room=self._room, tool_format=name, base_note=note
         )
 
     def hold(self, key: int, task: asyncio.Task[None]) -> None:

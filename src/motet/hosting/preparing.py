@@ -16,7 +16,7 @@ from motet.algorithms.kto import Kto
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
-from motet.config.step_tokens import tokens_of_step
+from motet.config.step_tokens import check_step
 from motet.config.told import told
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.core.model_info import ModelInfo
@@ -172,20 +172,21 @@ def prepare(
         progress=JobProgress.of(config),
         inexact=list(filter(None, [info.inexact])),
         keeps=read,
-        step_tokens=step_tokens,
     )
-    if step_tokens is not None and read.longest is not None and not own.steps():
-        held_out = len(read.data.holdout)
-        tokens_of_step(config, read.row or read.longest[0], info.max_positions, held_out).check(step_tokens)
     if read.longest is None:
         return job, budgets.Need(0, 0)
-    if kind is not None:
-        _check_rows(job, info, *read.longest)
-        return job, budgets.Need(read.longest[0], 0, least=read.trained)
-    turns, new = config.environment.turns, config.sampling.max_tokens
-    _check_room(job, info, turns, *read.longest)
     longest, problem = read.longest
-    return job, budgets.Need(longest * turns, new * turns, _judge_tokens(job, info, problem), least=read.trained + 1)
+    turns, new = config.environment.turns, config.sampling.max_tokens
+    if kind is not None:
+        _check_rows(job, info, longest, problem)
+        need = budgets.Need(longest, 0, least=read.trained)
+    else:
+        _check_room(job, info, turns, longest, problem)
+        need = budgets.Need(longest * turns, new * turns, _judge_tokens(job, info, problem), least=read.trained + 1)
+    if step_tokens is not None and not own.steps():
+        judged = need.judge_tokens * len(config.rewards)
+        check_step(config, step_tokens, read.row or longest, info.max_positions, len(read.data.holdout), judged)
+    return job, need
 
 
 def _judge_tokens(job: Job, info: ModelInfo, problem: Problem) -> int:

@@ -20,7 +20,7 @@ from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
 from motet.core.errors import EngineError
 from motet.core.types import JobState, Wanted
 from motet.hosting.answers import Answers, reason
-from motet.hosting.base_speed import usual_step
+from motet.hosting.base_speed import measure_steps
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
@@ -121,9 +121,10 @@ class HostProcess:
             try:
                 compared = self._start.host is not None and self.workshop.servers is None
                 speed = await _tokens_per_second(self.workshop.engine, info.vocab_size) if compared else 0.0
-                usual = 0 if self._start.own_jobs else await usual_step(self._shared, info, self._config.rollout.engine)
-                self._ready = self._answers.ready(self.workshop.notes, speed, device, usual)
+                self._ready = self._answers.ready(self.workshop.notes, speed, device)
                 self._attach()
+                sampler = "" if self._start.own_jobs else self._config.rollout.engine
+                self._measuring = self._begin(measure_steps(self._shared, info, sampler))
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):
                         self.pipeline.stop()
@@ -228,6 +229,7 @@ class HostProcess:
 
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
+            await asyncio.shield(self._measuring)  # chats are answered meanwhile
             async with self._shared.starts.preparing(message.tenant, free=message.resumes) as turn:
                 if name not in self._wanted:  # cancelled
                     return
@@ -251,7 +253,8 @@ class HostProcess:
         config = JobConfig.model_validate(message.job)
         known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
         clock = clock_at(self.directory.job(config.name), known, moment())
-        job, need = prepare(config, info, self.directory, sources, clock, self._read, step_tokens=message.step_tokens)
+        most = self._shared.steps.of(message.tenant)
+        job, need = prepare(config, info, self.directory, sources, clock, self._read, step_tokens=most)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         self.host.take(job, known, [need], **accepts)
         if (committed := job.directory.newest()) is not None:
@@ -306,8 +309,8 @@ class HostProcess:
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)
-            rows = bytes_of_rows(self.pipeline.jobs.values())
-            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away, rows))
+            rows, usual = bytes_of_rows(self.pipeline.jobs.values()), self._shared.steps.usual
+            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away, rows, usual))
 
 
 def _rewards(

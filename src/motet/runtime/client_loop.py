@@ -188,7 +188,7 @@ class ClientLoop(Driver):
     async def _forward_backward(self, number: int, command: j.ForwardBackward) -> j.AnyOutcome:
         loss = ClientLoss(command.loss, command.settings)
         samples = tuple(datum.sample() for datum in command.data)
-        before, most = self._tokens, None if number <= self._forward_until else self.job.step_tokens
+        before, most = self._tokens, None if number <= self._forward_until else self.services.steps.of(self.job.tenant)
         too_much = await asyncio.to_thread(_too_much, most, before, command, self._journal, number)
         if reason := too_much or _misfit(self.services, command):
             return j.Failed(reason)

@@ -1,26 +1,31 @@
-"""Finished groups of a job's open steps and evaluations. They are in memory alone, and stay while the job has no slot."""
+"""What a job has finished of its open steps and evaluations. It is in memory alone, and stays while the job has no slot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from motet.algorithms.rows import RowLogprobs
 from motet.core.types import FinishReason, Rollout
 from motet.runtime.generation import Draft, Generation
 
 BatchName = tuple[str, int, int]
 """The purpose of a step's groups, the step, and their seed."""
-_Place = tuple[BatchName, int]
-"""A batch, and the position of a group in it."""
 _OPEN = (None, FinishReason.ABORT)
 
 
 @dataclass
 class FinishedGroups:
-    """What a job has sampled for steps and evaluations that are not recorded yet."""
+    """What a job has sampled and scored for steps and evaluations that are not recorded yet.
 
-    _groups: dict[_Place, tuple[tuple[Rollout, ...], int]] = field(default_factory=dict)
-    """With the tokens sampled for each."""
-    _unscored: dict[_Place, dict[tuple[int, int], Draft]] = field(default_factory=dict)
+    Nothing else bounds it than the size of a step and of an evaluation (`limits.step_tokens`): about 20 bytes for a token.
+    """
+
+    rows: dict[int, list[RowLogprobs]] = field(default_factory=dict)
+    """By version: those of its held-out rows that are scored, in order."""
+    _groups: dict[tuple[BatchName, int], tuple[tuple[Rollout, ...] | None, int, dict[tuple[int, int], Draft]]] = field(
+        default_factory=dict
+    )
+    """By batch and position: the rollouts and the tokens sampled for them; without rollouts, the finished turns."""
 
     def take_up(
         self, batch: BatchName, position: int, generation: Generation
@@ -29,10 +34,9 @@ class FinishedGroups:
 
         If it waited for scores, `generation` gets its finished turns.
         """
-        if (found := self._groups.get((batch, position))) is not None:
-            return found
-        generation.drafts |= self._unscored.pop((batch, position), {})
-        return None, generation.tokens
+        rollouts, tokens, drafts = self._groups.get((batch, position), (None, 0, {}))
+        generation.drafts |= drafts
+        return rollouts, tokens or generation.tokens
 
     def add(
         self,
@@ -47,17 +51,17 @@ class FinishedGroups:
 
         A user's `own` environment may ask otherwise the next time.
         """
-        if rollouts is not None:
-            self._groups[batch, position] = rollouts, generation.tokens
-        elif not own:
-            drafts = generation.drafts.items()
-            self._unscored[batch, position] = {
-                key: one for key, one in drafts if key[0] == 0 and one.finish not in _OPEN
-            }
+        drafts = {
+            key: draft
+            for key, draft in generation.drafts.items()
+            if rollouts is None and not own and key[0] == 0 and draft.finish not in _OPEN
+        }
+        self._groups[batch, position] = rollouts, 0 if rollouts is None else generation.tokens, drafts
 
     def forget(self, purpose: str = "", until: int | None = None) -> None:
         """Forget the groups of a purpose, by default of all; with `until`, those of later steps stay."""
-        for kept in (self._groups, self._unscored):
-            for batch, position in list(kept):
-                if purpose in ("", batch[0]) and (until is None or batch[1] <= until):
-                    del kept[batch, position]
+        if not purpose:
+            self.rows.clear()
+        for batch, position in list(self._groups):
+            if purpose in ("", batch[0]) and (until is None or batch[1] <= until):
+                del self._groups[batch, position]

@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from motet.config.step_tokens import check_calls
 from motet.core import seeds
+from motet.core.errors import EngineError
 from motet.core.types import Chunk, IntArray, Problem, Rollout, SamplingParams
 from motet.runtime.finished_groups import BatchName
 from motet.runtime.generation import Generation, together
@@ -20,6 +24,10 @@ class SamplingCost:
 
     tokens: int = 0
     reward_seconds: float = 0.0
+    read: int = 0
+    """Tokens of prompts, without those that a rollout's last call had too: the base keeps these."""
+    excess: str = ""
+    """Why nothing more is sampled; empty if more may be."""
 
 
 @dataclass(eq=False)
@@ -53,6 +61,8 @@ class SamplingPurpose:
     """Whether every step uses the same random numbers."""
     keeps: bool = True
     """Whether finished groups stay in memory if the job gives its slot away before the step's end."""
+    cost: SamplingCost = field(default_factory=SamplingCost)
+    """What its groups have cost so far."""
 
     def batch(self, step: int) -> BatchName:
         """The name of all groups of a step."""
@@ -73,8 +83,9 @@ class GroupRequests:
     task: GroupTask
     version: int
     purpose: SamplingPurpose
-    cost: SamplingCost
     open: set[asyncio.Task[list[Chunk]]] = field(default_factory=set)
+    _last: dict[tuple[int, str], IntArray] = field(default_factory=dict)
+    """All tokens of a rollout's last call, by role."""
 
     def generator(self, role: str = "") -> Generate:
         """What draws completions of the job's adapter, or of a role's of its team."""
@@ -82,11 +93,28 @@ class GroupRequests:
         async def generate(
             prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
         ) -> list[Chunk]:
+            limited = self.services.steps.of(self.job.tenant)
+            if limited is not None:
+                self._count(role, prompt_ids, indices, limited)
             call = asyncio.create_task(self._complete(role, prompt_ids, indices, turn, sampling))
             self.open.add(call)
-            return await self.task.generation.result_of(call)
+            chunks = await self.task.generation.result_of(call)
+            for chunk in chunks if limited is not None else ():
+                self._last[chunk.index, role] = np.concatenate([prompt_ids, chunk.token_ids])
+            return chunks
 
         return generate
+
+    def _count(self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], most: int) -> None:
+        """Count the tokens of a prompt. Raises EngineError if the step's calls have had too many."""
+        cost = self.purpose.cost
+        for index in indices:
+            before = self._last.get((index, role))
+            goes_on = before is not None and np.array_equal(prompt_ids[: len(before)], before)
+            cost.read += len(prompt_ids) - (len(before) if before is not None and goes_on else 0)
+        cost.excess = cost.excess or check_calls(self.job.config, self.purpose.name, cost.read + cost.tokens, most)
+        if cost.excess:
+            raise EngineError(cost.excess)
 
     async def _complete(
         self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None
@@ -109,6 +137,6 @@ class GroupRequests:
             finally:
                 tokens = generation.sampled(turn, indices) - before
                 services.scheduler.spend(job.name, tokens)  # before the next request is chosen
-                self.cost.tokens += tokens
+                self.purpose.cost.tokens += tokens
                 job.progress.tokens += tokens
                 job.open_work.add(sampled=tokens)

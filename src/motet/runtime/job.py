@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from motet.config import EnvironmentConfig, JobConfig
+from motet.config.step_tokens import StepLimits
 from motet.core.batch import LossFunctions
 from motet.core.device import Device, used_by
 from motet.core.errors import MotetError
@@ -122,6 +123,7 @@ class Services:
     exact_logs: bool = False
     """Whether rollout logs hold exactly what is trained on, because rollouts cannot be sampled again (`recorded`)."""
     room: StorageRoom = field(default_factory=StorageRoom)
+    steps: StepLimits = field(default_factory=StepLimits)
     agents: Agents | None = None
     """None if agents cannot run elsewhere."""
 
@@ -169,8 +171,6 @@ class Job:
     """Which of its versions: `best`, `latest`, or a number."""
     keeps: object = None
     """What lives as long as a job needs it, such as data that jobs share."""
-    step_tokens: int | None = None
-    """The most tokens of a client's step; None: no limit."""
     finished: FinishedGroups = field(default_factory=FinishedGroups)
     """Groups of steps and evaluations that are not recorded yet; they stay while it waits without a slot."""
 

@@ -134,6 +134,7 @@ class Pipeline:
         self._rules[tenant] = rule
         self._services.scheduler.share(tenant, rule.share)
         self._services.room.set(tenant, rule.room)
+        self._services.steps.given[tenant] = rule.step_tokens
         for job in [job for job in self.jobs.values() if job.tenant == tenant]:
             if rule.hold:
                 self._obey(job)

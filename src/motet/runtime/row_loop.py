@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import RowAlgorithm, RowLogprobs
+from motet.core.batch import Segment
 from motet.core.types import Problem
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
@@ -37,7 +38,7 @@ class RowLoop(Driver):
         batch = self._batch(rows)
         figures: Mapping[str, float] | None = None
         if algorithm.compares:
-            scored = await self._scored(batch)
+            scored = await self._scored(batch.segments(job.name, None, 1.0, self.services.micro_batch_tokens))
             batch, figures = algorithm.weighed(batch, scored), algorithm.figures(batch, scored)
         segments = batch.segments(job.name, algorithm, 1.0, self.services.micro_batch_tokens)
         (learned,) = await train(self.session, [Share(batch, segments)], step)
@@ -54,7 +55,14 @@ class RowLoop(Driver):
             return None
         job.progress.phase = "evaluating"
         batch = self._batch(job.data.holdout)
-        figures = self._algorithm.figures(batch, await self._scored(batch))
+        done = job.finished.rows.get(version, [])
+        job.finished.rows = {version: done}
+        segments = batch.segments(job.name, None, 1.0, self.services.micro_batch_tokens)
+        for segment in segments[len(done) :]:  # one after the other: it may give way between them, and goes on there
+            done.append(await self._scored((segment,)))
+        policy = [values for scored in done for values in scored.policy]
+        reference = [values for scored in done for values in scored.reference]
+        figures = self._algorithm.figures(batch, RowLogprobs(policy, reference))
         record = {**figures, "rows": len(job.data.holdout)}
         job.progress.evaluated(version, record)
         return Evaluated(version, record, *ranked(record, self.session.done.best_by))
@@ -64,7 +72,6 @@ class RowLoop(Driver):
         read = [row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows]
         return algorithm.batch(read, self.services.positions or None)
 
-    async def _scored(self, batch: StepBatch) -> RowLogprobs:
-        segments = batch.segments(self.job.name, None, 1.0, self.services.micro_batch_tokens)
+    async def _scored(self, segments: tuple[Segment, ...]) -> RowLogprobs:
         policy = await self.session.work.forward(segments)
         return RowLogprobs(policy, await self.reference.logprobs(segments) if self._algorithm.compares else ())

@@ -13,10 +13,10 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from motet.core.errors import EngineError, ScorerAway
+from motet.core.errors import EngineError, JobFailed, ScorerAway
 from motet.core.types import Group, Problem, Rollout, TurnParts
 from motet.runtime.generation import Generation, PutAside, Result, ended
-from motet.runtime.group_requests import GroupRequests, GroupTask, SamplingCost, SamplingPurpose
+from motet.runtime.group_requests import GroupRequests, GroupTask, SamplingPurpose
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
 from motet.runtime.scheduler import FairScheduler
@@ -145,11 +145,11 @@ class JobSampler:
         self, problems: Sequence[Problem], step: int, version: int, purpose: SamplingPurpose, first: int = 0
     ) -> SampledStep:
         """`first` is the index of the first problem in the step's window."""
-        cost, started = SamplingCost(), time.monotonic()
+        cost, started = purpose.cost, time.monotonic()
         with self._versions.hold(version):
             async with asyncio.TaskGroup() as tasks:
                 wanted = (self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first))
-                works = (self._sample(task, version, purpose, cost) for task in wanted)
+                works = (self._sample(task, version, purpose) for task in wanted)
                 running = await _begun(tasks, works, self._services.scheduler, self._job.name)
         await self._versions.collect()
         groups = [Group(one, step, version, task.result() or ()) for one, task in zip(problems, running, strict=True)]
@@ -163,7 +163,7 @@ class JobSampler:
         The next steps wait for groups put aside, oldest first, so that each is trained within a few steps.
         """
         self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
-        cost, started = SamplingCost(), time.monotonic()
+        cost, started = purpose.cost, time.monotonic()
         due = [*self._aside, *(self._task_at(position, step, purpose) for position in self._unfinished)]
         due.sort(key=lambda task: task.position)
         self._aside, self._unfinished = [], []
@@ -171,7 +171,7 @@ class JobSampler:
         fresh = self._next_tasks(max(0, begin - len(due) - len(later)), step, purpose)
         with self._versions.hold(version):
             running = {
-                asyncio.create_task(self._sample(task, version, purpose, cost)): task for task in (*due, *later, *fresh)
+                asyncio.create_task(self._sample(task, version, purpose)): task for task in (*due, *later, *fresh)
             }
             try:
                 await _until_done(running, due, width)
@@ -217,13 +217,11 @@ class JobSampler:
         )
         return GroupTask(problem, position, step, generation)
 
-    async def _sample(
-        self, task: GroupTask, version: int, purpose: SamplingPurpose, cost: SamplingCost
-    ) -> tuple[Rollout, ...] | None:
+    async def _sample(self, task: GroupTask, version: int, purpose: SamplingPurpose) -> tuple[Rollout, ...] | None:
         """Sample and score one group; None if it was put aside."""
         job, services, problem, generation = self._job, self._services, task.problem, task.generation
         generation.stop.clear()
-        requests = GroupRequests(job, services, task, version, purpose, cost)
+        requests, cost = GroupRequests(job, services, task, version, purpose), purpose.cost
 
         under_way = job.progress.training if purpose.name == "train" else job.progress.held_out
 
@@ -266,6 +264,8 @@ class JobSampler:
                 await generation.release(*range(purpose.n))
                 if purpose.keeps:
                     job.finished.add(batch, task.position, generation, task.rollouts, own=own)
+        if cost.excess:
+            raise JobFailed(cost.excess)
         if purpose.name == "train":
             job.progress.rollouts_done = min(job.progress.rollouts_done + purpose.n, job.progress.rollouts_wanted)
         return task.rollouts

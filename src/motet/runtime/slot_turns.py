@@ -110,22 +110,16 @@ class SlotTimeouts:
         return times if at == step else 0
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """When a running job began its step, or took its slot."""
+@dataclass
+class _Turn:
+    """A running job's step, or its stay in its slot since it took it."""
 
     step: int
     device_seconds: float
     """Of the job until then."""
-    at: float
-
-
-@dataclass(frozen=True)
-class Grant:
-    """What a job whose step was dropped may use for it at its next turn."""
-
-    step: int
-    device_seconds: float
+    begun: float
+    must_go: float | None = None
+    """Since when the job must leave; None while it may stay."""
 
 
 class StepTurns:
@@ -144,48 +138,42 @@ class StepTurns:
     ) -> None:
         """`busy` has the device seconds of jobs; a step may go on for `seconds` after its job must leave."""
         self._busy, self._slots, self._seconds, self._clock = busy, slots, seconds, clock
-        self._begun: dict[str, _Begun] = {}
-        self._leaving: dict[str, float] = {}
-        """Since when a job must leave."""
-        self.granted: dict[str, Grant] = {}
-        """By job; those that have waited longest come first."""
+        self._turns: dict[str, _Turn] = {}
+        self.granted: dict[str, float] = {}
+        """Device seconds that a job whose step was dropped may use for it; those that have waited longest come first."""
         self.longer = ""
         """The job that has a longer turn now; empty if none has."""
 
     def look(self, running: Mapping[str, int], gives: Container[str] = ()) -> None:
         """Take in how many steps each running job has done; those in `gives` give their slot to another tenant."""
-        self._begun = {job: begun for job, begun in self._begun.items() if running.get(job) == begun.step}
-        self._leaving = {job: since for job, since in self._leaving.items() if job in running}
+        self._turns = {job: turn for job, turn in self._turns.items() if job in running}
         for job, step in running.items():
-            if job not in self._begun:
+            turn = self._turns.get(job)
+            if turn is None or turn.step != step:
                 self._busy.watch(job)
-                self._begun[job] = _Begun(step, self._busy.of(job), self._clock())
-            if job in self.granted and self.granted[job].step < step:
-                del self.granted[job]
+                self._turns[job] = _Turn(step, self._busy.of(job), self._clock())
+            if turn is not None and turn.step < step:
+                self.granted.pop(job, None)
         able = [
             job
-            for job, grant in self.granted.items()
-            if job in running and job not in gives and self._spent(job) < grant.device_seconds
+            for job, seconds in self.granted.items()
+            if job in running and job not in gives and self._spent(job) < seconds
         ]
         if self.longer not in able:
             self.longer = able[0] if able else ""
 
     def over(self, job: str, *, must_go: bool) -> bool:
         """Whether a running job must leave within its step; call it repeatedly, after `look`."""
-        if not must_go or job == self.longer:
-            self._leaving.pop(job, None)
-            return False
-        return self._clock() - self._leaving.setdefault(job, self._clock()) >= self._seconds
+        turn, now = self._turns[job], self._clock()
+        turn.must_go = (now if turn.must_go is None else turn.must_go) if must_go else None
+        return turn.must_go is not None and now - turn.must_go >= self._seconds
 
     def dropped(self, job: str) -> None:
         """Grant twice the device seconds to a job whose step is dropped."""
-        step, spent, before = self._begun[job].step, self._spent(job), self.granted.get(job)
-        seconds = 2 * max(spent, self._seconds)
-        if before is not None and spent >= before.device_seconds:
-            del self.granted[job]  # it had its turn, and others wait longer
-        elif before is not None:
-            seconds = max(seconds, before.device_seconds)
-        self.granted[job] = Grant(step, seconds)
+        spent, before = self._spent(job), self.granted.get(job, 0.0)
+        if spent >= before:
+            self.granted.pop(job, None)  # it had its turn, and others wait longer
+        self.granted[job] = max(before, 2 * spent, 2 * self._seconds)
 
     def forget(self, job: str) -> None:
         """Remove a job that has ended."""
@@ -194,5 +182,5 @@ class StepTurns:
 
     def _spent(self, job: str) -> float:
         """Device seconds of a job in its step; at least an even share of the time, because servers sample elsewhere."""
-        begun = self._begun[job]
-        return max(self._busy.of(job) - begun.device_seconds, (self._clock() - begun.at) / self._slots)
+        turn = self._turns[job]
+        return max(self._busy.of(job) - turn.device_seconds, (self._clock() - turn.begun) / self._slots)

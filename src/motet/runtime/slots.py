@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Rule:
     """Cap on priority against other tenants; above it, priority only orders the tenant's own jobs."""
     room: int | None = None
     """Bytes that the tenant may still store; None if that limit is far away."""
+    step_tokens: int | Literal["auto"] | None = None
+    """The most tokens of a step (`StepLimits`)."""
 
 
 FREE = Rule()

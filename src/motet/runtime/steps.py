@@ -25,13 +25,13 @@ class SampledStep:
     """The groups' positions in the sequence of problems, where steps do not take fixed windows."""
 
     def with_more(self, more: SampledStep) -> SampledStep:
-        """The step with further groups appended."""
+        """The step with further groups appended, whose cost has that of the step."""
         return replace(
             self,
             groups=self.groups + more.groups,
             seconds=self.seconds + more.seconds,
-            reward_seconds=self.reward_seconds + more.reward_seconds,
-            tokens=self.tokens + more.tokens,
+            reward_seconds=more.reward_seconds,
+            tokens=more.tokens,
         )
 
     @property

@@ -48,7 +48,6 @@ from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
-from motet.service.tenants.step_limits import StepLimits
 from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.agents import AgentWorkers
 from motet.service.workers.rewards import RewardWorkers
@@ -94,9 +93,8 @@ class Service:
         self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers, self.followers)
         initial = InitialAdapters(self.storage, self.adapters)
         self.handover = Handover(
-            store, self.storage, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets,
-            StepLimits(self.quotas.of, self.hosts),
-        )  # fmt: skip
+            store, self.storage, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets
+        )
         self.queue = JobQueue(
             store, self.bus, self.adapters, initial, self.recorder.record_state, self.handover.hand_over
         )

@@ -25,7 +25,6 @@ from motet.service.jobs.recorder import EventRecorder
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import QuotaEnforcer
-from motet.service.tenants.step_limits import StepLimits
 
 UNFIT = (MotetError, OSError, ValueError)
 """Raised if a job cannot start as it is: it fails with the reason; others are not affected."""
@@ -45,11 +44,10 @@ class Handover:
         hosts: Hosts,
         bases: Bases,
         secrets: Secrets,
-        steps: StepLimits,
     ) -> None:
         self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
         self._initial, self._enforcer, self._hosts, self._bases = initial, enforcer, hosts, bases
-        self._secrets, self.steps = secrets, steps
+        self._secrets = secrets
 
     def hand_over(self, job: StoredJob) -> None:
         """Let the engine have a job when its turn comes."""
@@ -157,8 +155,7 @@ class Handover:
         first_step = self._log.first_missing_step(job.id) if first_step is None else first_step
         rule = rule or self._enforcer.rule_with_job(job)
         resumes = job.state == JobState.RUNNING.value
-        most = self.steps.most(job.tenant_id, base)
-        return AddJob(tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes, most)
+        return AddJob(tree, Wanted(job.wanted), first_step, job.tenant_id, rule, config.slots, base, resumes)
 
     def tree(self, who: Principal, config: JobConfig, job_id: str) -> dict[str, Any]:
         """The job under its engine-side name, with paths for what it names. Raises `ConfigError` for a missing file."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.algorithms.client import ClientDriven
-from motet.cluster.hosts import Hosts
+from motet.cluster.hosts import Hosts, longest_sequence, usual_step
 from motet.cluster.messages import ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
+from motet.config.step_tokens import check_step
 from motet.core.errors import ConfigError, MotetError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.runtime.journal import Journal
@@ -126,7 +127,9 @@ class Submissions:
         if self._bases.hides(config.name):
             raise ConfigError(f"name: {config.name!r} is a base of this service; give the job another")
         self._quotas.check_size(who.tenant_id, config)
-        self._handover.steps.check(who.tenant_id, config, base)
+        most = self._quotas.of(who.tenant_id).step_tokens
+        if most := usual_step(self._hosts, base) if most == "auto" else most:
+            check_step(config, most, context=longest_sequence(self._hosts, base))
         self._handover.tree(who, config, "job")  # files that it names must exist now
         return config, base
 

@@ -375,7 +375,7 @@ def _rule(limits: LimitsConfig, used: UsedToday, stored: int) -> Rule:
         )
     room = None if space is None else max(0, round(space * _MB - stored))
     near = room if room is not None and room < _NEAR else None
-    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0, near)
+    return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0, near, limits.step_tokens)
 
 
 def _until_tomorrow() -> int:
