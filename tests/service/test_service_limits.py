@@ -494,8 +494,8 @@ def test_a_rule_is_sent_again_after_jobs_that_may_bring_an_older_one(house: Hous
     limit(house, share=2.0)  # before the message arrives
     enforcer.enforce()
     enforcer.enforce()
-    assert late.rule != Rule(share=2.0)
-    assert [one for one in sent if one.tenant == us] == [SetRule(us, Rule(share=2.0))] * 2
+    assert late.rule != Rule(share=2.0, step_tokens="auto")
+    assert [one for one in sent if one.tenant == us] == [SetRule(us, Rule(share=2.0, step_tokens="auto"))] * 2
 
 
 def test_spent_tokens_hold_a_tenant_until_the_next_day(
@@ -506,7 +506,7 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(
     us = house.ask("GET", "/v1/limits").json()["id"]
     limit(house, tokens_per_day=25, share=2.0)
     enforcer.enforce()
-    assert sent == [SetRule(us, Rule(share=2.0))]
+    assert sent == [SetRule(us, Rule(share=2.0, step_tokens="auto"))]
     step(house, job, 0, 10, 10)
     ledger.count_completion(us, "", 2, 3)
     enforcer.enforce()
@@ -527,11 +527,11 @@ def test_spent_tokens_hold_a_tenant_until_the_next_day(
     assert message.rule == held.rule  # an engine that starts hears of it with the job
     ledger.day = lambda: "2999-01-01"
     enforcer.enforce()
-    assert sent[-1].rule == Rule(share=2.0)
+    assert sent[-1].rule == Rule(share=2.0, step_tokens="auto")
     assert house.ask("POST", "/v1/jobs/day/resume").status_code == 202
     limit(house)
     enforcer.enforce()
-    assert sent[-1].rule == Rule()
+    assert sent[-1].rule == Rule(step_tokens="auto")
 
 
 def test_what_one_host_hears_with_a_job_all_hosts_are_told(house: House, sent: list[SetRule]) -> None:
@@ -540,15 +540,17 @@ def test_what_one_host_hears_with_a_job_all_hosts_are_told(house: House, sent: l
     job = house.store.job_by_id(house.ask("POST", "/v1/jobs", json=tiny("two-hosts")).json()["id"])
     assert job is not None
     limit(house, share=2.0)
-    assert enforcer.rule_with_job(job) == Rule(share=2.0)
+    assert enforcer.rule_with_job(job) == Rule(share=2.0, step_tokens="auto")
     enforcer.enforce()
-    assert [message.rule for message in sent] == [Rule(share=2.0)]
+    assert [message.rule for message in sent] == [Rule(share=2.0, step_tokens="auto")]
     limit(house, share=3.0)
-    assert enforcer.rule_with_job(job) == Rule(share=3.0)
+    assert enforcer.rule_with_job(job) == Rule(share=3.0, step_tokens="auto")
     limit(house, share=2.0)  # as all were told; one has heard something else since
     enforcer.enforce()
     enforcer.enforce()
-    assert [message.rule for message in sent] == [Rule(share=2.0)] * 3  # again until messages have arrived
+    assert [message.rule for message in sent] == [
+        Rule(share=2.0, step_tokens="auto")
+    ] * 3  # again until messages have arrived
 
 
 # --- rates ------------------------------------------------------------------------------------------------------------------

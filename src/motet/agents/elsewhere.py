@@ -142,22 +142,12 @@ class AgentsElsewhere(OwnEnvironment):
         """Whether no agent has taken one of its episodes."""
         return bool(self._waiting) and not self._episodes.begun(self._job)
 
-    def rest(self) -> None:
-        """Stop waiting for agents."""
-        for task in self._waiting:
-            task.cancel()
-
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
         """Run the rollouts of one group, each as one episode. Raises ScorerAway as `EpisodesElsewhere.run`."""
         tasks = [asyncio.create_task(self._run(context, index)) for index in range(context.group_size)]
         self._waiting.update(tasks)
         try:
             rollouts = await asyncio.gather(*tasks)
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if me is not None and me.cancelling():
-                raise
-            raise ScorerAway("no agent came, and another job has a use for the slot") from None
         finally:
             for task in tasks:
                 task.cancel()

@@ -21,7 +21,7 @@ from motet.algorithms.client import ClientLoss, batch_of
 from motet.config.step_tokens import check_command
 from motet.core.batch import AdamW, LossFunctions, LossStats, OptimStats, Segment
 from motet.core.checksums import sync
-from motet.core.errors import AdapterError, JobFailed, ScorerAway, StorageFull
+from motet.core.errors import AdapterError, JobFailed, StorageFull
 from motet.core.types import FloatArray
 from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed
@@ -50,7 +50,7 @@ class ClientLoop(Driver):
         self._next = self.session.done.position
         """Number of the next command."""
         self._journal.reveal(self._next)
-        self._waiting = self._rest = False
+        self._waiting = False
         self._stats, self._samples, self._undone = LossStats(), 0, 0
         """Of the gradient that is accumulating, and how often it was undone."""
         self._forward_until, self._forward_tokens = self._journal.forward_only(self.session.done.step)
@@ -72,8 +72,6 @@ class ClientLoop(Driver):
             command = await self._command()
             if command is not None:
                 await self._obey(command)
-            elif self._rest:
-                raise ScorerAway("the client asked for nothing")
             if self.session.done.step > step:
                 return
 
@@ -87,24 +85,19 @@ class ClientLoop(Driver):
         self.job.news.set()
 
     def drop(self) -> bool:
-        """Stop within a gradient; the commands since the last version are executed again. Gives whether there was one."""
-        return self._work is not None and self._work.cancel()
+        """Stop within a gradient, or while there is no command; those since the last version are executed again."""
+        return self._work.cancel() if self._work is not None else self._waiting and super().drop()
 
     @property
     def waits(self) -> bool:
         """Whether there is no command to execute."""
         return self._waiting
 
-    def rest(self) -> None:
-        """Give up the slot; the session resumes when it gets one again."""
-        self._rest = True
-        self.job.news.set()
-
     async def _command(self) -> j.AnyCommand | None:
         """The next command; None after another event."""
         self.job.news.clear()  # cleared before reading, so that no event is lost
         command = await asyncio.to_thread(self._next_command)
-        if command is None and not self._pause and not self._rest and not self._journal.finished:
+        if command is None and not self._pause and not self._journal.finished:
             self._waiting, self.job.progress.phase = True, "waiting for its client"
             await self.job.news.wait()
             self._waiting = False

@@ -66,9 +66,6 @@ class Driver:
         except (_Dropped, ScorerAway, ExceptionGroup) as error:
             if not isinstance(error, _Dropped) and not _only_away(error):
                 raise
-            if isinstance(error, _Dropped):
-                await self.stop_sampling()
-                job.finished.forget("train")  # an evaluation goes on with the prompts that are left
             if not session.work.stepped:
                 await session.commit()
             return JobState.PAUSED if self._pause else JobState.QUEUED
@@ -107,9 +104,6 @@ class Driver:
         """The evaluation of the current step's starting version; None if that version is not evaluated."""
         return None
 
-    async def stop_sampling(self) -> None:
-        """End what is sampled now."""
-
     async def leave(self) -> None:
         """Stop what `begin` started; called before the session closes."""
 
@@ -117,9 +111,6 @@ class Driver:
     def waits(self) -> bool:
         """Whether the job waits for external scores and does not use the device."""
         return False
-
-    def rest(self) -> None:
-        """Stop waiting for scores; the step raises `ScorerAway`."""
 
     @property
     def ended(self) -> bool:
@@ -137,9 +128,9 @@ class Driver:
         self._pause = True
 
     def drop(self) -> bool:
-        """Drop the current step, which was asked to be the last one; the job does it again when it has a slot.
+        """Drop the current step or evaluation, and give whether there was one. The job does it again when it has a slot.
 
-        Gives whether there was one.
+        Finished rollouts stay in memory (`Job.finished`).
         """
         return self._step is not None and self._step.cancel()
 

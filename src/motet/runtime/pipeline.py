@@ -273,7 +273,7 @@ class Pipeline:
             self.jobs[preempted] = self.jobs.pop(preempted)  # to the end of the queue
         for name, loop in waiting.items():
             if name == preempted or self._pauses(name):
-                loop.rest()
+                loop.drop()
 
 
 def _look(running: Mapping[str, Running], turns: StepTurns) -> None:

@@ -102,13 +102,9 @@ class RolloutLoop(Driver):
             score = mean_of(deciding(rows))
         return Evaluated(sampled.version, record, score, tokens=sampled.tokens)
 
-    async def stop_sampling(self) -> None:
-        """End what is sampled now."""
-        await ended([*self._steps.values(), *([self._evaluation] if self._evaluation else [])])
-
     async def leave(self) -> None:
         """Stop sampling, and close rewards and environment."""
-        await self.stop_sampling()
+        await ended([*self._steps.values(), *([self._evaluation] if self._evaluation else [])])
         try:
             await self._sampler.close()
         finally:
@@ -119,10 +115,6 @@ class RolloutLoop(Driver):
     def waits(self) -> bool:
         """Whether the job waits for external scores and does not use the device."""
         return self._sampler.waits
-
-    def rest(self) -> None:
-        """Stop waiting for scores; the step that needs them raises `ScorerAway`."""
-        self._sampler.rest()
 
     def pause(self) -> None:
         """Stop after the current step; at once if it waits for scores and no scorer is connected."""

@@ -48,14 +48,11 @@ class Running:
         return self.pause is not None and (self.preempted or self.job.held)
 
     def leave(self) -> bool:
-        """Release the slot within the step, once; gives whether the step is dropped. It is kept if it waits for somebody."""
+        """Release the slot within the step, once; gives whether a step was dropped that did not only wait for somebody."""
         if self.loop is None or self.dropped:
             return False
-        if self.loop.waits:
-            self.loop.rest()
-        else:
-            self.dropped = self.loop.drop()
-        return self.dropped
+        waits, self.dropped = self.loop.waits, self.loop.drop()
+        return self.dropped and not waits
 
 
 def driver_of(job: Job) -> type[Driver]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from motet.core.errors import EngineError, JobFailed, ScorerAway
+from motet.core.errors import EngineError, JobFailed
 from motet.core.types import Group, Problem, Rollout, TurnParts
 from motet.runtime.generation import Generation, PutAside, Result, ended
 from motet.runtime.group_requests import GroupRequests, GroupTask, SamplingPurpose
@@ -54,7 +54,8 @@ class JobSampler:
         self._unfinished = sorted(self.supply.pending)
         """Positions that an earlier process began."""
         self._aside: list[GroupTask] = []
-        self._scoring: set[asyncio.Task[list[ScoreOutcome]]] = set()
+        self._scoring = 0
+        """Groups that wait for scores."""
         self._own_environment: OwnEnvironment | None = None
 
     @property
@@ -85,15 +86,8 @@ class JobSampler:
     def waits(self) -> bool:
         """Whether the job waits for scores or an agent and does not use the device."""
         own = self._own_environment
-        asked = bool(self._scoring) or (own is not None and own.waits)
+        asked = self._scoring > 0 or (own is not None and own.waits)
         return asked and self._services.scheduler.idle(self._job.name)
-
-    def rest(self) -> None:
-        """Stop waiting for scores and agents; the step that needs them raises `ScorerAway`."""
-        for asked in self._scoring:
-            asked.cancel()
-        if self._own_environment is not None:
-            self._own_environment.rest()
 
     async def step(self, step: int) -> SampledStep:
         """Wait until the step may be sampled, then sample and score its groups."""
@@ -283,17 +277,11 @@ class JobSampler:
         if not self._job.config.rewards:  # a teacher judges them
             return [ScoreOutcome(0.0, {}) for _ in rollouts]
         texts, context = [one.completion for one in rollouts], _context(self._job, task.step, self._width, rollouts)
-        asked = asyncio.create_task(self._services.rewards.score(self._job.name, task.problem, texts, context))
-        self._scoring.add(asked)
+        self._scoring += 1
         try:
-            return await asked
-        except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if me is not None and me.cancelling():
-                raise
-            raise ScorerAway("no scores arrived, and another job needs the slot") from None
+            return await self._services.rewards.score(self._job.name, task.problem, texts, context)
         finally:
-            self._scoring.discard(asked)
+            self._scoring -= 1
 
 
 def _context(job: Job, step: int, width: int, rollouts: Sequence[Rollout]) -> AnswerContext:

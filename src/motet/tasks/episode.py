@@ -89,9 +89,6 @@ class OwnEnvironment:
         """Whether it offers episodes and no worker has taken one."""
         return False
 
-    def rest(self) -> None:
-        """Stop waiting; waiting groups raise `ScorerAway`."""
-
     async def close(self) -> None:
         """End its processes."""
 
