@@ -91,6 +91,7 @@ class InlineRewards(RewardPool):
         scorer: ScorerSpec | None = None,
         log: Path | None = None,
         columns: Sequence[str] | None = None,
+        payer: str = "",
     ) -> None:
         await asyncio.sleep(0)
         self._rewards[job] = rewards

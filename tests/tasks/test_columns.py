@@ -294,3 +294,28 @@ def test_a_row_has_tools_and_variables_of_the_template() -> None:
     (third,) = read([{**row, "chat_template_kwargs": {"thinks": "a<|im_end|>"}}]).train
     with pytest.raises(BaseModelError, match="of a row has a special token; take it out"):
         chat.prompt_text(third)
+
+
+@pytest.mark.parametrize(
+    ("row", "named", "answer"),
+    [
+        ({"ground_truth": ["2"]}, None, "2"),
+        ({"ground_truth": [2]}, None, "2"),
+        ({"ground_truth": '["2"]'}, None, "2"),
+        ({"reward_model": '{"style": "rule", "ground_truth": "2"}'}, None, "2"),
+        ({"reward_model": {"ground_truth": '["2"]'}}, None, "2"),
+        ({"verification_info": '{"ground_truth": "2"}'}, "verification_info.ground_truth", "2"),
+        ({"checks": '[{"answer": {"value": 2}}]'}, "checks.0.answer.value", "2"),
+        ({"answer": "[2]"}, None, "[2]"),
+        ({"answer": ["2", "two"]}, None, '["2", "two"]'),
+        ({"answer": "{2}"}, None, "{2}"),
+    ],
+)
+def test_answer_in_a_list_or_in_json_is_the_answer_itself(row: dict[str, Any], named: str | None, answer: str) -> None:
+    own = {} if named is None else {"answer": named}
+    assert read([{"prompt": "1 + 1?", **row}], **own).train[0].answer == answer
+
+
+def test_columns_of_json_texts_are_shown_by_their_paths() -> None:
+    with pytest.raises(DataError, match=r"verification_info\.ground_truth"):
+        read([{"prompt": "1 + 1?", "verification_info": '{"ground_truth": "2"}'}], answer="gold")

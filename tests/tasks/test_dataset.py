@@ -648,3 +648,19 @@ def test_values_become_json():
 
     value = {1: (np.int64(2), np.array([1.5])), "when": datetime.date(2024, 1, 2), "nan": float("nan"), "s": {"b", "a"}}
     assert as_json(value) == {"1": [2, [1.5]], "when": "2024-01-02", "nan": None, "s": ["a", "b"]}
+
+
+def test_scorer_that_raises_on_an_answer_gives_it_nothing_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    data = load_dataset(DataConfig(source="reasoning-gym:prime_factorization", size=4, holdout=0))
+    assert data.scorer is not None
+    score, problem = build_scorer(data.scorer), data.train[0]
+    assert [score(problem, text) for text in ("words", "none", problem.answer)] == [0, 0, 1]
+    assert capsys.readouterr().out.count("the scorer of prime_factorization raised ValueError") == 1
+
+
+def test_task_that_cannot_be_learned_is_named() -> None:
+    assert load_dataset(DataConfig(source="reasoning-gym:chain_sum", size=4, holdout=0)).notes == ()
+    (note,) = load_dataset(DataConfig(source="reasoning-gym:coin_flip", size=4, holdout=0)).notes
+    assert note == (
+        "reasoning-gym:coin_flip cannot be learned: a constant answer earns most rewards; take another task"
+    )

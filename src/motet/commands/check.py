@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,16 @@ from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.commands.answers import print_table
 from motet.commands.as_template import compared
-from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, never_said, warnings_of
+from motet.commands.forecast import (
+    FirstSteps,
+    Forecast,
+    Seconds,
+    forecast,
+    never_said,
+    signal_of,
+    thought_of,
+    warnings_of,
+)
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.core.batch import Batch, Segment
@@ -31,7 +39,7 @@ from motet.hosting.host import Host
 from motet.hosting.launch import open_base, own_switches
 from motet.hosting.preparing import notes_of, prepare_all
 from motet.hosting.running import config_of
-from motet.runtime.answer_signs import Earned, in_thought, no_signal
+from motet.runtime.answer_signs import Earned
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.held_out import LOG_LIKELIHOOD
 from motet.runtime.interrupt import Interrupt
@@ -41,6 +49,7 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
+from motet.tasks import reference_check
 from motet.tasks.reward_elsewhere import weights_of
 from motet.tasks.rows import row_of
 from motet.tracking.trackers import load as load_observer
@@ -60,19 +69,21 @@ def check(
     base: str = "small",
     engine: EngineConfig | dict[str, Any] | None = None,
     rollouts: int = 16,
+    ask: bool = False,
 ) -> bool:
     """Show the first prompts of jobs, sample and score a few rollouts, and train nothing: `motet check` from Python.
 
-    Accepts the same jobs as `motet.run`. Returns whether each job has an answer that got a reward.
+    Accepts the same jobs as `motet.run`. With `ask`, judges and remote rewards are asked about
+    reference answers too. Returns whether each job has an answer that got a reward.
 
     Raises:
         ConfigError: a field is wrong.
         MotetError: nothing could start.
     """
-    return check_config(config_of(jobs, base, engine, "motet.check"), rollouts)
+    return check_config(config_of(jobs, base, engine, "motet.check"), rollouts, ask=ask)
 
 
-def check_config(config: RunConfig, rollouts: int) -> bool:
+def check_config(config: RunConfig, rollouts: int, *, ask: bool = False) -> bool:
     """Check jobs as `motet run` would use them; train nothing and write nothing to the run directory.
 
     Returns whether each job has an answer that got a reward, and can be resumed if it has begun.
@@ -110,7 +121,7 @@ def check_config(config: RunConfig, rollouts: int) -> bool:
             print_rates(console, jobs)
             steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
             begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
-            Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun))
+            Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun, ask))
             console.print(_longest(base, config.engine, max(need.tokens for _, need in prepared)))
         finally:
             host.close()
@@ -171,6 +182,7 @@ async def _check_all(
     failing: list[str],
     prices: PricesConfig,
     begun: Mapping[str, FirstSteps],
+    ask: bool,
 ) -> None:
     """`failing` gets the jobs in which no answer got a reward; `begun` has the jobs that the run directory has steps of."""
     failures: list[str] = []
@@ -195,10 +207,13 @@ async def _check_all(
                 f"job {job.name}: {warning}"
                 for warning in warnings_of(job.config, job.chat, job.data.train, sampled.groups)
             ]
+            own, data = job.config, job.data
+            found = await reference_check.check(shared.rewards, job.name, own.rewards, data, own.data.answer, ask)
+            failures += [f"job {job.name}: {line}" for line in found]
             reasons = [rollout.error for group in sampled.groups for rollout in group.rollouts]
             failed = Counter(reason for reason in reasons if reason)
             failing += [job.name] * (failed.total() == len(reasons))
-            if warning := _in_thought(job, sampled.groups) or _no_signal(job, sampled.groups):
+            if warning := thought_of(job.config, sampled.groups) or signal_of(job.config, sampled.groups):
                 failures.append(f"job {job.name}, from {len(reasons)} answers: {warning}")
             if warning := _never(job, sampled.groups):
                 failures.append(f"job {job.name}: {warning}")
@@ -217,27 +232,9 @@ async def _check_all(
     console.print("times are for each job alone, from a few rollouts; jobs that run together fill each other's gaps")
 
 
-def _in_thought(job: Job, groups: Sequence[Group]) -> str:
-    figures = group_metrics(groups)
-    answers = figures["rollouts"] - figures["failed"]
-    return in_thought(figures.get("in_thought", 0), answers, figures["truncated"], job.config.sampling.model_dump())
-
-
 def _say_tokens(console: Console, job: Job, kind: str | None, groups: Sequence[Group]) -> None:
     for line in compared(job.chat, job.data.train, kind, groups):
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def _no_signal(job: Job, groups: Sequence[Group]) -> str:
-    """The warning of `motet run` that a few groups can show; none if most answers have no reward or cannot be read."""
-    scored = [rollout for group in groups for rollout in group.scored]
-    unread = sum(any(turn.parts.unread for turn in one.turns) for one in scored)
-    if 2 * len(scored) <= sum(len(group.rollouts) for group in groups) or 2 * unread > len(scored):
-        return ""
-    rewards = [rollout.reward for rollout in scored]
-    share = sum(not group.has_signal for group in groups) / len(groups)
-    own = job.config.algorithm.model_dump(mode="json")
-    return no_signal(share, fmean(rewards), pstdev(rewards), own, (min(rewards), max(rewards)))
 
 
 def _never(job: Job, groups: Sequence[Group]) -> str:

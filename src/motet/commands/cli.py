@@ -126,6 +126,9 @@ def check(
     jobs: JobFile,
     overrides: Override = None,
     rollouts: Annotated[int, typer.Option(min=2, max=64, help="Rollouts sampled and scored per job.")] = 4,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Ask judges and remote rewards about reference answers too.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Load everything, show the first prompts token by token, and sample and score a few rollouts, without training."""
@@ -133,7 +136,7 @@ def check(
     from motet.config.jobfile import load_jobs
 
     config = load_jobs(jobs, overrides or [], trust_remote_code=trust_remote_code)
-    raise typer.Exit(0 if check_config(config, rollouts) else 1)
+    raise typer.Exit(0 if check_config(config, rollouts, ask=ask) else 1)
 
 
 @app.command(

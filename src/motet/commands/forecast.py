@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median, pstdev, stdev
 from typing import Any
 
 from motet.config import JobConfig, PricesConfig
 from motet.core.types import Group, Problem, Rollout
+from motet.runtime.answer_signs import in_thought, no_signal
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.metrics import distinct
+from motet.runtime.metrics import distinct, group_metrics
 from motet.tasks.chat import Chat
 from motet.tasks.episode import ENVIRONMENTS
 from motet.view.text import count_text, duration_text
@@ -151,6 +152,25 @@ def answer_tokens(chat: Chat, answer: str) -> int:
 def _encoded(chat: Chat, text: str) -> list[int]:
     ids: list[int] = chat.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)
     return ids
+
+
+def thought_of(config: JobConfig, groups: Sequence[Group]) -> str:
+    """The warning of `motet run` about answers that end inside their thought."""
+    figures = group_metrics(groups)
+    answers = figures["rollouts"] - figures["failed"]
+    return in_thought(figures.get("in_thought", 0), answers, figures["truncated"], config.sampling.model_dump())
+
+
+def signal_of(config: JobConfig, groups: Sequence[Group]) -> str:
+    """The warning of `motet run` that a few groups can show; none if most answers have no reward or cannot be read."""
+    scored = [rollout for group in groups for rollout in group.scored]
+    unread = sum(any(turn.parts.unread for turn in one.turns) for one in scored)
+    if 2 * len(scored) <= sum(len(group.rollouts) for group in groups) or 2 * unread > len(scored):
+        return ""
+    rewards = [rollout.reward for rollout in scored]
+    share = sum(not group.has_signal for group in groups) / len(groups)
+    own = config.algorithm.model_dump(mode="json")
+    return no_signal(share, fmean(rewards), pstdev(rewards), own, (min(rewards), max(rewards)))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.runtime.steps import SampledStep, Supply
 from motet.runtime.uninterrupted import uninterrupted
+from motet.tasks import reference_check
 
 
 class RolloutLoop(Driver):
@@ -44,6 +45,11 @@ class RolloutLoop(Driver):
     async def begin(self) -> None:
         """Start rewards, environment and critic."""
         await self._sampler.open()
+        job = self.job
+        if job.tenant and not self.session.done.steps and self._sampler.supply.position == 0:
+            known = self.services.rewards, job.name, job.config.rewards, job.data, job.config.data.answer
+            for found in await reference_check.note(*known):
+                job.note(found)
         if self._critic is not None:
             await self._critic.open()
 

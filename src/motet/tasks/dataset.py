@@ -21,7 +21,7 @@ from motet.core.types import Problem
 from motet.tasks.nested import names_of, text_of, value_at
 from motet.tasks.pools import Pools, order_of, passes
 from motet.tasks.problems import Problems
-from motet.tasks.reasoning import ScorerSpec
+from motet.tasks.reasoning import ScorerSpec, unfit
 from motet.tasks.row_files import RowLimits
 from motet.tasks.row_problems import Reading, parts_of
 from motet.tasks.sources import check_part, has_splits, read_rows
@@ -124,7 +124,7 @@ def _read(config: DataConfig, bounds: RowLimits | None, first: int | None = None
         reading = Reading(config, whole)
         problems = Problems.of(reading.problems(read_rows(config, bounds, first)[0], bounds))
     columns = "" if reading.columns is None else reading.columns.text(config)
-    return Source(problems, None, scorer, columns, tuple(filter(None, (note, *reading.notes()))))
+    return Source(problems, None, scorer, columns, tuple(filter(None, (note, *reading.notes(), *unfit(scorer)))))
 
 
 def split(config: DataConfig, source: Source, longer: Longer | None = None) -> Dataset:

@@ -132,11 +132,11 @@ def said(text: str) -> str:
 
 
 def unit_of(text: str) -> tuple[str, str]:
-    """The number and the unit that end a text (`12 cm^2`); two empty texts if it ends otherwise."""
+    """The number, if it is all before it, and the unit that ends a text (`12 cm^2`); empty texts if it ends otherwise."""
     found = _UNIT.search(_bare(text)[-_LONGEST_UNIT:])
     if found is None or found[2] in _INFINITY or any(word in _FUNCTIONS + _GREEK for word in found[2].split()):
         return "", ""
-    return found[1], re.sub(r"[\s{}]", "", found[2].translate(_SUPERSCRIPTS)).casefold()
+    return "" if found.start() else found[1], re.sub(r"[\s{}]", "", found[2].translate(_SUPERSCRIPTS)).casefold()
 
 
 @functools.lru_cache(maxsize=64)
@@ -145,7 +145,7 @@ def _reference(answer: str) -> tuple[list[Any], str]:
     from math_verify import parse
 
     number, unit = unit_of(answer) if not expressions(answer) else ("", "")
-    gold = expressions(number) if number and _bare(answer).startswith(number) else []
+    gold = expressions(number) if number else []
     if gold:
         return gold, unit
     gold = expressions(answer) or expressions(claim_of(answer))
@@ -174,7 +174,7 @@ def equal(answer: str, completion: str) -> bool:
         number, other = unit_of(claim)
         if unit and other and unit != other:
             return False
-        found = expressions(number) if number and claim.strip().startswith(number) else []
+        found = expressions(number) if number else []
     if not found:
         if _DENIED.search(claim):
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ MISSING = object()
 def value_at(row: Any, name: str) -> Any:
     """The value of a column, or at a path into it; `MISSING` if there is none.
 
-    Dots lead into objects, and numbers into lists. A name that has dots itself comes first.
+    Dots lead into objects, and numbers into lists, also where a text holds them as JSON. A name with dots itself comes first.
     """
     while True:
         if isinstance(row, Mapping):
@@ -27,6 +28,9 @@ def value_at(row: Any, name: str) -> Any:
             if not (head.isascii() and head.isdigit()) or len(head) > 9 or int(head) >= len(row):
                 return MISSING
             row = row[int(head)]
+        elif isinstance(row, str) and isinstance(inside := _parsed(row), Mapping | list):
+            row = inside
+            continue
         else:
             return MISSING
         if not name:
@@ -35,7 +39,7 @@ def value_at(row: Any, name: str) -> Any:
 
 def may_lead_on(row: Mapping[str, Any], name: str) -> bool:
     """Whether a column of the row is the beginning of a path, and other rows may have a value there."""
-    return any(row[head] is None or isinstance(row[head], Mapping | list) for head in _heads(row, name))
+    return any(row[head] is None or isinstance(_parsed(row[head]), Mapping | list) for head in _heads(row, name))
 
 
 def _heads(row: Mapping[Any, Any], name: str) -> list[str]:
@@ -47,8 +51,25 @@ def names_of(row: Mapping[str, Any]) -> list[str]:
     """The names of a row's columns for a message; a column of objects by its paths."""
     names = []
     for name, value in row.items():
+        value = _parsed(value)
         names += [f"{name}.{field}" for field in value] if isinstance(value, Mapping) and value else [name]
     return names[:_MOST_NAMED] + ["…"] * (len(names) > _MOST_NAMED)
+
+
+def _parsed(value: Any) -> Any:
+    """What a text holds as JSON, if it is an object or a list; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def answer_of(value: Any) -> str:
+    """A value as a reference answer: as text, and a list of one text or number (`["2"]`, also as JSON) as that one."""
+    inside = _parsed(value)
+    only = inside[0] if isinstance(inside, list) and len(inside) == 1 else None
+    kinds = str if isinstance(value, str) else str | int | float  # a text [2] may be what has to be answered
+    return text_of(only if isinstance(only, kinds) and not isinstance(only, bool) else value)
 
 
 def text_of(value: Any) -> str:

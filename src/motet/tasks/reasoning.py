@@ -123,9 +123,34 @@ def build_scorer(spec: ScorerSpec) -> Callable[[Problem, str], float]:
             raise ValueError("this problem is not a row of the job's reasoning-gym data, so its scorer cannot grade it")
         dataset, entry = known
         tagged = _ANSWER_TAG.findall(completion)
-        return float(dataset.score_answer((tagged[-1] if tagged else completion).strip(), entry))
+        try:
+            return float(dataset.score_answer((tagged[-1] if tagged else completion).strip(), entry))
+        except MemoryError:
+            raise
+        except Exception as error:  # such as for words where numbers are expected: the answer is wrong
+            dataset.score_answer(entry["answer"], entry)  # which raises where no answer could be right
+            if not raised:
+                print(f"the scorer of {spec.task} raised {error!r} for an answer, which gets 0; this is said once")
+                raised.append(error)
+            return 0.0
 
+    raised: list[Exception] = []
     return score
+
+
+_UNFIT = {
+    "game_of_life_halting": "a constant answer earns most rewards",
+    "coin_flip": "a constant answer earns most rewards",
+    "puzzle24": "an answer that solves nothing earns the reward",
+    "list_functions": "its rows change when they are made again, so that its scorer does not know them",
+}
+"""Tasks of reasoning-gym 0.1 that cannot be learned, and why."""
+
+
+def unfit(spec: ScorerSpec | None) -> tuple[str, ...]:
+    """A note about data whose task cannot be learned; none for others."""
+    why = _UNFIT.get(spec.task) if spec else None
+    return (f"reasoning-gym:{spec.task} cannot be learned: {why}; take another task",) if spec and why else ()
 
 
 # --- scorers that would evaluate an answer as Python, which a tenant can make a model write ---------------------------------

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from motet.core.types import Message, Problem, TurnParts
-from motet.tasks.nested import text_of
+from motet.tasks.nested import answer_of
 
 FIRST_ROWS = 100
 """Rows that are looked at to see which columns all have."""
@@ -57,7 +57,7 @@ def ground_truth(problem: Problem, *, named: bool = False) -> Any:
     """
     row, model = problem.metadata, problem.metadata.get("reward_model")
     values = [model.get("ground_truth") if isinstance(model, Mapping) else None, row.get("ground_truth")]
-    found = (one for one in values if one is not None and (not named or text_of(one) == problem.answer))
+    found = (one for one in values if one is not None and (not named or answer_of(one) == problem.answer))
     return next(found, problem.answer)
 
 

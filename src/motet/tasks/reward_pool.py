@@ -128,11 +128,12 @@ class RewardPool:
 
     async def register(
         self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
-        columns: Sequence[str] | None = None,
+        columns: Sequence[str] | None = None, payer: str = "",
     ) -> None:  # fmt: skip
         """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used.
 
-        `columns` are those that every row has, where that is known; one may ask for no other.
+        `columns` are those that every row has, where that is known; one may ask for no other. `payer` is charged for it,
+        if that is another job.
         """
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
@@ -141,7 +142,7 @@ class RewardPool:
         for side in sorted(set(walled.values())):
             own = {index: rewards[index] for index in here if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side, columns)
-            others = self._may_start_another, self._most_waiting, functools.partial(self._charge, job)
+            others = self._may_start_another, self._most_waiting, functools.partial(self._charge, payer or job)
             groups.append(WorkerGroup(request, log, own, *others))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
         try:

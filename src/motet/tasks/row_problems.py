@@ -26,7 +26,7 @@ from motet.tasks.messages import (
     with_special_tokens,
     without_prompt,
 )
-from motet.tasks.nested import MISSING, may_lead_on, names_of, text_of, value_at
+from motet.tasks.nested import MISSING, answer_of, may_lead_on, names_of, text_of, value_at
 from motet.tasks.row_files import Row, RowLimits
 from motet.tasks.template_variables import ROW_VARIABLES, check_variables, variables_of
 
@@ -151,7 +151,7 @@ class Reading:
         columns = self.columns
         assert columns is not None  # the first rows are read
         own = self._asked_for(row, columns.answer, where) if columns.answer else ""
-        answer = text_of(own)
+        answer = answer_of(own)
         value: Any
         if config.template is not None:
             value = self._filled(row, where)
