@@ -133,7 +133,7 @@ def test_gradients_equal_plain_pytorch(algorithm: Preference, rows: list[Row], p
             [1.5, 0.5, 1.5],
         ),
         (Kto(beta=2), THUMBS, [1, 1, -1, -9, 0, 0], [2, -2, -2], [1, 1, 1]),
-        (Kto(beta=2), THUMBS[:1], [1, 1], [2], [1]),
+        (Kto(beta=2), THUMBS[:1], [1], [2], [1]),
     ],
     ids=["pairs", "ratings", "other answers got less likely", "no other answer"],
 )
@@ -150,6 +150,19 @@ def test_figures_by_hand(
     assert figures["loss"] == pytest.approx(losses.mean(), rel=1e-6)
     assert figures["accuracy"] == np.mean((np.sign(over) + 1) / 2)
     assert figures.get("margin") == (np.mean(over) if isinstance(algorithm, Dpo) else None)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "others"),
+    [([5, 8, 4], [1, 2, 0]), ([5, 5, 8, 8], [2, 2, 0, 0]), ([5, 8, 5], [1, 2, 1]), ([5, 5, 5], []), ([5], [])],
+)
+def test_the_reference_point_pairs_a_prompt_with_an_answer_to_another(prompts: list[int], others: list[int]) -> None:
+    """Rows of one prompt that are neighbours, as without shuffling: an answer to a prompt says nothing as its own."""
+    rows = [Row((example(prompt, 3, place),), place % 2 == 0) for place, prompt in enumerate(prompts)]
+    samples = Kto().batch(rows).samples[len(rows) :]
+    whole = [row.examples[0].token_ids.tolist() for row in rows]
+    assert [sample.token_ids[-3:].tolist() for sample in samples] == [whole[other][-3:] for other in others]
+    assert [sample.token_ids[:-3].tolist() for sample in samples] == [ids[:-3] for ids in whole[: len(others)]]
 
 
 @pytest.mark.parametrize(("algorithm", "rows"), [(Dpo(), PAIRS), (Kto(), THUMBS)], ids=str)

@@ -11,7 +11,7 @@ from pydantic import Field
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import Figures, Preference, RowLogprobs, sample_of, share_right, sigmoid, with_weights
 from motet.core.batch import Example, Row
-from motet.core.types import FloatArray
+from motet.core.types import FloatArray, IntArray
 
 
 class Kto(Preference):
@@ -19,6 +19,7 @@ class Kto(Preference):
 
     The reference point is the paper's: pair each prompt of the step with the answer to another one, and take how much likelier
     the policy finds these answers than the reference does. These pairs come after the step's answers; they are only scored.
+    The other one is the next row with another prompt; a step whose prompts are all equal has the point 0.
     """
 
     rows: ClassVar[str] = "thumb"
@@ -32,12 +33,12 @@ class Kto(Preference):
     """Factor of disliked answers. Choose the two to balance their numbers."""
 
     def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:
-        """The answers, then each prompt with as much of the next row's answer as fits."""
+        """The answers, then each prompt with as much of the answer to another one as fits."""
         examples = [row.examples[0] for row in rows]
         signs = [1.0 if row.liked else -1.0 for row in rows]
         answers = (sample_of(example, sign) for example, sign in zip(examples, signs, strict=True))
-        pairs = zip(examples, examples[1:] + examples[:1], strict=True)
-        others = (sample_of(_exchanged(*pair, positions)) for pair in pairs)
+        pairs = _others([_prompt(example).tobytes() for example in examples])
+        others = (sample_of(_exchanged(examples[row], examples[other], positions)) for row, other in pairs)
         return StepBatch((*answers, *others), float(len(rows)))
 
     def weighed(self, batch: StepBatch, scored: RowLogprobs) -> StepBatch:
@@ -55,10 +56,10 @@ class Kto(Preference):
     def _over(self, batch: StepBatch, scored: RowLogprobs) -> tuple[Figures, Figures]:
         """For each answer: its sign, and β · sign · (its gain over the reference − the reference point), [S]."""
         policy, reference = scored.sums(batch.samples)
-        n = len(batch.samples) // 2
+        n = int(batch.denominator)
         signs_S = np.array([_sign(sample.weights) for sample in batch.samples[:n]])
         gains = policy - reference
-        point = max(float(gains[n:].mean()), 0.0) if n > 1 else 0.0  # a single row is paired with its own answer
+        point = max(float(gains[n:].mean()), 0.0) if len(gains) > n else 0.0
         return signs_S, self.beta * signs_S * (gains[:n] - point)
 
     def _factors(self, signs_S: Figures) -> Figures:
@@ -70,9 +71,24 @@ def _sign(weights: FloatArray | None) -> float:
     return float(np.sign(weights.sum()))
 
 
+def _prompt(example: Example) -> IntArray:
+    return example.token_ids[: int(np.argmax(example.loss_mask))]
+
+
+def _others(prompts: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Each row with the next one around the step that has another prompt; none if all are equal."""
+    n = len(prompts)
+    last = next((row for row in range(n) if prompts[row] != prompts[(row + 1) % n]), None)
+    found: dict[int, int] = {}
+    for row in () if last is None else ((last - back) % n for back in range(n)):
+        after = (row + 1) % n
+        found[row] = after if prompts[row] != prompts[after] else found[after]
+    return sorted(found.items())
+
+
 def _exchanged(prompt_of: Example, answer_of: Example, positions: int | None) -> Example:
     """An example with the prompt of one and the answer of the other, of at most `positions` tokens."""
-    prompt, start = int(np.argmax(prompt_of.loss_mask)), int(np.argmax(answer_of.loss_mask))
-    ids = np.concatenate([prompt_of.token_ids[:prompt], answer_of.token_ids[start:]])
-    mask = np.concatenate([np.zeros(prompt, np.bool_), answer_of.loss_mask[start:]])
+    prompt, start = _prompt(prompt_of), len(_prompt(answer_of))
+    ids = np.concatenate([prompt, answer_of.token_ids[start:]])
+    mask = np.concatenate([np.zeros(len(prompt), np.bool_), answer_of.loss_mask[start:]])
     return Example(ids[:positions], mask[:positions])
