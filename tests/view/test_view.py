@@ -569,6 +569,15 @@ def test_sparkline_and_trend() -> None:
     assert evaluation_text([(0, 0.12), (4, 0.3), (8, 0.48)], ASCII) == "0.12 -> 0.48"
 
 
+def test_a_gain_that_chance_explains_has_no_colour() -> None:
+    for error, style in ((0.05, ""), (0.01, "bold green"), (math.nan, "bold green")):
+        sort = job("sort", JobState.SUCCEEDED, done=30, evaluations=[(0, 0.4), (30, 0.5)])
+        sort.errors = [error, error]
+        cells = summary_table([sort]).columns
+        (gain,) = (column for column in cells if column.header == "gain")
+        assert [(cell.plain, cell.style) for cell in gain.cells] == [("+0.10", style)]
+
+
 @pytest.mark.parametrize("width", range(20))
 def test_shortened_names_have_the_width(width: int) -> None:
     for name in ("adapter-with-a-long-name", "東京の長い名前です東京", "short"):

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from motet.core.types import JobState
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.evaluations import CHANCE
 from motet.runtime.held_out import named_best, newest_commit, recommended, rule_text
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import OVER_SEEDS, Setting, settings
@@ -258,12 +259,13 @@ def _ended_cells(
     errors = {version: error for (version, _), error in zip(job.evaluations, job.errors, strict=False)}
     error = errors.get(taken[0], math.nan) if taken else math.nan
     half = f" {glyphs.plus_minus}{error:.2f}" if math.isfinite(error) else ""
+    chance = CHANCE * math.hypot(error, *job.errors[:1])
     return {
         "state": Text(job.state.value, style=STATE_STYLES[job.state]),
         "steps": Text(f"{job.step}/{job.steps}"),
         "reward": _change(_ends(job.rewards), glyphs),
         "held-out": Text(held_out_text(job.evaluations, taken, glyphs, half)),
-        "gain": _gain([job.evaluations[0][1], taken[1]] if job.evaluations and taken and taken[0] else []),
+        "gain": _gain([job.evaluations[0][1], taken[1]] if job.evaluations and taken and taken[0] else [], chance),
         "tokens": Text(count_text(job.tokens)),
         "time": Text(duration_text(ran)),
     }
@@ -283,11 +285,12 @@ def _change(values: Sequence[float], glyphs: Glyphs) -> Text:
     return Text(f"{reward_text(values[0])}{glyphs.to}{reward_text(values[-1])}")
 
 
-def _gain(values: Sequence[float]) -> Text:
+def _gain(values: Sequence[float], chance: float = 0.0) -> Text:
+    """From the first to the last value; without a colour where chance explains it."""
     if len(values) < 2 or len(finite([values[0], values[-1]])) < 2:
         return Text()
     gain = round(values[-1] - values[0], 2) + 0.0
-    return Text(f"{gain:+.2f}", style="bold green" if gain > 0 else "red" if gain < 0 else "")
+    return Text(f"{gain:+.2f}", style="" if abs(gain) <= chance else "bold green" if gain > 0 else "red")
 
 
 def _taken(job: JobProgress, run: Path | None) -> tuple[int, float] | None:
