@@ -5,6 +5,7 @@ Jobs of today's rules go on to the bytes that they would have had; others are re
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from digests import processor
 from motet.commands.cli import app
 from motet.commands.verify import verify
 from motet.config.jobfile import load_jobs
@@ -22,7 +24,7 @@ from motet.hosting.running import run_config
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.view.results import RunResult
-from tests.support.earlier import COMMITS, OTHER_RULES, unpack
+from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 
 pytestmark = pytest.mark.bits
 
@@ -90,6 +92,26 @@ def test_its_receipts_are_compared_with_what_is_here(
     assert ("half: data/train is not what it was" in shown()) != other
 
 
+@pytest.mark.parametrize("project", [SAME_RULES], indirect=True)
+def test_jobs_of_todays_rules_go_on_to_the_bytes_that_they_would_have_had(project: Path) -> None:
+    """Wherever a job says that it is exact; elsewhere than where it began, it may say that it is not."""
+    before, known = {name: identity(project, name) for name in JOBS}, KNOWN[SAME_RULES]
+    result = go_on(project, accept_changes=True)
+    assert {name: job.state for name, job in result.jobs.items()} == dict.fromkeys(JOBS, JobState.SUCCEEDED)
+    for name in ("half", "pairs"):
+        now = identity(project, name)
+        as_there = all(now[one] == before[name][one] for one in ("versions", "kernels", "device"))
+        assert bool(result.jobs[name].inexact) != as_there
+    if known["processor"] == processor():
+        exact = {place for place in known["adapters"] if not result.jobs[place.partition("/")[0]].inexact}
+        kept = {place for place in exact if (project / "run" / place / ADAPTER_WEIGHTS).is_file()}
+        assert {f"{name}/versions/v10" for name in ("half", "pairs")} & exact <= kept
+        files = {place: (project / "run" / place / ADAPTER_WEIGHTS).read_bytes() for place in kept}
+        found = {place: hashlib.sha256(content).hexdigest() for place, content in files.items()}
+        assert found == {place: known["adapters"][place] for place in kept}
+    assert verify(project / "run", None) == 0
+
+
 @pytest.mark.parametrize("project", OTHER_RULES, indirect=True)
 def test_jobs_of_other_rules_are_refused_and_go_on_as_inexact_where_that_is_accepted(
     request: pytest.FixtureRequest, project: Path
@@ -123,3 +145,13 @@ def test_steps_of_other_rules_are_trained_again_by_their_motet_alone(
     why = CliRunner().invoke(app, words).exception
     assert isinstance(why, RunError)
     assert f"version 1 of done was trained by Motet 0.1.0 with rules {rules_of(request)}, and this is Motet" in str(why)
+
+
+@pytest.mark.parametrize("project", [SAME_RULES], indirect=True)
+def test_its_steps_are_derived_again_by_a_motet_in_another_place(project: Path) -> None:
+    words = ["replay", str(project / "jobs.yaml"), "done@0..2", "--set", f"run={project / 'run'}"]
+    shown = CliRunner().invoke(app, words)
+    as_there = not re.search(r"(kernels|device|versions\.\w+): was", shown.output)
+    if KNOWN[SAME_RULES]["processor"] == processor() and as_there:
+        assert "done, versions 1 to 2: the same bytes, and the same rollouts" in shown.output, shown.output
+    assert re.search("the runs first differ in step|the same bytes, and the same rollouts", shown.output), shown.output

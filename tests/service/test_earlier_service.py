@@ -22,7 +22,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredRace
 from motet.service.jobs.handover import in_turn
 from tests.support.database import person, queued
-from tests.support.earlier import COMMITS, FIRST, KNOWN, OTHER_RULES, unpack
+from tests.support.earlier import COMMITS, FIRST, KNOWN, OTHER_RULES, SAME_RULES, unpack
 from tests.support.service_run import Service, serving
 
 pytestmark = pytest.mark.bits
@@ -126,6 +126,26 @@ def says_so(message: str, number: int) -> None:
     now = f"this is Motet {version('motet')} with rules {RULES}: "
     assert message.startswith(f"paused: it was trained by Motet 0.1.0 with rules {number}, and {now}")
     assert message.endswith("resume it to continue by the rules of this one, as inexact, or cancel it")
+
+
+@pytest.mark.parametrize("commit", [SAME_RULES], indirect=True)
+def test_its_jobs_go_on(commit: str, service: Service) -> None:
+    service.become(KNOWN[commit]["keys"]["acme"])
+    assert service.ended("half") == "succeeded", service.job("half")
+    assert service.ended("queued") == "succeeded", service.job("queued")
+    assert service.steps("half") == list(range(service.job("half")["steps"] + 1))
+    assert {name: service.job(name)["state"] for name in ("done", "cancelled")} == {
+        "done": "succeeded", "cancelled": "cancelled",
+    }  # fmt: skip
+    service.become(KNOWN[commit]["keys"]["globex"])
+    step = service.job("paused")["step"]
+    assert service.job("paused")["state"] == "paused"
+    service.steer("paused", "resume")
+    service.reaches("paused", step + 1)
+    service.steer("paused", "cancel")
+    assert service.ended("paused") == "cancelled"
+    for job in (service.directory / "run").glob("job-*"):
+        assert verify(job) == 0, job
 
 
 @pytest.mark.parametrize("commit", OTHER_RULES, indirect=True)
