@@ -205,6 +205,12 @@ CASES: dict[str, Case] = {
         "counts without a reward, and self.reward where it has neither that nor step",
         ("completions, **columns", "[float(one == '4') for one in completions]"),
     ),
+    "the state of TRL": case(
+        ("problem, completion, trainer_state=None", "1.0"),
+        r"takes trainer_state, which functions of TRL's form get, with completions; leave it out, or write def "
+        r"reward\(completions, trainer_state, \*\*kwargs\)",
+        ("completions, trainer_state=None, **kwargs", "[float(one == '4') for one in completions]"),
+    ),
     "no answers": case(
         ("problem, completion", "1.0"),
         "reward 'exact' compares with a reference answer, .*; name its column in data.answer",
