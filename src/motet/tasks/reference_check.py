@@ -35,7 +35,8 @@ async def note(
     pool: RewardPool, job: str, rewards: Sequence[RewardConfig], data: Dataset, named: str | None
 ) -> list[str]:
     """As `check`, by Motet's own rewards alone, on a few rows and for ten seconds."""
-    kept = [reward for reward in rewards if reward.weight and _reads_reference(reward)]
+    hear = ("exact", "contains")  # whatever the reference is, so that no process is started for them
+    kept = [reward for reward in rewards if reward.weight and _reads_reference(reward) and reward.name not in hear]
     kept = [reward.model_copy(update={"cpu_seconds": min(reward.cpu_seconds, 1.0)}) for reward in kept]
     return await _asked(pool, job, rewards, kept, data, named, NOTED)
 
