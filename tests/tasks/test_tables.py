@@ -167,9 +167,10 @@ def test_json_columns_hold_what_was_written(tmp_path: Path, form: str) -> None:
     cells = pyarrow.array(JSON_CELLS, pyarrow.json_())
     wanted = list(JSON_CELLS.values())
     if form == "lists":
-        cells = pyarrow.ListArray.from_arrays(range(len(JSON_CELLS) + 1), cells)
+        twice = pyarrow.array([cell for cell in JSON_CELLS for _ in range(2)], pyarrow.json_())
+        cells = pyarrow.ListArray.from_arrays(range(0, len(twice) + 1, 2), twice)
         texts = {"007", "1.50", "-", "NaN", "-Infinity", "9" * 5000}
-        wanted = [json.dumps([cell if cell in texts else json.loads(cell)]) for cell in JSON_CELLS]
+        wanted = [json.dumps([cell if cell in texts else json.loads(cell)] * 2) for cell in JSON_CELLS]
     table = pyarrow.table({"prompt": list(map(str, range(len(JSON_CELLS)))), "answer": cells})
     source: Any = tmp_path / "rows.parquet"
     if form == "parquet":
