@@ -38,9 +38,6 @@ class LaunchConfig(Config):
     requests, and requests wait for training."""
     tensor_parallel: int = Field(1, ge=1, le=1024)
     """Number of GPUs over which a server splits the base, for one that is too large for one."""
-    max_cpu_loras: int = Field(0, ge=0, le=10**5)
-    """Versions to keep in memory; 0 takes as many as the jobs can need at a time. Operators of a service raise it for tenants
-    whose `max_off_policy_steps` is above 4."""
     max_rank: int = Field(0, ge=0, le=10**5)
     """Largest rank; 0 takes the largest rank of the jobs. Operators of a service set it for each base by its memory."""
     args: list[str] = []
@@ -75,10 +72,9 @@ class RolloutConfig(Config):
     tolerance: float | None = Field(None, gt=0)
     """Largest mean difference between the logprobs of server and trainer for the probe at each publish. By default 0.005 in
     float32 and 0.2 in bfloat16. For bases that a server computes otherwise, such as quantised ones."""
-    publish_seconds: float = Field(60.0, gt=0)
-    """Time for a server to load a version before the publish of that job fails. For large adapters on slow file systems."""
     patience_seconds: float = Field(600.0, gt=0)
-    """Time that jobs wait while no server answers, and time for a server to start. Raise it for large bases."""
+    """Time that jobs wait while no server answers, and time for a server to start. A tenth of it, but at least a minute, is the
+    time to load a version. Raise it for large bases, and for large adapters on slow file systems."""
     api_key_env: str | None = None
     """The environment variable with the key of the servers, if they ask for one."""
     ca_file: str | None = None

@@ -13,7 +13,7 @@ from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import PRIORITIES
 from motet.config.observer import Observers
-from motet.config.rollout import OF_SAMPLING, VERSIONS_BESIDES, RolloutConfig, check_effect
+from motet.config.rollout import OF_SAMPLING, RolloutConfig, check_effect
 from motet.config.urls import check_safe_url
 from motet.core.section import Config, named
 
@@ -300,8 +300,7 @@ class ServiceConfig(Config):
         launch = host.rollout.launch
         if launch is None:
             return Largest(usual_rank=self.limits.rank)
-        lag = launch.max_cpu_loras // host.engine.slots - VERSIONS_BESIDES if launch.max_cpu_loras else _USUAL_LAG
-        return Largest(launch.max_rank or self.limits.rank or _USUAL_RANK, max(lag, 0))
+        return Largest(launch.max_rank or self.limits.rank or _USUAL_RANK, _USUAL_LAG)
 
 
 def _with_shared(base: Any, tree: Mapping[str, Any]) -> Any:

@@ -47,6 +47,10 @@ LEFT: Mapping[str, Mapping[str, Left]] = {
         "dtype": Left('write `args: ["--dtype", "bfloat16"]`', idle=("auto",)),
         "max_positions": Left('write `args: ["--max-model-len", "4096"]`, for SGLang `--context-length`', idle=(0,)),
         "max_loras": Left('write `args: ["--max-loras", "8"]`, for SGLang `--max-loras-per-batch`', idle=(0,)),
+        "max_cpu_loras": Left(
+            'write `args: ["--max-cpu-loras", "64"]`, for SGLang `--max-loaded-loras`; a service whose jobs have '
+            "max_off_policy_steps above 4 names servers of its own in rollout.urls", idle=(0,),
+        ),
         "lora_backend": Left('write `args: ["--lora-backend", "csgmv"]`', idle=("triton",)),
         "stream_interval": Left(
             'write `args: ["--stream-interval", "16"]`', idle=(8,), ignored="rollout.launch.stream_interval"
@@ -71,6 +75,10 @@ LEFT: Mapping[str, Mapping[str, Left]] = {
         "health_seconds": Left(
             "servers are asked every 5 s, or more often with a rollout.patience_seconds below 60", idle=(5,),
             ignored="rollout.health_seconds",
+        ),
+        "publish_seconds": Left(
+            "a version has a tenth of rollout.patience_seconds to load, but at least a minute", idle=(60,),
+            ignored="rollout.publish_seconds",
         ),
         "verify_tls": Left("name the certificates to trust in rollout.ca_file", idle=(True,)),
     },

@@ -88,7 +88,8 @@ def build_servers(
         ConfigError: the settings cannot work for these jobs.
     """
     check_settings(config)
-    clocks = Clocks(health=min(Clocks.health, config.patience_seconds / 12), load=config.publish_seconds)
+    patience = config.patience_seconds
+    clocks = Clocks(health=min(Clocks.health, patience / 12), load=max(Clocks.load, patience / 10))
     dialect, headers, verify = DIALECTS[config.engine], _headers(config), trust(config)
     usual = MEMORY if MEMORY.is_dir() else Path(gettempdir())
     directory = Path(os.path.expanduser(config.directory)) if config.directory else usual
@@ -100,9 +101,7 @@ def build_servers(
         for started in launched(info, model, config, config.launch, wanted, log_directory, part):
             replicas.append(Replica(started.url, dialect, clocks, {"Authorization": f"Bearer {started.key}"}))
             processes[started.url] = started.process
-    bounds = ServerLimits(
-        config.rows, info.vocabulary, info.max_positions, wanted, tolerance(config, info), config.patience_seconds
-    )
+    bounds = ServerLimits(config.rows, info.vocabulary, info.max_positions, wanted, tolerance(config, info), patience)
     decode: Callable[[list[int]], str] = lambda tokens: info.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     if config.publish_by == "tensors":
         _hand_out(files.directory, replicas)
@@ -151,7 +150,7 @@ def launched(
             rows=config.rows,
             positions=info.max_positions,
             loras=min(wanted.adapters, _MOST_LORAS),
-            cpu_loras=launch.max_cpu_loras or wanted.versions,
+            cpu_loras=wanted.versions,
             rank=rank,
             targets=tuple(sorted({path.rpartition(".")[2] for path in info.linears})),
             on_cpu=on_cpu(info, launch),

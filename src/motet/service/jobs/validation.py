@@ -173,14 +173,14 @@ def _check_no_code(section: Any, path: str, known: Collection[str]) -> None:
 def check_room(config: JobConfig, allowed: Allowed, base: str) -> None:
     """Check that the servers of a base take the job's adapter. Raises ConfigError if they do not."""
     largest = allowed.largest.get(base, ANY_SIZE)
-    for name, wanted, most, setting in (
-        ("adapter.rank", rank_of(config), largest.rank, "max_rank"),
-        ("algorithm.max_off_policy_steps", config.algorithm.lag, largest.lag, "max_cpu_loras"),
+    for name, wanted, most, cure in (
+        ("adapter.rank", rank_of(config), largest.rank, "sets rollout.launch.max_rank"),
+        ("algorithm.max_off_policy_steps", config.algorithm.lag, largest.lag, "names other servers in rollout.urls"),
     ):
         if most is not None and wanted > most:
             raise ConfigError(
                 f"{name}: {wanted} is more than {most}, the most that the servers of its base were started for; whoever runs "
-                f"the service sets rollout.launch.{setting}"
+                f"the service {cure}"
             )
 
 
