@@ -191,7 +191,7 @@ def test_versions_are_fetched_into_the_memory_of_the_server(
     assert max(line["logprob_gap"] for line in records(tmp_path / "run", "fetched") if line.get("tokens")) < FLOAT32_GAP
     assert not any("from files" in note for note in result.notes)
     log = (place / "server-0.log").read_text()
-    given = re.findall(r"Loaded new LoRA adapter: name 'fetched\.[^']*-v(\d)', path '([^']*)'", log)
+    given = re.findall(r"Loaded new LoRA adapter: name 'fetched\.\w+\.\d+\.\d+-v(\d)', path '([^']*)'", log)
     assert [version for version, _ in given] == ["0", "1", "2"]
     assert all(path.startswith(f"{PREFIX}http://127.0.0.1:") and not Path(path).exists() for _, path in given)
 
