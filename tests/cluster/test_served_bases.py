@@ -74,7 +74,9 @@ def service(server: BaseServer, twin: Path, tmp_path_factory: pytest.TempPathFac
     """The small base samples itself, its twin has the server."""
     place = tmp_path_factory.mktemp("served")
     bases = {"small": "small", "twin": {"base": str(twin), "rollout": rollout(server, place / "versions")}}
-    (place / "bases.yaml").write_text(yaml.safe_dump({"engine": {**ENGINE, **SAMPLING}, "bases": bases}))
+    # without a limit on steps nobody measures how fast the server is
+    given = {"engine": {**ENGINE, **SAMPLING}, "bases": bases, "limits": {"step_tokens": None}}
+    (place / "bases.yaml").write_text(yaml.safe_dump(given))
     with serving(place / "service", "--config", str(place / "bases.yaml"), base=None) as found:
         found.until(lambda: not found.ask("GET", "/readyz")["message"])
         yield found
