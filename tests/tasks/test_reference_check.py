@@ -70,6 +70,11 @@ def test_reward_that_does_not_hear_its_reference_is_told_by_check_and_by_a_note(
     assert told({"name": "grader", "args": args}) == told({"name": "grader", "args": args}, note=True) == expected
 
 
+def test_pattern_that_wants_more_than_the_reference_is_not_told() -> None:
+    pattern = {"name": "regex", "args": {"pattern": r"\w.* {answer}\.", "full": True}}
+    assert told(pattern, answers=("XUI", "WHZ")) == told(pattern, answers=("XUI", "WHZ"), note=True) == []
+
+
 def test_reward_that_pays_a_nonsense_answer_is_told() -> None:
     args = {**GRADER, "operation": "ne", "reference": "{{item.answer}}"}
     (found,) = told({"name": "grader", "args": args}, {"name": "math", "weight": 0.1}, answers=("4", "5"))[:1]

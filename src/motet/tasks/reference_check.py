@@ -21,6 +21,8 @@ WRONG = "xyzzy"
 CHECKED, NOTED = 24, 8
 """Most rows that `motet check` asks about, and those of a note on a job."""
 _NOTED_SECONDS = 10.0
+_FORMED = "regex"
+"""The reward whose pattern says what stands around the reference."""
 
 
 async def check(
@@ -86,11 +88,12 @@ async def _asked(
         if reads:  # a box is for mathematics
             part = slice(None, None, 1 if reward.name == "math" or len(outcomes[0]) < 3 else 2)
             given = [[outcome.parts.get(label) for outcome in row[part]] for row in outcomes]
-            told += _told(f"the reward {label}", rows, given, outcomes)
+            told += _told(f"the reward {label}", rows, given, outcomes, formed=reward.name == _FORMED)
     if (mine or len(kept) > 1) and len(kept) == sum(bool(reward.weight) for reward in rewards):
         weights = [reward.weight for reward in kept]
         sums = [[_sum(outcome.parts, labels, weights) for outcome in row] for row in outcomes]
-        told += _told("the sum of the rewards" if len(kept) > 1 else f"the reward {labels[0]}", rows, sums, outcomes)
+        who = "the sum of the rewards" if len(kept) > 1 else f"the reward {labels[0]}"
+        told += _told(who, rows, sums, outcomes, formed=any(reward.name == _FORMED for reward in kept))
     return told
 
 
@@ -105,8 +108,13 @@ def _told(
     rows: Sequence[Problem],
     given: Sequence[Sequence[float | None]],
     outcomes: Sequence[Sequence[ScoreOutcome]],
+    *,
+    formed: bool,
 ) -> list[str]:
-    """Sentences about what a reward gave to the reference as text, the reference in a box, and the wrong text."""
+    """Sentences about what a reward gave to the reference as text, the reference in a box, and the wrong text.
+
+    With `formed`, the reward wants more around the reference, so that it may give 0 to the reference alone.
+    """
     deaf, fooled, failing = list[Problem](), list[float](), list[tuple[Problem, str]]()
     for problem, values, row in zip(rows, given, outcomes, strict=False):
         *right, wrong = values
@@ -121,7 +129,7 @@ def _told(
             fooled.append(wrong)
     n = len(given)
     told = []
-    if deaf:
+    if deaf and not formed:
         told.append(f"{who} gives the reference answer 0 in {len(deaf)} of {n} rows, as {deaf[0].answer!r:.80}")
     if fooled:
         told.append(f"{who} gives the nonsense answer {WRONG!r} {fooled[0]:g} in {len(fooled)} of {n} rows")
