@@ -97,11 +97,11 @@ class Handover:
                     self._recorder.record_state(job.id, state, why)
                 elif (missing := self._bases.missing(job.base)) is not None:
                     self._wait(job, missing)
-                elif not self._asks_owner(job):
+                else:
                     whose = job.tenant_id, self._bases.of(job.base)
                     if whose not in rooms:
                         rooms[whose] = hosts.room(*whose)
-                    if (room := rooms[whose]) is None or given[whose] <= room:
+                    if ((room := rooms[whose]) is None or given[whose] <= room) and not self._asks_owner(job):
                         if (rule := rules.get(job.tenant_id)) is None:
                             rule = rules[job.tenant_id] = self._enforcer.rule_with_job(job)
                         messages.append(self.message(job, rule, first_steps.get(job.id, 0)))
