@@ -112,9 +112,8 @@ def check_config(config: RunConfig, rollouts: int, *, ask: bool = False) -> bool
         for note in [*host.workshop.notes[len(base.info.notes) :], *notes_of(jobs)]:
             console.print(f"note: {note}", soft_wrap=True)
         try:
-            head: Any = getattr(
-                getattr(base, "here", base), "head", None
-            )  # of a base that ranks alone load, none is here
+            here: Any = getattr(base, "here", base)  # None if ranks alone load the base
+            head: Any = getattr(here, "head", None)
             for job in () if head is None else jobs:
                 if unsaid := never_said(job.chat, job.data.train, head.twins):
                     console.print(f"job {job.name}: {unsaid}", style="red", highlight=False, soft_wrap=True)

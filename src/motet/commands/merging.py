@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Additional files of a base that reads images; the written model needs them too."""
-
-
 _WRITTEN_ANEW = frozenset({
     "dtype", "torch_dtype", "transformers_version", "quantization_config", "compression_config", "auto_map",
 })  # fmt: skip
