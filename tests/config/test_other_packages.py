@@ -48,6 +48,21 @@ def test_settings_on_the_page_exist() -> None:
         assert path in FIELDS, path
 
 
+def test_defaults_are_those_of_the_page() -> None:
+    told = {row[0]: row[1] for row in _rows(_section(PAGE, "Defaults that differ"))}
+    job = JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": "exact"})
+    optimizer, adapter = job.optimizer, job.adapter
+    assert told["learning rate"] == f"`{optimizer.lr}`, {optimizer.schedule}"
+    assert told["AdamW's betas"] == ", ".join(map(str, optimizer.betas))
+    assert told["weight decay"] == f"{optimizer.weight_decay:g}"
+    assert told["clip above"] == f"{job.rl.clip_high:g}"
+    assert told["adapter"] == f"rank {adapter.rank}, alpha {adapter.alpha:g}, all linear layers"
+    assert adapter.target_modules == "all-linear"
+    assert told["answers"] == f"{job.sampling.max_tokens} tokens"
+    assert (told["KL penalty"], job.rl.kl.coef) == ("none", 0)
+    assert (told["advantage"], job.rl.advantage) == ("/ deviation of the group", "grpo")
+
+
 @pytest.mark.parametrize("kind", ["grpo", "centered", "rloo"])
 def test_advantages_of_a_group_are_those_of_the_page(kind: AdvantageKind) -> None:
     heading = "The same group in six packages"
