@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -104,9 +105,7 @@ def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
 
     texts = (completion[-1]["content"] for completion in completions)
     last = ([*re.findall(r"(?<![\w.)])-?\d+|\d+", text.replace(",", ""))][-1:] for text in texts)
-    return [
-        float(bool(number) and int(number[0]) == int(wanted)) for number, wanted in zip(last, answer, strict=True)
-    ]
+    return [float(bool(number) and int(number[0]) == int(wanted)) for number, wanted in zip(last, answer, strict=True)]
 
 
 def trained_by_trl(directory: Path, seed: int, model: Path) -> Path:
@@ -163,7 +162,7 @@ def main() -> None:
     print(json.dumps(found, indent=1)[:4000])
     rewards = [json.loads((out / "rewards.json").read_text()) for out in theirs]
     print("TRL, mean reward of the last five steps:", [round(fmean(line[-5:]), 3) for line in rewards])
-    print("seconds of Motet (all at once) and TRL (in turn):", [round(b - a) for a, b in zip(seconds, seconds[1:])])
+    print("seconds of Motet (all at once) and TRL (in turn):", [round(b - a) for a, b in itertools.pairwise(seconds)])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from motet.commands.listening import bound
 from motet.commands.serve import application
 from motet.core.errors import ConfigError
 from motet.process.importable import of_python
-from motet.process.supervised import GAVE_UP
 from motet.service.settings import Settings
 from tests.conftest import ROOT
 from tests.support.commands import NOBODY, Motet, says
@@ -141,8 +140,7 @@ def _blocks(kind: str) -> list[str]:
 
 def test_the_pages_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     (unit,) = _blocks("ini")
-    given_up = f"RestartPreventExitStatus={GAVE_UP}"
-    assert {"Restart=on-failure", given_up, "KillMode=process"} <= set(unit.splitlines())
+    assert {"Restart=on-failure", "KillMode=process"} <= set(unit.splitlines())
     if (analyze := shutil.which("systemd-analyze")) is None:
         pytest.skip("systemd-analyze is not there")
     here = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit, flags=re.M).replace("User=motet", "User=root")

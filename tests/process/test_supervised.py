@@ -17,8 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.core.device import Device
-from motet.process.alive import DeviceWatch, Pulse
-from motet.process.supervised import GAVE_UP
+from motet.process.alive import DeviceWatch, Pulse, Restarts
 from tests.support.waiting import PATIENCE
 
 SERVER = """
@@ -103,8 +102,20 @@ def test_a_child_that_dies_is_started_again_with_its_sockets(program: Supervised
     program.says(b"7")  # the port is the same, and was never closed
     assert program.hears("said") == "the child ended with exit status 7: it is started again"
     os.kill(program.child(first=False), signal.SIGSEGV)
-    assert program.hears("said").endswith("3 times within 60 s: motet stops; start it again")
-    assert program.process.wait(PATIENCE) == GAVE_UP
+    assert program.hears("said").endswith(": it is started again in 1 s")
+    os.kill(program.child(first=False), signal.SIGKILL)
+    assert program.hears("said").endswith(": it is started again in 2 s")
+    os.kill(program.child(first=False), signal.SIGKILL)
+    assert program.hears("said").endswith(": it is started again in 4 s")
+    program.process.terminate()  # while there is no child
+    assert program.process.wait(PATIENCE) == 0
+
+
+def test_a_process_that_ends_again_and_again_stays_away_for_longer_and_longer() -> None:
+    restarts = Restarts()
+    assert [restarts.wait(0.1) for _ in range(10)] == [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert restarts.wait(61.0) == 0.0, "it worked for a minute"
+    assert [restarts.wait(float("-inf")) for _ in range(3)] == [0, 1, 2], "it was never ready"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import pytest
 
 import motet
@@ -71,6 +73,19 @@ def test_answers_are_those_of_the_document(service: Service, tmp_path: Path) -> 
     assert asked.faults == {}, told(asked)
     assert asked.total >= 125
     assert {status // 100 for _, status in asked.statuses} == {2, 4}
+
+
+@pytest.mark.parametrize(("trusted", "address"), [("", "127.0.0.1"), ("127.0.0.1", "198.51.100.7")])
+def test_an_address_that_a_client_writes_itself_counts_only_where_the_operator_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: str, address: str
+) -> None:
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    with serving(tmp_path / "served", ready=False) as service, httpx2.Client() as client:
+        client.get(f"{service.url}/v1/models", headers={"X-Forwarded-For": "198.51.100.7"})
+        last = (service.directory / "access.log").read_text(encoding="utf-8").splitlines()[-1]
+        assert json.loads(last)["address"] == address
 
 
 @pytest.mark.soak

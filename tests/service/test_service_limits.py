@@ -571,6 +571,14 @@ def test_a_bucket_lets_a_burst_through_and_then_so_many_a_second() -> None:
         assert {RateLimit(open_to).wait("a") for _ in range(1000)} == {0}
 
 
+def test_whoever_ends_the_http_process_gains_no_requests() -> None:
+    clock = [0.0]
+    rate = RateLimit(RateConfig(requests_per_second=2, burst=30), lambda: clock[0], restarted=True)
+    assert [rate.wait("a") for _ in range(3)] == [0, 0, 1], "what a second brings"
+    clock[0] = 100.0
+    assert [rate.wait("a") for _ in range(31)] == [0] * 30 + [1]
+
+
 def test_one_request_may_take_as_much_as_a_burst_in_advance() -> None:
     clock = [0.0]
     rate = RateLimit(RateConfig(requests_per_second=2, burst=3), lambda: clock[0])

@@ -23,13 +23,12 @@ from motet.agents import episode_messages as e
 from motet.cluster import messages as m
 from motet.cluster.charged import Bill, Charged
 from motet.core.errors import ConfigError, EngineError, HostGone, MotetError
-from motet.process.alive import LONG_SILENT, SILENT, LifeSigns
+from motet.process.alive import LONG_SILENT, SILENT, LifeSigns, Restarts
 from motet.process.channel import Alive, Child
 
 _log = logging.getLogger(__name__)
 
-_QUICK_SECONDS = 10.0
-_LONGEST_WAIT = 60.0
+_OF_USE_SECONDS = 10.0
 _STOP_SECONDS = 120.0
 NO_ANSWER = "the engine does not answer"
 CLOSE_SECONDS = 60.0
@@ -117,14 +116,14 @@ class HostLink:
         self._keys = itertools.count(secrets.randbits(32) << 20)  # different from keys of an earlier service
         self._stopped, self._closing = asyncio.Event(), asyncio.Event()
         self._ready_since, self.ready = math.inf, False
-        self._signs = LifeSigns()
+        self._signs, self._restarts = LifeSigns(), Restarts()
         self.heard_at = -math.inf
         """Monotonic time of the last message; a loading process sends none until it is ready."""
         self.failure = ""
         """Why it is not available, for a person."""
-        self.away = ""  # why it answers no questions although it runs: its servers are away
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
+        self.away = ""  # why it answers no questions although it runs: its servers are away
         self.progress: dict[str, m.JobStanding] = {}
         self.prepared: Mapping[str, int] = {}  # bytes of rows, by tenant
         self.device: dict[str, float] = {}
@@ -225,7 +224,6 @@ class HostLink:
             await asyncio.gather(self._keeping, return_exceptions=True)
 
     async def _keep(self) -> None:
-        quick = 0
         while not self._closing.is_set():
             self._ready_since = math.inf
             try:
@@ -236,16 +234,15 @@ class HostLink:
                 _log.exception("the engine could not be kept")
             finally:
                 await self._clean_up()
-            quick = 0 if time.monotonic() - self._ready_since > _QUICK_SECONDS else quick + 1
             if not self._closing.is_set():
-                await self._back_off(quick)
+                await self._back_off(time.monotonic() - self._ready_since)
 
-    async def _back_off(self, quick: int) -> None:
-        """Before it is started again: not at all the first time, then longer and longer."""
-        seconds = 0.0 if quick <= 1 else min(2.0 ** (quick - 2), _LONGEST_WAIT)
-        self.hopeless = self.hopeless or quick > 1
-        if quick > 1 and not self.failure:
-            self.failure = f"the engine ended {quick} times right after it was started; see {self.log.name}"
+    async def _back_off(self, worked: float) -> None:
+        """Before it is started again, after it worked for so many seconds."""
+        seconds = self._restarts.wait(worked)
+        self.hopeless = self.hopeless or (self._restarts.quick > 1 and worked < _OF_USE_SECONDS)
+        if seconds and not self.failure:
+            self.failure = f"the engine ended {self._restarts.quick} times, each within a minute; see {self.log.name}"
         _log.warning("%s; it is started again in %g s", self.failure or f"the engine {self._how}", seconds)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)

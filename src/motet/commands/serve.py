@@ -91,7 +91,8 @@ def serve(
         from motet.service.settings import Settings
 
         settings = Settings(
-            base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions, public_url=public
+            base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions,
+            public_url=public, restarted=not heart.first,
         )  # fmt: skip
         app = application(settings)
         if heart.first and not heard:
@@ -214,9 +215,8 @@ async def _run(
     sys.setswitchinterval(_SWITCH_SECONDS)
     connections = Connections(service.settings.config.http, raise_open_files(), service.access.charge)
     options: dict[str, Any] = {"http": connections.protocol, "ws": "none", "backlog": connections.backlog}
-    server = Server(
-        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options)
-    )  # fmt: skip
+    options["proxy_headers"] = bool(os.environ.get("FORWARDED_ALLOW_IPS"))  # else anybody here writes its address
+    server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_SECONDS, **options))
     looking = asyncio.create_task(_look_for_wall(lambda: server.should_exit or not heart.first))
     await server.serve(list(sockets))
     looking.cancel()

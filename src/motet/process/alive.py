@@ -23,6 +23,7 @@ LONG_SILENT = 120
 
 As well for signs that come over a network, which may be away for a while.
 """
+_WORKED_SECONDS, _LONGEST_WAIT = 60.0, 60.0
 _IDLE_SHARE = 0.01
 """Of a second: a thread that computes gets more, also beside many others."""
 
@@ -52,6 +53,23 @@ class Pulse:
             still, self._turned = 0 if self._turned else still + 1, False
             self._say(still if self._judged else None)
             time.sleep(BEAT_SECONDS)
+
+
+class Restarts:
+    """How long a process that ended again and again stays away, so that what ends it is no end of a service.
+
+    It is started again twice at once, then after 1 s, and each time twice as long, up to a minute. One that worked for a
+    minute begins anew.
+    """
+
+    def __init__(self) -> None:
+        self.quick = 0
+        """Ends in a row, each within a minute."""
+
+    def wait(self, worked: float) -> float:
+        """Seconds before it is started again, after it worked for so many."""
+        self.quick = 1 if worked >= _WORKED_SECONDS else self.quick + 1
+        return 0.0 if self.quick <= 2 else min(2.0 ** (self.quick - 3), _LONGEST_WAIT)
 
 
 class LifeSigns:

@@ -13,18 +13,13 @@ import select
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from socket import socket
 from typing import Any, NoReturn
 
-from motet.process.alive import BEAT_SECONDS, SILENT, Pulse
+from motet.process.alive import BEAT_SECONDS, SILENT, Pulse, Restarts
 from motet.process.ending import how_it_ended
 
-MOST_DEATHS, DEATHS_SECONDS = 3, 60.0
-"""The parent gives up after so many deaths within this time."""
-GAVE_UP = 70
-"""Exit status of a parent that gave up: EX_SOFTWARE of sysexits.h."""
 _UNJUDGED = 255
 """Said while the loop is not judged: the child starts, or stops."""
 _STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -57,7 +52,7 @@ def supervised(
         prepare: called in the parent once the first child serves; imports what the next one needs.
         listening: sockets for children; the parent closes its own when it is asked to stop.
     """
-    deaths, served = deque[float](maxlen=MOST_DEATHS), False
+    restarts, served = Restarts(), False
     with _Stops(listening) as stops:
         while True:
             child = _Child.fork(stops, first=not served)
@@ -69,12 +64,11 @@ def supervised(
                 if ending:
                     say(f"{what} {ending}")
                 stops.leave(child.status)
-            deaths.append(time.monotonic())
-            how = ending or how_it_ended(child.status)
-            if len(deaths) == MOST_DEATHS and deaths[-1] - deaths[0] < DEATHS_SECONDS:
-                say(f"{what} {how}, {MOST_DEATHS} times within {DEATHS_SECONDS:g} s: motet stops; start it again")
-                sys.exit(GAVE_UP)
-            say(f"{what} {how}: it is started again")
+            seconds = restarts.wait(time.monotonic() - child.began)
+            say(
+                f"{what} {ending or how_it_ended(child.status)}: it is started again{f' in {seconds:g} s' if seconds else ''}"
+            )
+            stops.wait(seconds)
 
 
 class _Stops:
@@ -106,6 +100,14 @@ class _Stops:
             for one in self._listening:
                 one.close()
 
+    def wait(self, seconds: float) -> None:
+        """Wait while there is no child; a signal ends this process at once."""
+        self.child, until = 0, time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if self.asked:
+                self.leave(0)
+            time.sleep(min(left, BEAT_SECONDS / 10))
+
     def leave(self, status: int) -> NoReturn:
         """End as the child did."""
         if status < 0:
@@ -120,7 +122,7 @@ class _Child:
 
     def __init__(self, pid: int, pipe: int) -> None:
         self._pid, self._pipe = pid, pipe
-        self.served = False
+        self.served, self.began = False, time.monotonic()
         self.status = 0
         """Its exit status; negative for the signal that ended it."""
 

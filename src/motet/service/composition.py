@@ -116,7 +116,8 @@ class Service:
         limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds)
         self.apart, self.open_bytes, self.open_answers = Apart(limits), OpenBytes(http), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)
-        self.access = Access(store.tenants, RateLimit(config.rate), self.agent_workers, settings.open_to_all)
+        rate = RateLimit(config.rate, restarted=settings.restarted)
+        self.access = Access(store.tenants, rate, self.agent_workers, settings.open_to_all)
         self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)
 
     def handlers(self) -> HostHandlers:

@@ -30,6 +30,8 @@ class Settings:
     """Scheme and host under which browsers reach the service; required with `config.oidc`."""
     hub: bool = False
     """Whether jobs may read data from the hub."""
+    restarted: bool = False
+    """Whether a process before this one served, and ended: whoever ended it gains no requests by that."""
     rewards: Mapping[str, Installed] = field(default_factory=dict)
     """The functions of `config.rewards`, inspected: jobs may use them by name, besides the built-in rewards."""
 

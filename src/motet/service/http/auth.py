@@ -73,11 +73,13 @@ def address(request: Request) -> str:
 
 
 class RateLimit:
-    """Token buckets of requests. In memory: all buckets are full after a start."""
+    """Token buckets of requests, in memory."""
 
-    def __init__(self, config: RateConfig | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without a configuration there is no limit."""
-        self._config, self._clock = config, clock
+    def __init__(
+        self, config: RateConfig | None, clock: Callable[[], float] = time.monotonic, *, restarted: bool = False
+    ) -> None:
+        """Without a configuration there is no limit. Buckets begin full; if `restarted`, with what one second brings."""
+        self._config, self._clock, self._restarted = config, clock, restarted
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """(requests left, time of that count) by whose they are; the least recently used are dropped first."""
         self._lock = threading.Lock()
@@ -111,8 +113,9 @@ class RateLimit:
             return 0
         with self._lock:
             now = self._clock()
-            left, then = self._buckets.pop(whose, (float(self._config.burst), now))
-            left = min(float(self._config.burst), left + (now - then) * rate)
+            burst = float(self._config.burst)
+            left, then = self._buckets.pop(whose, (min(burst, max(1.0, rate)) if self._restarted else burst, now))
+            left = min(burst, left + (now - then) * rate)
             goes = left >= 1
             self._buckets[whose] = (left - goes, now)
             if len(self._buckets) > _MOST_BUCKETS:
