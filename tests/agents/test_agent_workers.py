@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -390,6 +391,47 @@ def test_an_episode_that_begins_again_has_nothing_of_what_was_said_before() -> N
     rollout = asyncio.run(work())
     assert [turn.text for turn in rollout.turns] == ["four"]
     assert (rollout.reward, rollout.error) == (1.0, "")
+
+
+class CountedRow(dict[str, Any]):
+    """A row that knows how often it was written."""
+
+    written = 0
+
+    def items(self) -> Any:
+        type(self).written += 1
+        return super().items()
+
+
+def test_of_a_job_few_episodes_are_written_out_that_no_agent_has_taken() -> None:
+    sent: list[ChannelMessage] = []
+    problem = Problem(4, (), "4", CountedRow(numbers=[1, 2, 3]))
+    context = GroupContext(problem, CHAT, 200, Script(lambda *_: "four"), none_scored, judged=False)
+    config = EnvironmentConfig(name="agent", max_turns=2, wall_seconds=60)
+
+    async def work() -> None:
+        episodes = EpisodesElsewhere(sent.append)
+        agents, other = AgentsElsewhere("job", config, episodes), AgentsElsewhere("other", config, episodes)
+        group = asyncio.create_task(agents.run_group(context))
+        await until(lambda: len(sent) >= 64)
+        for taken in range(64, 201):
+            assert len(sent) == min(taken, 200)
+            offer = sent[taken - 64]
+            assert isinstance(offer, OfferEpisode)
+            episodes.hear(BeginEpisode(offer.episode, f"{offer.episode}"))
+            if taken % 3:  # one that goes on makes room, too
+                episodes.hear(EpisodeEnded(offer.episode, 1.0))
+            wanted = min(taken + 1, 200)
+            await until(lambda: len(sent) >= wanted)  # noqa: B023
+        assert CountedRow.written == 1, "the row is written once for its group"
+        two = asyncio.create_task(other.run_group(dataclasses.replace(context, group_size=2)))
+        await until(lambda: len(sent) == 202)  # another job has room of its own
+        for waiting in (group, two):
+            waiting.cancel()
+        await asyncio.gather(group, two, return_exceptions=True)
+        assert not episodes.offered
+
+    asyncio.run(work())
 
 
 def test_an_episode_is_offered_to_the_next_service_and_begins_anew() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from motet.algorithms.policy_gradient import PolicyGradient
@@ -12,7 +14,7 @@ from motet.algorithms.registry import ALGORITHMS
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, JobConfig
 from motet.config.jobfile import load_jobs
-from motet.config.step_tokens import check_calls, check_command, check_step, tokens_of_step
+from motet.config.step_tokens import MOST_BYTES, check_calls, check_command, check_decoded, check_step, tokens_of_step
 from motet.core.errors import LimitError
 from motet.hosting.base_speed import LEAST
 
@@ -144,3 +146,61 @@ def test_no_example_is_refused_on_the_bases_that_are_here() -> None:
     for run in runs:
         for config in run.jobs:
             check_step(config, LEAST, 1024, CONTEXT[run.base])
+
+
+MB = 2**20
+NONE = np.zeros(0, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "held_out", "told"),
+    [
+        (
+            of_algorithm(groups_per_step=1500),
+            [900_000] * 4,
+            [],
+            "algorithm.groups_per_step is 1500, and .* set it to 74,",
+        ),
+        (of_algorithm(groups_per_step=8), [MB], [], ""),
+        (
+            of_algorithm(groups_per_step=8, max_off_policy_steps=15),
+            [MB, 10],
+            [],
+            "groups_per_step is 8, .* set it to 7,",
+        ),
+        (
+            of_algorithm(groups_per_step=2, max_off_policy_steps=63),
+            [2 * MB],
+            [],
+            "lower algorithm.max_off_policy_steps",
+        ),
+        (
+            of_algorithm(groups_per_step=8192, max_off_policy_steps=60),
+            [50],
+            [],
+            "groups_per_step is 8192, .* set it to 537,",
+        ),
+        (
+            rows("sft", algorithm={"type": "sft", "rows_per_step": 131_072}),
+            [40] * 9,
+            [],
+            "rows_per_step is .* set it to 32768,",
+        ),
+        (rows("sft", algorithm={"type": "sft", "rows_per_step": 32_768}), [40] * 9, [40], ""),
+        (job(), [40], [900_000] * 292, "data.holdout is 292, .* set it to 74,"),
+    ],
+)
+def test_rows_that_are_in_memory_at_once_have_a_limit(
+    config: JobConfig, sizes: list[int], held_out: list[int], told: str
+) -> None:
+    given = np.array(sizes), np.array(held_out, np.int64)
+    with pytest.raises(LimitError, match=told) if told else contextlib.nullcontext():
+        check_decoded(config, *given)
+
+
+def test_the_number_of_rows_that_is_named_fits() -> None:
+    sizes = np.array([3 * MB, MB])
+    for n, fits in ((32, True), (33, False)):
+        with contextlib.nullcontext() if fits else pytest.raises(LimitError, match="set it to 32,"):
+            check_decoded(of_algorithm(groups_per_step=n), sizes, NONE)
+        assert (sum([3 * MB, MB][i % 2] for i in range(n)) <= MOST_BYTES) == fits

@@ -87,7 +87,7 @@ def trained(path: Path, config: JobConfig, steps: int) -> list[list[int]]:
 
 def sequence(config: JobConfig, n: int) -> list[int]:
     """The ids of the first problems that a job owns."""
-    data = Dataset(Problems.of(problems(20)), (), None, shuffle=config.data.shuffle)
+    data = Dataset(Problems.of(problems(20)), Problems.of(()), None, shuffle=config.data.shuffle)
     return [problem.id for problem in (data.window(0, n, config.effective_seed, n) if n else [])]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,8 +18,9 @@ from motet.algorithms.supervised import SoftTargets, Supervised
 from motet.config import JobConfig
 from motet.core.batch import Example, Row
 from motet.core.errors import ConfigError
-from motet.core.types import JobState
-from tests.support.fake_run import FakeRun, job, metrics, records, run_jobs, weights
+from motet.core.types import JobState, Problem
+from motet.tasks.problems import Problems
+from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.tier1
@@ -49,6 +52,26 @@ def test_answers_are_learned_and_nothing_is_sampled(tmp_path: Path) -> None:
     assert nll[-1] < nll[0] - 0.1
     assert lines[0]["samples"] == 5
     assert lines[19]["loss"] < lines[0]["loss"]
+
+
+class Watched(Problems):
+    """Problems that know how many were decoded in the thread of the event loop."""
+
+    decoded: ClassVar[Counter[bool]] = Counter()
+
+    def _problem(self, row: int) -> Problem:
+        self.decoded[threading.current_thread() is threading.main_thread()] += 1
+        return super()._problem(row)
+
+
+@pytest.mark.parametrize(
+    "config", [supervised("a"), job("a"), job("a", algorithm={"type": "grpo", "over_provision": 1.5})]
+)
+def test_rows_are_decoded_outside_the_event_loop(tmp_path: Path, config: JobConfig) -> None:
+    Watched.decoded.clear()
+    assert run_jobs(tmp_path, [config], Setting(problems=Watched)).state("a") is JobState.SUCCEEDED
+    assert Watched.decoded[False] > 20
+    assert Watched.decoded[True] <= 1, "the text of the probe"
 
 
 def test_company_changes_no_byte(tmp_path: Path) -> None:

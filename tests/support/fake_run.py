@@ -141,6 +141,7 @@ class Setting:
     tolerance: float = 0.0
     threads: int = 1
     holdout: int = 4
+    problems: type[Problems] = Problems
     engine: Callable[..., FakeEngine] = FakeEngine
     sync: Callable[..., FakeSync] = FakeSync
     trainer: Callable[..., FakeTrainer] = FakeTrainer
@@ -173,7 +174,10 @@ def make_job(config: JobConfig, directory: RunDirectory, setting: Setting) -> Jo
     made = Job(
         config=config,
         data=Dataset(
-            Problems.of(problems(20)), problems(setting.holdout, first=100), None, shuffle=config.data.shuffle
+            setting.problems.of(problems(20)),
+            setting.problems.of(problems(setting.holdout, first=100)),
+            None,
+            shuffle=config.data.shuffle,
         ),
         chat=Chat(FakeTokenizer(), chat_template=False),
         directory=directory.job(config.name),

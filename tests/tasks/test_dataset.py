@@ -28,6 +28,7 @@ from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec, build_scorer, first_seed, make_entries
 from motet.tasks.row_files import OF_A_JOB
 
+NONE = Problems.of(())
 PROBLEMS = [Problem(i, (Message("user", f"question {i}"),), str(i)) for i in range(40)]
 
 
@@ -44,7 +45,7 @@ def rows():
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 12), st.integers(0, 2**48), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_windows_cover_every_pass_exactly_once(n, width, steps, seed, shuffle):
-    data = Dataset(Problems.of(PROBLEMS[:n]), (), None, shuffle=shuffle)
+    data = Dataset(Problems.of(PROBLEMS[:n]), NONE, None, shuffle=shuffle)
     sequence = [p.id for s in range(steps) for p in data.window(s * width, width, seed, width)]
     assert len(sequence) == steps * width
     for start in range(0, len(sequence) - n + 1, n):
@@ -53,14 +54,16 @@ def test_windows_cover_every_pass_exactly_once(n, width, steps, seed, shuffle):
 
 def test_windows_are_shuffled_anew_and_depend_on_the_seed_alone():
     def window(step, seed=7, shuffle=True):
-        return [p.id for p in Dataset(Problems.of(PROBLEMS), (), None, shuffle=shuffle).window(40 * step, 40, seed, 40)]
+        return [
+            p.id for p in Dataset(Problems.of(PROBLEMS), NONE, None, shuffle=shuffle).window(40 * step, 40, seed, 40)
+        ]
 
     assert window(0) != window(1)
     assert window(0) == window(0)
     assert window(0) != window(0, seed=8)
     assert window(0, shuffle=False) == list(range(40))
     with pytest.raises(ValueError, match="no window"):
-        Dataset(Problems.of(()), (), None).window(0, 4, 0, 4)
+        Dataset(NONE, NONE, None).window(0, 4, 0, 4)
 
 
 def test_split_is_seeded_by_the_data_and_keeps_source_rows_as_ids(tmp_path, rows):

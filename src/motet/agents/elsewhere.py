@@ -7,8 +7,11 @@ job.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -21,9 +24,12 @@ from motet.core.types import Rollout
 from motet.process.channel import ChannelMessage
 from motet.tasks.episode import GroupContext, OwnEnvironment, judged
 from motet.tasks.plain_json import as_json
+from motet.tasks.problems import RowTurns
 from motet.tasks.reward_answers import problem_as_given
 
 _NOBODY = "no worker runs this job's agents"
+_OFFERED = 64
+"""Most episodes of a job that are written out and that no agent has taken."""
 
 
 class _Offer:
@@ -136,6 +142,7 @@ class AgentsElsewhere(OwnEnvironment):
     def __init__(self, job: str, config: EnvironmentConfig, episodes: EpisodesElsewhere) -> None:
         self._job, self._config, self._episodes = job, config, episodes
         self._waiting: set[asyncio.Task[Rollout]] = set()
+        self._rows, self._room = RowTurns(), asyncio.Semaphore(_OFFERED)
 
     @property
     def waits(self) -> bool:
@@ -144,7 +151,8 @@ class AgentsElsewhere(OwnEnvironment):
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
         """Run the rollouts of one group, each as one episode. Raises ScorerAway as `EpisodesElsewhere.run`."""
-        tasks = [asyncio.create_task(self._run(context, index)) for index in range(context.group_size)]
+        given = functools.cache(lambda: as_json(problem_as_given(context.problem)))  # written once for the group
+        tasks = [asyncio.create_task(self._run(context, index, given)) for index in range(context.group_size)]
         self._waiting.update(tasks)
         try:
             rollouts = await asyncio.gather(*tasks)
@@ -155,17 +163,24 @@ class AgentsElsewhere(OwnEnvironment):
             self._waiting.difference_update(tasks)
         return await judged(list(rollouts), context)
 
-    async def _run(self, context: GroupContext, index: int) -> Rollout:
+    async def _run(self, context: GroupContext, index: int, given: Callable[[], dict[str, Any]]) -> Rollout:
         config = self._config
 
-        def begin() -> AgentEpisode:
+        def made() -> AgentEpisode:
             return AgentEpisode(context, index, self._job, config.max_turns, config.wall_seconds)
 
-        problem, seed = as_json(problem_as_given(context.problem)), begin().seed
-        offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
-        try:
-            episode, ended = await self._episodes.run(offer, begin)
-        finally:
-            await context.release(index)
+        def begin() -> AgentEpisode:
+            offered.close()
+            return made()
+
+        with contextlib.ExitStack() as offered:
+            try:
+                await self._room.acquire()
+                offered.callback(self._room.release)
+                problem, seed = await self._rows.read(self._job, given), made().seed
+                offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
+                episode, ended = await self._episodes.run(offer, begin)
+            finally:
+                await context.release(index)
         self.clock_limited = self.clock_limited or ended.late
         return rewarded(episode, ended.reward, ended.rewards, ended.error and f"the agent {ended.error}")

@@ -156,7 +156,7 @@ def evaluate(
         own, of_torchrun = auto_kernels(config), config.cluster.launcher == "torchrun"
         base = open_base(alone, directory, stack, own, of_torchrun=of_torchrun)
         job, need = prepare(task, base.info, directory, checked.sources, checked.clocks[task.name])
-        rows = (job.data.holdout if asked.data is None else tuple(job.data.train))[: asked.rows]
+        rows = (job.data.holdout if asked.data is None else job.data.train)[: asked.rows]
         if not rows:
             raise ConfigError(f"job {job.name} has no held-out rows: give others with --data")
         job.data = replace(job.data, holdout=rows)

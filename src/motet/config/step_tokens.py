@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.kto import Kto
 from motet.algorithms.policy_gradient import PolicyGradient
@@ -13,7 +16,10 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.config.job import JobConfig
 from motet.core.errors import LimitError
 
+Integers = NDArray[np.integer]
 _RAISED = "an admin raises it with motet tenants limit --step-tokens"
+MOST_BYTES, _LEAST_OF_A_ROW = 2**26, 2**11
+"""Most bytes of the rows, as JSON, that a job's steps or an evaluation have in memory at once; and what a short row counts."""
 
 
 @dataclass
@@ -82,6 +88,39 @@ def check_step(
         f"{lower}, or {_RAISED}",
         403,
     )
+
+
+def check_decoded(job: JobConfig, sizes_N: Integers, held_out_N: Integers) -> None:
+    """Raise LimitError if rows that are decoded at once are too large; the message has the number that fits.
+
+    Args:
+        job: a job whose steps take the largest rows, at worst.
+        sizes_N: bytes of the rows that it is trained on.
+        held_out_N: bytes of those that it holds out.
+    """
+    algorithm = job.algorithm
+    if isinstance(algorithm, RowAlgorithm):
+        name, n, of_each = "rows_per_step", algorithm.rows_per_step, 1.0
+    else:
+        assert isinstance(algorithm, PolicyGradient)
+        name, n = "groups_per_step", algorithm.groups_per_step
+        of_each = (algorithm.lag + 1) * algorithm.oversampling * algorithm.over_provision
+    fields = ((f"algorithm.{name}", sizes_N, n, of_each), ("data.holdout", held_out_N, len(held_out_N), 1.0))
+    for field_name, rows_N, wanted, each in filter(lambda field: len(field[1]), fields):
+        if (fits := math.floor(_most_rows(rows_N) / each)) < wanted:
+            cure = f"set it to {fits}" if fits else "lower algorithm.max_off_policy_steps"
+            raise LimitError(
+                f"{field_name} is {wanted}, and a job's rows that are in memory at once may have {MOST_BYTES >> 20} MB here; "
+                f"{cure}, or leave large columns out of the data",
+                403,
+            )
+
+
+def _most_rows(sizes_N: Integers) -> int:
+    """How many of the largest rows fit; passes over few rows begin anew."""
+    totals = np.cumsum(np.maximum(np.sort(sizes_N)[::-1], _LEAST_OF_A_ROW))
+    passes, rest = divmod(MOST_BYTES, int(totals[-1]))
+    return passes * len(totals) + int(np.searchsorted(totals, rest, "right"))
 
 
 def check_calls(job: JobConfig, purpose: str, tokens: int, most: int) -> str:

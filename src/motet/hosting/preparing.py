@@ -16,7 +16,7 @@ from motet.algorithms.kto import Kto
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
-from motet.config.step_tokens import check_step
+from motet.config.step_tokens import check_decoded, check_step
 from motet.config.told import told
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
 from motet.core.model_info import ModelInfo
@@ -111,7 +111,7 @@ class ReadData:
         """`kind` says what rows are read for, where rows are learned."""
         chat = Chat.of(info.tokenizer, config, clock)
         if config.source == OF_CLIENT:
-            return cls(Dataset(Problems.of(()), (), None), chat, None)
+            return cls(Dataset(Problems.of(()), Problems.of(()), None), chat, None)
         data = sources.split(config, chat.longer_than)
         again = "" if kind is None else read_back(chat, data.train, kind)
         if notes := list(filter(None, (rendered_already(chat, data.train), again))):
@@ -186,6 +186,7 @@ def prepare(
     if step_tokens is not None and not own.steps():
         judged = need.judge_tokens * len(config.rewards)
         check_step(config, step_tokens, read.row or longest, info.max_positions, len(read.data.holdout), judged)
+        check_decoded(config, read.data.train.sizes, read.data.holdout.sizes)
     return job, need
 
 
@@ -351,7 +352,7 @@ def identity(job: Job, info: ModelInfo, config: HostConfig, known: Mapping[str, 
 
 def _rows_elsewhere(job: Job) -> dict[str, str]:
     """The first digits of the sum of rows that no file here has, by their source."""
-    data, parts = job.config.data, {"train": job.data.train, "holdout": Problems.of(job.data.holdout)}
+    data, parts = job.config.data, {"train": job.data.train, "holdout": job.data.holdout}
     sources = {"train": data.source, "holdout": data.eval_source or data.source}
     if data.rows is not None or data.source == OF_CLIENT:
         return {}

@@ -11,6 +11,7 @@ from motet.cluster.messages import CancelScore, FromHost, ScoreRequest, ScoresAn
 from motet.config import RewardConfig
 from motet.core.errors import EngineError, ScorerAway
 from motet.tasks.plain_json import as_json
+from motet.tasks.problems import RowTurns
 from motet.tasks.reward_elsewhere import NO_DETAILS, AnswerDetails, ScoreOrReason, from_wire
 
 _NOBODY = "nobody is there to score this job's rollouts"
@@ -24,7 +25,7 @@ class AskedOfService:
         self._send = send
         self._open: dict[int, tuple[ScoreRequest, asyncio.Future[ScoresAnswered]]] = {}
         self._keys = itertools.count()
-        self._away = False
+        self._away, self._rows = False, RowTurns()
 
     async def __call__(
         self,
@@ -35,13 +36,12 @@ class AskedOfService:
         seen: AnswerDetails = NO_DETAILS,
     ) -> list[ScoreOrReason]:
         """Request scores and wait for them. Raises ScorerAway if no scorer is connected, and the job must stop."""
+        written = await self._rows.read(job, lambda: as_json(problem))
         if self._away:
             raise ScorerAway(_NOBODY)
         key, answer = next(self._keys), asyncio.get_running_loop().create_future()
         wanted = reward.model_dump(mode="json")
-        request = ScoreRequest(
-            key, job, wanted, as_json(problem), completions, seen.transcripts, seen.parts, seen.state
-        )
+        request = ScoreRequest(key, job, wanted, written, completions, seen.transcripts, seen.parts, seen.state)
         self._open[key] = request, answer
         try:
             self._send(request)

@@ -30,6 +30,7 @@ from motet.runtime.storage_room import StorageRoom
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset
 from motet.tasks.episode import OwnEnvironment
+from motet.tasks.problems import RowTurns
 from motet.tasks.reward_pool import RewardPool
 
 Result = TypeVar("Result")
@@ -124,6 +125,7 @@ class Services:
     """Whether rollout logs hold exactly what is trained on, because rollouts cannot be sampled again (`recorded`)."""
     room: StorageRoom = field(default_factory=StorageRoom)
     steps: StepLimits = field(default_factory=StepLimits)
+    rows: RowTurns = field(default_factory=RowTurns)
     agents: Agents | None = None
     """None if agents cannot run elsewhere."""
 

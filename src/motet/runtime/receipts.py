@@ -35,7 +35,6 @@ from motet.model.find import find_base
 from motet.runtime.source_sums import SHOWN
 from motet.tasks.dataset import Dataset
 from motet.tasks.plain_json import as_json
-from motet.tasks.problems import Problems
 from motet.tasks.rewards import BUILTIN
 
 RECEIPT, RECEIPTS = "receipt.json", "receipts"
@@ -120,7 +119,7 @@ class Materials:
     @functools.cached_property
     def dependencies(self) -> Sequence[Mapping[str, Any]]:
         """Base, data and code, equal for all versions."""
-        data = {"train": self._data.train, "holdout": Problems.of(self._data.holdout)}
+        data = {"train": self._data.train, "holdout": self._data.holdout}
         with _LOCK:  # jobs share a base: only one of them hashes it
             base = base_sums(self._base)
         return [

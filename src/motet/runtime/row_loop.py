@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import RowAlgorithm, RowLogprobs
@@ -34,13 +34,12 @@ class RowLoop(Driver):
         evaluated = await self.evaluated()
         job.progress.phase = "training"
         n = algorithm.rows_per_step
-        rows = job.data.window(step * n, n, job.seed, n)
-        batch = self._batch(rows)
+        batch = await self._batch(lambda: job.data.window(step * n, n, job.seed, n))
         figures: Mapping[str, float] | None = None
         if algorithm.compares:
-            scored = await self._scored(batch.segments(job.name, None, 1.0, self.services.micro_batch_tokens))
+            scored = await self._scored(await self._segments(batch, None))
             batch, figures = algorithm.weighed(batch, scored), algorithm.figures(batch, scored)
-        segments = batch.segments(job.name, algorithm, 1.0, self.services.micro_batch_tokens)
+        segments = await self._segments(batch, algorithm)
         (learned,) = await train(self.session, [Share(batch, segments)], step)
         seconds, n_samples = {"train": time.monotonic() - started}, len(batch.samples)
         finished = FinishedStep.unsampled(
@@ -54,10 +53,10 @@ class RowLoop(Driver):
         if not self.evaluates(version) or self.session.done.evaluated >= version:
             return None
         job.progress.phase = "evaluating"
-        batch = self._batch(job.data.holdout)
+        batch = await self._batch(lambda: job.data.holdout)
         done = job.finished.rows.get(version, [])
         job.finished.rows = {version: done}
-        segments = batch.segments(job.name, None, 1.0, self.services.micro_batch_tokens)
+        segments = await self._segments(batch, None)
         for segment in segments[len(done) :]:  # one after the other: it may give way between them, and goes on there
             done.append(await self._scored((segment,)))
         policy = [values for scored in done for values in scored.policy]
@@ -67,10 +66,18 @@ class RowLoop(Driver):
         job.progress.evaluated(version, record)
         return Evaluated(version, record, *ranked(record, self.session.done.best_by))
 
-    def _batch(self, rows: Sequence[Problem]) -> StepBatch:
+    async def _batch(self, rows: Callable[[], Sequence[Problem]]) -> StepBatch:
         job, algorithm = self.job, self._algorithm
-        read = [row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows]
-        return algorithm.batch(read, self.services.positions or None)
+
+        def read() -> StepBatch:
+            found = [row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows()]
+            return algorithm.batch(found, self.services.positions or None)
+
+        return await self.services.rows.read(job.tenant, read)
+
+    async def _segments(self, batch: StepBatch, algorithm: RowAlgorithm | None) -> tuple[Segment, ...]:
+        name, tokens = self.job.name, self.services.micro_batch_tokens
+        return await self.services.rows.read(self.job.tenant, lambda: batch.segments(name, algorithm, 1.0, tokens))
 
     async def _scored(self, segments: tuple[Segment, ...]) -> RowLogprobs:
         policy = await self.session.work.forward(segments)

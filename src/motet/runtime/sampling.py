@@ -69,8 +69,9 @@ class JobSampler:
         Raises:
             RewardError, EnvironmentFault: one of them cannot be used.
         """
-        job, path, own = self._job, self._job.directory.path, self._job.data
-        columns = columns_of(own.train, own.holdout, named=job.config.data.answer)
+        job, path, data = self._job, self._job.directory.path, self._job.data
+        named = job.config.data.answer
+        columns = await self._services.rows.read(job.tenant, lambda: columns_of(data.train, data.holdout, named=named))
         known = job.config.rewards, job.data.scorer, path / "rewards.log", columns
         await self._services.rewards.register(job.name, *known)
         if job.config.environment.own:
@@ -105,16 +106,20 @@ class JobSampler:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
             return await self._first_done(step, version, width, math.ceil(width * over), purpose)
-        problems = await asyncio.to_thread(job.data.window, step * width, width, job.seed, width)
+        problems = await self._window(step * width, width)
         return await self._until_full(problems, step, version, purpose)
 
     async def evaluation(self, version: int, part: slice = slice(None), seed: int | None = None) -> SampledStep:
         """Sample and score a part of the held-out problems from a version; without a `seed`, that of all of them is taken."""
         job = self._job
-        config, seed = job.config.eval, job.data.evaluation_seed if seed is None else seed
-        common = config.common_random_numbers
-        purpose = SamplingPurpose("eval", seed, config.n, job.evaluation_sampling(), common_numbers=common)
-        return await self._all(job.data.holdout[part], version, version, purpose, part.start or 0)
+        config, common = job.config.eval, job.config.eval.common_random_numbers
+
+        def read() -> tuple[list[Problem], int]:
+            return [*job.data.holdout[part]], job.data.evaluation_seed if seed is None else seed
+
+        problems, own = await self._services.rows.read(job.tenant, read)
+        purpose = SamplingPurpose("eval", own, config.n, job.evaluation_sampling(), common_numbers=common)
+        return await self._all(problems, version, version, purpose, part.start or 0)
 
     async def _until_full(
         self, problems: Sequence[Problem], step: int, version: int, purpose: SamplingPurpose
@@ -158,11 +163,14 @@ class JobSampler:
         """
         self._job.note_inexact("steps take the groups that are done first (algorithm.over_provision)")
         cost, started = purpose.cost, time.monotonic()
-        due = [*self._aside, *(self._task_at(position, step, purpose) for position in self._unfinished)]
-        due.sort(key=lambda task: task.position)
-        self._aside, self._unfinished = [], []
-        due, later = due[:width], due[width:]
-        fresh = self._next_tasks(max(0, begin - len(due) - len(later)), step, purpose)
+        aside, unfinished, self._aside, self._unfinished = self._aside, self._unfinished, [], []
+        first, n = self.supply.position, max(0, begin - len(aside) - len(unfinished))
+        self.supply.position += n
+        self.supply.pending.update(range(first, first + n))
+        # rows are read at once, so that no other step begins between them
+        tasks = await self._tasks(unfinished, first, n, step, purpose)
+        due = sorted([*aside, *tasks[: len(unfinished)]], key=lambda task: task.position)
+        due, later, fresh = due[:width], due[width:], tasks[len(unfinished) :]
         with self._versions.hold(version):
             running = {
                 asyncio.create_task(self._sample(task, version, purpose)): task for task in (*due, *later, *fresh)
@@ -183,17 +191,21 @@ class JobSampler:
         seconds, positions = time.monotonic() - started, tuple(task.position for task in taken)
         return SampledStep(step, version, groups, seconds, cost.reward_seconds, cost.tokens, positions)
 
-    def _next_tasks(self, n: int, step: int, purpose: SamplingPurpose) -> list[GroupTask]:
-        job, first = self._job, self.supply.position
-        problems = job.data.window(first, n, job.seed, self._width) if n else []
-        self.supply.position += n
-        self.supply.pending.update(range(first, first + n))
-        return [self._task(problem, position, step, purpose) for position, problem in enumerate(problems, first)]
+    async def _window(self, first: int, n: int) -> list[Problem]:
+        job, width = self._job, self._width
+        return await self._services.rows.read(job.tenant, lambda: job.data.window(first, n, job.seed, width))
 
-    def _task_at(self, position: int, step: int, purpose: SamplingPurpose) -> GroupTask:
-        job = self._job
-        (problem,) = job.data.window(position, 1, job.seed, self._width)
-        return self._task(problem, position, step, purpose)
+    async def _tasks(
+        self, before: Sequence[int], first: int, n: int, step: int, purpose: SamplingPurpose
+    ) -> list[GroupTask]:
+        """Of some positions, and of n from a first one on."""
+        windows = [*((position, 1) for position in before), *([(first, n)] if n else [])]
+        data, seed, width = self._job.data, self._job.seed, self._width
+        problems = await self._services.rows.read(
+            self._job.tenant, lambda: [problem for window in windows for problem in data.window(*window, seed, width)]
+        )
+        places = zip(problems, (*before, *range(first, first + n)), strict=True)
+        return [self._task(problem, position, step, purpose) for problem, position in places]
 
     def _task(self, problem: Problem, position: int, step: int, purpose: SamplingPurpose) -> GroupTask:
         job = self._job

@@ -35,8 +35,8 @@ class Dataset:
     """A job's data after the held-out split."""
 
     train: Problems
-    holdout: tuple[Problem, ...]
-    """For evaluation; no prompt of it is in `train`."""
+    holdout: Problems
+    """For evaluation; no prompt of it is in `train`. Decoded on access, as `train` is."""
     scorer: ScorerSpec | None
     """The data's own scorer, for the reward `scorer`."""
     notes: tuple[str, ...] = ()
@@ -135,10 +135,10 @@ def split(config: DataConfig, source: Source, longer: Longer | None = None) -> D
     problems, left_out_notes = _short(config, config.source, source.problems, longer)
     notes = [*source.notes, *left_out_notes]
     if source.evaluation is not None:
-        holdout = tuple(_short(config, str(config.eval_source), source.evaluation, longer)[0])
+        holdout = _short(config, str(config.eval_source), source.evaluation, longer)[0]
     else:
         order = seeds.permutation(seeds.key(config.seed, "holdout"), len(problems))
-        holdout = tuple(problems[i] for i in sorted(order[: config.held_out_of(len(problems))]))
+        holdout = problems.only(sorted(order[: config.held_out_of(len(problems))]))
     # a prompt that occurs twice must not be both trained on and evaluated
     train = problems.without(holdout)
     if not train:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import mmap
 import tempfile
+import weakref
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.core.types import IntArray, Message, Problem, ToolCall
 from motet.tasks import pace
 
+Result = TypeVar("Result")
 _IN_MEMORY = 2**22
 """Largest data kept in memory, in bytes; larger data is in an unlinked file, which disappears with the process."""
 
@@ -67,6 +71,11 @@ class Problems(Sequence[Problem]):
         return digest.hexdigest()
 
     @property
+    def sizes(self) -> NDArray[np.integer]:
+        """Bytes of each problem, [N]."""
+        return self._places[:, 1] - self._places[:, 0]
+
+    @property
     def size(self) -> int:
         """Bytes of the data that these are a part of."""
         return len(self._text)
@@ -96,6 +105,18 @@ class Problems(Sequence[Problem]):
         first, last = self._places[row]
         number, messages, answer, metadata, conversational, continuation = json.loads(self._text[first:last])
         return Problem(number, _read(messages), answer, metadata, conversational, _read(continuation))
+
+
+class RowTurns:
+    """Reads and writes rows in threads, so that the event loop turns: one after the other of each tenant, or of each job."""
+
+    def __init__(self) -> None:
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
+
+    async def read(self, whose: str, read: Callable[[], Result]) -> Result:
+        """The result of `read`."""
+        async with self._turns.setdefault(whose, asyncio.Lock()):
+            return await asyncio.to_thread(read)
 
 
 def _line(problem: Problem) -> bytes:

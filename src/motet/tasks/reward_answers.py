@@ -265,6 +265,7 @@ def parts_as_given(parts: TurnParts) -> dict[str, Any]:
 
 def problem_as_given(problem: Problem) -> dict[str, Any]:
     """A problem in the form that rewards get: plain values."""
-    plain = {**asdict(problem), "messages": as_given(problem.messages)}
-    del plain["continuation"]
-    return plain
+    return {
+        "id": problem.id, "messages": as_given(problem.messages), "answer": problem.answer, "metadata": problem.metadata,
+        "conversational": problem.conversational,
+    }  # fmt: skip
