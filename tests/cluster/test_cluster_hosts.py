@@ -41,7 +41,8 @@ from motet.cluster.messages import (
 from motet.config.service import ANY_SIZE
 from motet.core.errors import EngineError
 from motet.core.types import JobState, SamplingParams, Wanted
-from motet.process.channel import LONGEST_LINE, ChannelMessage, encode
+from motet.process.alive import SILENT
+from motet.process.channel import LONGEST_LINE, Alive, ChannelMessage, encode
 from motet.runtime.slots import Rule
 from tests.support.waiting import PATIENCE, until
 
@@ -326,6 +327,36 @@ def test_a_job_whose_device_is_lost_again_and_again_fails_unless_it_makes_steps(
     (failed,) = asyncio.run(go())
     assert (failed.job, failed.state) == ("kills", JobState.FAILED)
     assert "lost 3 times in a row while the job ran and made no step (an illegal memory access)" in failed.message
+
+
+def test_a_job_in_whose_turn_the_engine_was_ended_twice_fails_and_no_other(tmp_path: Path) -> None:
+    async def go() -> list[JobChanged]:
+        played, ended = list[Played](), list[JobChanged]()
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            played.append(Played())
+            return cast("HostChild", played[-1])
+
+        def open_jobs() -> list[AddJob]:
+            names = {"stands", "neighbour"} - {one.job for one in ended} - set(client.jobs.all())
+            return [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in names]
+
+        client = Hosts([START], tmp_path, launch)
+        client.start(
+            HostHandlers(open_jobs, lambda event: ended.append(event) if isinstance(event, JobChanged) else None)
+        )
+        for times, job in enumerate(("neighbour", "stands", "", "stands")):
+            await until(lambda times=times: len(played) > times)  # type: ignore[misc]
+            played[times].says.put_nowait(HostReady([]))
+            await until(lambda: client.jobs.on(client.hosts[0]) == 2)
+            played[times].says.put_nowait(Alive(SILENT, 0, job))
+        await until(lambda: bool(ended))
+        await client.kill()
+        return ended
+
+    (failed,) = asyncio.run(go())
+    assert (failed.job, failed.state) == ("stands", JobState.FAILED)
+    assert "did not turn its event loop for 9 s in a turn of this job, 2 times" in failed.message
 
 
 def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,11 @@ from typing import Any
 import pytest
 
 import motet
-from motet.core.errors import ConfigError
+from motet.config import JobConfig
+from motet.core.errors import ConfigError, LimitError
+from motet.hosting.preparing import Sources, prepare
+from motet.model.load import load_base
+from motet.runtime.rundir import RunDirectory
 
 ROWS = [{"prompt": f"{n} is", "answer": str(n)} for n in range(12)]
 SFT: dict[str, Any] = {
@@ -70,3 +75,19 @@ def test_a_row_that_is_too_long_has_a_cure_that_works(long: str, tmp_path: Path)
     well = {**ill, "data": {**ill["data"], "max_prompt_tokens": int(most[1])}} if most else SFT
     assert most or "shorten its answer, or take the row out" in str(error.value)
     assert motet.run([well], directory=tmp_path / "well", quiet=True).ok
+
+
+def test_rows_that_would_fill_the_engine_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
+    base, directory = load_base("small"), RunDirectory(tmp_path)
+
+    def prepared(n: int, most: int | None) -> None:
+        config = JobConfig.model_validate({**SFT, "algorithm": {"type": "sft", "rows_per_step": n}})
+        prepare(config, base.info, directory, Sources(None), "", step_tokens=most)
+
+    with contextlib.closing(directory):
+        with pytest.raises(
+            LimitError, match=r"rows_per_step is 131072, .* set it to 32768, or leave large columns out"
+        ):
+            prepared(131_072, 10**12)
+        prepared(32_768, 10**12)
+        prepared(131_072, None)  # whoever has no limit

@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.core.device import Device
-from motet.process.alive import DeviceWatch, Pulse, Restarts
+from motet.process.alive import DeviceWatch, Pulse, Restarts, works_for
 from tests.support.waiting import PATIENCE
 
 SERVER = """
@@ -225,3 +226,27 @@ def test_a_loop_that_turns_is_not_still_and_before_and_after_it_is_not_judged() 
         until(None)
 
     asyncio.run(work())
+
+
+def test_the_job_in_whose_turn_the_loop_stands_is_known() -> None:
+    pulse, seen = Pulse(lambda _: None), list[str]()
+
+    async def stands() -> None:
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(lambda: pulse.job).result())
+
+    async def of_a_job(name: str) -> None:
+        works_for(name)
+        await stands()
+        await asyncio.gather(asyncio.create_task(stands()), asyncio.to_thread(lambda: None))
+
+    async def work() -> None:
+        turning = asyncio.create_task(pulse.turn())
+        await asyncio.sleep(0)
+        await asyncio.gather(asyncio.create_task(of_a_job("a")), asyncio.create_task(of_a_job("b")))
+        await asyncio.create_task(stands())
+        turning.cancel()
+
+    asyncio.run(work())
+    assert sorted(seen) == ["", "a", "a", "b", "b"]
+    assert seen[-1] == ""

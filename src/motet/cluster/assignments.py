@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,10 +12,11 @@ from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.core.types import JobState, Wanted
+from motet.process.alive import SILENT
 from motet.runtime.slots import FREE, Claim, Rule, taken
 
-_MOST_LOSSES = 3
-"""Times in a row that a device may be lost while a job runs, before the job fails."""
+_MOST_LOSSES, _MOST_STILL = 3, 2
+"""How often a device may be lost in a row while a job runs, or an engine be ended in its turn, before the job fails."""
 _OPEN = (JobState.QUEUED, JobState.RUNNING)
 
 
@@ -43,6 +45,7 @@ class Assignments:
         self.held: dict[str, m.Held] = {}
         """Jobs that hosts already had under an earlier service, and that have received no message since."""
         self._losses: dict[str, tuple[int, int]] = {}
+        self._still = Counter[str]()
         """The step at which a running job last lost its device, and how often in a row it was this one."""
         self.refused: set[tuple[Claim, bool]] = set()
         """Claims of jobs that no host could take, without their names, and whether the jobs were running."""
@@ -140,6 +143,15 @@ class Assignments:
                 failed.append(m.JobChanged(name, JobState.FAILED, why))
         return failed
 
+    def stood_still(self, job: str) -> list[m.JobChanged]:
+        """Record that an engine was ended in a turn of this job; returns the job's end at the second time."""
+        self._still[job] += 1
+        if job not in self._jobs or self._still[job] < _MOST_STILL:
+            return []
+        del self._still[job]
+        why = f"the engine did not turn its event loop for {SILENT} s in a turn of this job, {_MOST_STILL} times"
+        return [m.JobChanged(job, JobState.FAILED, f"{why}; make its rows or its steps smaller")]
+
     def moved_on(self, host: HostLink, event: m.JobChanged) -> None:
         """Record a job's new state on its host."""
         job = self._jobs.get(event.job)
@@ -148,6 +160,7 @@ class Assignments:
             if event.state.final:
                 del self._jobs[event.job]
                 self._losses.pop(event.job, None)
+                self._still.pop(event.job, None)
 
     def released(self, host: HostLink, job: str) -> bool:
         """Record that a host has released a job; False if it did not have it."""

@@ -269,6 +269,8 @@ class HostLink:
         """End the process when it does not answer; the next one resumes its jobs from their last commits."""
         _log.error("the process of host %d %s: it is ended", self.number, await signs.lost())
         self.ready, self.failure = False, NO_ANSWER
+        if signs.alive.loop >= SILENT:
+            self._heard(self, m.HostFailed(NO_ANSWER, job=signs.alive.job))
         await child.kill()
 
     async def _clean_up(self) -> None:

@@ -216,6 +216,9 @@ class Hosts:
             case m.HostFailed(device=True) if self._handlers is not None:
                 for failed in self.jobs.lost_device(host, message.reason):
                     self._handling.submit(self._handlers.keep, failed)
+            case m.HostFailed(job=job) if job and self._handlers is not None:
+                for failed in self.jobs.stood_still(job):
+                    self._handling.submit(self._handlers.keep, failed)
             case m.JobStepped():
                 return
         self._look.set()

@@ -209,6 +209,7 @@ class HostFailed(ChannelMessage, frozen=True):
 
     reason: str
     device: bool = False  # whether its device is lost, perhaps by the fault of a job
+    job: str = ""  # the job in whose turn the event loop stood still, so that the process was ended
 
 
 class Stopped(ChannelMessage, frozen=True):

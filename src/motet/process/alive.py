@@ -11,7 +11,8 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 from motet.process.channel import Alive
 
@@ -24,8 +25,23 @@ LONG_SILENT = 120
 As well for signs that come over a network, which may be away for a while.
 """
 _WORKED_SECONDS, _LONGEST_WAIT = 60.0, 60.0
+_OF = "of job "
+_JOB: ContextVar[str] = ContextVar("motet.job", default="")
 _IDLE_SHARE = 0.01
 """Of a second: a thread that computes gets more, also beside many others."""
+
+
+def works_for(job: str) -> None:
+    """Name the job for which the current task works; the tasks that it creates work for it, too."""
+    _JOB.set(job)
+    if (task := asyncio.current_task()) is not None:
+        task.set_name(f"{_OF}{job}")
+
+
+def _named(loop: asyncio.AbstractEventLoop, work: Any, **given: Any) -> asyncio.Task[Any]:
+    if job := _JOB.get():
+        given.setdefault("name", f"{_OF}{job}")
+    return asyncio.Task(work, loop=loop, **given)
 
 
 class Pulse:
@@ -35,11 +51,19 @@ class Pulse:
         """`say` is called in a thread; with None while the loop is not judged: the process starts, or stops."""
         self._say = say
         self._judged = self._turned = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         threading.Thread(target=self._beat, name="motet-pulse", daemon=True).start()
+
+    @property
+    def job(self) -> str:
+        """The job whose task runs in the loop now; empty for other work."""
+        task = None if self._loop is None else asyncio.current_task(self._loop)
+        return "" if task is None or not (name := task.get_name()).startswith(_OF) else name.removeprefix(_OF)
 
     async def turn(self) -> None:
         """Say that the process works, and keep saying that its loop turns; cancel it when the process stops."""
-        self._judged = True
+        self._judged, self._loop = True, asyncio.get_running_loop()
+        self._loop.set_task_factory(_named)
         try:
             while True:
                 self._turned = True

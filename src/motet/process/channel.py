@@ -54,6 +54,8 @@ class Alive(ChannelMessage, frozen=True):
     """Seconds for which the event loop has not turned; 0 while the process starts or stops."""
     device: int
     """Seconds for which the current turn of the device has used neither processor nor disk."""
+    job: str = ""
+    """Whose turn the event loop does not end; empty if that is not known."""
 
 
 Received = TypeVar("Received")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from motet.core.checksums import disk_error
 from motet.core.errors import DeviceError, DeviceLost, MotetError, RunError
 from motet.core.types import JobState, Wanted
+from motet.process.alive import works_for
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.job import Job, Services
 from motet.runtime.rundir import read_commands
@@ -215,6 +216,7 @@ class Pipeline:
 
     async def _run_job(self, job: Job) -> None:
         running = self._running[job.name]
+        works_for(job.name)
         try:
             committed = await uninterrupted(asyncio.to_thread(job.directory.restore))
             loop = running.loop = driver_of(job)(job, self._services, committed)
