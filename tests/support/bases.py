@@ -73,7 +73,9 @@ def row(name: str, dtype: str) -> Row:
     except BaseModelError as error:
         reason = str(error).removeprefix(str(tiny.directory(name))).removesuffix(f"; {INSTEAD}")
         return Row(name, REFUSED, remarks=re.sub(r" by \S+ \(largest logit \S+\)", "", reason.lstrip(": ")))
-    remarks = [note for note in base.info.notes if note != base.info.inexact]
+    remarks = [
+        note for note in base.info.notes if note != base.info.inexact and "tokenizer.json" not in note
+    ]  # of this tiny one
     if name in MISREAD:
         remarks.append(
             "`peft` mistakes an adapter's gate, up and down for those of routed experts: adapt attention only"
