@@ -14,16 +14,19 @@ import numpy as np
 import pytest
 from msgspec.msgpack import encode
 
-from motet.config import OF_CLIENT, JobConfig
+from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
+from motet.agents.episode_messages import BeginEpisode, OfferEpisode
+from motet.config import OF_CLIENT, EnvironmentConfig, JobConfig
 from motet.core.batch import AdamW, Batch, OptimStats, Trained
 from motet.core.device import BusyTime
 from motet.core.types import Chunk, FloatArray, GenerateRequest, JobState, Rollout
+from motet.process.channel import ChannelMessage
 from motet.rollout.fake import FakeEngine
 from motet.rollout.sequences import aborted
 from motet.runtime.job import Executed, JobEvent
 from motet.runtime.journal import Datum, Failed, ForwardBackward, Gradient, Journal, OptimStep
 from motet.runtime.pipeline import _drop_steps
-from motet.runtime.slot_turns import SlotTurns, StepTurns
+from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns, StepTurns
 from motet.runtime.slots import Rule
 from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended
 from motet.training.fake import FakeTrainer
@@ -208,6 +211,39 @@ def test_a_job_whose_step_takes_three_turns_ends_and_nobody_waits_longer_than_th
     first, second = granted[:2]
     assert second >= 2 * first >= 4 * STEP_SECONDS
     assert waited[1] <= first + STEP_SECONDS + 5
+
+
+def silent(name: str, config: EnvironmentConfig) -> AgentsElsewhere:
+    """A worker that takes the first episode, and says nothing."""
+    taken = list[int]()
+
+    def send(message: ChannelMessage) -> None:
+        if isinstance(message, OfferEpisode) and not taken:
+            taken.append(message.episode)
+            asyncio.get_running_loop().call_soon(lambda: episodes.hear(BeginEpisode(message.episode, "taken")))
+
+    episodes = EpisodesElsewhere(send)
+    return AgentsElsewhere(name, config, episodes)
+
+
+def test_who_waits_for_somebody_outside_has_no_longer_turns(tmp_path: Path) -> None:
+    waited, names = list[float](), ["b1", "b2", "b3", "b4"]
+
+    async def script(run: FakeRun) -> None:
+        clocks = Clocks(run, 1)
+        for turn, newcomer in enumerate(names, 1):
+            await until(lambda turn=turn: run.jobs["a"].starts == turn)  # type: ignore[misc]
+            await until(lambda: run.pipeline._running["a"].loop is not None and run.pipeline._running["a"].loop.outside)
+            waited.append(await clocks.waited(newcomer))
+            assert not clocks.steps.granted
+            await until(lambda newcomer=newcomer: run.state(newcomer).final)  # type: ignore[misc]
+        run.pipeline.cancel("a")
+
+    tenants = {"a": "a", **dict.fromkeys(names, "b")}
+    setting = Setting(slots=1, tenants=tenants, holdout=0, late=frozenset(names), agents=silent)
+    waiting = job("a", steps=1, environment={"name": "agent", "max_turns": 4})
+    run_jobs(tmp_path, [waiting, *(job(name, steps=1) for name in names)], setting, script)
+    assert max(waited) <= 2 * TURN_SECONDS + 10, "a turn, and no more of its step than anybody has"
 
 
 def test_one_job_at_a_time_has_a_longer_turn_those_first_that_waited_longest() -> None:

@@ -147,7 +147,12 @@ class AgentsElsewhere(OwnEnvironment):
     @property
     def waits(self) -> bool:
         """Whether no agent has taken one of its episodes."""
-        return bool(self._waiting) and not self._episodes.begun(self._job)
+        return self.offers and not self._episodes.begun(self._job)
+
+    @property
+    def offers(self) -> bool:
+        """Whether any of its episodes has not ended."""
+        return bool(self._waiting)
 
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
         """Run the rollouts of one group, each as one episode. Raises ScorerAway as `EpisodesElsewhere.run`."""

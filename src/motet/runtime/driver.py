@@ -113,6 +113,11 @@ class Driver:
         return False
 
     @property
+    def outside(self) -> bool:
+        """Whether the job waits for somebody outside, who may be at work, and does not use the device."""
+        return self.waits
+
+    @property
     def ended(self) -> bool:
         """Whether there is nothing left to train."""
         return self.session.done.step >= self.job.config.steps or bool(self._reason)

@@ -120,7 +120,12 @@ class RolloutLoop(Driver):
     @property
     def waits(self) -> bool:
         """Whether the job waits for external scores and does not use the device."""
-        return self._sampler.waits
+        return self._sampler.waits(begun=False)
+
+    @property
+    def outside(self) -> bool:
+        """Whether the job waits for somebody outside, who may be at work, and does not use the device."""
+        return self._sampler.waits(begun=True)
 
     def pause(self) -> None:
         """Stop after the current step; at once if it waits for scores and no scorer is connected."""

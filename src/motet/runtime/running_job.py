@@ -51,7 +51,7 @@ class Running:
         """Release the slot within the step, once; gives whether a step was dropped that did not only wait for somebody."""
         if self.loop is None or self.dropped:
             return False
-        waits, self.dropped = self.loop.waits, self.loop.drop()
+        waits, self.dropped = self.loop.outside, self.loop.drop()
         return self.dropped and not waits
 
 

@@ -83,11 +83,10 @@ class JobSampler:
         if self._own_environment is not None:
             await self._own_environment.close()
 
-    @property
-    def waits(self) -> bool:
-        """Whether the job waits for scores or an agent and does not use the device."""
+    def waits(self, *, begun: bool) -> bool:
+        """Whether the job waits for scores or an agent, `begun` or not, and does not use the device."""
         own = self._own_environment
-        asked = self._scoring > 0 or (own is not None and own.waits)
+        asked = self._scoring > 0 or (own is not None and (own.offers if begun else own.waits))
         return asked and self._services.scheduler.idle(self._job.name)
 
     async def step(self, step: int) -> SampledStep:

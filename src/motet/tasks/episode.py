@@ -89,6 +89,11 @@ class OwnEnvironment:
         """Whether it offers episodes and no worker has taken one."""
         return False
 
+    @property
+    def offers(self) -> bool:
+        """Whether it offers episodes that have not ended, taken or not."""
+        return False
+
     async def close(self) -> None:
         """End its processes."""
 
