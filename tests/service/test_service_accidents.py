@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import shutil
 import sqlite3
 import ssl
@@ -46,6 +47,7 @@ from motet.core.types import Chunk, FinishReason, JobState, Wanted
 from motet.hosting.scores import AskedOfService
 from motet.process.channel import LONGEST_LINE, decode, encode
 from motet.service.adapters.adapters import Adapters
+from motet.service.answers import Asks
 from motet.service.app import create_app
 from motet.service.bases import Bases
 from motet.service.database.store import Store
@@ -318,7 +320,8 @@ def test_a_judge_that_has_answered_is_not_asked_again_because_the_database_is_aw
     settings = house.part(Settings)
     store, engine = Interrupted(f"sqlite:///{settings.directory / 'motet.db'}"), Judging([], tmp_path)
     adapters = Adapters(store, house.storage, house.part(Bases))
-    scoring = Scoring(store, HttpRewards(Addresses(())), house.part(RewardWorkers), Grading(engine, adapters))
+    grading = Grading(Asks(engine, lambda tenant: math.inf), adapters)
+    scoring = Scoring(store, HttpRewards(Addresses(())), house.part(RewardWorkers), grading)
     judge = {"type": "score_model", "name": "j", "model": "brought", "input": [{"role": "user", "content": "Good?"}]}
     reward = RewardConfig(name="judge", args=judge).model_dump(mode="json")
     request = ScoreRequest(

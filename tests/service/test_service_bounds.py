@@ -19,11 +19,11 @@ import pytest
 import sqlalchemy
 import transformers
 
-from motet.cluster.hosts import Hosts
 from motet.config import DataConfig
 from motet.core.errors import ChatRefusal, DataError
 from motet.core.types import Message, Problem
 from motet.service.adapters.adapters import Adapters
+from motet.service.answers import Asks
 from motet.service.database.tenants import Principal
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.rewards import Grading
@@ -407,7 +407,7 @@ class Busy(RewardPool):
 
 
 def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: House) -> None:
-    grading: Any = Grading(house.part(Hosts), house.part(Adapters))
+    grading: Any = Grading(house.part(Asks), house.part(Adapters))
     grading._pool = pool = Busy(1)
 
     async def one(number: int) -> Any:

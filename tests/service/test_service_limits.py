@@ -6,24 +6,27 @@ import asyncio
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from motet.chat.completer import whole
 from motet.client import Client
+from motet.cluster.charged import Charged
 from motet.cluster.hosts import Hosts
-from motet.cluster.messages import HostReady, SetRule, ToHost, UsageWindow
+from motet.cluster.messages import Answer, Complete, ExamineAdapter, HostReady, PromptRead, SetRule, ToHost, UsageWindow
 from motet.config import JobConfig
 from motet.config.chain import take_shape
 from motet.config.jobfile import load_service
 from motet.config.service import LimitsConfig, RateConfig
 from motet.core.errors import ConfigError, LimitError, ServiceError
-from motet.core.types import JobState
+from motet.core.types import JobState, SamplingParams
 from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
+from motet.service.answers import Asks, ask
 from motet.service.database.store import Store
 from motet.service.http.auth import RateLimit
 from motet.service.jobs.handover import Handover
@@ -649,3 +652,49 @@ def test_the_page_about_limits_has_every_field_with_its_default() -> None:
             (told,) = re.findall(rf"^\| `{name}` \| ([^|]+) \|", page, re.M)
             default = "none" if field.default is None else field.default
             assert told.replace(",", "") == (default if isinstance(default, str) else f"{default:.0f}"), name
+
+
+class Held(Hosts):
+    """Answers when it may, and remembers what it was asked."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__([], directory)
+        self.asked, self.may = list[int](), asyncio.Event()
+
+    async def ask(self, question: Complete | ExamineAdapter, charged: Charged | None = None) -> AsyncIterator[Answer]:
+        """The prompt at once; the answer when it may."""
+        assert isinstance(question, Complete)
+        self.asked.append(question.sampling.max_tokens)
+        yield PromptRead(0, 10)
+        await self.may.wait()
+
+
+def test_what_open_requests_may_sample_counts_against_the_day(house: House, tmp_path: Path) -> None:
+    known = house.ask("GET", "/v1/limits").json()
+    limit(house, tokens_per_day=known["tokens_today"] + 100)
+
+    async def go() -> list[int]:
+        hosts = Held(tmp_path)
+        asks = Asks(hosts, house.service._tokens_left)
+
+        def question(most: int, n: int = 1) -> Complete:
+            return Complete(known["id"], None, n, 0, False, False, SamplingParams(max_tokens=most), prompt="a")
+
+        first = await ask(asks, question(30, 2))
+        with pytest.raises(
+            LimitError, match="may sample 64 tokens, and 40 are left today besides 60 that open requests"
+        ):
+            await ask(asks, question(32, 2))
+        second = await ask(asks, question(32, 2), cut=True)  # whose length nobody set
+        with pytest.raises(LimitError, match="0 are left today besides 100 that"):
+            await ask(asks, question(1), cut=True)
+        hosts.may.set()
+        assert [await whole(pieces) for _, pieces in (first, second)] == [[], []]
+        third = await ask(asks, question(100))  # what was not sampled is given back
+        with pytest.raises(LimitError):
+            await ask(asks, question(1))
+        del third
+        return hosts.asked
+
+    assert asyncio.run(go()) == [30, 20, 100]
+    limit(house)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -12,19 +13,57 @@ from motet.chat.completer import AnswerPiece, Conversation, Reply, whole
 from motet.chat.spoken import SpokenPart
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
-from motet.core.errors import ConfigError
+from motet.core.errors import ConfigError, LimitError
 from motet.core.types import FinishReason
 
 _CHAT_TOKENS = 512
+_LATER = 30
+"""Seconds after which open requests may have ended."""
 
 
-async def ask(hosts: Hosts, question: Complete, name: str = "") -> tuple[PromptRead, AsyncIterator[AnswerPiece]]:
+class Asks:
+    """Asks hosts; what an open answer may still sample counts against its tenant's day."""
+
+    def __init__(self, hosts: Hosts, left: Callable[[str], float]) -> None:
+        """`left` gives the tokens that a tenant may still have charged today."""
+        self._hosts, self._left = hosts, left
+        self._open = Counter[str]()
+
+    async def __call__(self, question: Complete, *, cut: bool) -> AsyncIterator[Answer]:
+        """Yield the answers; with `cut`, a completion ends where the day does. Raises as `Hosts.ask`, and LimitError."""
+        tenant, n = question.tenant, question.n * question.sampling.max_tokens
+        left = await asyncio.to_thread(self._left, tenant) - self._open[tenant]
+        if n > left >= question.n and cut:
+            sampling = dataclasses.replace(question.sampling, max_tokens=int(left) // question.n)
+            question, n = replace(question, sampling=sampling), sampling.max_tokens * question.n
+        if n > left:
+            raise LimitError(
+                f"tokens_per_day: this request may sample {n} tokens, and {max(0, int(left))} are left today besides "
+                f"{self._open[tenant]} that open requests may sample; lower max_tokens or n, wait until 00:00 UTC, or an admin "
+                "raises it with motet tenants limit --tokens-per-day",
+                429,
+                _LATER,
+            )
+        self._open[tenant] += n
+        try:
+            async for answer in self._hosts.ask(question):
+                yield answer
+        finally:
+            self._open[tenant] -= n
+
+
+async def ask(
+    asks: Asks, question: Complete, name: str = "", *, cut: bool = False
+) -> tuple[PromptRead, AsyncIterator[AnswerPiece]]:
     """Returns the engine's reading of the prompt, and the answer's pieces, whose ids begin with `name`.
+
+    With `cut`, a completion ends where the tokens of the day do.
 
     Raises:
         EngineError, ConfigError: it cannot answer. The iterator raises them too.
+        LimitError: the tenant has not so many tokens left.
     """
-    answers = hosts.ask(question)
+    answers = asks(question, cut=cut)
     first = await anext(answers)
     assert isinstance(first, PromptRead)
     return first, _pieces(answers, question, name)
@@ -55,11 +94,13 @@ async def _pieces(answers: AsyncIterator[Answer], question: Complete, name: str)
         )
 
 
-async def all_whole(hosts: Hosts, questions: Sequence[Complete]) -> list[tuple[int, list[AnswerPiece]]]:
+async def all_whole(
+    asks: Asks, questions: Sequence[Complete], *, cut: bool = False
+) -> list[tuple[int, list[AnswerPiece]]]:
     """Prompt tokens and whole answers of questions that are asked at once; if one fails, all do. Raises as `ask`."""
 
     async def one(question: Complete) -> tuple[int, list[AnswerPiece]]:
-        read, pieces = await ask(hosts, question)
+        read, pieces = await ask(asks, question, cut=cut)
         return read.tokens, await whole(pieces)
 
     try:
@@ -73,9 +114,9 @@ async def all_whole(hosts: Hosts, questions: Sequence[Complete]) -> list[tuple[i
 class StoredVersion:
     """A base or a stored version of an adapter, for one request."""
 
-    def __init__(self, hosts: Hosts, question: Complete, model: str, name: str) -> None:
+    def __init__(self, asks: Asks, question: Complete, model: str, name: str) -> None:
         """`question` has everything but the conversation; `model` and `name` (the answer's id) appear in the response."""
-        self._hosts, self._question, self._model, self._name = hosts, question, model, name
+        self._asks, self._question, self._model, self._name = asks, question, model, name
 
     async def reply(self, asked: Conversation) -> Reply:
         """Start the answer; refusals are raised here, before the first piece."""
@@ -97,5 +138,5 @@ class StoredVersion:
             within_room=True,
             sampling=sampling,
         )
-        read, pieces = await ask(self._hosts, question, self._name)
+        read, pieces = await ask(self._asks, question, self._name, cut=limits.max_tokens is None)
         return Reply(self._name, self._model, read.tokens, pieces, read.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from dataclasses import asdict
 
@@ -17,6 +18,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
 from motet.service.adapters.listing import Listing
+from motet.service.answers import Asks
 from motet.service.database.store import Store
 from motet.service.events import EventBus, EventLog
 from motet.service.http.auth import (
@@ -83,7 +85,8 @@ class Service:
         self.enforcer = QuotaEnforcer(self.quotas, self.ledger, self.hosts)
         self.reward_workers = RewardWorkers(store, self.bus, config.lease_seconds, self.quotas)
         self.agent_workers = AgentWorkers(store, self.bus, config.lease_seconds)
-        self.grading = Grading(self.hosts, self.adapters, self.ledger.count_cpu)
+        self.asks = Asks(self.hosts, self._tokens_left)
+        self.grading = Grading(self.asks, self.adapters, self.ledger.count_cpu)
         allowed = Allowed.by(settings)
         asking = secrets.asking(HttpRewards(allowed.addresses))
         self.scoring = Scoring(store, asking, self.reward_workers, self.grading)
@@ -119,6 +122,10 @@ class Service:
         rate = RateLimit(config.rate, restarted=settings.restarted)
         self.access = Access(store.tenants, rate, self.agent_workers, settings.open_to_all)
         self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)
+
+    def _tokens_left(self, tenant_id: str) -> float:
+        most = self.quotas.of(tenant_id).tokens_per_day
+        return math.inf if most is None else most - self.ledger.used_lately(tenant_id).tokens
 
     def handlers(self) -> HostHandlers:
         """Callbacks for reports of hosts."""

@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 
 from motet.chat.completer import whole
-from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Complete, ScoreRequest, ScoresAnswered
 from motet.config import RewardConfig
 from motet.core.errors import ConfigError, EngineError, ScorerAway
 from motet.core.types import Message, Problem, SamplingParams
 from motet.service.adapters.adapters import Adapters, Answerer, NoModelError
-from motet.service.answers import ask
+from motet.service.answers import Asks, ask
 from motet.service.database.store import AWAY, Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
@@ -45,10 +44,10 @@ class Grading(Graders):
     """Grader processes of a service. Lives in its event loop."""
 
     def __init__(
-        self, hosts: Hosts, adapters: Adapters, charge: Callable[[str, float], None] = lambda tenant, seconds: None
+        self, asks: Asks, adapters: Adapters, charge: Callable[[str, float], None] = lambda tenant, seconds: None
     ) -> None:
         super().__init__(Walls(required=True), charge)
-        self._hosts, self._adapters = hosts, adapters
+        self._asks, self._adapters = asks, adapters
 
     async def grade(
         self, who: Principal, grader: Grader, item: Mapping[str, Any], outputs: Sequence[str]
@@ -105,7 +104,7 @@ class Grading(Graders):
             messages=[Message(one["role"], one["content"]) for one in messages], base=asked.base,
             template=dict(asked.template),
         )  # fmt: skip
-        read, pieces = await ask(self._hosts, question)
+        read, pieces = await ask(self._asks, question)
         (answer,) = await whole(pieces)
         return answer.text, read.tokens + len(answer.token_ids)
 

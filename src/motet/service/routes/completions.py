@@ -237,7 +237,7 @@ class Chats:
         answerer = await _answerer(service, who, wanted.model)
         if asked.limits.grammar:
             await while_there(self._request, check_grammar(asked.limits.grammar, service.apart, who.tenant_id))
-        completer = StoredVersion(service.hosts, wanted.question(who, answerer), wanted.model, name)
+        completer = StoredVersion(service.asks, wanted.question(who, answerer), wanted.model, name)
         reply = await while_there(self._request, completer.reply(asked))
         if asked.stream:
             return events_of(wanted.events(reply), service.storage)
@@ -325,9 +325,10 @@ async def complete(who: Asker, service: ServiceDep, request: Request, wanted: Co
     if wanted.stream:
         if len(questions) > 1:
             raise bad_field("prompt", "one prompt can be streamed at a time; leave `stream` out for several")
-        read, pieces = await ask(service.hosts, questions[0])
+        read, pieces = await ask(service.asks, questions[0], cut=wanted.max_tokens is None)
         return events_of(_texts(wanted, head, read.tokens, pieces), service.storage)
-    answers = await while_there(request, all_whole(service.hosts, questions))
+    answered = all_whole(service.asks, questions, cut=wanted.max_tokens is None)
+    answers = await while_there(request, answered)
     completions = [one for _, choices in answers for one in choices]
     used = usage(sum(read for read, _ in answers), sum(len(one.token_ids) for one in completions))
 
