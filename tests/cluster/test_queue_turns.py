@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DataError
 
 from motet.cluster import messages as m
 from motet.cluster.assignments import Assignments
@@ -21,7 +24,7 @@ from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
 from tests.support.database import person, queued
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
-from tests.support.house import House, statements
+from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE
 
@@ -191,6 +194,25 @@ def test_jobs_are_read_by_turns_of_tenants_and_a_few_of_each(store: Store) -> No
     assert [job.name for job in store.scalars(in_turn((), None))] == ["b0", "begun", "urgent", "a0", "a1", "a2"]
     assert [job.name for job in store.scalars(in_turn([begun.id], 2))] == ["urgent", "b0", "a0"]
     assert urgent.number > first[0].number
+
+
+@pytest.mark.parametrize("damage", [r'{"sampling": {"stop": ["a\u0000"]}}', r'{"a": "\ud83d"}', '{"name": "odd', "{}"])
+def test_a_stored_row_that_cannot_be_read_fails_its_own_job(url: str, tmp_path: Path, damage: str) -> None:
+    """As an earlier release stored a NUL in a stop text, or as a disk damaged it: the others' jobs start nevertheless."""
+    with open_house(tmp_path, database=url) as house:
+        for key, name in (("ours", "odd"), ("ours", "mine"), ("theirs", "yours")):
+            assert house.ask("POST", "/v1/jobs", key, json=tiny(name)).status_code == 201
+        with contextlib.suppress(DataError), house.store.transaction() as session:  # PostgreSQL keeps no broken JSON
+            session.execute(text("UPDATE jobs SET spec = :spec WHERE name = 'odd'"), {"spec": damage})
+        names = {str(message.job["name"]) for message in house.service.handover.open_jobs()}
+        rows = {job.name: job for job in house.store.jobs(person(house.store, "staff", "admin"))}
+        damaged = rows["odd"].id not in names
+        assert damaged is (not url.startswith("postgresql") or not damage.endswith("odd"))
+        assert {rows["mine"].id, rows["yours"].id} < names | {rows["odd"].id}
+        assert (rows["odd"].state, rows["mine"].state) == ("failed" if damaged else "queued", "queued")
+        assert house.ask("GET", "/v1/jobs", "admin").status_code == 200
+        assert house.service.handover.open_jobs()
+    Store(url).close()
 
 
 def test_a_cancel_of_a_job_that_no_host_has_is_done_in_the_answer(house: House) -> None:

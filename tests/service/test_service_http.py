@@ -35,6 +35,7 @@ from motet.commands.answers import say, table
 from motet.commands.serve import serve
 from motet.config.service import HttpConfig, ServiceConfig
 from motet.core.errors import ConfigError
+from motet.core.json_text import storable
 from motet.core.section import Described, described
 from motet.core.types import JobState
 from motet.service.adapters.adapters import Adapters
@@ -742,3 +743,47 @@ def test_a_schema_describes_fields_by_their_docstrings() -> None:
     ]
     assert "description" not in below["one"]
     assert [below[name]["description"] for name in ("Three", "four")] == ["By another name.", "Another model."]
+
+
+# --- texts that a database cannot keep ----------------------------------------------------------------------------------
+
+NUL, HALF = "\0", "\ud83d"
+
+
+@pytest.mark.parametrize("letter", [NUL, HALF], ids=["nul", "half"])
+def test_no_body_has_a_text_that_a_database_cannot_keep(house: House, letter: str) -> None:
+    """Whatever the route: the text may be a value, a field's name, or deep; one that is cut between two parts is found too."""
+    job, json_type = {**tiny("odd"), "sampling": {"stop": ["a" + letter]}}, {"content-type": "application/json"}
+    bodies: list[tuple[str, str, Any]] = [
+        ("POST", "/v1/jobs", job),
+        ("POST", "/v1/submissions", {"jobs": [{"job": job}]}),
+        ("POST", "/v1/check", {"text": "a" + letter}),
+        ("POST", "/v1/fine_tuning/jobs", {"model": "small", "training_file": "x", "metadata": {letter: "a"}}),
+        ("POST", "/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": letter}]}),
+        ("POST", "/v1/completions", {"model": "small", "prompt": ["a", {"b": [[letter]]}]}),
+        ("PATCH", f"/v1/jobs/{house.job['name']}", {"tags": [letter]}),
+        ("POST", "/v1/keys", {"name": letter}),
+        ("POST", "/tinker/api/v1/create_session", {"user_metadata": {"a": letter}, "sdk_version": "1"}),
+    ]
+    for method, path, body in bodies:
+        text = json.dumps(body)
+        place = text.index(json.dumps(letter)[1:-1]) + 3
+        for sent in (text.encode(), iter([text[:place].encode(), text[place:].encode()])):
+            error = house.ask(method, path, content=sent, headers=json_type)
+            assert error.status_code in (400, 422), (path, error.text)
+            assert ("NUL character" if letter == NUL else "surrogate") in error.json()["error"]["message"], error.text
+    assert not [one for one in house.ask("GET", "/v1/jobs").json()["data"] if one["name"] == "odd"]
+    plain = {"model": "nothing", "messages": [{"role": "user", "content": "C:\\u0000 \\\\u0000 \\ud83d 🎻 \x01"}]}
+    assert house.ask("POST", "/v1/chat/completions", json=plain).status_code == 404
+    assert house.ask("POST", "/v1/chat/completions", content=json.dumps(plain), headers=json_type).status_code == 404
+
+
+@pytest.mark.parametrize("escape", [r"\0", r"\x00", r"\u0000", r"\U00000000"])
+def test_no_escape_of_yaml_brings_a_text_that_a_database_cannot_keep(house: House, escape: str) -> None:
+    body = {"text": f'name: odd\ndata: toy:add\nreward: exact\nsampling: {{stop: ["a{escape}"]}}\n'}
+    assert "NUL character, or half" in house.refused(400, "POST", "/v1/check", json=body)["message"]
+
+
+def test_what_a_worker_sends_has_no_text_that_a_database_cannot_keep() -> None:
+    sent = {"results": [{"scores": [1.0, None, "fails: a\0b", {"extra": {HALF: ["x", HALF]}}]}]}
+    assert storable(sent) == {"results": [{"scores": [1.0, None, "fails: ab", {"extra": {"?": ["x", "?"]}}]}]}

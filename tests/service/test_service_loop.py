@@ -455,11 +455,12 @@ def test_many_jobs_with_many_texts_each_are_read(house: House) -> None:
     assert house.ask("POST", "/v1/submissions", json={"jobs": jobs}).status_code == 400
 
 
-def test_a_long_body_with_half_a_character_is_read(house: House) -> None:
-    """A long history of an agent, with an emoji that was cut."""
+def test_a_long_body_with_half_a_character_is_refused_by_its_reason(house: House) -> None:
+    """A long history of an agent, with an emoji that was cut, which no tokenizer reads."""
     body = json.dumps({"model": "nothing", "messages": [{"role": "user", "content": "\ud83d"}] * 1500})
     answers = [house.ask("POST", "/v1/chat/completions", content=one, headers=JSON) for one in (body, body[:-1])]
-    assert [answer.status_code for answer in answers] == [404, 400], answers[0].text
+    assert [answer.status_code for answer in answers] == [400, 400], answers[0].text
+    assert "half of a surrogate pair" in answers[0].text
 
 
 @pytest.mark.parametrize("key", ["new", "wrong"])

@@ -145,7 +145,11 @@ def statements() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def open_house(directory: Path, **settings: Any) -> Iterator[House]:
     """A service in this process, while the block runs."""
-    own = {name: settings.pop(name) for name in ("open_to_all", "hub", "rewards", "public_url") if name in settings}
+    own = {
+        name: settings.pop(name)
+        for name in ("open_to_all", "hub", "rewards", "public_url", "database")
+        if name in settings
+    }
     port, loop = settings.pop("port", None) or free_port(), settings.pop("loop", "auto")
     app = create_app(Settings("small", directory, config=ServiceConfig(max_upload_mb=0.01, **settings), **own))
     service: Service = app.state.service

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from motet.client.connection import Connection, path_of, worker_name
 from motet.core.errors import ServiceError
+from motet.core.json_text import storable
 from motet.core.types import JobState
 from motet.service.schemas import Job
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeWork, Lease, ScoringWork
@@ -72,7 +73,7 @@ class LeaseWorker(ABC, Generic[Work]):
             ServiceError: the service rejects the worker, or was unreachable for too long.
         """
         try:
-            await self._client._patiently(Counted, "POST", f"{path}/results", json={"results": [result]})
+            await self._client._patiently(Counted, "POST", f"{path}/results", json=storable({"results": [result]}))
         except ServiceError as error:
             if error.status not in (413, 422):
                 raise

@@ -36,6 +36,15 @@ def json_text(value: Any, instead: Callable[[float], str | None] = _null) -> str
         return json.dumps(finite(value, instead), allow_nan=False)
 
 
+def storable(value: Any) -> Any:
+    """A copy of plain values whose texts every database keeps: without NUL, and with `?` for half of a surrogate pair."""
+    if isinstance(value, str):
+        return value.replace("\0", "").encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {storable(name): storable(item) for name, item in value.items()}
+    return [storable(item) for item in value] if isinstance(value, list) else value
+
+
 def rough_size(value: object, most: int) -> int:
     """About the bytes of a value as JSON; counted until they are more than `most`."""
     size, rest = 0, [value]

@@ -150,6 +150,8 @@ def _answer(request: Request, error: Exception, without_places: Callable[[str], 
             where = ".".join(str(part) for part in first["loc"][1:])
             status = 400 if request.url.path.startswith(_BAD_REQUESTS) else 422
             told = str(first["msg"]).removeprefix("Value error, ")
+            if first["type"] == "json_invalid":
+                return error_body(status, f"the body is not valid JSON: {first['ctx']['error']}")
             full = first["type"] == "string_too_long" and where.startswith("prompt")
             code = ContextFull.code if full else ""
             return error_body(status, f"{where}: {told}" if where else told, where or None, code=code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def open_engine(url: str) -> Engine:
         url = url.replace("postgresql://", "postgresql+psycopg://", 1)
     try:
         # only a server can close a connection; PostgreSQL refuses JSON with a number that is not finite
-        engine = create_engine(url, pool_pre_ping=not url.startswith("sqlite"), json_serializer=json_text)
+        pinged, jsons = not url.startswith("sqlite"), {"json_serializer": json_text, "json_deserializer": _read}
+        engine = create_engine(url, pool_pre_ping=pinged, **jsons)
     except Exception as error:  # a malformed URL, or a missing driver
         raise StoreError(f"the database URL {public(url)} cannot be used: {type(error).__name__}") from None
     if engine.dialect.name == "sqlite":
@@ -48,6 +50,14 @@ def open_engine(url: str) -> Engine:
             cursor.close()
 
     return engine
+
+
+def _read(text: str | bytes) -> Any:
+    """A value of JSON; `{}` for damaged text, which then fails its own job, and no query over others."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
 
 
 def _prepare_to_shrink(engine: Engine) -> None:

@@ -308,10 +308,10 @@ def _most_values(path: str, payer: str) -> tuple[int, int]:
     return MOST_NUMBERS if path in _NUMBERS or path.endswith(_SCORES) else MOST_VALUES, 1
 
 
-def values_of(request: Request) -> int:
-    """The values in a body of JSON that has arrived."""
+def has_nul(request: Request) -> bool:
+    """Whether a text of a body of JSON that has arrived has a NUL character."""
     body: _Body | None = request.scope.get(_BODY)
-    return 0 if body is None or body.json is None else body.json.values
+    return body is not None and body.json is not None and body.json.has_nul
 
 
 def when_sent(request: Request, call: Callable[[], object]) -> None:

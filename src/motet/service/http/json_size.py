@@ -1,4 +1,4 @@
-"""The size of JSON in values, because the time to parse it depends on them; counted as it arrives."""
+"""The size of JSON in values, because the time to parse it depends on them; counted as it arrives. Looks for NUL too."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ VALUES_OF_A_REQUEST, BYTES_OF_A_REQUEST = 2**13, 2**17
 NO_KEY = "give an API key that is good: Authorization: Bearer mk-…"
 
 
+_NUL = rb"\u0000"
+
+
 class JsonSize:
     """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
 
@@ -22,8 +25,10 @@ class JsonSize:
         """`times` as many texts and containers may come."""
         self._most, self._times = most, times
         self.values = self._bytes = self._quotes = self._containers = 0
+        self.has_nul = False
+        """Whether a text or a field's name has a NUL character, which no database keeps."""
         self._rest = b""
-        """A backslash at the end of the last part."""
+        """The end of the last part, where an escape is not whole."""
 
     @property
     def requests(self) -> float:
@@ -36,8 +41,10 @@ class JsonSize:
         if b"\0" in part:  # as in UTF-16, where any byte may look like a quote
             raise HTTPException(400, "a JSON body has no NUL bytes; send it in UTF-8")
         part = (self._rest + part).replace(b"\\\\", b"")
-        self._rest = b"\\" if part.endswith(b"\\") else b""
-        pieces = part.removesuffix(b"\\").replace(b'\\"', b"").split(b'"')
+        tail = part[part.rfind(b"\\", -len(_NUL) + 1) :]
+        self._rest = tail if tail and _NUL.startswith(tail) else b""
+        self.has_nul = self.has_nul or _NUL in part
+        pieces = part.removesuffix(self._rest).replace(b'\\"', b"").split(b'"')
         outside = b"".join(pieces[self._quotes % 2 :: 2])
         self._quotes += len(pieces) - 1
         containers = outside.count(b"[") + outside.count(b"{")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Select, case, func, select
+from sqlalchemy.exc import DataError, DBAPIError
 
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
@@ -20,7 +21,7 @@ from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.events import EventLog
-from motet.service.jobs.initial_adapter import InitialAdapters
+from motet.service.jobs.initial_adapter import InitialAdapters, stored_config
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
@@ -28,6 +29,10 @@ from motet.service.tenants.quotas import QuotaEnforcer
 
 UNFIT = (MotetError, OSError, ValueError)
 """Raised if a job cannot start as it is: it fails with the reason; others are not affected."""
+_PRIORITY = func.coalesce(StoredJob.spec["priority"].as_integer(), 0)
+_DAMAGED = "malformed JSON"
+"""How SQLite tells it; PostgreSQL has a class of errors, among them a NUL character in JSON."""
+_UNREADABLE = "the configuration that is stored for this job cannot be read; submit it again"
 
 
 class Handover:
@@ -56,7 +61,7 @@ class Handover:
             return
         try:
             self._initial.keep(job)
-            config = JobConfig.model_validate(job.spec)
+            config = stored_config(job)
             # reports a missing file before the job's turn
             self.tree(Principal.member_of(job.tenant_id), config, job.id)
             self._hosts.look(Claim("", job.tenant_id, config.priority, config.slots, self._bases.of(job.base)))
@@ -87,7 +92,13 @@ class Handover:
         """
         messages, given, rules = list[AddJob](), Counter[tuple[str, str]](), dict[str, Rule]()
         hosts, rooms = self._hosts.jobs, dict[tuple[str, str], int | None]()
-        jobs = self._store.scalars(in_turn(hosts.all(), hosts.most))
+        turn = in_turn(hosts.all(), hosts.most)
+        try:
+            jobs = self._store.scalars(turn)
+        except DBAPIError:
+            if not self._fail_unreadable():
+                raise
+            jobs = self._store.scalars(turn)
         first_steps = self._log.first_missing_steps([job.id for job in jobs])
         for job in jobs:
             try:
@@ -112,6 +123,19 @@ class Handover:
             self._enforcer.send_again(tenant)
         return messages
 
+    def _fail_unreadable(self) -> int:
+        """Fail open jobs whose rows the database cannot search, as after damage; returns how many."""
+        failed = 0
+        for job_id in self._store.scalars(select(StoredJob.id).where(StoredJob.state.in_(OPEN))):
+            try:
+                self._store.scalar(select(_PRIORITY).where(StoredJob.id == job_id))
+            except DBAPIError as error:
+                if not isinstance(error, DataError) and _DAMAGED not in str(error.orig):
+                    raise
+                self._recorder.record_state(job_id, JobState.FAILED, _UNREADABLE)
+                failed += 1
+        return failed
+
     def reconcile(self, held: Sequence[Held]) -> dict[str, list[ToHost]]:
         """Messages for jobs that hosts already had under an earlier service, by job: their wanted state may have changed."""
         return {one.job: self._told_again(one) for one in held}
@@ -121,7 +145,10 @@ class Handover:
         if job is None or JobState(job.state).final:
             return [ReleaseJob(held.job)]  # not known here, or not any more
         rule, spec = self._enforcer.rule_with_job(job), job.spec
-        messages: list[ToHost] = [SetRule(job.tenant_id, rule), ChangeJob(job.id, spec["budget"], spec["priority"])]
+        messages: list[ToHost] = [
+            SetRule(job.tenant_id, rule),
+            ChangeJob(job.id, spec.get("budget"), spec.get("priority", 0)),
+        ]
         if job.wanted != held.wanted or (job.wanted == Wanted.RUN and held.state is JobState.PAUSED):
             messages.append(SteerJob(job.id, Wanted(job.wanted)))
         return [*messages, Nudge(job.id)]
@@ -148,7 +175,7 @@ class Handover:
         """
         base = self._bases.of(job.base)
         self._initial.keep(job)
-        config = JobConfig.model_validate(job.spec)
+        config = stored_config(job)
         for reward in config.rewards:
             self._secrets.opened(reward)  # fail now if a secret is missing
         tree = self.tree(Principal.member_of(job.tenant_id), config, job.id)
@@ -190,9 +217,8 @@ def in_turn(assigned: Collection[str], most: int | None) -> Select[StoredJob]:
         most: number per tenant and base; None for all.
     """
     begun = case((StoredJob.state == JobState.RUNNING.value, 0), else_=1)
-    priority = func.coalesce(StoredJob.spec["priority"].as_integer(), 0)
     of_each = func.row_number().over(
-        partition_by=(StoredJob.tenant_id, StoredJob.base), order_by=(begun, priority.desc(), StoredJob.number)
+        partition_by=(StoredJob.tenant_id, StoredJob.base), order_by=(begun, _PRIORITY.desc(), StoredJob.number)
     )
     asleep = (StoredJob.state == JobState.PAUSED.value) & (StoredJob.wanted == Wanted.PAUSE.value)
     waiting = StoredJob.state.in_(OPEN) & ~StoredJob.waits & ~asleep & StoredJob.id.not_in(assigned)

@@ -87,9 +87,10 @@ class InitialAdapters:
         """Link the initial adapter into a job's directory, unless it exists or the job has begun.
 
         Raises:
-            ConfigError: it does not exist any more, or does not fit.
+            ConfigError: it does not exist any more, or does not fit; or the job cannot be read.
         """
-        name = job.spec["adapter"]["init"]
+        config = stored_config(job)
+        name = config.adapter.init
         begun = any((self._run / job.id / "state").glob("[0-9]*"))
         if name is None or begun or self.path(job.id).exists():
             return
@@ -99,10 +100,18 @@ class InitialAdapters:
             raise ConfigError(
                 f"adapter.init: {name!r} has no such version, or is gone; submit the job with another start"
             )
-        check_shape(JobConfig.model_validate(job.spec), source.path)
+        check_shape(config, source.path)
         check_version(source.path)
         self.path(job.id).parent.mkdir(parents=True, exist_ok=True)
         _link(source.path, self.path(job.id), source.name)
+
+
+def stored_config(job: StoredJob) -> JobConfig:
+    """Read the configuration of a job. Raises ConfigError if it cannot be read, as after damage of the database."""
+    try:
+        return JobConfig.model_validate(job.spec)
+    except ValueError as error:
+        raise ConfigError(f"the stored configuration of this job cannot be read; submit it again: {error}") from error
 
 
 def _start(run: Path, job_id: str) -> Path:

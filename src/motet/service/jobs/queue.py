@@ -29,7 +29,7 @@ from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.events import WAITING_JOBS, EventBus, within
 from motet.service.jobs.handover import UNFIT
-from motet.service.jobs.initial_adapter import InitialAdapters, check_shape
+from motet.service.jobs.initial_adapter import InitialAdapters, check_shape, stored_config
 
 _log = logging.getLogger(__name__)
 FURTHEST = 366 * 24 * 3600.0
@@ -185,11 +185,12 @@ class JobQueue:
             if job.id in self._reading:
                 continue
             try:
+                starts_from = stored_config(job).adapter.init
                 message = self._held_back(job.after or (), job.start_at)
             except UNFIT as error:
                 self._end_wait(job, JobState.FAILED, str(error))
                 continue
-            if not message and job.spec["adapter"]["init"] is None:
+            if not message and starts_from is None:
                 self._end_wait(job, JobState.QUEUED, "")
             elif not message:
                 self._reading.add(job.id)

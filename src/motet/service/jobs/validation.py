@@ -22,6 +22,7 @@ from motet.config.jobfile import jobs_of, normal_job, validate_as
 from motet.config.service import ANY_SIZE, Largest
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError, RewardError
+from motet.core.json_text import storable
 from motet.core.near import close_matches
 from motet.process.apart import Apart, TooMuchError
 from motet.service.bases import Bases
@@ -292,12 +293,14 @@ def read_jobs(text: str, bases: Bases) -> list[dict[str, Any]]:
     """The jobs in a text, with defaults and sweeps applied; each with its base if there are several.
 
     Raises:
-        ConfigError: invalid YAML, no job, too many jobs, or jobs for another base.
+        ConfigError: invalid YAML, a text that no database keeps, no job, too many jobs, or jobs for another base.
     """
     try:
         tree = check_plain(plain_yaml.read(text, aliases=False))
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"this cannot be read as YAML or JSON: {error}") from error
+    if storable(tree) != tree:  # by an escape of YAML; those of JSON are refused as the body arrives
+        raise ConfigError("a text has a NUL character, or half of a surrogate pair; take it out")
     if not isinstance(tree, dict):
         raise ConfigError("write a job (name, data, reward, …), or a job file with `jobs:`")
     if "jobs" not in tree:

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from msgspec.structs import asdict
 from pydantic import Field
 
-from motet.core.json_text import json_text
+from motet.core.json_text import json_text, storable
 from motet.core.types import JobState, Wanted, Word
 from motet.service.composition import Service
 from motet.service.database.store import jobs_of, size_of
@@ -38,7 +38,7 @@ class JobText(Asked):
 
 
 def _shown(who: Principal, service: Service, job: StoredJob) -> Job:
-    spec = {**job.spec, "rewards": [masked(reward) for reward in job.spec.get("rewards", ())]}
+    spec = {**storable(job.spec), "rewards": [masked(reward) for reward in job.spec.get("rewards", ())]}
     return Job(
         id=job.id, name=job.name, tenant=service.store.tenants.name_of(job.tenant_id) if who.admin else None,
         state=job.state, message=job.message, step=job.step, steps=job.steps, created=job.created, ended=job.ended,

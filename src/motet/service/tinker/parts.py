@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 
 from motet.core.errors import MotetError
 from motet.service.composition import Service
@@ -73,15 +75,20 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
 
     async def read(request: Request, who: Asker, tinker: TinkerDep) -> Body:
         try:
-            given = await request.json()
-        except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"the body is not valid JSON: {error}") from error
-        try:
-            return kind.model_validate(given)
-        except ValidationError as error:
+            return kind.model_validate(await request.json())
+        except (ValueError, HTTPException) as error:
+            given = None
+            with contextlib.suppress(ValueError, RecursionError):  # which also reads half a character
+                given = json.loads(getattr(request, "_body", b""))
             model, number = (given.get(name) if isinstance(given, dict) else None for name in ("model_id", "seq_id"))
             if isinstance(model, str) and model.isascii() and type(number) is int:
                 await use_up(who, tinker, model, number)
-            raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from error
+            if isinstance(error, ValidationError):
+                raise RequestValidationError(
+                    [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+                ) from error
+            if isinstance(error, ValueError):
+                raise Refusal(400, f"the body is not valid JSON: {error}") from error
+            raise
 
     return read
