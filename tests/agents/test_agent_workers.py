@@ -272,12 +272,15 @@ def test_a_job_whose_episodes_nobody_takes_rests_when_it_is_to(tmp_path: Path) -
     bench(tmp_path, work)
 
 
+OFFER = OfferEpisode(0, "job", {}, {}, 0, 60.0)
+
+
 class Process:
     """A host's process that does what the test says: it has offered an episode, and dies when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *said: ChannelMessage) -> None:
         self.reader, self.sent = asyncio.StreamReader(), list[ChannelMessage]()
-        self.reader.feed_data(encode(cluster.HostReady([])) + encode(OfferEpisode(0, "job", {}, {}, 0, 60.0)))
+        self.reader.feed_data(b"".join(map(encode, said or (cluster.HostReady([]), OFFER))))
 
     def is_closing(self) -> bool:
         """Of its standard input."""
@@ -496,3 +499,34 @@ def test_schemas_of_all_agents_of_a_tenant_are_compiled_in_its_turns() -> None:
         await asyncio.gather(*groups, return_exceptions=True)
 
     asyncio.run(work())
+
+
+def test_nothing_of_a_host_that_is_not_ready_is_leased(tmp_path: Path) -> None:
+    """As of one that a new service takes over, whose kept messages wait to be stored: its agents would find nothing."""
+    start = cluster.StartHost("small", str(tmp_path), {}, {}, {}, [], 1.0, ANY_SIZE)
+    score = cluster.ScoreRequest(7, "job", {}, {}, [], [])
+    scored = list[int]()
+
+    async def scores(request: cluster.ScoreRequest) -> cluster.ScoresAnswered:
+        scored.append(request.key)
+        return cluster.ScoresAnswered(request.key, away=True)
+
+    async def work(on: Bench) -> None:
+        process = Process(OFFER, score, cluster.Progress({}, {"job": 1.0}))
+        host = HostLink(0, start, tmp_path / "log", ThreadPoolExecutor(1), process.launched)
+        host.start(HostHandlers(list, lambda _: None, score=scores, episode=on.workers.run), lambda *_: None)
+        try:
+            await until(lambda: host.device == {"job": 1.0})  # what came before is handled
+            assert await on.lease(most=MOST_OPEN) == []
+            assert not on.workers.asked("job")
+            assert scored == []
+            process.reader.feed_data(encode(cluster.HostReady([])))
+            await until(lambda: on.workers.asked("job") and scored == [7])
+            (name,) = await on.lease(most=MOST_OPEN)
+            assert on.workers.settle("job", name, EpisodeEnded(0, 1.0)) == "counted"
+        finally:
+            on.workers.close()
+            process.reader.feed_eof()
+            await host.kill()
+
+    bench(tmp_path, work)

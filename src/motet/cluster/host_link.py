@@ -114,7 +114,7 @@ class HostLink:
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
         self._payers: dict[int, Bill] = {}  # of completions by key, also of abandoned ones, until they are answered
         self._keys = itertools.count(secrets.randbits(32) << 20)  # different from keys of an earlier service
-        self._stopped, self._closing = asyncio.Event(), asyncio.Event()
+        self._stopped, self._closing, self._readied = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._ready_since, self.ready = math.inf, False
         self._signs, self._restarts = LifeSigns(), Restarts()
         self.heard_at = -math.inf
@@ -282,6 +282,7 @@ class HostLink:
                 _log.exception("the process of the engine could not be ended")
             self._child = None
         self.ready, self.away = False, ""
+        self._readied.clear()
         self._stopped.set()
         self.progress, self.used, self._payers, self.prepared = {}, {}, {}, {}
         for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
@@ -300,6 +301,7 @@ class HostLink:
                 self._ready_since = time.monotonic()
                 self.speed = (message.device, message.tokens_per_second)
                 self.told, self.ready = message, True
+                self._readied.set()
                 self._heard(self, message)
             case m.HostFailed():
                 self.failure, self.hopeless = message.reason, not self.ready
@@ -315,11 +317,11 @@ class HostLink:
                 if bool(before) != bool(self.away):
                     self._heard(self, message)
             case m.ScoreRequest():
-                _begin(self.send, self._scoring, message.key, handlers.score(message))
+                _begin(self, self._scoring, message.key, lambda: handlers.score(message))
             case m.CancelScore():
                 _cancel(self._scoring, message.key)
             case e.OfferEpisode():
-                _begin(self.send, self._episodes, message.episode, handlers.episode(self, message))
+                _begin(self, self._episodes, message.episode, lambda: handlers.episode(self, message))
             case e.WithdrawEpisode():
                 _cancel(self._episodes, message.episode)
             case m.Obeyed():
@@ -361,12 +363,13 @@ async def _answers_first(
 
 
 def _begin(
-    send: Callable[[m.ToHost], None], tasks: dict[int, asyncio.Task[None]], key: int, answer: Awaitable[m.ToHost]
+    host: HostLink, tasks: dict[int, asyncio.Task[None]], key: int, answer: Callable[[], Awaitable[m.ToHost]]
 ) -> None:
-    """Send an answer when it is ready."""
+    """Send an answer when it is ready; nothing of a host that is not ready, and answers nobody, is leased."""
 
     async def answered() -> None:
-        send(await answer)
+        await host._readied.wait()
+        host.send(await answer())
 
     def forget(task: asyncio.Task[None]) -> None:
         if tasks.get(key) is task:
