@@ -935,9 +935,11 @@ def silent():
 """
 
 
-def group(tmp_path: Path, name: str, n: int = 2, says: Says = lambda index, *_: f"say {index}", **fields: Any) -> Any:
+def group(
+    tmp_path: Path, name: str, n: int = 2, says: Says = lambda index, *_: f"say {index}", lines: str = "", **fields: Any
+) -> Any:
     """The rollouts of a group, and of another one by the same runner."""
-    (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "agents.py").write_text(lines or AGENTS)
     config = EnvironmentConfig(name=f"{tmp_path}/agents.py:{name}", **fields)
     released: list[int] = []
 
@@ -1000,6 +1002,43 @@ def test_an_agent_that_hangs_or_ends_its_process_costs_what_ran_there_and_the_ne
     first, second, _ = group(tmp_path, name, says=lambda *_: next(turns), wall_seconds=5.0 if name == "stuck" else 60.0)
     assert error in "".join(one.error for one in first)
     assert [one.error for one in second] == ["", ""]
+
+
+DIES = """
+import os
+import signal
+from pathlib import Path
+
+
+def dies(what):
+    died = Path(f"{where}/{what}")
+    before = died.read_text() if died.exists() else ""
+    if len(before) < times:
+        died.write_text(before + "x")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def agent(problem, base_url, api_key):
+    ask(base_url, api_key, "first")
+    dies("run")
+    return float(ask(base_url, api_key, "second")[1].split()[1])
+"""
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_an_episode_whose_process_is_killed_from_outside_starts_over_at_most_twice(tmp_path, times, loads):
+    lines = f'{AGENTS}\nwhere, times = "{tmp_path}", {times}\n{DIES}\n' + loads * 'dies("load")\n'
+    if loads and times == 3:
+        with pytest.raises(EnvironmentFault, match="its process was killed with SIGKILL"):
+            group(tmp_path, "agent", n=1, lines=lines)
+        return
+    first, second, limited = group(tmp_path, "agent", n=1, says=lambda *_: "say 4", lines=lines)
+    lost = times == 3
+    assert limited is lost
+    assert second[0].reward == 4.0
+    assert "SIGKILL" in first[0].error if lost else (first[0].reward, first[0].error) == (4.0, "")
+    assert lost or [turn.text for turn in first[0].turns] == ["say 4", "say 4"], "nothing of the earlier one is left"
 
 
 def test_a_problem_that_cannot_be_sent_is_not_waited_for(tmp_path):

@@ -192,7 +192,7 @@ def test_an_agent_that_hangs_costs_its_rollout(service: Service, tmp_path: Path)
         "the agent did not return in time (environment.wall_seconds)"
     ]
     (state,) = [one["data"] for one in service.events("hung") if one["data"].get("state") == "succeeded"]
-    assert state["inexact"] == ["the environment ran into its wall-clock limit"]
+    assert state["inexact"] == ["the environment ran into its wall-clock limit, or was killed"]
 
 
 def test_a_result_that_the_service_refuses_costs_its_episode_alone(service: Service, tmp_path: Path) -> None:

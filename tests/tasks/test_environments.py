@@ -394,6 +394,48 @@ def test_the_memory_of_other_instances_costs_no_rollout(file: Path) -> None:
     assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(1.0, "")] * 2
 
 
+DIES = """
+import os
+import signal
+from pathlib import Path
+
+
+def dies(what):
+    died = Path(f"{where}/{what}")
+    before = died.read_text() if died.exists() else ""
+    if len(before) < times:
+        died.write_text(before + "x")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dies:
+    def reset(self, **row):
+        dies("reset")
+        return "Go on."
+
+    def step(self, text):
+        dies("step")
+        return None, 1.0
+"""
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_an_episode_whose_process_is_killed_from_outside_is_played_again_at_most_twice(
+    file: Path, times: int, loads: bool
+) -> None:
+    file.write_text(f'where, times = "{file.parent}", {times}\n{DIES}\n' + loads * 'dies("load")\n')
+    if loads and times == 3:
+        with pytest.raises(EnvironmentFault, match="cannot be loaded: the process was killed with SIGKILL"):
+            played(file, "Dies", lambda index, turn, read: "go on", 1, n_workers=1)
+        return
+    (rollout,), _, workers = played(file, "Dies", lambda index, turn, read: "go on", 1, n_workers=1)
+    lost = times == 3
+    assert workers.clock_limited is lost
+    assert (rollout.reward, rollout.error) == (1.0, "") if not lost else "SIGKILL, which Motet did not" in rollout.error
+    assert (file.parent / "reset").read_text() == "x" * times
+
+
 HALVES = '''
 import json
 

@@ -59,6 +59,8 @@ class AgentReturned(ChannelMessage, frozen=True):
     """Whether the clock ended it."""
     hangs: bool = False
     """Whether it still runs, in a thread that cannot be ended."""
+    killed: bool = False
+    """Whether its process was killed by a signal that Motet did not send."""
 
 
 ToProcess = LoadAgent | RunAgent | StopAgent

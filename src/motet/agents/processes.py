@@ -14,7 +14,7 @@ from motet.core.errors import EngineError, EnvironmentFault
 from motet.core.types import Problem
 from motet.process import wall
 from motet.process.channel import Child, ProcessFault
-from motet.tasks.worker_link import LOAD_SECONDS, import_path
+from motet.tasks.worker_link import LOAD_SECONDS, ProcessDiedError, import_path, start_again
 
 GRACE_SECONDS = 5.0
 """Time for an agent to return after its time limit; then its process is killed."""
@@ -27,7 +27,7 @@ class AgentProcess:
         self.child, self._log = child, log
         self.loaded: asyncio.Future[m.AgentLoaded | m.AgentRefused] = asyncio.get_running_loop().create_future()
         self.returned: dict[int, asyncio.Future[m.AgentReturned]] = {}
-        self.usable = True
+        self.usable, self.killed = True, False
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -46,11 +46,12 @@ class AgentProcess:
             fault = "its process wrote something that is not a message (an agent must leave its pipes alone)"
         self.usable = False
         gone = fault or f"its process {await self.child.how_it_ended(' (an agent must return, not exit)')}"
+        self.killed = not fault and self.child.killed()
         if not self.loaded.done():
             self.loaded.set_result(m.AgentRefused(gone))
         for episode, waiting in self.returned.items():
             if not waiting.done():
-                waiting.set_result(m.AgentReturned(episode, error=gone))
+                waiting.set_result(m.AgentReturned(episode, error=gone, killed=self.killed))
         self.returned.clear()
 
     async def close(self) -> None:
@@ -82,7 +83,10 @@ class AgentProcesses:
         await asyncio.gather(*(one.close() for one in processes))
 
     async def usable(self) -> AgentProcess:
-        """The process that new episodes run in. Raises EnvironmentFault if the agent does not load."""
+        """The process that new episodes run in. Raises EnvironmentFault if the agent does not load.
+
+        One that is killed while it loads, by a signal that Motet did not send, is started again at most twice.
+        """
         async with self._starting:
             if self._process is not None and self._process.usable:
                 return self._process
@@ -90,22 +94,30 @@ class AgentProcesses:
                 self._given_up.append(old)
                 self._process = None
                 await self._close_if_idle(old)
-            child: Child[m.FromProcess] = await Child.start(
-                "motet.agents.process", m.FromProcess, self._log, without=self._hidden, variables=self._variables
-            )
-            process = AgentProcess(child, self._log)
             try:
-                child.send(m.LoadAgent(import_path(), self._name, self._args))
-                loaded = await asyncio.wait_for(asyncio.shield(process.loaded), LOAD_SECONDS)
-                if isinstance(loaded, m.AgentRefused):
-                    raise EnvironmentFault(loaded.error)
-            except BaseException as error:
-                await process.close()
-                if isinstance(error, TimeoutError):
-                    raise EnvironmentFault(f"agent {self._name!r} took more than {LOAD_SECONDS:g} s to load") from error
-                raise
-            self._process = process
-            return process
+                self._process = await start_again(self._start)
+            except ProcessDiedError as error:
+                raise EnvironmentFault(str(error)) from error
+            return self._process
+
+    async def _start(self) -> AgentProcess:
+        child: Child[m.FromProcess] = await Child.start(
+            "motet.agents.process", m.FromProcess, self._log, without=self._hidden, variables=self._variables
+        )
+        process = AgentProcess(child, self._log)
+        try:
+            child.send(m.LoadAgent(import_path(), self._name, self._args))
+            loaded = await asyncio.wait_for(asyncio.shield(process.loaded), LOAD_SECONDS)
+            if isinstance(loaded, m.AgentRefused):
+                if process.killed:
+                    raise ProcessDiedError(loaded.error, killed=True)
+                raise EnvironmentFault(loaded.error)
+        except BaseException as error:
+            await process.close()
+            if isinstance(error, TimeoutError):
+                raise EnvironmentFault(f"agent {self._name!r} took more than {LOAD_SECONDS:g} s to load") from error
+            raise
+        return process
 
     async def run(
         self, process: AgentProcess, problem: Problem, base_url: str, key: str, deadline: float, seed: int

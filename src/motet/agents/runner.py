@@ -26,6 +26,7 @@ from motet.config import EnvironmentConfig
 from motet.core.errors import EnvironmentFault
 from motet.core.types import Rollout
 from motet.tasks.episode import GroupContext, OwnEnvironment, judged
+from motet.tasks.worker_link import AGAIN
 
 MOST_BYTES = 4 * 2**20
 """Longest request, as on a service: reading it takes memory and time of all jobs."""
@@ -131,17 +132,22 @@ class AgentRunner(OwnEnvironment):
         return await judged(list(await asyncio.gather(*running)), context)
 
     async def _run(self, context: GroupContext, index: int) -> Rollout:
+        """One rollout; an episode whose process is killed by a signal that Motet did not send starts over, at most twice."""
         try:
-            process = await self._processes.usable()
-        except EnvironmentFault as error:  # it loaded before
-            return Rollout(context.problem, index, (), (), error=str(error))
-        episode = AgentEpisode(context, index, self._job, self._config.max_turns, self._config.wall_seconds)
-        try:
-            with self._gateway.serving(episode) as (base_url, key):
-                returned = await self._processes.run(
-                    process, context.problem, base_url, key, episode.deadline, episode.seed
-                )
+            for _ in range(1 + AGAIN):
+                try:
+                    process = await self._processes.usable()
+                except EnvironmentFault as error:  # it loaded before
+                    self.clock_limited = True
+                    return Rollout(context.problem, index, (), (), error=str(error))
+                episode = AgentEpisode(context, index, self._job, self._config.max_turns, self._config.wall_seconds)
+                with self._gateway.serving(episode) as (base_url, key):
+                    returned = await self._processes.run(
+                        process, context.problem, base_url, key, episode.deadline, episode.seed
+                    )
+                if not returned.killed:
+                    break
         finally:
             await context.release(index)
-        self.clock_limited = self.clock_limited or returned.late
+        self.clock_limited = self.clock_limited or returned.late or returned.killed
         return rewarded(episode, returned.reward, returned.rewards, returned.error and f"the agent {returned.error}")

@@ -22,6 +22,7 @@ from motet.core.types import Problem
 from motet.service.schemas import Job
 from motet.service.schemas.workers import EpisodeLease, EpisodeWork
 from motet.tasks.reward_elsewhere import MOST_LETTERS
+from motet.tasks.worker_link import AGAIN
 
 _SECRETS = ("MOTET_API_KEY",)
 
@@ -84,7 +85,13 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
             else:
                 url, problem = f"{self._client.url}{work.path}", msgspec.convert(work.problem, Problem)
                 returned = await agent.run(process, problem, url, work.key, deadline, work.seed)
-                result = {"reward": returned.reward, "rewards": returned.rewards or None, "late": returned.late}
+                if returned.killed and work.handed_out <= AGAIN:
+                    return  # not held any more, it is leased again, and starts over
+                result = {
+                    "reward": returned.reward,
+                    "rewards": returned.rewards or None,
+                    "late": returned.late or returned.killed,
+                }
                 result["error"] = returned.error[:MOST_LETTERS]
             self._handing_in.add(work.id)
             if refused := await self._hand_in(path, {**result, "id": work.id}):

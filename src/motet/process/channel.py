@@ -105,6 +105,8 @@ class Child(Generic[Received]):
         """
         self._kinds, self._reader, self._writer, self._end, self._how = kinds, reader, writer, end, how
         self._said_all = False
+        self.killed: Callable[[], bool] = lambda: False
+        """Whether a signal that Motet did not send has ended it."""
         self.over_network = False
         """Whether its messages may stay away for a while although it works."""
         self.translate: Callable[[ChannelMessage], ChannelMessage] = lambda message: message
@@ -129,7 +131,9 @@ class Child(Generic[Received]):
             await piped.kill()
             hanging_up.cancel()
 
-        return cls(kinds, piped.output, piped.input, end, piped.how_it_ended)
+        child = cls(kinds, piped.output, piped.input, end, piped.how_it_ended)
+        child.killed = lambda: piped.killed
+        return child
 
     def send(self, message: ChannelMessage) -> None:
         """Send one message; does nothing if the process is gone."""

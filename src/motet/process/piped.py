@@ -72,6 +72,12 @@ class Piped:
         status = self.process.returncode
         return ending.how_it_ended(status, stopped=self.stopped, log=self.log, since=self.logged, hint=hint)
 
+    @property
+    def killed(self) -> bool:
+        """Whether a signal that Motet did not send has ended it; the system sends SIGXCPU for a limit of Motet's."""
+        status = self.process.returncode
+        return not self.stopped and status is not None and status < 0 and status != -signal.SIGXCPU
+
     async def kill(self) -> None:
         """Kill it with its group, wait for its end, and close the pipes."""
         self.stopped = self.stopped or not self.ended.is_set()

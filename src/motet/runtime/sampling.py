@@ -236,7 +236,7 @@ class JobSampler:
                 scored = await self._scored(task, rollouts)
             cost.reward_seconds += time.monotonic() - started
             if any(item.clock_limited for item in scored):
-                job.note_inexact("a reward ran into its wall-clock limit, or could not be asked")
+                job.note_inexact("a reward ran into its wall-clock limit, was killed, or could not be asked")
             return scored
 
         batch, own = purpose.batch(task.step), job.config.environment.own
@@ -281,7 +281,7 @@ class JobSampler:
             return await ENVIRONMENTS[self._job.config.environment.name](context)
         rollouts = await own.run_group(context)
         if own.clock_limited:
-            self._job.note_inexact("the environment ran into its wall-clock limit")
+            self._job.note_inexact("the environment ran into its wall-clock limit, or was killed")
         return rollouts
 
     async def _scored(self, task: GroupTask, rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:

@@ -23,7 +23,16 @@ from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, heard, judged, read_next, whole
 from motet.tasks.team import TeamEpisode, begun
-from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ClockLimitError, ProcessDiedError, WorkerLink, import_path
+from motet.tasks.worker_link import (
+    AGAIN,
+    LOAD_SECONDS,
+    NO_REPLY,
+    ClockLimitError,
+    ProcessDiedError,
+    WorkerLink,
+    import_path,
+    start_again,
+)
 
 Result = TypeVar("Result")
 _NAMES = itertools.count()
@@ -59,7 +68,7 @@ class EnvironmentWorkers(OwnEnvironment):
     async def open(self) -> None:
         """Load the class in a first process. Raises EnvironmentFault if it does not load, or is no environment."""
         try:
-            await self._start(self._slots[0])
+            await start_again(lambda: self._start(self._slots[0]))
         except (ProcessDiedError, ClockLimitError) as error:
             raise EnvironmentFault(f"environment {self.config.name!r} cannot be loaded: the process {error}") from error
 
@@ -111,11 +120,13 @@ class EnvironmentWorkers(OwnEnvironment):
     ) -> tuple[m.EpisodeReply, _Worker]:
         """Call an instance; if its process died, repeat its earlier calls in a new one first.
 
-        A call that runs out of memory or ends its process, which other instances use too, is tried again in a fresh one.
+        A call that runs out of memory or ends its process, which other instances use too, is tried again in a fresh one;
+        so is one whose process is killed by a signal that Motet did not send, at most twice.
         """
+        kills = 0
         async with slot.turn:
             while True:
-                worker = slot.worker or await self._start(slot)
+                worker = slot.worker or await start_again(lambda: self._start(slot))
                 slot.seen.add(call.episode)
                 alone, reply = len(slot.seen) == 1, m.EpisodeReply()
                 try:
@@ -129,7 +140,9 @@ class EnvironmentWorkers(OwnEnvironment):
                     # The clock, or a cancelled caller: a late reply must not meet the next call.
                     await worker.kill()
                     slot.worker = None
-                    if alone or not isinstance(error, ProcessDiedError):
+                    killed = isinstance(error, ProcessDiedError) and error.killed
+                    kills += killed
+                    if not isinstance(error, ProcessDiedError) or (kills > AGAIN if killed else alone):
                         raise
                     continue
                 if reply.exceeded:
@@ -158,6 +171,7 @@ class EnvironmentInstance:
             self._workers.clock_limited = True
             return m.EpisodeReply(error=f"the environment {error}")
         except (ProcessDiedError, EnvironmentFault) as error:
+            self._workers.clock_limited |= isinstance(error, ProcessDiedError) and error.killed
             return m.EpisodeReply(error=f"the environment {error}")
         except EngineError as error:
             return m.EpisodeReply(error=f"the text for the environment has {error}")

@@ -82,7 +82,7 @@ class OwnEnvironment:
     """A job's own environment."""
 
     clock_limited = False
-    """Whether a time limit has changed a result."""
+    """Whether a time limit, or a kill from outside, has changed a result."""
 
     @property
     def waits(self) -> bool:

@@ -6,7 +6,8 @@ each keeps at least one. Rewards that wait rather than compute get more processe
 Rewards that are scored elsewhere (`reward_elsewhere`) need no process: the pool calls the given function.
 
 A call's outcome must not depend on what its process did before. So a process is replaced after a call that ran out of
-CPU time or memory, and a call that ran out of memory or killed a used process is tried once more in a fresh one.
+CPU time or memory, and a call that ran out of memory or ended a used process is tried once more in a fresh one. A call
+whose process is killed by a signal that Motet did not send is tried again at most twice; then it counts as chance.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from motet.tasks.reward_elsewhere import (
 from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import AT_ONCE, Worker, WorkerGroup, load_request
-from motet.tasks.worker_link import ClockLimitError, ProcessDiedError
+from motet.tasks.worker_link import AGAIN, ClockLimitError, ProcessDiedError
 from motet.tasks.worker_messages import ScoreCompletions, Scores
 
 
@@ -306,7 +307,7 @@ class RewardPool:
         except ClockLimitError as error:
             return [Chance(error)] * n
         except ProcessDiedError as error:
-            return [str(error)] * n if last else None
+            return [Chance(error) if error.killed else str(error)] * n if last else None
         except EngineError as error:
             return [f"cannot be sent to its process: {error}"] * n if last else None
         finally:
@@ -319,7 +320,7 @@ class RewardPool:
 
     async def _ask(self, group: WorkerGroup, worker: Worker, reward: RewardConfig, request: ScoreCompletions) -> Scores:
         """A reply equal to that of a fresh process."""
-        n = len(request.completions)
+        n, kills = len(request.completions), 0
         request = msgspec.structs.replace(request, cpu_seconds=reward.cpu_seconds * n)
         while True:
             fresh = worker.link is None or worker.link.calls == 0
@@ -328,9 +329,10 @@ class RewardPool:
                     worker.link = await group.start()
                 with group.timed(group.loaded.together[request.reward]):
                     reply = await worker.link.ask(request, reward.wall_seconds * n)
-            except ProcessDiedError:
+            except ProcessDiedError as error:
                 worker.link = None
-                if fresh or group.closed:
+                kills += error.killed
+                if group.closed or (kills > AGAIN if error.killed else fresh):
                     raise
                 continue
             except BaseException:  # the clock, or a cancelled caller: a late reply must not meet the next call

@@ -18,7 +18,7 @@ from motet.process.piped import Piped
 from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_answers import sound
-from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, WorkerLink, import_path
+from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, WorkerLink, import_path, start_again
 
 AT_ONCE = 16
 """Most calls at once of rewards that wait rather than compute; each has a process of its own."""
@@ -130,7 +130,7 @@ class WorkerGroup:
     async def open(self) -> None:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
-        link = self.workers[0].link = await RewardLink.start(self.request, self.log)
+        link = self.workers[0].link = await start_again(lambda: RewardLink.start(self.request, self.log))
         self.loaded, link.charge = link.loaded, self.charge
         self.give_back(self.workers[0])
         if self.loaded.waits:

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, ChannelMessage, ProcessFault, decode, encode
@@ -25,8 +25,18 @@ _REMAINS = str(Path(__file__).with_name("worker_remains.py"))
 NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
 
 
+AGAIN = 2
+"""How often what a killed process did is tried again, each time in a fresh process."""
+Started = TypeVar("Started")
+
+
 class ProcessDiedError(Exception):
     """The process ended in the middle of a call; the text says how."""
+
+    def __init__(self, how: str, *, killed: bool = False) -> None:
+        """`killed`: by a signal that Motet did not send, so that the same call may succeed."""
+        super().__init__(how)
+        self.killed = killed
 
 
 class ClockLimitError(Exception):
@@ -124,11 +134,12 @@ class WorkerLink:
             await asyncio.gather(answering, ending, return_exceptions=True)
         article = "an" if self.kind[0] in "aeiou" else "a"
         how = await self._piped.how_it_ended(f" ({article} {self.kind} must return, not exit)")
+        killed = self._piped.killed
         await self.kill()
         if self._piped.process.returncode == -signal.SIGXCPU:
             limit = f"{cpu_seconds:g} s of CPU time ({self.kind} field cpu_seconds)"
             how = f"took more than {limit} and could not be interrupted"
-        raise ProcessDiedError(how)
+        raise ProcessDiedError(how, killed=killed)
 
     def _count(self, most: float) -> None:
         """Charge what the process has used since the last call; `most` for one that is gone and cannot be asked."""
@@ -146,6 +157,17 @@ class WorkerLink:
             return b""
         except ValueError:  # longer than any reply
             return b"\n"
+
+
+async def start_again(start: Callable[[], Awaitable[Started]]) -> Started:
+    """Start a process, and again, at most `AGAIN` times, if it is killed. Raises as `start`."""
+    for _ in range(AGAIN):
+        try:
+            return await start()
+        except ProcessDiedError as error:
+            if not error.killed:
+                raise
+    return await start()
 
 
 def _keep(sandboxes: str) -> subprocess.Popen[bytes]:

@@ -13,6 +13,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from motet.cluster.messages import JobChanged, JobStepped, JobWorked, UsageWindow
+from motet.core.json_text import storable
 from motet.core.types import JobState
 from motet.runtime.held_out import figure_of
 from motet.runtime.journal import Journal
@@ -63,7 +64,7 @@ class EventRecorder:
         row: dict[str, Any] = {"step": int(line["step"]) + ("loss" in line)}
         row |= {"reward": line.get("reward")} if "loss" in line else {}
         if errors := line.get("errors"):  # an error from a reward may contain its file's path
-            line = {**line, "errors": {self._storage.without_places(_storable(why)): n for why, n in errors.items()}}
+            line = {**line, "errors": {self._storage.without_places(storable(why)): n for why, n in errors.items()}}
         counts, evaluation = self._ledger.step(job_id, line), line.get("eval")
         held_out = figure_of(evaluation) if evaluation else ("", math.nan)
 
@@ -99,12 +100,13 @@ class EventRecorder:
 
         Repeats with the same `key` are ignored; gives whether it was none. `fields` are other columns of its row.
         """
-        shown: dict[str, Any] = {"state": state.value, "message": self._storage.without_places(_storable(message))}
+        told = self._storage.without_places(storable(self._by_name(job_id, message)))
+        shown: dict[str, Any] = {"state": state.value, "message": told}
         if state is JobState.CANCELLED:  # recorded once, by whichever process reports it
             key = state.value
         key, row = key or f"{time.time_ns()}", {**shown, "ended": now() if state.final else None, **fields}
-        told = [self._storage.without_places(_storable(why)) for why in inexact or ()]
-        event = shown if inexact is None else {**shown, "inexact": told}
+        why = [self._storage.without_places(storable(reason)) for reason in inexact or ()]
+        event = shown if inexact is None else {**shown, "inexact": why}
         stored = False
 
         def keep() -> None:
@@ -125,6 +127,18 @@ class EventRecorder:
             for workers in self._workers:
                 self._write(lambda workers=workers: workers.ended(job_id))  # type: ignore[misc]
         return stored
+
+    def _by_name(self, job_id: str, message: str) -> str:
+        """Name a job as its owner does; an engine knows its id only."""
+        job: StoredJob | None = None
+
+        def find() -> None:
+            nonlocal job
+            job = self._store.job_by_id(job_id)
+
+        if job_id in message:
+            self._write(find)
+        return message if job is None else message.replace(job_id, job.name)
 
     def record_event(self, event: JobChanged | JobStepped | JobWorked) -> None:
         """Store an event from the engine; jobs that stop with the service continue at its next start.
@@ -193,8 +207,3 @@ def _keep_evaluation(
     before = session.scalar(select(StoredJob.held_out).where(StoredJob.id == job_id))
     held_out = newer_evaluation(before, version, figure, best=best, best_by=best_by)
     session.execute(update(StoredJob).where(StoredJob.id == job_id).values(held_out=held_out))
-
-
-def _storable(text: str) -> str:
-    """Remove characters that a database cannot store; reward workers may send any."""
-    return text.replace("\0", "").encode("utf-8", "replace").decode()
