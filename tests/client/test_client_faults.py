@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import motet
@@ -67,7 +69,7 @@ def test_a_stream_that_is_left_is_closed_and_the_client_goes_on() -> None:
 
 
 @contextlib.contextmanager
-def _events_and_silence() -> Iterator[str]:
+def _events_and_silence(port: int = 0) -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -80,7 +82,7 @@ def _events_and_silence() -> Iterator[str]:
             pass
 
     ended = threading.Event()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever).start()
         try:
@@ -280,3 +282,22 @@ def test_the_directory_of_nobody_is_one_as_others_are(tmp_path: Path, monkeypatc
     ):
         client.push(NOBODY, "mine")
     assert (adapters.unpack(tarred(GOOD), NOBODY) / ADAPTER_FILES[0]).is_file()
+
+
+def test_following_waits_for_a_service_that_goes_away_before_the_first_line() -> None:
+    """As `motet score` and `motet agent` do, which have asked it before."""
+    with http.server.HTTPServer(("127.0.0.1", 0), _Stranger) as server:
+        threading.Thread(target=server.serve_forever).start()
+        client = motet.Client(f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(ServiceError):
+            client.job("x")
+        server.shutdown()
+    with client, ThreadPoolExecutor(1) as pool:
+        following = pool.submit(lambda: next(client.events("x", follow=True)).id)
+        with _events_and_silence(server.server_port):
+            assert following.result(PATIENCE) == 1
+
+
+def test_an_error_without_words_is_told_by_its_kind() -> None:
+    with pytest.raises(ServiceError, match=r"broke off \(ReadError\)"), connection._transport_errors("http://here"):
+        raise httpx2.ReadError("")

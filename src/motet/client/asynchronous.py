@@ -187,7 +187,7 @@ class AsyncClient(AdapterMethods, SignInMethods, StepMethods, TenantMethods):
             follow: continue with new events until the job has ended; reconnects if the connection is lost.
         """
         if follow:
-            async with aclosing(self._follow(job, Following(job, after))) as stream:
+            async with aclosing(self._follow(job, Following(job, after, self._heard))) as stream:
                 async for event in stream:
                     yield event
             return

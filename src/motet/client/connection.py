@@ -78,6 +78,7 @@ class Connection:
             ) from error
         if not key.isascii() or not key.isprintable():
             raise ConfigError("this is not an API key; one looks like mk-… and has plain letters only")
+        self._heard = 0.0
         self._http = httpx2.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -106,6 +107,7 @@ class Connection:
         for attempt in itertools.count():
             with _transport_errors(self.url):
                 response = await self._http.send(self._request(method, path, **request))
+            self._heard = time.monotonic()
             if (seconds := _seconds_to_wait(response, attempt)) is None:
                 break
             await asyncio.sleep(seconds)
@@ -167,7 +169,9 @@ def _transport_errors(url: str) -> Iterator[None]:
             "MOTET_URL (or --url) to its address. For a local run, use `motet report runs/NAME`"
         ) from error
     except (httpx2.TransportError, httpx2.StreamError) as error:
-        raise ServiceError(f"the connection to {url} broke off ({error or type(error).__name__}); try again") from error
+        raise ServiceError(
+            f"the connection to {url} broke off ({str(error) or type(error).__name__}); try again"
+        ) from error
 
 
 def _seconds_to_wait(response: httpx2.Response, attempt: int) -> float | None:
@@ -194,10 +198,11 @@ def _refusal(response: httpx2.Response) -> ServiceError:
 class Following:
     """The progress of following a job's events."""
 
-    def __init__(self, job: str, after: int) -> None:
+    def __init__(self, job: str, after: int, heard: float = 0.0) -> None:
+        """`heard`: monotonic time at which the service answered anything; 0 if it never did, so that nobody waits for it."""
         self.after = after
         self.path = f"{path_of('jobs', job)}/events/stream"
-        self._heard = 0.0
+        self._heard = heard
         self._wait = 0.25
         self._refused = 0
         """How often in a row the service answered that requests are too frequent."""

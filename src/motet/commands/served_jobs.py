@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from motet.client import AsyncClient, Client
+from motet.client.connection import path_of
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains
@@ -165,6 +166,7 @@ def follow(
     lines = JobLines(jobs, history=work is None, aside=aside)
 
     async def watch(client: AsyncClient, job: Job) -> None:
+        await client._patiently(Job, "GET", path_of("jobs", job.id))  # from now on it may go away
         async for event in client.events(job.id, follow=True):
             lines.see(job, event)
 
@@ -178,7 +180,7 @@ def follow(
                         group.create_task(work(client, [job.id for job in jobs], lines.console))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from errors  # it has a message for people
-            return [await client.job(job.id) for job in jobs]
+            return [await client._patiently(Job, "GET", path_of("jobs", job.id)) for job in jobs]
 
     try:
         ended = asyncio.run(watch_all())
