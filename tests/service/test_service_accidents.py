@@ -481,6 +481,35 @@ def test_a_request_that_finds_no_room_on_the_disk_is_told_so_and_the_next_has_ro
         house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
 
 
+def test_an_upload_that_a_kill_left_without_a_row_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """And one that has its row stays; what is moved was written to the disk before."""
+    with open_house(tmp_path) as house:
+        kept = {*(tmp_path / "files").iterdir(), *house.storage.adapters.iterdir()}
+        killed = [house.storage.upload("file-killed", "rows.jsonl"), house.storage.adapters / "adapter-killed"]
+        listed = [house.storage.upload(house.file["id"], "rows.jsonl"), house.storage.adapters / "adapter-brought"]
+        for path in (*killed, *listed):
+            part = house.storage.arriving(path)
+            if path.suffix:
+                part.write_bytes(b"{}\n")
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+                part.mkdir()
+                (part / "adapter_config.json").write_text("{}")
+            with contextlib.suppress(InterruptedError), house.storage.landed(part, path):
+                raise InterruptedError  # the process is killed here
+        assert {*(tmp_path / "files").iterdir(), *house.storage.adapters.iterdir()} == kept | {*killed}
+        again = create_app(Settings("small", tmp_path)).state.service
+        again.request_files.close()
+        again.store.close()
+        assert {*(tmp_path / "files").iterdir(), *house.storage.adapters.iterdir()} == kept
+        part = house.storage.arriving(house.storage.adapters / "adapter-new")
+        part.mkdir()
+        (part / "lost").symlink_to("nothing")  # what cannot be synced has no place
+        with pytest.raises(FileNotFoundError), house.storage.landed(part, house.storage.adapters / "adapter-new"):
+            pass
+        assert part.is_dir()
+
+
 def test_a_killed_upload_leaves_its_part_where_the_next_start_removes_it(tmp_path: Path) -> None:
     rows = b'{"prompt": "a", "answer": "b"}\n' * 300
     with open_house(tmp_path) as house:

@@ -292,6 +292,18 @@ def test_a_job_says_what_it_waits_for(house: House) -> None:
         assert answer.status_code in (400, 422), params
 
 
+@pytest.mark.parametrize("own", [{}, {"alpha": 4.0}, {"rank": 4}])
+def test_a_job_that_starts_from_an_awaited_one_takes_its_shape(house: House, own: Json) -> None:
+    shape = {"rank": 16, "alpha": 8.0, "target_modules": ["q_proj"]}
+    assert house.ask("POST", "/v1/jobs", json={**tiny("source"), "adapter": shape}).status_code == 201
+    for name, init in (("next", "source@best"), ("last", "next")):
+        body = {**tiny(name), "adapter": {"init": init, **own}}
+        answer = house.ask("POST", "/v1/jobs", json=body, params={"after": init.partition("@")[0]})
+        assert answer.status_code == 201, answer.text
+        adapter = answer.json()["spec"]["adapter"]
+        assert {field: adapter[field] for field in shape} == {**shape, **own}
+
+
 def test_a_start_is_read_before_its_job_waits_for_those_of_other_tenants(tmp_path: Path) -> None:
     with open_house(tmp_path) as house:
         version = house.storage.version(house.job["id"], "latest")

@@ -127,7 +127,7 @@ def create_app(settings: Settings) -> FastAPI:
     try:
         secrets = load_secrets(settings.directory, settings.config.secret_key_file, store)
         service = Service(settings, store, secrets)
-        service.storage.remove_arriving()
+        service.storage.remove_arriving(store.has_upload)
     except BaseException:
         store.close()
         raise

@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import gettempdir
 
+from motet.core.checksums import sync
 from motet.core.errors import ConfigError
 from motet.process import ending, wall
 from motet.runtime.checkpoint import JobDirectory
@@ -17,6 +19,8 @@ from motet.runtime.receipts import RECEIPT, RECEIPTS, receipt_numbers
 
 _LOGS = "engine*.log", "run/*.log"
 """What hosts, their ranks and their servers print; processes have these files open."""
+_NO_ROW = ".no-row"
+"""Ends the name of a marker of an upload that has its place, and perhaps no row yet."""
 _LOG_BYTES = 32 * 2**20
 """Size at which such a file is moved aside; the one moved before is deleted."""
 MOST_RECEIPTS = 1000
@@ -86,8 +90,26 @@ class Storage:
             place.mkdir(parents=True, exist_ok=True)
         return self._arriving / path.name
 
-    def remove_arriving(self) -> None:
-        """Delete uploads that never ended, because the process of the service was killed."""
+    @contextlib.contextmanager
+    def landed(self, part: Path, path: Path) -> Iterator[None]:
+        """Move what has arrived to its place, where it survives a power failure, before the block stores its row."""
+        for written in (*part.rglob("*"), part):
+            sync(written)
+        marker = self._arriving / f"{path.name}{_NO_ROW}"
+        marker.touch()
+        sync(self._arriving)
+        part.rename(path)
+        sync(path.parent)
+        yield
+        marker.unlink(missing_ok=True)
+
+    def remove_arriving(self, listed: Callable[[str], bool]) -> None:
+        """Delete uploads that never ended, because the process of the service was killed; `listed`: whether an id has a row."""
+        for marker in self._arriving.glob(f"*{_NO_ROW}"):
+            name = marker.name.removesuffix(_NO_ROW)
+            if not listed(name.partition(".")[0]):
+                (self.directory / "files" / name).unlink(missing_ok=True)
+                shutil.rmtree(self.adapters / name, ignore_errors=True)
         shutil.rmtree(self._arriving, ignore_errors=True)
 
     def bound_logs(self) -> None:

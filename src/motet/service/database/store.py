@@ -346,6 +346,11 @@ class Store:
         """One of a tenant's files."""
         return self.scalar(select(StoredFile).where(StoredFile.id == file_id, StoredFile.tenant_id == who.tenant_id))
 
+    def has_upload(self, upload_id: str) -> bool:
+        """Whether an uploaded file or adapter has this id."""
+        ids = (select(kind.id).where(kind.id == upload_id) for kind in (StoredFile, UploadedAdapter))
+        return any(self.scalar(query) is not None for query in ids)
+
     def delete_file(self, file_id: str) -> None:
         """Delete a file's record."""
         with self.transaction() as session:

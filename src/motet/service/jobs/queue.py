@@ -67,6 +67,9 @@ class Planned:
         )  # fmt: skip
 
 
+_SHAPE = {"rank", "alpha", "target_modules"}
+
+
 class JobQueue:
     """Accepts jobs, and holds back those that must wait."""
 
@@ -119,13 +122,16 @@ class JobQueue:
         ids, coming = [job.id for job in before], dict[str, str]()
         if (start := ChainStart.of(config.adapter.init, [one.config for one in above])) is not None:
             made_by = next(one for one in above if one.config.name == start.job)
-            config = take_shape(config, made_by.config.adapter.model_dump(include={"rank", "alpha", "target_modules"}))
+            config = take_shape(config, made_by.config.adapter.model_dump(include=_SHAPE))
             _check_chain(config, base, made_by)
             ids.append(made_by.id)
             coming[made_by.id] = start.job
         reference, source = (
             self._initial.resolve(who, config, base, ids) if start is None else (f"{made_by.id}@{start.version}", None)
         )
+        if source is None and reference is not None and start is None:  # of a job in `after`, which has yet to make it
+            made_by = next(job for job in before if job.id == reference.partition("@")[0])
+            config = take_shape(config, stored_config(made_by).adapter.model_dump(include=_SHAPE))
         if source is not None:
             config = take_shape(config, shape_of(source.path))
             check_shape(config, source.path)

@@ -108,9 +108,9 @@ async def upload(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
             alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
         )  # fmt: skip
-        directory.rename(path)
         with_room = service.quotas.storing(who.tenant_id, size)
-        add = functools.partial(with_room(service.adapters.add), who, adapter)
+        landed = service.storage.landed(directory, path)
+        add = functools.partial(with_room(landed(service.adapters.add)), who, adapter)
         adding = asyncio.create_task(service.write_threads.run(who.tenant_id, add))
         await asyncio.shield(adding)
     except BaseException:  # also if the client has disconnected

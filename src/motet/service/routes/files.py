@@ -55,9 +55,9 @@ async def upload(
                     raise Refusal(413, f"{name} is larger than {most:g} MB, the limit of this service")
                 await asyncio.to_thread(target.write, piece)
         rows = await while_there(request, service.read_threads.run(who.tenant_id, lambda: count_apart(part, UPLOADED)))
-        part.rename(path)
         with_room = service.quotas.storing(who.tenant_id, size)
-        add = functools.partial(with_room(service.store.add_file), who, file_id, name, size, rows)
+        landed = service.storage.landed(part, path)
+        add = functools.partial(with_room(landed(service.store.add_file)), who, file_id, name, size, rows)
         adding = asyncio.create_task(service.write_threads.run(who.tenant_id, add))
         stored = await asyncio.shield(adding)
     except BaseException as error:  # any error, also a disconnected client: an unlisted file must not stay
