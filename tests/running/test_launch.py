@@ -315,6 +315,19 @@ def test_a_job_that_other_libraries_or_another_processor_began_is_refused(
         run(base, tmp_path / "run", job("a", steps=2))
 
 
+def test_another_number_of_threads_changes_nothing_with_own_kernels(tmp_path: Path) -> None:
+    for place, steps, threads in (("whole", 3, 2), ("again", 2, 1), ("again", 3, 2)):
+        engine = {"threads": threads, "kernels": "native"}
+        tree = {"base": "small", "run": str(tmp_path / place), "engine": engine, "jobs": [job("a", steps=steps)]}
+        result = run_config(validate(tree, "test")).jobs["a"]
+        assert (result.state, result.inexact) == ("succeeded", ())
+    whole, again = (tmp_path / place / "a" / "versions" / "v3" for place in ("whole", "again"))
+    assert (
+        again.joinpath("adapter_model.safetensors").read_bytes()
+        == whole.joinpath("adapter_model.safetensors").read_bytes()
+    )
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_one_that_goes_on_all_the_same_says_how_it_began(hosts: int, base: Any, tmp_path: Path) -> None:
     """Also when it goes on once more, and where a host has it, as in a service."""

@@ -27,6 +27,7 @@ from motet.core.checksums import SUMS, disk_error
 from motet.core.errors import RunError
 from motet.core.types import ADAPTER_FILES, JobState
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
+from motet.runtime.disk_gate import is_full
 from motet.runtime.fork import fork
 from motet.runtime.job import StepDone
 from motet.runtime.opening import damages, open_job
@@ -479,6 +480,12 @@ def test_only_a_full_disk_is_called_one(tmp_path: Path) -> None:
         error = disk_error(OSError(number, "full"), tmp_path)
         assert isinstance(error, RunError)
         assert str(tmp_path) in str(error)
+    for number in (errno.EIO, errno.EROFS):
+        error = disk_error(OSError(number, "broken", str(tmp_path / "file")), tmp_path)
+        assert isinstance(error, RunError)
+        assert not is_full(error)
+        assert f"the disk of {tmp_path / 'file'} cannot be used (broken)" in str(error)
+        assert not is_full(OSError(number, "broken"))
     other = OSError(errno.EACCES, "denied")
     assert disk_error(other, tmp_path) is other
 

@@ -10,6 +10,11 @@ from motet.process.channel import ChannelMessage, ProcessFault
 LATE = "did not return in time (environment.wall_seconds)"
 
 
+def of_agent(error: str) -> str:
+    """The reason of an agent's rollout; empty without."""
+    return error and f"the agent{':' * error.startswith('its ')} {error}"
+
+
 class LoadAgent(ChannelMessage, frozen=True):
     """The first message: a function by its name."""
 

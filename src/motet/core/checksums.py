@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from motet.core.errors import AdapterError, DiskFull
+from motet.core.errors import AdapterError, DiskFull, RunError
 
 SUMS = "sha256.json"
 """Beside a version's files: their sums."""
 _PIECE = 1 << 20
+_BROKEN = (errno.EIO, errno.EROFS, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 _DRAFT_SECONDS = 3600.0
 """Longer than any draft takes."""
 
@@ -163,7 +164,12 @@ def link(there: Path, here: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path | None) -> Exception:
-    """Convert the error of a full disk to `DiskFull`; return other errors unchanged."""
+    """Convert the error of a full disk to `DiskFull`, of a broken one to `RunError`; return other errors unchanged."""
+    if error.errno in _BROKEN:
+        return RunError(
+            f"the disk of {error.filename or path} cannot be used ({error.strerror}). Nothing committed is lost; look at the "
+            "system's log, mend the disk, and run the same command again"
+        )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
             f"the disk is full: {path} could not be written. Nothing committed is lost; free some space and run the same "

@@ -10,6 +10,7 @@ from motet.config import HostConfig, JobConfig, budgets
 from motet.config.service import Largest
 from motet.hosting.launch import assemble
 from motet.hosting.preparing import identity
+from motet.native.choice import kernels_of
 from motet.runtime.base_judge import BaseJudge
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
@@ -66,7 +67,7 @@ class Host:
             micro_batch_tokens=engine.micro_batch_tokens,
             probe_tolerance=workshop.probe_tolerance,
             engine_suffix=f"{directory.run_id}.{directory.attempt}",
-            threads=budgets.threads_of(engine),
+            threads=budgets.threads_of(engine) if kernels_of(self.info.processor) == "torch" else 0,
             positions=self.info.max_positions,
             longest=None if workshop.samples is None else workshop.samples.longest,
             vocabulary=self.info.vocabulary,

@@ -19,7 +19,7 @@ _MORE = 2**20
 def is_full(error: BaseException) -> bool:
     """Whether a job ended because the disk is full."""
     error = innermost(error)
-    return isinstance(error, DiskFull) or (isinstance(error, OSError) and disk_error(error, None) is not error)
+    return isinstance(error, DiskFull) or (isinstance(error, OSError) and isinstance(disk_error(error, None), DiskFull))
 
 
 def innermost(error: BaseException) -> BaseException:

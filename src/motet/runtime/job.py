@@ -112,7 +112,7 @@ class Services:
     engine_suffix: str
     """`{run id}.{attempt}`, so that engine-side names never repeat."""
     threads: int = 0
-    """Torch threads; 0 without torch."""
+    """Torch threads; 0 where their number changes no bit: without torch, and with own kernels."""
     positions: int = 0
     """Longest sequence of the base."""
     longest: int | None = None

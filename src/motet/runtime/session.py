@@ -187,7 +187,7 @@ class Session:
             if start and self.done.rules != RULES:
                 job.note_inexact(f"the rules changed from {self.done.rules} to {RULES} at step {start}")
             self.done = replace(self.done, rules=RULES)
-            if self.done.threads != services.threads:
+            if services.threads and self.done.threads != services.threads:
                 job.note_inexact(
                     f"torch threads changed from {self.done.threads} to {services.threads} at step {start}"
                 )
