@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,12 +72,21 @@ def copy_of(name: str) -> Callable[[Path], None]:
     return change
 
 
+def flip_copy(path: Path) -> None:
+    """Of a version that is a copy: its state has other files."""
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data)
+    flip(path)
+
+
 def edit_identity(path: Path) -> None:
     path.write_text(path.read_text() + "more: 1\n")
 
 
 REMOVE_COMMIT = "remove .*/state/6 and use --accept-changes to continue from step 5"
 PUT_BACK = "put it back, or use --accept-changes to continue with the present files"
+GO_BACK = "remove .*/state/5 and use --accept-changes to continue from step 6"
 REMOVE_IT = "remove it, or use --accept-changes to keep it"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "a bit of the newest adapter": ("state/6/adapter_model.safetensors", flip, "is not what was saved", REMOVE_COMMIT),
@@ -88,7 +98,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     ),
     "garbage in state.json": ("state/6/state.json", lambda path: path.write_text("{"), "is damaged", REMOVE_COMMIT),
     "a bit of an older adapter": (
-        "state/5/adapter_model.safetensors", flip, "is not what was saved", "there is no commit before it",
+        "state/5/adapter_model.safetensors", flip, "is not what was saved", GO_BACK,
     ),
     "a line of the metrics": ("metrics.jsonl", cut_line, "bytes that were saved", PUT_BACK),
     "the end of a line of the metrics": ("metrics.jsonl", cut_in_line, "bytes that were saved", PUT_BACK),
@@ -116,6 +126,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str, str]] = {
     "what the job was": ("job.yaml", Path.unlink, "is missing", "put it back, or use --accept-changes"),
     "a line more of what the job was": ("job.yaml", edit_identity, "is not what was saved", "put it back, or"),
     "a bit of a version": ("versions/v5/adapter_model.safetensors", flip, "is not what was saved", ""),
+    "a bit of a copied version": ("versions/v5/adapter_model.safetensors", flip_copy, "is not what was saved", PUT_BACK),
     "the job": ("job.yaml", lambda path: path.write_text(": {"), "job.yaml is damaged", "put it back"),
 }  # fmt: skip
 
@@ -251,6 +262,38 @@ def test_a_rollout_after_the_commit_is_not_accepted_as_saved(added: str, lost: s
     open_job(directory, whole, accept_changes=True, accept_damage=True)
     directory.restore()
     open_job(JobDirectory(directory.path), whole)
+
+
+def test_a_version_whose_bytes_were_altered_is_made_again_from_its_state(directory: JobDirectory) -> None:
+    whole, path = identity(directory), directory.version(5) / "adapter_model.safetensors"
+    before = path.read_bytes()
+    flip_copy(path)
+    open_job(directory, whole, accept_changes=True, accept_damage=True)
+    assert path.read_bytes() == before
+    assert verify(directory.path.parent) == 0
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_an_older_commit_that_was_damaged_costs_no_newer_one(best: bool, directory: JobDirectory) -> None:
+    """Nor does its version, which has the same files, and may be the best."""
+    whole = identity(directory)
+    if best:
+        directory.restore()
+        newest = directory.newest()
+        assert newest is not None
+        directory.commit(replace(newest, best_version=5), lambda _: None)
+    for place in ("state/5", "versions/v5"):
+        flip(directory.path / place / "adapter_model.safetensors")
+    for lost, told in (("state/5", GO_BACK), ("versions/v5", "remove .*/versions/v5 and use --accept-changes")):
+        with pytest.raises(RunError, match=told):
+            open_job(JobDirectory(directory.path), whole, accept_changes=True, accept_damage=True)
+        shutil.rmtree(directory.path / lost)
+    again = JobDirectory(directory.path)
+    open_job(again, whole, accept_changes=True, accept_damage=True)
+    restored = again.restore()
+    assert restored is not None
+    assert restored.step == STEPS
+    assert verify(directory.path.parent) == 0
 
 
 @pytest.mark.parametrize("what", [what for what, damage in DAMAGE.items() if damage[3] == REMOVE_COMMIT])

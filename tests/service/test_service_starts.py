@@ -295,8 +295,9 @@ def test_a_job_says_what_it_waits_for(house: House) -> None:
 @pytest.mark.parametrize("own", [{}, {"alpha": 4.0}, {"rank": 4}])
 def test_a_job_that_starts_from_an_awaited_one_takes_its_shape(house: House, own: Json) -> None:
     shape = {"rank": 16, "alpha": 8.0, "target_modules": ["q_proj"]}
-    assert house.ask("POST", "/v1/jobs", json={**tiny("source"), "adapter": shape}).status_code == 201
-    for name, init in (("next", "source@best"), ("last", "next")):
+    source, then, last = (f"{name}{len(own)}{min(own, default='')}" for name in ("source", "then", "last"))
+    assert house.ask("POST", "/v1/jobs", json={**tiny(source), "adapter": shape}).status_code == 201
+    for name, init in ((then, f"{source}@best"), (last, then)):
         body = {**tiny(name), "adapter": {"init": init, **own}}
         answer = house.ask("POST", "/v1/jobs", json=body, params={"after": init.partition("@")[0]})
         assert answer.status_code == 201, answer.text

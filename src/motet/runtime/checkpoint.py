@@ -171,10 +171,10 @@ class JobDirectory:
 
     def remedy(self, step: int) -> str:
         """Instructions for resuming without a commit."""
-        earlier = [other for other in self.steps() if other < step]
-        if not earlier:
-            return "there is no commit before it; begin anew in another run directory"
-        return f"remove {self.path / 'state' / str(step)} and use --accept-changes to continue from step {earlier[-1]}"
+        others = [other for other in self.steps() if other != step]
+        if not others:
+            return "there is no other commit; begin anew in another run directory"
+        return f"remove {self.path / 'state' / str(step)} and use --accept-changes to continue from step {others[-1]}"
 
     def read_metrics(self, committed: Committed) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that a commit covers."""

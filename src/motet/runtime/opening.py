@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -355,8 +357,11 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
     for version in sorted({*directory.steps(), *best} - {committed.step} - listed):
         if not directory.version(version).is_dir():
             yield Damage(directory.version(version), "is missing", _GO_ON)
+    steps = directory.steps()
     for version in directory.versions():
-        yield from version_damage(directory.version(version))
+        path = directory.version(version)
+        remedy = _GO_ON if version in steps else f"put it back, or remove {path} and use --accept-changes"
+        yield from (replace(damage, remedy=remedy) for damage in version_damage(path))
 
 
 def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:
@@ -366,7 +371,7 @@ def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str
 
 
 def accept(directory: JobDirectory, committed: Committed) -> None:
-    """Accept damaged logs, rollouts and versions: keep complete lines and compute new sums.
+    """Accept damaged logs, rollouts and versions: keep complete lines, make versions again, and compute new sums.
 
     What was written after the commit is removed, as `JobDirectory.restore` will: it must not count as saved.
     """
@@ -377,14 +382,19 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
     folder = directory.path / "rollouts"
     logs = in_order(path.name for path in folder.glob("*.jsonl"))
     records = ({"file": name, "sha256": hash_of(folder / name).hexdigest()} for name in logs)
-    closed = _closed(directory)
+    closed, steps = _closed(directory), directory.steps()
+    for step in steps:  # whose states are intact: a damaged version is made again
+        if any(version_damage(directory.version(step))):
+            shutil.rmtree(directory.version(step))
+    if (best := committed.best_version) is not None and best not in {*steps, *directory.versions()}:
+        committed = replace(committed, best_version=None, best_reward=None, best_tie=0.0)
     directory.checksums.unlink(missing_ok=True)
     directory.forget()
     directory.manifest.begin()
     for record in records:
         directory.append(directory.checksums, record)
     directory.commit(committed, lambda _: None)
-    for step in directory.steps():
+    for step in steps:
         directory.link_version(step)
     directory.record(directory.steps(), directory.versions(), closed=closed)
 
