@@ -31,7 +31,6 @@ from motet.hosting.running import run_config
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
-from motet.runtime.opening import rollout_sums
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import (
     builder_of,
@@ -44,6 +43,7 @@ from motet.runtime.receipts import (
     receipt_numbers,
     rules_of,
 )
+from motet.runtime.rollout_logs import rollout_sums
 from motet.tasks.judge_answers import FILE, JudgeAnswers
 
 _MOST = 200
@@ -254,7 +254,7 @@ def _recorded(job: JobDirectory) -> tuple[Mapping[str, str], Mapping[int, Mappin
     done = job.newest()
     assert done is not None
     lines = ({name: value for name, value in line.items() if name != "eval"} for line in job.read_metrics(done))
-    return rollout_sums(job, done), {int(line["step"]): line for line in lines}
+    return rollout_sums(job.checksums, done.checksums_bytes), {int(line["step"]): line for line in lines}
 
 
 def _first_row(original: JobDirectory, again: JobDirectory, step: int) -> str:

@@ -16,7 +16,7 @@ from motet.runtime.checkpoint import FORKED, Committed, JobDirectory, cut_back
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.manifest import Record, sum_of
 from motet.runtime.receipts import differences, known_settings, without_arguments
-from motet.runtime.rollout_logs import in_order, must_be_there
+from motet.runtime.rollout_logs import in_order, must_be_there, rollout_sums
 from motet.runtime.source_sums import code_changes
 
 _GO_ON = "put it back, or use --accept-changes to continue with the present files"
@@ -325,7 +325,7 @@ def _late_damage(directory: JobDirectory, committed: Committed) -> Iterator[Dama
         if path.is_file() and (more := path.stat().st_size - length) > 0:
             cut = f"truncate it to {length} bytes, or use --accept-changes, which does that"
             yield Damage(path, f"has {more} bytes after those that were saved", cut)
-    known = rollout_sums(directory, committed)
+    known = rollout_sums(directory.checksums, committed.checksums_bytes)
     for path in sorted((directory.path / "rollouts").glob("*.jsonl")):
         if path.name not in known and path.stem.removeprefix("eval-").isdecimal():
             yield Damage(path, "was added", _REMOVE)
@@ -346,7 +346,7 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
             continue
         intact = intact and path != directory.checksums
     if intact:
-        folder, sums = directory.path / "rollouts", rollout_sums(directory, committed)
+        folder, sums = directory.path / "rollouts", rollout_sums(directory.checksums, committed.checksums_bytes)
         kept = must_be_there(sums, {path.name for path in folder.glob("*.jsonl")})  # others may have been pruned
         yield from compare(folder, {name: sums[name] for name in kept}, _GO_ON)
         yield from _late_damage(directory, committed)
@@ -364,12 +364,6 @@ def record_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
         yield from (replace(damage, remedy=remedy) for damage in version_damage(path))
 
 
-def rollout_sums(directory: JobDirectory, committed: Committed) -> dict[str, str]:
-    """sha256 of each rollout file that a commit covers, by name, in the order of writing."""
-    lines = directory.checksums.read_bytes()[: committed.checksums_bytes].splitlines()
-    return {entry["file"]: entry["sha256"] for entry in map(json.loads, lines)}
-
-
 def accept(directory: JobDirectory, committed: Committed) -> None:
     """Accept damaged logs, rollouts and versions: keep complete lines, make versions again, and compute new sums.
 
@@ -383,9 +377,6 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
     logs = in_order(path.name for path in folder.glob("*.jsonl"))
     records = ({"file": name, "sha256": hash_of(folder / name).hexdigest()} for name in logs)
     closed, steps = _closed(directory), directory.steps()
-    for step in steps:  # whose states are intact: a damaged version is made again
-        if any(version_damage(directory.version(step))):
-            shutil.rmtree(directory.version(step))
     if (best := committed.best_version) is not None and best not in {*steps, *directory.versions()}:
         committed = replace(committed, best_version=None, best_reward=None, best_tie=0.0)
     directory.checksums.unlink(missing_ok=True)
@@ -395,6 +386,8 @@ def accept(directory: JobDirectory, committed: Committed) -> None:
         directory.append(directory.checksums, record)
     directory.commit(committed, lambda _: None)
     for step in steps:
+        if any(version_damage(directory.version(step))):  # its state is intact: it is made again
+            shutil.rmtree(directory.version(step))
         directory.link_version(step)
     directory.record(directory.steps(), directory.versions(), closed=closed)
 

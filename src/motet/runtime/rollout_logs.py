@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -19,6 +20,12 @@ def in_order(names: Iterable[str]) -> list[str]:
     """The rollout logs among these files, in the order of writing; their times would differ in a copy."""
     found = {name: match for name in names if (match := _NAME.fullmatch(name))}
     return sorted(found, key=lambda name: (int(found[name][2]), not found[name][1]))
+
+
+def rollout_sums(checksums: Path, length: int) -> dict[str, str]:
+    """sha256 of each rollout file that the first `length` bytes of checksums.jsonl list, in the order of writing."""
+    lines = map(json.loads, checksums.read_bytes()[:length].splitlines())
+    return {entry["file"]: entry["sha256"] for entry in lines}
 
 
 def prune_logs(folder: Path, most_bytes: float) -> None:

@@ -26,8 +26,7 @@ from motet.core.checksums import hash_of, is_inside, sync
 from motet.core.errors import RunError
 from motet.process.ending import how_it_ended
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import rollout_sums
-from motet.runtime.rollout_logs import must_be_there
+from motet.runtime.rollout_logs import must_be_there, rollout_sums
 
 MANIFEST = "backup.json"
 _SQLITE, _POSTGRES = "motet.db", "motet.dump"
@@ -192,7 +191,7 @@ def _settle(copy: JobDirectory, draft: Path, copied: Copied) -> bool:
     for number in set(copy.versions()) - versions - set(copy.steps()) if listed else ():
         _drop(copy.version(number), draft, copied)
     logs = {path.name for path in (copy.path / "rollouts").glob("*.jsonl")}
-    sums = rollout_sums(copy, committed) if copy.checksums.exists() else {}
+    sums = rollout_sums(copy.checksums, committed.checksums_bytes) if copy.checksums.exists() else {}
     needed = {*must_be_there(sums, logs)}  # a later commit may have deleted them
     return states <= set(copy.steps()) and versions <= set(copy.versions()) and needed <= logs
 

@@ -126,7 +126,8 @@ class EnvironmentWorkers(OwnEnvironment):
         kills = 0
         async with slot.turn:
             while True:
-                worker = slot.worker or await start_again(lambda: self._start(slot))
+                if (worker := slot.worker) is None:
+                    worker = await start_again(lambda: self._start(slot))
                 slot.seen.add(call.episode)
                 alone, reply = len(slot.seen) == 1, m.EpisodeReply()
                 try:

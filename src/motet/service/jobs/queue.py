@@ -130,8 +130,8 @@ class JobQueue:
             self._initial.resolve(who, config, base, ids) if start is None else (f"{made_by.id}@{start.version}", None)
         )
         if source is None and reference is not None and start is None:  # of a job in `after`, which has yet to make it
-            made_by = next(job for job in before if job.id == reference.partition("@")[0])
-            config = take_shape(config, stored_config(made_by).adapter.model_dump(include=_SHAPE))
+            maker = next(job for job in before if job.id == reference.partition("@")[0])
+            config = take_shape(config, stored_config(maker).adapter.model_dump(include=_SHAPE))
         if source is not None:
             config = take_shape(config, shape_of(source.path))
             check_shape(config, source.path)
