@@ -24,11 +24,13 @@ from motet.core.types import ADAPTER_FILES
 from motet.service.schemas import Health, Job
 from tests.support.commands import Motet, job_file, rows_in
 from tests.support.house import House
+from tests.support.pages import fences
 from tests.support.processes import ending
 from tests.support.service_run import LASTING, Service, tiny
 from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -42,6 +44,27 @@ def service(shared_service: Service, monkeypatch: pytest.MonkeyPatch) -> Service
 
 
 # --- the client ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_of_the_page_prints_rewards_of_steps_and_held_out_rewards(service: Service, tmp_path: Path) -> None:
+    script, *_ = fences((ROOT / "docs" / "python-client.md").read_text("utf-8"), "py")
+    rows = [{"prompt": f"{n} + {n} =", "answer": f"{2 * n}"} for n in range(40)]
+    (tmp_path / "exam.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked = [sys.executable, "-c", script.replace('"steps": 100', '"steps": 2')]
+    ran = subprocess.run(
+        asked,
+        cwd=tmp_path,
+        env=service.environment("none"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    *lines, end = ran.stdout.splitlines()
+    figures = [re.sub(r"\d\.\d+(e-\d+)?$", "F", line) for line in lines]
+    steps = ["step 0 reward F", "version 0 held-out F", "step 1 reward F", "version 2 held-out F"]
+    assert figures == steps, ran.stdout + ran.stderr
+    assert end.startswith("succeeded adapters/exam-v")
 
 
 def test_a_job_from_submission_to_deletion(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import sys
 import threading
@@ -28,6 +29,7 @@ from motet.tracking.follow import Followers, job_of_run, send
 from motet.tracking.observing import ObservedJob, ObservedStep, numbers
 from motet.tracking.trackers import load, write_parquet
 from tests.support.house import open_house
+from tests.support.pages import fences
 from tests.support.run_directory import step_line, timing_line, write_job, write_run
 from tests.support.service_run import tiny
 
@@ -309,6 +311,29 @@ def test_a_run_has_observers_from_python_and_from_a_file(
     assert [row["step"] for row in rows] == [1] * 8
     assert sum(row["reward"] for row in rows) / 8 == pytest.approx(rewards[1])
     assert json.loads(rows[0]["reward_parts"]) == {"length": rows[0]["reward"]}
+
+
+def test_the_observer_of_the_page_follows_jobs_with_evaluations_and_jobs_of_rows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "runs.md").read_text("utf-8")
+    (mine,) = [example for example in fences(page, "py") if "class Mine" in example]
+    (tmp_path / "mine.py").write_text(mine)
+    jobs = [
+        {**JOB, "name": "a", "steps": 1, "data": {"source": "toy:add", "size": 16, "holdout": 2}},
+        {"name": "rows", "steps": 1, "data": {"source": "toy:add", "size": 16, "holdout": 2}, "algorithm": "sft"},
+    ]
+    observers = [f"{tmp_path / 'mine.py'}:Mine"]
+    assert motet.run(jobs, directory=tmp_path / "run", engine={"samplers": 0}, quiet=True, observers=observers).ok
+    said = capfd.readouterr().out
+    assert "failed and is off" not in said
+    for line in (
+        r"a 0 \{'reward': .*'eval/reward': .*\} 1\d",
+        r"a 1 \{'eval/reward': .*\} 2",
+        "a succeeded",
+        "rows succeeded",
+    ):
+        assert re.search(f"^{line}$", said, re.MULTILINE), (line, said)
 
 
 def test_a_run_that_ended_before_is_sent_by_the_next_one(tmp_path: Path) -> None:
