@@ -8,6 +8,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import signal
@@ -373,6 +374,8 @@ def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     out = done.stdout
     assert done.returncode == 0, out + done.stderr
+    assert re.search(r"held +\d+ of \d+ ways out that were tried", out), out
+    assert "opening a socket" not in out, "what holds is counted"
     assert re.search(rf"packages in {tmp_path} .*not read: it is the working directory", out), out
     for text in (
         "base small",
@@ -382,7 +385,6 @@ def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
         "tokens/s",
         "slots: 16 adapters at once",
         "own CPU kernels",
-        "opening a socket",
         "MOTET_WALL_LOG=1 writes each to the kernel's log: type=1326",
     ):
         assert text in out
@@ -390,6 +392,14 @@ def test_doctor_says_what_this_machine_can_do(tmp_path: Path) -> None:
         assert re.search(rf"{dtype}[│\s]+(native|native-dpbf16|torch)[│\s]+\d", out), f"which kernels compute it\n{out}"
     float32, bfloat16 = (float(rate.replace(",", "")) for rate in re.findall(r"([\d,]+) tokens/s", out))
     assert ("set engine.dtype to float32" in out) == (float32 > 1.1 * bfloat16), "the advice is that of the table"
+
+
+def test_doctor_is_read_on_one_screen() -> None:
+    small = {**os.environ, "COLUMNS": "80", "FORCE_COLOR": "1", "NO_COLOR": "1", "TERM": "dumb"}
+    asked = [sys.executable, "-m", "motet", "doctor"]
+    done = subprocess.run(asked, env=small, capture_output=True, text=True, check=True)
+    assert sum(max(1, math.ceil(len(line.rstrip()) / 80)) for line in done.stdout.splitlines()) <= 24, done.stdout
+    assert "…" not in done.stdout, "no name is cut"
 
 
 # --- from Python -----------------------------------------------------------------------------------------------------

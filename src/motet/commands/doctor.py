@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from motet import __version__
@@ -38,7 +39,7 @@ def examine(base_name: str) -> int:
     config = EngineConfig()
     print_table(console, _machine())
     print_table(console, _wall())
-    table = Table("type", "kernels", "loads in", "decode, 64 rows", "exact", "KV tokens", title=f"base {base_name}")
+    table = _table(f"base {base_name}", "type", "kernels", "loads in", "decode, 64 rows", "exact", "KV tokens")
     exact, rates = True, dict[str, float]()
     for dtype in ("float32", "bfloat16"):
         started = time.perf_counter()
@@ -61,7 +62,8 @@ def examine(base_name: str) -> int:
     if rates.get("float32", 0) > _FASTER * rates.get("bfloat16", math.inf):
         console.print("float32 is faster here: set engine.dtype to float32, unless memory is short", soft_wrap=True)
     console.print(
-        f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)"
+        f"slots: {config.slots} adapters at once, {config.max_rows} rows decoded together (engine.slots, engine.max_rows)",
+        soft_wrap=True,
     )
     return 0 if exact else 1
 
@@ -95,13 +97,24 @@ def examine_cluster(address: str, directory: Path, count: int) -> int:
 
 def _wall() -> Table:
     """The result of trying to break out of the wall around processes that score answers or parse other people's data."""
-    table = Table(show_header=False, title="wall around rewards and data of others")
-    for what, outcome in wall.probe().items():
-        table.add_row(what, outcome)
+    table = _table("wall around rewards and data of others")
+    outcomes = wall.probe()
+    held = sum(outcome == "held" for outcome in outcomes.values())
+    table.add_row("held", f"{held} of {len(outcomes)} ways out that were tried")
+    for what, outcome in outcomes.items():
+        if outcome != "held":
+            table.add_row(what, outcome)
     for place, reason in wall.left_out().items():
         table.add_row(f"packages in {place}", f"not read: {reason}")
     table.add_row("calls that fail", f"{LOGGED}=1 writes each to the kernel's log: type=1326, with the call's number")
     return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table that takes few lines: a person reads all of them on one screen."""
+    form = Table(*columns, title=title, title_justify="left", show_header=bool(columns), box=SIMPLE_HEAD)
+    form.padding, form.pad_edge, form.show_edge = (0, 1, 0, 0), False, False
+    return form
 
 
 def _machine() -> Table:
@@ -109,10 +122,9 @@ def _machine() -> Table:
 
     from motet.model.accelerator import gpu_names
 
-    table = Table(show_header=False, title="machine")
+    table = _table("machine")
     memory = budgets.available_memory() / 2**30
-    table.add_row("motet", __version__)
-    table.add_row("python, torch", f"{platform.python_version()}, {torch.__version__}")
+    table.add_row("motet, python, torch", f"{__version__}, {platform.python_version()}, {torch.__version__}")
     table.add_row("cores, free memory", f"{budgets.cores()}, {memory:.1f} GiB")
     table.add_row("processor", _processor())
     table.add_row("own CPU kernels", _kernels())
