@@ -138,22 +138,6 @@ def test_templates_that_are_missing_or_refuse():
         follow_up(silent, (*PROBLEM.messages, SAID), np.asarray([1], np.int32), [Message("user", "No.")])
 
 
-def test_readable_shows_every_token():
-    tokenizer = byte_tokenizer(CHATML)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    lines = Chat(tokenizer).readable(np.asarray([end, 0], np.int32), np.asarray([False, True])).splitlines()
-    assert lines[0].split() == ["0", str(end), "'<|im_end|>'"]
-    assert lines[1].split()[:3] == ["1", "*", "0"]
-
-
-@pytest.mark.parametrize("n", [100, 1000, 100_000])
-def test_a_long_prompt_is_shown_on_few_lines_of_few_letters(n: int) -> None:
-    lines = Chat(byte_tokenizer(CHATML)).readable(np.zeros(n, np.int32)).splitlines()
-    assert len(lines) == min(n, 121)
-    assert max(map(len, lines)) < 3000
-    assert lines[-1].split()[0] == str(n - 1)
-
-
 def test_the_longest_of_many_prompts_is_the_first_with_the_most_tokens(tokenizer) -> None:
     chat, lengths = Chat(tokenizer), np.random.default_rng(0).integers(1, 40, 600)
     problems = [Problem(index, (Message("user", "ä" * int(n)),), "") for index, n in enumerate(lengths)]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from motet.commands.as_template import compared
+from motet.commands.as_template import compared, tokens_shown
 from motet.config import DataConfig
 from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn, TurnParts
 from motet.tasks.chat import Chat
 from motet.tasks.conversation import rendered_already
 from motet.tasks.dataset import load_dataset
 from tests.support.chat_templates import BASES, tokenizer_of
+from tests.support.scripted_model import CHATML, byte_tokenizer
 
 ROWS: dict[str, list[dict[str, Any]]] = {
     "answer": [{"prompt": "q", "answer": "a"}, {"prompt": "r", "answer": "b"}],
@@ -85,3 +87,28 @@ def test_prompts_that_are_rendered_already_are_told(data: dict[str, Any], wanted
             {"source": rows, "holdout": 0, "special_tokens": True, "chat_template": False}
         )
         assert not rendered_already(Chat.of(tokenizer_of("chatml"), fixed), load_dataset(fixed).train)
+
+
+def test_tokens_are_shown_on_wrapped_lines_with_their_places() -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokens_shown(Chat(tokenizer), np.asarray([end, 0], np.int32), np.asarray([False, True])).split()[:5] == [
+        "0", str(end), "'<|im_end|>'", "*0", repr(tokenizer.decode([0]))
+    ]  # fmt: skip
+    ids = np.asarray(tokenizer.encode("<|im_start|>user\nHow many 'words'?<|im_end|>\n" * 2), np.int32)
+    lines = tokens_shown(Chat(tokenizer), ids).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= len(ids) / 5
+    shown = re.findall(r"  (\d+) ('[^']*'|\"[^\"]*\")", "\n".join(lines))
+    assert [int(token) for token, _ in shown] == ids.tolist()
+    assert [ids[int(line.split()[0])] for line in lines] == [int(line.split()[1]) for line in lines], (
+        "places of the first"
+    )
+
+
+@pytest.mark.parametrize("n", [100, 120, 121, 1000, 100_000])
+def test_a_long_prompt_is_shown_on_few_lines_of_few_letters(n: int) -> None:
+    lines = tokens_shown(Chat(byte_tokenizer(CHATML)), np.zeros(n, np.int32)).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) < 3000
+    assert ("…" in lines[len(lines) // 2]) == (n > 120)

@@ -275,9 +275,8 @@ def test_check_shows_what_the_model_reads_and_says_what_run_would(here: Path, sa
     (old / "job.yaml").write_text("job: {steps: 7}")
     code, out, err = says("check", job_file(here, *jobs, engine={"threads": 1, "max_rows": 8}), "--rollouts", "2")
     assert (code, err) == (1, ""), out
-    tokens = "".join(
-        ast.literal_eval(text) for text in re.findall(r"^ +(?:\d+ +\d+|… +\d+ tokens:) ('.*'|\".*\")$", out, re.M)
-    )
+    shown = re.findall(r"  (?:\d+|\d+ tokens:) ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")", out)
+    tokens = "".join(map(ast.literal_eval, shown))
     system, _, asked = tokens.partition("<|im_end|>")
     assert system.startswith("<|im_start|>system\nBe brief.\n\nYou may call tools")
     assert '"description": "Look at a place."' in system

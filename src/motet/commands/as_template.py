@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 
 from motet.core.errors import BaseModelError
-from motet.core.types import Group, Message, Problem, Rollout
+from motet.core.types import BoolArray, Group, IntArray, Message, Problem, Rollout
 from motet.tasks.chat import Chat, Tools
 from motet.tasks.conversation import examples_of
 from motet.tasks.rows import continuations_of
@@ -16,6 +16,10 @@ from motet.tasks.template_variables import tools_shown
 
 _ROWS = 20
 _SHOWN = 40
+_MOST_TOKENS, _WIDTH = 120, 80
+"""Tokens of a prompt, and characters of a line of them."""
+_MOST_LETTERS = 2000
+"""Of the middle of such a prompt."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,29 @@ class Parted:
             else ""
         )
         return f"{self.where} parts from apply_chat_template at token {self.at}: {self.here!r} here, {self.there!r} there{why}"
+
+
+def tokens_shown(chat: Chat, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
+    """Ids and texts of tokens on wrapped lines, each with the place of its first; `*` marks trained tokens.
+
+    The middle of a long text is one line, cut.
+    """
+    ids, half, lines = token_ids.tolist(), _MOST_TOKENS // 2, list[str]()
+    places = range(len(ids)) if len(ids) <= _MOST_TOKENS else (*range(half), *range(len(ids) - half, len(ids)))
+    for before, at in zip((-1, *places), places, strict=False):
+        shown = f"  {'' if loss_mask is None or not loss_mask[at] else '*'}{ids[at]} {_text(chat, ids[at : at + 1])!r}"
+        if at > before + 1:
+            lines.append(f"{'…':>6}  {at - half} tokens: {_shortened(_text(chat, ids[half:at]))!r}")
+        if not lines or at > before + 1 or len(lines[-1]) + len(shown) > _WIDTH:
+            lines.append(f"{at:>6}")
+        lines[-1] += shown
+    return "\n".join(lines)
+
+
+def _shortened(text: str) -> str:
+    """A text without its middle, if it is long."""
+    cut, more = _MOST_LETTERS // 2, len(text) - _MOST_LETTERS
+    return text if more <= 0 else f"{text[:cut]} … {more} characters … {text[-cut:]}"
 
 
 def compared(chat: Chat, problems: Iterable[Problem], kind: str | None, groups: Sequence[Group] = ()) -> Iterator[str]:

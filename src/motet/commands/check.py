@@ -18,7 +18,7 @@ from rich.table import Table
 from motet.algorithms.policy_gradient import to_sample
 from motet.algorithms.rows import RowAlgorithm
 from motet.commands.answers import print_table
-from motet.commands.as_template import compared
+from motet.commands.as_template import compared, tokens_shown
 from motet.commands.forecast import (
     FirstSteps,
     Forecast,
@@ -326,7 +326,7 @@ async def _check_rows(console: Console, job: Job, shared: Services) -> tuple[str
     batch = algorithm.batch(read, shared.positions or None)
     _title(console, job)
     first = batch.samples[0]
-    console.print(job.chat.readable(first.token_ids, first.loss_mask), highlight=False, soft_wrap=True)
+    console.print(tokens_shown(job.chat, first.token_ids, first.loss_mask), highlight=False, soft_wrap=True)
     if (n := len(batch.samples)) > len(rows) and algorithm.kind == "answer":
         what = f"the first {len(rows)} rows are {n} examples, {batch.tokens} tokens"
         console.print(f"{what}: the template rewrites earlier turns", highlight=False, soft_wrap=True)
@@ -357,7 +357,7 @@ def _show(console: Console, job: Job, group: Group) -> None:
 
     _title(console, job)
     read = next((one.prompt_ids for one in group.rollouts if one.branches), job.chat.prompt_ids(group.problem))
-    show(job.chat.readable(read))
+    show(tokens_shown(job.chat, read))
     others = {one.prompt_ids.tobytes() for one in group.rollouts if one.branches} - {read.tobytes()}
     differ = f"; {len(others)} other prompts in this group" if others else ""
     show(f"{len(read)} tokens are read before the first answer{differ}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
-from motet.core.types import BoolArray, IntArray, Message, Problem, ToolCall, TurnParts
+from motet.core.types import IntArray, Message, Problem, ToolCall, TurnParts
 from motet.tasks.clock import with_clock
 from motet.tasks.forms.table import ASKED
 from motet.tasks.forms.turns import ReadsTurns
@@ -31,10 +31,6 @@ _PLACEHOLDER = "7sampled7text7"
 _PART_OF_A_LETTER = "\ufffd"
 _MOST_PAIRS = 2**15
 _MOST_KINDS_OF_ROWS = 64
-_MOST_LINES = 120
-"""Of a prompt that a person reads token by token."""
-_MOST_LETTERS = 2000
-"""Of the middle of such a prompt."""
 _ENDS_OF_CALLS = {"<|eot_id|>": "<|eom_id|>"}
 """By a token that a template writes: one that ends calls without being in the template (Llama 3)."""
 _CHANCE = re.compile(r"\{[{%](?:(?![%}]\}).)*?(?P<by>\|\s*random\b|\blipsum\s*\()", re.DOTALL)
@@ -213,17 +209,6 @@ class Chat(ReadsTurns):
         except BaseModelError:
             return False
 
-    def readable(self, token_ids: IntArray, loss_mask: BoolArray | None = None) -> str:
-        """One line per token: position, id and text; `*` marks trained tokens. The middle of a long text is one line, cut."""
-        mask = np.zeros(len(token_ids), np.bool_) if loss_mask is None else loss_mask
-        rows = list(zip(range(len(token_ids)), token_ids.tolist(), mask.tolist(), strict=True))
-        lines = [f"{at:>6} {'*' if on else ' '} {token:>7} {self._decode([token])!r}" for at, token, on in rows]
-        if len(lines) > _MOST_LINES:
-            half = _MOST_LINES // 2
-            left = _shortened(self._decode(token_ids[half:-half].tolist()))
-            lines[half:-half] = [f"{'…':>6}   {len(lines) - 2 * half} tokens: {left!r}"]
-        return "\n".join(lines)
-
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token, including special ones; their concatenation is the text of all.
 
@@ -391,9 +376,3 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 def _is_special(tokenizer: Any, token: int) -> bool:
     return token in tokenizer.all_special_ids or token in tokenizer.added_tokens_decoder
-
-
-def _shortened(text: str) -> str:
-    """A text without its middle, if it is long."""
-    cut, more = _MOST_LETTERS // 2, len(text) - _MOST_LETTERS
-    return text if more <= 0 else f"{text[:cut]} … {more} characters … {text[-cut:]}"
