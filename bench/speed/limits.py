@@ -3,7 +3,8 @@
     seconds of a phase = max(floating-point operations ÷ rate, bytes ÷ bandwidth)
 
 and a piece of work is the sum of its phases: reading prompts, decoding, gradients, updates. Counted are products with weights,
-attention, and the bytes of weights and of keys and values; nothing else, so the limit cannot be reached.
+attention, and the bytes of weights and of keys and values; nothing else. Work that passes the limit has none of this kind: its
+weights stay in a cache, or torch's products, whose rate is taken, are emulated on this processor.
 
 Legend: P weights of the linear layers, H of the head, L of one adapter; a product with n weights is 2 n operations per token.
 """

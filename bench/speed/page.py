@@ -98,7 +98,8 @@ def _limits(run: Run) -> str:
         f"({'; '.join(ways)}), and memory was read at {number(run.limits['bandwidth'] / 1e9)} GB/s. The limit of a piece of "
         "work is the time of its products at that rate, or of its bytes at that bandwidth, whichever is longer, for each "
         "phase (prompts, decoding, gradients, updates). Counted are products with weights and in attention, and the bytes of "
-        "weights, keys and values; nothing else, so only weights that stay in a cache let a row pass 100 %."
+        "weights, keys and values; nothing else. `limit passed` marks rows for which this is no limit: their weights stay in a "
+        "cache, or torch emulates bfloat16 products here, as on processors without a unit for them, and is slower than Motet."
     )
     return f"## The limit\n\n{paragraph(words)}"
 

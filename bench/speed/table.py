@@ -10,6 +10,7 @@ from bench.speed.ratios import Goal
 from bench.speed.rows import Unit
 
 HEAD = ("work", "against", "Motet", "other", "ratio (least–greatest of neighbours)", "goal", "share of limit")
+PASSED = "limit passed"
 _SCALES: Mapping[Unit, tuple[float, str]] = {
     "s a step": (1.0, " s a step"),
     "ms": (1e3, " ms"),
@@ -67,7 +68,6 @@ def cells(measured: Measured) -> tuple[str, ...]:
     if measured.ratio is None:
         return (row.work, row.against or "–", "–", "–", f"not measured: {measured.reason}", goal, "–")
     against = row.against + (f"; {', '.join(measured.notes)}" if measured.notes and row.against else "")
-    share = f"{100 * measured.limit:.0f} %" if math.isfinite(measured.limit) else "–"
     return (
         row.work,
         against or "–",
@@ -75,8 +75,15 @@ def cells(measured: Measured) -> tuple[str, ...]:
         cost_text(measured.other, row.unit),
         ratio_text(measured),
         goal,
-        share,
+        share_text(measured.limit),
     )
+
+
+def share_text(share: float) -> str:
+    """The share of the machine's limit; a limit that is passed is none. NaN where a work has no limit of this kind."""
+    if not math.isfinite(share):
+        return "–"
+    return f"{100 * share:.0f} %" if share <= 1 else PASSED
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -98,6 +105,6 @@ def text(results: Sequence[Measured]) -> str:
         parts = [ratio.replace("**", "")]
         if measured.ratio is not None:
             parts += [f"Motet {ours}", *([f"{against}: {other}"] if measured.row.other else [])]
-            parts += [f"{share} of the limit"] if share != "–" else []
+            parts += [] if share == "–" else [share if share == PASSED else f"{share} of the limit"]
         lines.append("    " + " · ".join([*parts, f"goal {goal.replace('**', '')}"]))
     return "\n".join(lines)

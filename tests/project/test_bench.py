@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from bench.speed.profiling import (
 )
 from bench.speed.ratios import Goal, Ratio, compare, cost, middle
 from bench.speed.rows import Block, Row, Side, chosen
-from bench.speed.table import cells, cost_text, markdown, number, text
+from bench.speed.table import cells, cost_text, markdown, number, share_text, text
 
 from motet.native.choice import of_machine
 from tests.support.processes import ending
@@ -365,6 +366,18 @@ def test_cells_say_ratio_spread_goal_and_share() -> None:
     assert three[4:] == ("not measured: it | broke", "–", "–")
     assert four[1:] == ("–", "0.01 ms", "–", "0.01 ms – 0.02 ms", "< 1.00 ms, reached", "–")
     assert "2.50× (2.00–3.00) · Motet 1,000 tokens/s · the other: 400 tokens/s · 44 % of the limit" in text(RESULTS)
+
+
+def test_a_limit_that_is_passed_is_none() -> None:
+    assert [share_text(share) for share in (math.nan, 0.004, 1.0, 1.0001, 2.63)] == [
+        "–", "0 %", "100 %", "limit passed", "limit passed"
+    ]  # fmt: skip
+    passed = replace(RESULTS[0], limit=2.63)
+    assert cells(passed)[-1] == "limit passed"
+    assert "400 tokens/s · limit passed · goal" in text([passed])
+    told = page.remember(replace(a_run(), results=[passed]), "AMD family 25 with AVX2", {})
+    assert list(told["AMD family 25 with AVX2"]["rows"].values()) == ["**2.50×** (2.00–3.00), limit passed"]
+    assert "`limit passed` marks rows for which this is no limit" in " ".join(page.compose(a_run(), "", "").split())
 
 
 def test_bars_in_cells_do_not_break_a_table() -> None:
