@@ -512,6 +512,34 @@ def test_picture_is_svg_with_a_line_for_every_job(run: Path) -> None:
     assert all(float(str(text.get("y"))) < height for text in root.iter(f"{space}text"))
 
 
+def test_held_out_points_of_the_picture_have_intervals(tmp_path: Path) -> None:
+    evaluated = {
+        "rewarded": [{"reward": 0.5, "reward_stderr": 0.25}, {"reward": 0.9, "reward_stderr": 0.1}, {"reward": 0.4}],
+        "paired": [{"accuracy": 0.5, "loss": 0.7, "rows": 100}],
+        "likely": [{"nll": 2.0}],
+    }
+    for name, figures in evaluated.items():
+        (place := tmp_path / name).mkdir(parents=True)
+        (place / "job.yaml").write_text("base: small\njob: {steps: 1}\n")
+        (place / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": at, "loss": 0.1, "eval": line}) + "\n" for at, line in enumerate(figures))
+        )
+    jobs = {job.name: job for job in read_run(tmp_path).jobs}
+    assert jobs["rewarded"].intervals == {0: 0.5, 1: 0.2}
+    assert jobs["paired"].intervals == {0: pytest.approx(0.1)}
+    assert jobs["likely"].intervals == {}
+    picture = curves_svg(tmp_path)
+    bars = [
+        COLOURS.index(colour) for colour in re.findall(r'<line x1=[^>]+ y2="[\d.]+" stroke="(#[0-9a-f]+)"/>', picture)
+    ]
+    assert sorted(bars) == [1, 2, 2]
+    assert "by version; bars: 95 % intervals" in picture
+    dots = [float(y) for y in re.findall(rf'cy="([\d.]+)" r="3.6" fill="{COLOURS[2]}"', picture)]
+    ends = re.findall(rf'y1="([\d.]+)" y2="([\d.]+)" stroke="{COLOURS[2]}"/>', picture)
+    assert [(float(low) + float(high)) / 2 for low, high in ends] == pytest.approx(dots[:2], abs=0.1)
+    assert min(float(high) for _, high in ends) >= 58, "the axis holds the bars"
+
+
 def test_an_axis_does_not_follow_noise() -> None:
     noise = Series(tuple(map(float, range(20))), tuple(0.5 + step % 3 / 1e4 for step in range(20)))
     tiny = Series(noise.xs, tuple(step % 3 / 1e4 for step in range(20)))

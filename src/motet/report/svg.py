@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from itertools import groupby
 
@@ -50,6 +50,8 @@ class Curves:
     held_out: Series
     figure: str
     """The name of what `held_out` shows."""
+    intervals: Mapping[float, float] = field(default_factory=dict)
+    """Half of the 95 % intervals of points of `held_out`, by version."""
 
 
 def curves_of(run: RunRecord) -> list[Curves]:
@@ -59,7 +61,7 @@ def curves_of(run: RunRecord) -> list[Curves]:
 
 def curve_of(job: JobRecord) -> Curves:
     """The curves of one job."""
-    return Curves(job.name, job.columns.get("reward", Series()), job.evaluations, job.figure)
+    return Curves(job.name, job.columns.get("reward", Series()), job.evaluations, job.figure, job.intervals)
 
 
 def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
@@ -73,27 +75,35 @@ def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
         f'aria-label="{name}" {_FONT} font-size="12" fill="{_TEXT}"><title>{name}</title>'
         + _panel("Training reward", "step", rewards, _LEFT)
-        + _panel(f"Held-out {figures}", "version", held_out, _LEFT + _PANEL_WIDTH + _GAP, marked=True)
+        + _panel(
+            f"Held-out {figures}", "version", held_out, _LEFT + _PANEL_WIDTH + _GAP, [one.intervals for one in curves]
+        )
         + legend
         + "</svg>\n"
     )
 
 
-def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, marked: bool = False) -> str:
-    """Title, axes and a curve for each job; `left` is the position of the axis, `marked` draws a dot at each point."""
+def _panel(
+    title: str, x_title: str, jobs: Sequence[Series], left: float, intervals: Sequence[Mapping[float, float]] = ()
+) -> str:
+    """Title, axes and a curve for each job; `left` is the position of the axis. With `intervals`, each point has a dot."""
+    marked, bars = bool(intervals), "; bars: 95 % intervals" if any(intervals) else ""
     parts = [
         f'<text x="{left}" y="22" font-size="15" font-weight="600">{title}</text>',
-        f'<text x="{left}" y="40" font-size="11.5">by {x_title}</text>',
+        f'<text x="{left}" y="40" font-size="11.5">by {x_title}{bars}</text>',
     ]
     curves = [job.thinned(_POINTS) for job in jobs]
     smooth = [curve if marked or len(curve.xs) < _SMOOTH_FROM else _smoothed(curve) for curve in curves]
     ys = [y for curve in curves for y in curve.known.ys]
+    spans = [
+        [(x, y - half[x], y + half[x]) for x, y in curve.known.points if x in half]
+        for curve, half in zip(curves, intervals, strict=False)
+    ]
     if not ys:
         middle = f'x="{left + _PANEL_WIDTH / 2:.0f}" y="{_TOP + _PANEL_HEIGHT / 2:.0f}" text-anchor="middle"'
         return "".join([*parts, f"<text {middle}>no data yet</text>"])
-    y_ticks = ticks(
-        min(0.0, *ys), max(_LEAST_RANGE, *ys), 5
-    )  # an axis that follows its curve would show noise as a rise
+    ys += [y for job in spans for _, *ends in job for y in ends]
+    y_ticks = ticks(min(0.0, *ys), max(_LEAST_RANGE, *ys), 5)  # one that follows its curve would show noise as a rise
     low, high = y_ticks[0], y_ticks[-1]
     right = max(1.0, *(x for job in jobs for x in job.xs))
 
@@ -116,6 +126,10 @@ def _panel(title: str, x_title: str, jobs: Sequence[Series], left: float, *, mar
             known = groupby(drawn.points, key=lambda point: math.isfinite(point[1]))
             stretches = [[place(*point) for point in part] for is_known, part in known if is_known]
             parts.append(_curve(job, stretches, marked=marked, faint=drawn is not thick))
+    for job, ends in enumerate(spans):
+        for (x, bottom), (_, top) in [(place(x, least), place(x, most)) for x, least, most in ends]:
+            line = f'x1="{x:.1f}" x2="{x:.1f}" y1="{bottom:.1f}" y2="{top:.1f}"'
+            parts.append(f'<line {line} stroke="{COLOURS[job % len(COLOURS)]}"/>')
     return "".join(parts)
 
 
