@@ -147,7 +147,8 @@ class JobRecord:
         for step, evaluation in steps:
             if step is not None and isinstance(evaluation, Mapping):
                 seen.add(int(step), evaluation)
-        return {at: CHANCE * one.error for at, one in seen.by_version.items() if 0 < one.error < math.inf}
+        errors = {at: evaluation.error for at, evaluation in seen.by_version.items()}
+        return {at: CHANCE * error for at, error in errors.items() if 0 < error < math.inf}
 
     @property
     def figure(self) -> str:

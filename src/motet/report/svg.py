@@ -76,7 +76,11 @@ def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
         f'aria-label="{name}" {_FONT} font-size="12" fill="{_TEXT}"><title>{name}</title>'
         + _panel("Training reward", "step", rewards, _LEFT)
         + _panel(
-            f"Held-out {figures}", "version", held_out, _LEFT + _PANEL_WIDTH + _GAP, [one.intervals for one in curves]
+            f"Held-out {figures}",
+            "version",
+            held_out,
+            _LEFT + _PANEL_WIDTH + _GAP,
+            [curve.intervals for curve in curves],
         )
         + legend
         + "</svg>\n"
