@@ -15,6 +15,7 @@ from motet.core.errors import ConfigError, LimitError
 from motet.hosting.preparing import Sources, prepare
 from motet.model.load import load_base
 from motet.runtime.rundir import RunDirectory
+from tests.support.service_run import Service, tiny
 
 ROWS = [{"prompt": f"{n} is", "answer": str(n)} for n in range(12)]
 SFT: dict[str, Any] = {
@@ -91,3 +92,23 @@ def test_rows_that_would_fill_the_engine_are_refused_with_the_number_that_fits(t
             prepared(131_072, 10**12)
         prepared(32_768, 10**12)
         prepared(131_072, None)  # whoever has no limit
+
+
+@pytest.mark.slow
+def test_a_service_says_what_settings_do_and_that_rows_may_have_been_learned(shared_service: Service) -> None:
+    drawn = {"source": "toy:sort_letters", "size": 64, "holdout": 4, "seed": 1}
+    ill = {"type": "cispo", "clip_high": 5.0, "group_size": 4, "groups_per_step": 2}
+    with motet.Client(shared_service.url) as client:
+        client.submit(tiny("taught", 1))
+        shared_service.becomes("taught", "succeeded")
+        jobs = {
+            "well": client.submit(tiny("well", 1, adapter={"init": "taught@latest"})),
+            "ill": client.submit(tiny("ill", 1, adapter={"init": "taught@latest"}, data=drawn, algorithm=ill)),
+        }
+        told = {
+            name: " ".join(str(event.data.get("message")) for event in client.events(job.id, follow=True))
+            for name, job in jobs.items()
+        }
+    for note in ("the loss cispo does not read it; set algorithm.importance_cap", "with another data.seed; give both"):
+        assert note in told["ill"]
+        assert note not in told["well"]

@@ -25,7 +25,7 @@ from motet.hosting.launch import load
 from motet.hosting.preparing import ReadData, Sources, identity, prepare, prepare_all
 from motet.hosting.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.runtime.identity import of_config
+from motet.runtime.identity import learned_before, of_config
 from motet.runtime.opening import check_identity, open_job
 from motet.runtime.probe import probe_ids
 from motet.runtime.rundir import RunDirectory
@@ -134,6 +134,42 @@ def test_held_out_prompts_that_a_neighbour_is_trained_on_are_told(
         prepared = prepare_all(configs, base.info, directory, Sources(), {"a": "", "b": ""})
     notes = [note for note in prepared[1][0].data.notes if "have prompts that job a is trained on" in note]
     assert [int(note.split()[0]) for note in notes] == [shared] * bool(shared)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "drawn"),
+    [
+        ({"source": "rows.jsonl"}, {"source": "rows.jsonl"}, ""),
+        ({"source": "rows.jsonl"}, {"source": "same.jsonl"}, ""),
+        ({"source": "rows.jsonl"}, {"source": "same.jsonl", "seed": 1}, "data.seed"),
+        ({"source": "rows.jsonl", "size": 30}, {"source": "rows.jsonl", "holdout": 9}, "data.size and data.holdout"),
+        ({"source": "rows.jsonl"}, {"source": "toy:add", "eval_source": "same.jsonl"}, "data.eval_source"),
+        ({"source": "rows.jsonl", "eval_source": "other.jsonl"}, {"source": "rows.jsonl"}, "data.eval_source"),
+        ({"source": "rows.jsonl"}, {"source": "rows.jsonl", "holdout": 0}, ""),
+        ({"source": "rows.jsonl"}, {"source": "rows.jsonl", "eval_source": "other.jsonl"}, ""),
+        ({"source": "rows.jsonl"}, {"source": "other.jsonl", "seed": 1}, ""),
+        ({"source": "toy:add"}, {"source": "toy:add", "seed": 1}, "data.seed"),
+        ({"source": "reasoning-gym:chain_sum"}, {"source": "reasoning-gym:chain_sum", "seed": 1}, ""),
+        ({"source": "reasoning-gym:chain_sum", "size": 9}, {"source": "reasoning-gym:chain_sum"}, "data.size"),
+    ],
+)
+@pytest.mark.parametrize("start", ["job/versions/v5", "job/versions/v5/role", "linked"])
+def test_held_out_rows_that_the_first_adapter_may_have_learned_are_told(
+    tmp_path: Path, start: str, before: Any, after: Any, drawn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("rows", "a"), ("same", "a"), ("other", "b")):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": text, "answer": text}))
+    for place, data in (("linked" if start == "linked" else "job", before), ("own", after)):
+        record = of_config(validate_as(JobConfig, job("a", data=data), "test"))
+        Path(place).mkdir()
+        (Path(place) / "job.yaml").write_text(yaml.safe_dump(record))
+    told = learned_before(tmp_path / "own", tmp_path / start)
+    assert bool(told) == bool(drawn)
+    assert f"with another {drawn}; give both the same" in told or not drawn
+    assert learned_before(tmp_path / "own", tmp_path / "uploaded") == ""
+    (tmp_path / start.partition("/")[0] / "job.yaml").write_text("job: []")
+    assert learned_before(tmp_path / "own", tmp_path / start) == ""
 
 
 def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path) -> None:

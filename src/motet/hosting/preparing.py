@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +47,8 @@ _RATE_FIELDS = {
 """What the automatic learning rate depends on in a job."""
 _MOST_RATINGS = 10_000
 """Rows whose labels are counted."""
+_MOST_NOTES, _LONGEST_NOTE = 8, 500
+"""On a job, and their letters."""
 
 
 class Sources:
@@ -313,14 +315,24 @@ def _tell_shared(jobs: Sequence[Job]) -> None:
             job.data = replace(job.data, notes=(*job.data.notes, note))
 
 
+def first_notes(job: Job) -> tuple[str, ...]:
+    """What is said on a job when it begins, within bounds."""
+    return tuple(note[:_LONGEST_NOTE] for note in itertools.islice(_notes_about(job), _MOST_NOTES))
+
+
+def _notes_about(job: Job) -> Iterator[str]:
+    """What is known of a job's rows, and what its settings do that does not show."""
+    rows, ratings = job.data.train, Counter[bool]()
+    if isinstance(job.config.algorithm, Kto):
+        ratings.update(is_liked(rows[row], "") for row in range(min(len(rows), _MOST_RATINGS)))
+    yield from (*job.data.notes, *told(job.config, len(rows), ratings))
+
+
 def notes_of(jobs: Sequence[Job]) -> list[str]:
     """Which rows were left out, and what settings do that does not show; what is so for several jobs is said once."""
     jobs_by_note: dict[str, list[str]] = {}
     for job in jobs:
-        rows, ratings = job.data.train, Counter[bool]()
-        if isinstance(job.config.algorithm, Kto):
-            ratings.update(is_liked(rows[row], "") for row in range(min(len(rows), _MOST_RATINGS)))
-        for note in (*job.data.notes, *told(job.config, len(rows), ratings)):
+        for note in _notes_about(job):
             jobs_by_note.setdefault(note, []).append(job.name)
     return [
         f"{f'job {names[0]}' if len(names) == 1 else f'{len(names)} jobs'}: {note}"

@@ -25,7 +25,7 @@ from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
 from motet.hosting.preparers import Preparers
-from motet.hosting.preparing import ReadData, Sources, bytes_of_rows, prepare
+from motet.hosting.preparing import ReadData, Sources, bytes_of_rows, first_notes, prepare
 from motet.hosting.reports import CpuTime, EveryStep, HandedOver, JobReports, UsageReports, standing
 from motet.hosting.scores import AskedOfService
 from motet.hosting.workshop import Workshop
@@ -257,8 +257,8 @@ class HostProcess:
         job, need = prepare(config, info, self.directory, sources, clock, self._read, step_tokens=most)
         accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
         self.host.take(job, known, [need], **accepts)
-        if (committed := job.directory.newest()) is not None:
-            job.progress.step = committed.step
+        committed = job.directory.newest()
+        job.progress.step, job.notes = (0, first_notes(job)) if committed is None else (committed.step, ())
         report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731
         job.observer = EveryStep(job.directory, message.first_step, report)
         return job

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import GIVEN_ROWS, JobConfig
+from motet.core import plain_yaml
 from motet.core.checksums import hash_of, sums_of
+from motet.core.errors import ConfigError
 from motet.core.types import ADAPTER_WEIGHTS
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.function_sums import FunctionSums
@@ -21,6 +23,8 @@ from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import masked, without_spending
 from motet.tasks.tables import as_written
 
+RECORD = "job.yaml"
+"""The file of a job's directory that has its identity."""
 NOT_FOLLOWED = "not_followed"
 """Key in a job's identity that lists code that could not be checked."""
 _OWN_CODE = re.compile(r"[^\s:]+\.py:[\w.]+")
@@ -71,6 +75,44 @@ def computed_by(directories: Iterable[JobDirectory]) -> list[str]:
                 named = re.search(r"^kernels: (.*)$", (directory.path / "job.yaml").read_text("utf-8"), re.MULTILINE)
                 found.append("" if named is None else named[1].strip("'\" "))
     return found
+
+
+def learned_before(job: Path, start: Path) -> str:
+    """Say that rows which a job holds out may be those that its first adapter has learned; empty if they are not.
+
+    Both jobs' records decide: the data, by the checksums of its files, and what draws rows of it. Nothing is read again.
+
+    Args:
+        job: the job's directory.
+        start: the PEFT directory that it begins with: a version of a job, or a copy with that job's record.
+    """
+    places = [start, *start.parents[1:3]]
+    record = next((place / RECORD for place in places if (place / RECORD).is_file()), None)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
+        if record is not None:
+            own, before = (plain_yaml.read(file.read_text("utf-8")) for file in (job / RECORD, record))
+            return _learned(own["job"]["data"], own["contents"], before["job"]["data"], before["contents"])
+    return ""
+
+
+def _learned(
+    own: Mapping[str, Any], sums: Mapping[str, str], its: Mapping[str, Any], its_sums: Mapping[str, str]
+) -> str:
+    apart = own["eval_source"]
+    source, split = apart or own["source"], (apart and own["eval_split"]) or own["split"]
+    same = (sums.get(source, source), split) == (its_sums.get(its["source"], its["source"]), its["split"])
+    same = same and all(own[field] == its[field] for field in ("subset", "config"))
+    drawn = [field for field in ("seed", "size", "holdout", "max_prompt_tokens") if own[field] != its[field]]
+    drawn += ["eval_source"] if apart or its["eval_source"] else []
+    if source.startswith("reasoning-gym:") and ("seed" in drawn or apart):  # whose rows are far apart
+        return ""
+    if not same or not drawn or own["holdout"] == 0:
+        return ""
+    fields = " and ".join(f"data.{field}" for field in drawn)
+    return (
+        f"held-out rows may be rows that the adapter has learned: the job that made it was trained on the same data, with "
+        f"another {fields}; give both the same, or hold out rows of other data by data.eval_source"
+    )
 
 
 def _sources(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:

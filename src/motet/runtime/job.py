@@ -171,6 +171,8 @@ class Job:
     """A job of this run that must succeed first, because this one starts from its adapter."""
     before_version: str = "best"
     """Which of its versions: `best`, `latest`, or a number."""
+    notes: tuple[str, ...] = ()
+    """What its message says when it begins, if nobody prints it."""
     keeps: object = None
     """What lives as long as a job needs it, such as data that jobs share."""
     finished: FinishedGroups = field(default_factory=FinishedGroups)

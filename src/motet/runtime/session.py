@@ -26,6 +26,7 @@ from motet.protocols import Trainer
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import Committed, kept_of
 from motet.runtime.held_out import best_after, first_trained, lines_of, unchanged, untrained
+from motet.runtime.identity import learned_before
 from motet.runtime.job import Job, Services, StepDone
 from motet.runtime.metrics import timing_record, trained_record
 from motet.runtime.probe import Probe, probe_ids
@@ -200,6 +201,12 @@ class Session:
                 await self._load(start_from := job.init_directory(), optimizer=False)
                 if why := await asyncio.to_thread(untrained, start_from):
                     job.note(f"starts from an untrained adapter: {why}")
+                if job.before is None and (
+                    why := await asyncio.to_thread(learned_before, job.directory.path, start_from)
+                ):
+                    job.note(why)
+            for note in job.notes:
+                job.note(note)
             self.done = replace(self.done, threads=services.threads, best_by=job.best_by, steps=job.config.steps)
             await self.commit()
         job.open_work.trained = 0  # of a step that begins again

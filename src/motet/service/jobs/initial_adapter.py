@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from motet.config import JobConfig
@@ -14,6 +14,7 @@ from motet.core.checksums import check_version
 from motet.core.errors import ConfigError
 from motet.core.types import ADAPTER_FILES
 from motet.runtime.held_out import UNTRAINED, untrained
+from motet.runtime.identity import RECORD
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.tables import StoredJob, new_id
 from motet.service.database.tenants import Principal
@@ -55,7 +56,7 @@ class InitialAdapters:
             )
         return source.reference, source
 
-    @contextmanager
+    @contextlib.contextmanager
     def drafts(self, sources: Sequence[Resolved | None]) -> Iterator[list[Path]]:
         """Link initial adapters before their jobs exist; a link is removed unless it is moved to its job.
 
@@ -132,6 +133,8 @@ def _link(source: Path, target: Path, name: str) -> None:
                 os.link(source / file, draft / file)
             except OSError:
                 shutil.copyfile(source / file, draft / file)
+        with contextlib.suppress(OSError):  # of an uploaded adapter there is none
+            os.link(source.parent.parent / RECORD, draft / RECORD)
         if why := untrained(source, name):
             (draft / UNTRAINED).write_text(why, "utf-8")
         draft.rename(target)
