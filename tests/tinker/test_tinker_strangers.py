@@ -289,9 +289,10 @@ def test_no_checkpoint_has_a_name_that_none_may_have(house: House, odd: str) -> 
     saved(house, model)
     path = f"tinker://{model}/weights/{odd}"
     sampling = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0, "model_path": path}
-    house.refused(404, "POST", f"{PREFIX}/create_sampling_session", json=sampling)
+    status = 422 if "\0" in odd else 404  # no body has such a text
+    house.refused(status, "POST", f"{PREFIX}/create_sampling_session", json=sampling)
     for key in ("ours", "theirs"):
-        house.refused(404, "POST", f"{PREFIX}/weights_info", key, json={"tinker_path": path})
+        house.refused(status, "POST", f"{PREFIX}/weights_info", key, json={"tinker_path": path})
 
 
 def test_a_link_opens_what_it_was_made_for(house: House) -> None:
