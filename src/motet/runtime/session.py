@@ -205,8 +205,8 @@ class Session:
                     why := await asyncio.to_thread(learned_before, job.directory.path, start_from)
                 ):
                     job.note(why)
-            for note in job.notes:
-                job.note(note)
+            if job.notes:
+                job.note("; ".join(job.notes))
             self.done = replace(self.done, threads=services.threads, best_by=job.best_by, steps=job.config.steps)
             await self.commit()
         job.open_work.trained = 0  # of a step that begins again
