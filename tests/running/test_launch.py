@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import traceback
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +20,7 @@ import motet
 from motet.config import OF_CLIENT, EngineConfig, HostConfig, JobConfig
 from motet.config.jobfile import validate, validate_as
 from motet.core.checksums import sealed
-from motet.core.errors import ConfigError, RunError
+from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.types import Problem
 from motet.hosting.launch import load
 from motet.hosting.preparing import ReadData, Sources, identity, prepare, prepare_all
@@ -456,3 +457,24 @@ def test_a_check_puts_a_users_switches_of_torch_back() -> None:
     with users("medium") as before:
         motet.check([job("one")], rollouts=1)
         assert switches() == before
+
+
+def test_errors_of_scripts_show_no_frames_of_motet(tmp_path: Path) -> None:
+    """The message says all: behind it a script shows its own line, and the function that it called."""
+    good = job("a", data={"source": str(tmp_path / "nothing.jsonl")})
+    calls_of_scripts = {
+        "field": lambda: motet.run([job("a", rewrd="exact")], directory=tmp_path / "run"),
+        "rows": lambda: motet.run([good], directory=tmp_path / "run"),
+        "check": lambda: motet.check([good]),
+        "file": lambda: motet.load_jobs(tmp_path / "jobs.yaml"),
+        "client": lambda: motet.Client("http://127.0.0.1:9").me(),
+    }
+    for name, call in calls_of_scripts.items():
+        with pytest.raises(MotetError) as caught:
+            call()
+        shown = "".join(traceback.format_exception(caught.value))
+        assert shown.count("Traceback") == 1, shown
+        frames = [
+            frame.name for frame in traceback.extract_tb(caught.value.__traceback__) if "src/motet" in frame.filename
+        ]
+        assert frames in (["called"], ["wait", "_run"]), name

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from anyio.from_thread import start_blocking_portal
 
 from motet.client.asynchronous import AsyncClient
+from motet.core.errors import MotetError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,6 +130,8 @@ class Client:
         future = self._portal.start_task_soon(work)
         try:
             result: T = future.result()
+        except MotetError as error:
+            raise error.with_traceback(None) from None
         except BaseException:
             future.cancel()  # after Ctrl-C, work in the thread ends too
             raise

@@ -32,7 +32,7 @@ from motet.commands.forecast import (
 from motet.commands.run import print_rates
 from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.core.batch import Batch, Segment
-from motet.core.errors import ConfigError, RunError
+from motet.core.errors import ConfigError, RunError, for_scripts
 from motet.core.types import Group
 from motet.hosting.before_loading import Checked, auto_kernels, changes_of, check_before_loading
 from motet.hosting.host import Host
@@ -63,6 +63,7 @@ PROBLEMS = 4
 """Problems sampled per job."""
 
 
+@for_scripts
 def check(
     jobs: Sequence[JobConfig | dict[str, Any]],
     *,

@@ -18,7 +18,7 @@ from motet.config.engine import ClusterConfig
 from motet.config.mistakes import check_fields, explain, refuse, unknown_fields
 from motet.config.service import ServiceConfig
 from motet.core import plain_yaml
-from motet.core.errors import ConfigError
+from motet.core.errors import ConfigError, for_scripts
 from motet.core.near import close_matches
 
 Tree = dict[str, Any]
@@ -35,6 +35,7 @@ _SHORT: Mapping[str, tuple[str, type]] = {
 _EXAMPLE = "`- {name: add, data: 'toy:add', reward: exact}`"
 
 
+@for_scripts
 def load_jobs(path: str | Path, overrides: Sequence[str] = (), *, trust_remote_code: bool = False) -> RunConfig:
     """Read and validate a job file.
 

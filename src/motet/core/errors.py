@@ -27,12 +27,32 @@ MotetError
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class MotetError(Exception):
     """Base class of all errors with a message meant for people."""
 
     code = ""
     """The code by which clients of OpenAI's API know the error, if there is one."""
+
+
+def for_scripts(call: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that scripts call raise errors for people without Motet's own frames: the message says all."""
+
+    @functools.wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except MotetError as error:
+            raise error.with_traceback(None) from None
+
+    return called
 
 
 class ConfigError(MotetError):

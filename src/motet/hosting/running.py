@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet.config import Config, EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.config.team import NOT_ON_HOSTS
-from motet.core.errors import ConfigError, RunError
+from motet.core.errors import ConfigError, RunError, for_scripts
 from motet.core.types import HostNow, JobState
 from motet.hosting.before_loading import Checked, auto_kernels, check_before_loading, check_something_is_left
 from motet.hosting.host import Host
@@ -279,6 +279,7 @@ def _report(directory: Path) -> Path | None:
         return None
 
 
+@for_scripts
 def run(
     jobs: Sequence[JobConfig | dict[str, Any]],
     *,
