@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from motet.commands.export import drafted, write
+from motet.commands.merging import restated
 from motet.core.errors import AdapterError, BaseModelError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.find import SMALL_BASE
@@ -169,6 +170,38 @@ def test_a_merged_model_says_what_its_base_says_in_the_same_words(name: str, dty
     assert {key: loaded[key] for key in same} == {key: own[key] for key in same}
     generation = json.loads((merged / "generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["temperature"], generation["own"]) == ([2], 0.6, 1)
+
+
+@pytest.mark.parametrize(
+    ("turned", "older"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e6}, {"rope_theta": 1e6}),
+        (
+            {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+            {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        ),
+    ],
+)
+def test_a_merged_model_of_a_base_in_new_words_says_the_older_ones(
+    turned: dict[str, Any], older: dict[str, Any], tmp_path: Path
+) -> None:
+    """Readers of the older words alone would take 10,000 for the missing base, in silence."""
+    name = "stablelm" if "partial_rotary_factor" in turned else "llama"
+    config = {**json.loads((tiny.directory("llama") / "config.json").read_text()), "rope_parameters": turned}
+    told = restated({"rope_parameters": turned}, config, None)
+    assert {
+        key: told.get(key) for key in ("rope_theta", "rope_scaling", "partial_rotary_factor") if key in told
+    } == older
+    for place, whole in (("own", config), ("told", {**config, **told})):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text(json.dumps({**whole, "model_type": name}))
+    own, loaded = (AutoConfig.from_pretrained(tmp_path / place).rope_parameters for place in ("own", "told"))
+    assert loaded == own
+    assert "rope_theta" not in restated({}, {"rope_parameters": {"full_attention": turned}}, None)
 
 
 @pytest.mark.parametrize("name", ["mistral3", "qwen3_vl"])

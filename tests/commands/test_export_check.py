@@ -18,14 +18,15 @@ import pytest
 import torch
 import yaml
 from bench.speed import envs
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
+from peft.utils.hotswap import hotswap_adapter
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import motet
 from motet.commands import export
 from motet.commands.export_apart import pre_tokenizer, read_model
-from motet.commands.export_check import Loaded, ask, check, compare, known_ids
+from motet.commands.export_check import ASKED, Loaded, apart, ask, check, compare, known_ids, written_here
 from motet.commands.export_gguf import _convert, converter, modelfile_template
 from motet.commands.merging import ExportSource
 from motet.commands.probe import TEXTS, logprobs_here
@@ -35,7 +36,12 @@ from motet.core.errors import AdapterError, BaseModelError, ConfigError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, TRAINED_CONFIG
 from motet.model.find import SMALL_BASE
 from tests.support.peft_files import save_random
+from tests.support.speaking_bases import SPEAKERS
 
+CODER = SPEAKERS["qwen3_coder"].template
+PRINTS = CODER.replace("value if value is string else (value | tojson)", "value")  # arguments of calls without `tojson`
+PRINTED = "\"['Ann', 'Bo']\" is 'AnnBo' there, 'None' is '' there"
+OTHERWISE = "note: llama.cpp writes a chat with tools otherwise than the prompts of training:"
 Tensors = dict[str, torch.Tensor]
 Json = dict[str, Any]
 
@@ -153,6 +159,49 @@ def test_what_is_refused_leaves_nothing(adapter: Path, tmp_path: Path, capsys) -
     export.write(adapter, None, tmp_path / "right", "peft", checked=False)
     assert "not checked: because of --unchecked" in capsys.readouterr().err
     assert {file.name for file in (tmp_path / "right").iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("use_rslora", True), ("alpha_pattern", {"q_proj": 1}), ("use_dora", True)]
+)
+def test_what_a_converter_drops_is_not_given_to_it(field: str, value: Any, adapter: Path, tmp_path: Path) -> None:
+    """llama.cpp's knows neither: its file would act at another strength, and nobody would say so."""
+    odd = shutil.copytree(adapter, tmp_path / "odd")
+    config = json.loads((odd / ADAPTER_CONFIG).read_text())
+    (odd / ADAPTER_CONFIG).write_text(json.dumps({**config, field: value}))
+    with pytest.raises(AdapterError, match="which Motet does not train"):
+        export.write(odd, str(SMALL_BASE), tmp_path / "gguf", "gguf-adapter", checked=False)
+    assert not (tmp_path / "gguf").exists()
+
+
+def test_the_strength_that_a_consumer_does_not_read_is_said(adapter: Path, tmp_path: Path, capsys) -> None:
+    config = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    even = shutil.copytree(adapter, tmp_path / "even")
+    (even / ADAPTER_CONFIG).write_text(json.dumps({**config, "lora_alpha": config["r"]}))
+    strength, said = config["lora_alpha"] / config["r"], {}
+    for form, source in (("card", adapter), ("peft", adapter), ("even", even)):
+        export.write(source, None, tmp_path / form / "to", form.replace("even", "peft"), checked=False)
+        said[form] = (
+            f"OpenVINO GenAI reads no alpha and rank: give its AdapterConfig alpha={strength:g}"
+            in capsys.readouterr().err
+        )
+    assert said == {"card": True, "peft": True, "even": False}
+
+
+@pytest.mark.parametrize(("names", "whole"), [(("v4", "v40"), False), (("@sort-v4@", "@sort-v40@"), True)])
+def test_adapters_in_one_model_of_peft_keep_apart_by_the_names_of_the_page(
+    names: tuple[str, str], whole: bool, adapter: Path, tmp_path: Path
+) -> None:
+    """peft looks for a name anywhere in the names of tensors, so `v4` takes `v40` with it."""
+    save_random(tmp_path / "later", seed=1)
+    stock = AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
+    model = PeftModel.from_pretrained(stock, str(adapter), adapter_name=names[0])
+    model.load_adapter(str(tmp_path / "later"), adapter_name=names[1])
+    hotswap_adapter(model, str(adapter), adapter_name=names[0])
+    model.save_pretrained(str(tmp_path / "saved"))
+    kept = load_file(tmp_path / "saved" / names[1] / ADAPTER_WEIGHTS)
+    wanted = load_file(tmp_path / "later" / ADAPTER_WEIGHTS)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in wanted.items()) is whole
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +399,33 @@ def test_halves_of_letters_are_compared(llama: tuple[Loaded, dict[str, Any]]) ->
     assert ask(loaded, [text], wanted["tokens"], known_ids(str(SMALL_BASE))) == wanted
 
 
+def test_what_llama_cpp_writes_of_a_chat_with_tools_is_told(
+    llama: tuple[Loaded, dict[str, Any]], tmp_path: Path
+) -> None:
+    loaded, _ = llama
+    base = shutil.copytree(SMALL_BASE, tmp_path / "base")
+    refused = "{% if eos_token is not defined %}{{ raise_exception('no end') }}{% endif %}"
+    for template, said in (
+        (PRINTS, f"{OTHERWISE} {PRINTED}"),
+        (CODER, f"{OTHERWISE} '1234567.5' is '1.23457e+06' there"),
+        (
+            CODER.replace("(value | tojson)", "(value | int if value is number else value | tojson)"),
+            "llama.cpp writes a chat with tools as Motet does",
+        ),
+        (
+            PRINTS + refused,
+            'note: llama.cpp refuses a chat with tools that Motet writes: {"error": {"message": "no end"}}',
+        ),
+    ):
+        (base / "chat_template.jinja").write_text(template)
+        loaded.model.write_text(json.dumps({**json.loads(loaded.model.read_text()), "chat_template": template}))
+        chat = written_here(str(base))
+        assert chat is not None
+        assert apart(chat, ask(loaded, [], [[5]], [5], ASKED)["chat"]) == said
+    shutil.copyfile(SMALL_BASE / "chat_template.jinja", base / "chat_template.jinja")
+    assert written_here(str(base)) is None
+
+
 def test_how_the_process_of_a_consumer_or_a_converter_ended_is_told(tmp_path: Path) -> None:
     with pytest.raises(BaseModelError, match=r"its process ended with exit status 1\. The end(.|\n)*  IndexError: .*$"):
         ask(Loaded("convert", tmp_path), [], [], [])  # without a script, which no consumer has
@@ -411,3 +487,6 @@ check(Loaded("llama.cpp", Path({str(tmp_path / "gguf" / "model.gguf")!r}), dtype
     save_file(tensors, halves / "model.safetensors", {"format": "pt"})
     shutil.rmtree(tmp_path / "gguf-adapter")
     assert "checked with llama.cpp" in exported("gguf-adapter", adapter, "--base", str(halves))
+    (halves / "chat_template.jinja").write_text(PRINTS)
+    shutil.rmtree(tmp_path / "gguf")
+    assert f"{OTHERWISE} {PRINTED}" in exported("gguf", adapter, "--base", str(halves))

@@ -10,6 +10,7 @@ import json
 import math
 import runpy
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -62,9 +63,17 @@ def convert(script: Path, arguments: Sequence[str]) -> None:
 
 
 def read_llama(
-    texts: Sequence[str], token_ids: Ids, known: Sequence[int], model: str, adapter: str | None = None
+    texts: Sequence[str],
+    token_ids: Ids,
+    known: Sequence[int],
+    model: str,
+    adapter: str | None = None,
+    chat: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What llama.cpp makes of a .gguf model, with a .gguf adapter where one is given; also its own tokens of the texts."""
+    """What llama.cpp makes of a .gguf model, with a .gguf adapter where one is given; also its own tokens of the texts.
+
+    A `chat` in OpenAI's form is answered as `chat`: its `prompt`, or why it was `refused`.
+    """
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -99,7 +108,14 @@ def read_llama(
                 return likely[token] - _log_sum([value for one, value in likely.items() if one in tokens])
         raise ValueError(f"llama.cpp knows no token {token}")
 
+    def templated(chat: dict[str, Any]) -> Any:
+        try:
+            return ask("/apply-template", **chat)
+        except urllib.error.HTTPError as error:
+            return {"refused": error.read(300).decode(errors="replace")}
+
     return {
+        **({"chat": templated(chat)} if chat else {}),
         "tokens": [ask("/tokenize", content=text, parse_special=True)["tokens"] for text in texts],
         "logprobs": [[logprob(ids[:place], ids[place]) for place in range(1, len(ids))] for ids in token_ids],
     }

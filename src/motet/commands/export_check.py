@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,11 +20,13 @@ import numpy as np
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.core.errors import AdapterError, BaseModelError, RunError
 from motet.core.token_ids import TokenIds
-from motet.core.types import FloatArray, IntArray, Message, Problem
+from motet.core.types import FloatArray, IntArray, Message, Problem, ToolCall
 from motet.process.ending import how_it_ended
 from motet.report.read import Line, read_job, read_pairs
 from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
 from motet.tasks.chat import Chat
+from motet.tasks.spellings import plain
+from motet.tasks.wording import Wording
 
 PACKAGES = {"transformers": "transformers", "peft": "peft", "llama.cpp": "xllamacpp"}
 """What has to be installed for each consumer."""
@@ -53,7 +57,7 @@ def missing(consumer: str) -> str | None:
 
 
 def check(loaded: Loaded, adapter: Path, base: str) -> str:
-    """Compare; returns a line for people.
+    """Compare; returns a line for people, and one about llama.cpp's chat template.
 
     Raises:
         AdapterError: it computes something else, or was made of another base than the adapter.
@@ -64,9 +68,12 @@ def check(loaded: Loaded, adapter: Path, base: str) -> str:
     token_ids, here = asyncio.run(
         logprobs_here(base, [adapter], lambda tokenizer: _texts(tokenizer, lines, adapter), "float32", _TOKENS)
     )
-    answer = ask(loaded, list(token_ids), [ids.tolist() for ids in token_ids.values()], known_ids(base))
+    chat = written_here(base) if loaded.consumer == "llama.cpp" else None
+    ids = [row.tolist() for row in token_ids.values()]
+    answer = ask(loaded, list(token_ids), ids, known_ids(base), ASKED if chat else None)
     said = compare(loaded, token_ids, tuple(here.values()), answer)
-    return f"{said} ({len(token_ids)} {'held-out answers' if lines else 'built-in texts'})"
+    said += f" ({len(token_ids)} {'held-out answers' if lines else 'built-in texts'})"
+    return f"{said}\n{apart(chat, answer['chat'])}" if chat else said
 
 
 def compare(
@@ -116,14 +123,19 @@ def known_ids(base: str) -> list[int]:
 
 
 def ask(
-    loaded: Loaded, texts: Sequence[str], token_ids: Sequence[Sequence[int]], known: Sequence[int]
+    loaded: Loaded,
+    texts: Sequence[str],
+    token_ids: Sequence[Sequence[int]],
+    known: Sequence[int],
+    chat: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a consumer makes of an export, in a process of its own (see `READERS`).
+    """What a consumer makes of an export, in a process of its own (see `READERS`), and llama.cpp of a chat.
 
     Raises:
         BaseModelError: it failed; the message says how.
     """
-    request = {"texts": texts, "token_ids": token_ids, "known": known, "model": str(loaded.model)}
+    request: dict[str, Any] = {"texts": texts, "token_ids": token_ids, "known": known, "model": str(loaded.model)}
+    request |= {"chat": chat} if chat else {}
     if loaded.adapter is not None:
         request["adapter"] = str(loaded.adapter)
     command = [sys.executable, "-P", "-m", "motet.commands.export_apart", loaded.consumer]
@@ -172,3 +184,48 @@ def _refuse_another_base(adapter: Path, base: str) -> None:
             raise AdapterError(
                 f"{name} of {base} is not the file that {adapter} was trained on, by its receipt; give its own base as --base"
             )
+
+
+# --- A fixed chat with tools, as llama.cpp's template engine and as Motet write it -----------------------------------------
+
+_TYPES = {"price": "number", "names": "array", "note": "string", "late": "boolean"}
+_SCHEMA = {"type": "object", "properties": {name: {"type": kind} for name, kind in _TYPES.items()}}
+_TOOLS = [{"type": "function", "function": {"name": "book", "description": "Books.", "parameters": _SCHEMA}}]
+_CALL = ToolCall("book", {"price": 1234567.5, "names": ["Ann", "Bo"], "note": None, "late": True})
+_CHAT = (Message("user", "Book it."), Message("assistant", "", (_CALL,)), Message("tool", "Done.", name="book"))
+_OPENAI = Wording(calls=True, as_json=True, id_of=lambda number, _: f"call{number:05}")
+ASKED: Mapping[str, Any] = {"messages": _OPENAI.given(_CHAT), "tools": _TOOLS}
+"""What a server of OpenAI's form takes."""
+_SHOWN, _LETTERS = 4, 60
+"""Differences that are told, and the most letters of each side."""
+
+
+def written_here(base: str) -> list[str] | None:
+    """The chat as jobs on a base read it, in pieces; None where its template writes no calls, or refuses it here too."""
+    from motet.model.load import load_tokenizer
+
+    tokenizer = load_tokenizer(base)
+    try:
+        chat = Chat.plain(tokenizer)
+        text = plain(chat.rendered(_CHAT, _TOOLS)) if chat.wording.calls else ""
+    except BaseModelError:
+        return None
+    return _pieces(text.removeprefix(tokenizer.bos_token or "")) or None
+
+
+def apart(here: list[str], answer: Mapping[str, Any]) -> str:
+    """A line for people, from what `/apply-template` answered; llama.cpp puts BOS before a text later."""
+    if "prompt" not in answer:
+        return f"note: llama.cpp refuses a chat with tools that Motet writes: {answer.get('refused')}"
+    there = _pieces(answer["prompt"])
+    codes = difflib.SequenceMatcher(None, here, there, autojunk=False).get_opcodes()
+    parts = [("".join(here[a:b]), "".join(there[c:d])) for kind, a, b, c, d in codes if kind != "equal"]
+    if not parts:
+        return "llama.cpp writes a chat with tools as Motet does"
+    told = ", ".join(f"{ours[:_LETTERS]!r} is {theirs[:_LETTERS]!r} there" for ours, theirs in parts[:_SHOWN])
+    more = f", and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+    return f"note: llama.cpp writes a chat with tools otherwise than the prompts of training: {told}{more}"
+
+
+def _pieces(text: str) -> list[str]:
+    return re.findall(r"[^\s<>,]+|.", text, re.DOTALL)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from motet.commands.answers import say
 from motet.commands.export_check import Loaded
 from motet.commands.merging import ExportSource, merge
 from motet.core.errors import BaseModelError, ConfigError
@@ -48,8 +49,13 @@ def model(source: ExportSource, target: Path) -> Loaded:
 
 
 def adapter(source: ExportSource, target: Path) -> Loaded | None:
-    """The adapter as `adapter.gguf`. A check converts the base too, and does not keep it."""
-    script, for_base = converter("convert_lora_to_gguf.py"), converter(_MODEL)
+    """The adapter as `adapter.gguf`. A check converts the base too, and does not keep it.
+
+    Raises:
+        AdapterError: it is no plain LoRA: the converter drops what it does not know, in silence.
+    """
+    _, script, for_base = source.weights, converter("convert_lora_to_gguf.py"), converter(_MODEL)
+    say("note: OpenVINO GenAI takes adapter.gguf and ignores it; give it the file of --format peft", aside=True)
     given = str(source.directory)
     made = _convert(script, source.adapter, target / "adapter.gguf", "--base", given, "--outtype", "f32")
     if not source.checked:

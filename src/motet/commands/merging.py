@@ -172,8 +172,16 @@ def _restate(source: str, target: Path) -> None:
 
 
 def restated(told: dict[str, Any], own: dict[str, Any], dtype: str | None) -> dict[str, Any]:
-    """What an export tells of itself, with each value of the base's `own` file; its weights have the type `dtype`."""
+    """What an export tells of itself, with each value of the base's `own` file; its weights have the type `dtype`.
+
+    Where that has the newer `rope_parameters` alone, the older words are added: their readers take 10,000 for a missing base.
+    """
     kept = {name: value for name, value in own.items() if name not in _WRITTEN_ANEW}
+    turned = kept.get("rope_parameters")
+    if isinstance(turned, dict) and "rope_theta" in turned:  # not one for each type of layer
+        apart = {name: turned[name] for name in ("rope_theta", "partial_rotary_factor") if name in turned}
+        scaling = {name: value for name, value in turned.items() if name not in apart}
+        kept = {**apart, **({} if scaling == {"rope_type": "default"} else {"rope_scaling": scaling}), **kept}
     for name, value in kept.items():
         if name.endswith("_config") and isinstance(value, dict) and isinstance(told.get(name), dict):
             kept[name] = restated(told[name], value, dtype)

@@ -1,7 +1,8 @@
 """llama.cpp's server as `xllamacpp` 2026.10 starts it, over a table of logits: with this folder on PYTHONPATH it is found.
 
 Probabilities are those before any bias, and none are told beside a token that is a part of a letter. Its log ends in
-lines that say nothing of what went wrong.
+lines that say nothing of what went wrong. Its chat templates print lists without brackets and null as nothing, and by
+`tojson` numbers with six digits.
 """
 
 from __future__ import annotations
@@ -9,15 +10,36 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from jinja2 import Environment
+from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
 _LEAST = -745.0
 """Of probabilities that are not 0."""
+
+
+def printed(value: Any) -> Any:
+    """What a template prints of a value as it is."""
+    return "".join(map(str, value)) if isinstance(value, list) else "" if value is None else value
+
+
+def as_json(value: Any) -> str:
+    """What its filter `tojson` writes of a value: numbers have six digits."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)}: {as_json(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(as_json, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+
+def refuse(reason: str) -> None:
+    raise TemplateError(reason)
 
 
 class CommonParams(SimpleNamespace):
@@ -31,7 +53,10 @@ class CommonAdapterLoraInfo(SimpleNamespace):
 
 
 class Server:
-    """Reads a model that is JSON: a `tokenizer`, and by the last token of a prompt the `logprobs` of the next."""
+    """Reads a model that is JSON: a `tokenizer`, and by the last token of a prompt the `logprobs` of the next.
+
+    It may have a `chat_template`.
+    """
 
     def __init__(self, params: CommonParams) -> None:
         try:
@@ -44,15 +69,32 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                answer = (self._tokens if self.path == "/tokenize" else self._completed)(**body)
+                routes: dict[str, Callable[..., Any]] = {
+                    "/tokenize": self._tokens,
+                    "/apply-template": self._templated,
+                    "/completion": self._completed,
+                }
+                try:
+                    status, answer = 200, routes[self.path](**body)
+                except TemplateError as error:
+                    status, answer = 400, {"error": {"message": str(error)}}
                 content = json.dumps(answer).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
             def _tokens(self, content: str, **_: Any) -> Any:
                 return {"tokens": tokenizer.encode(content, add_special_tokens=False).ids}
+
+            def _templated(self, messages: list[dict[str, Any]], tools: Any = None) -> Any:
+                for call in (call["function"] for message in messages for call in message.get("tool_calls", ())):
+                    call["arguments"] = json.loads(call["arguments"])
+                engine = Environment(finalize=printed, trim_blocks=True, lstrip_blocks=True)
+                engine.filters["tojson"] = as_json
+                engine.globals["raise_exception"] = refuse
+                given = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+                return {"prompt": engine.from_string(model["chat_template"]).render(**given)}
 
             def _completed(self, prompt: list[int], n_probs: int, logit_bias: Any = (), **_: Any) -> Any:
                 row = dict(enumerate(logprobs[str(prompt[-1])]))
