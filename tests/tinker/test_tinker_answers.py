@@ -40,7 +40,8 @@ def test_the_package_gets_an_answer_whatever_a_field_holds(tinker_scripts: Scrip
     found = dict(tinker_scripts["worst"])
     lost, steps = found.pop("lost"), found.pop("steps")
     assert not [name for name, told in {**found, **lost}.items() if told == "never"]
-    assert set(lost) <= {name for name in lost if "half a letter" in name or r"\ud800" in name or name == "no data"}
+    texts = "half a letter", r"\ud800", r"\x00"  # no body has them
+    assert set(lost) <= {name for name in lost if any(one in name for one in texts) or name == "no data"}
     failed = {name: told for name, told in found.items() if "the model has failed" in told or "internal error" in told}
     assert not failed, "a number ends no model"
     assert not [name for name, told in found.items() if name.startswith(("model: rank", "model: ttl")) and told == "ok"]

@@ -239,7 +239,7 @@ class HostLink:
 
     async def _back_off(self, worked: float) -> None:
         """Before it is started again, after it worked for so many seconds."""
-        seconds = self._restarts.wait(worked)
+        seconds = self._restarts.seconds_after(worked)
         self.hopeless = self.hopeless or (self._restarts.quick > 1 and worked < _OF_USE_SECONDS)
         if seconds and not self.failure:
             self.failure = f"the engine ended {self._restarts.quick} times, each within a minute; see {self.log.name}"

@@ -90,7 +90,7 @@ class Restarts:
         self.quick = 0
         """Ends in a row, each within a minute."""
 
-    def wait(self, worked: float) -> float:
+    def seconds_after(self, worked: float) -> float:
         """Seconds before it is started again, after it worked for so many."""
         self.quick = 1 if worked >= _WORKED_SECONDS else self.quick + 1
         return 0.0 if self.quick <= 2 else min(2.0 ** (self.quick - 3), _LONGEST_WAIT)

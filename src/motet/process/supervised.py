@@ -64,7 +64,7 @@ def supervised(
                 if ending:
                     say(f"{what} {ending}")
                 stops.leave(child.status)
-            seconds = restarts.wait(time.monotonic() - child.began)
+            seconds = restarts.seconds_after(time.monotonic() - child.began)
             say(
                 f"{what} {ending or how_it_ended(child.status)}: it is started again{f' in {seconds:g} s' if seconds else ''}"
             )
