@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any
 
+import httpx2
 import psutil  # type: ignore[import-untyped]
 import pytest
+import uvicorn
+from starlette.applications import Starlette
 
+from motet.agents.runner import Gateway
 from motet.config.dialects import HttpRequest
 from motet.rollout.connection import Clocks, ServerConnection
+from motet.tasks.scoring_server import ScoringServer
 
 IDLE = 30
 
@@ -77,5 +84,26 @@ def test_a_server_that_goes_leaves_no_connection_open(moment: int) -> None:
         await server.close()
         await asyncio.sleep(0.05)
         assert server.open() == 0
+
+    asyncio.run(test())
+
+
+def test_idle_connections_are_closed_by_clients_before_a_server_does_it() -> None:
+    """A server that closes first closes under the request that its client sends just then, and looks gone."""
+
+    async def test() -> None:
+        teacher, gateway = ScoringServer("http://127.0.0.1:1", "model"), Gateway()
+        await teacher.open()
+        gateway.open()
+        try:
+            assert teacher._client is not None
+            assert gateway._server is not None
+            clients: list[Any] = [ServerConnection("http://127.0.0.1:1", Clocks())._open(), teacher._client]
+            servers = uvicorn.Config(Starlette()).timeout_keep_alive  # vLLM has the same
+            assert all(0 < one._transport._pool._keepalive_expiry < servers for one in clients)
+            assert gateway._server.config.timeout_keep_alive > (httpx2.Limits().keepalive_expiry or math.inf)
+        finally:
+            await gateway.close()
+            await teacher.close()
 
     asyncio.run(test())

@@ -7,6 +7,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import random
 import shutil
 import sqlite3
@@ -748,6 +749,14 @@ def test_a_schema_describes_fields_by_their_docstrings() -> None:
 # --- texts that a database cannot keep ----------------------------------------------------------------------------------
 
 NUL, HALF = "\0", "\ud83d"
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_it(house: House) -> None:
+    """One that closes first closes under the request that its client sends just then."""
+    assert house.ask("GET", "/v1/jobs").status_code == 200
+    kept = [one.timeout_keep_alive for one in house.connections._half]
+    assert kept
+    assert min(kept) > (httpx2.Limits().keepalive_expiry or math.inf)
 
 
 @pytest.mark.parametrize("letter", [NUL, HALF], ids=["nul", "half"])

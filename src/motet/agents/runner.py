@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -31,6 +32,8 @@ from motet.tasks.worker_link import AGAIN
 
 MOST_BYTES = 4 * 2**20
 """Longest request, as on a service: reading it takes memory and time of all jobs."""
+_IDLE_SECONDS = 75
+"""How long a connection is kept without a request: longer than clients keep one, lest it close under a request."""
 TOO_LONG = f"a request may have {MOST_BYTES >> 20} MB; send less"
 
 
@@ -50,7 +53,8 @@ class Gateway:
         # asyncio sets it only for its own sockets; without it, a response's body arrives 40 ms after its head
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._port = listening.getsockname()[1]
-        config = uvicorn.Config(self._app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        options: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 1}
+        config = uvicorn.Config(self._app(), timeout_keep_alive=_IDLE_SECONDS, **options)
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listening]))
 

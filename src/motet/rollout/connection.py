@@ -17,6 +17,8 @@ from motet.core.errors import ServerFault, ServerGone, ServerRefused
 
 Result = TypeVar("Result")
 
+IDLE_SECONDS = 2.0
+"""How long a connection is kept without a request: shorter than servers keep one, which is 5 s for uvicorn and vLLM."""
 _GONE = (httpx2.RequestError, httpx2.StreamError, OSError)
 
 
@@ -147,7 +149,7 @@ class ServerConnection:
 
     def _open(self) -> httpx2.AsyncClient:
         if self._client is None:
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS)
             self._client = httpx2.AsyncClient(
                 base_url=self.url,
                 headers=dict(self.headers),

@@ -14,6 +14,8 @@ from motet.core.types import FloatArray, IntArray
 _SECONDS = 600.0
 _CONNECT_SECONDS = 10.0
 _ATTEMPTS = 3
+_IDLE_SECONDS = 2.0
+"""How long a connection is kept without a request: shorter than servers keep one, which is 5 s for uvicorn and vLLM."""
 
 
 class ScoringServer:
@@ -29,7 +31,8 @@ class ScoringServer:
     async def open(self) -> None:
         """Connect, and learn the model's name. Raises JobFailed if the server cannot be reached or lists no model."""
         timeout = httpx2.Timeout(_SECONDS, connect=_CONNECT_SECONDS)
-        self._client = httpx2.AsyncClient(headers=self._headers, timeout=timeout, trust_env=False)
+        limits = httpx2.Limits(keepalive_expiry=_IDLE_SECONDS)
+        self._client = httpx2.AsyncClient(headers=self._headers, timeout=timeout, limits=limits, trust_env=False)
         if self._model is None:
             answer = await self._asked("GET", "/v1/models", None)
             try:

@@ -46,6 +46,8 @@ BYTES_OF_A_REQUEST = 2**20
 EVENTS_OF_A_REQUEST = 512
 """Events of a request's parts that count as one more request: they take 3 ms."""
 _LEAST_CHARGE = 0.25
+IDLE_SECONDS = 75
+"""How long a connection is kept without a request: longer than clients keep one, lest it close under a request."""
 MOST_UNREAD = 64 * 2**20
 """Bytes that a connection may send of a body that was refused."""
 GONE = "motet.gone"
@@ -186,6 +188,7 @@ class _Guarded(H11Protocol):  # type: ignore[misc,unused-ignore]
         self._gone = asyncio.Event()
         self.app_state = {**self.app_state, GONE: self._gone}
         self._all, self._config = connections, connections.config
+        self.timeout_keep_alive = IDLE_SECONDS
         self.address = ""
         self._counted = False
         self._timer: asyncio.TimerHandle | None = None
