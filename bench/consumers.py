@@ -25,6 +25,13 @@ _LORA = "adapter_model.safetensors"
 Answers = list[list[int]] | list[str]
 
 
+def _generated(loaded: Any, ids: list[list[int]]) -> Answers:
+    import torch
+
+    made = (loaded.generate(torch.tensor([row]), do_sample=False, max_new_tokens=_TOKENS) for row in ids)
+    return [answer[0, len(row) :].tolist() for row, answer in zip(ids, made, strict=True)]
+
+
 def _transformers(model: Path, ids: list[list[int]], adapter: Path | None = None, **_: Any) -> Answers:
     import torch
     from peft import PeftModel
@@ -33,8 +40,7 @@ def _transformers(model: Path, ids: list[list[int]], adapter: Path | None = None
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if adapter:
         loaded = PeftModel.from_pretrained(loaded, adapter)
-    made = (loaded.generate(torch.tensor([row]), do_sample=False, max_new_tokens=_TOKENS) for row in ids)
-    return [answer[0, len(row) :].tolist() for row, answer in zip(ids, made, strict=True)]
+    return _generated(loaded, ids)
 
 
 def _load_adapter(model: Path, ids: list[list[int]], adapter: Path, **_: Any) -> Answers:
@@ -43,8 +49,7 @@ def _load_adapter(model: Path, ids: list[list[int]], adapter: Path, **_: Any) ->
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.load_adapter(str(adapter))
-    made = (loaded.generate(torch.tensor([row]), do_sample=False, max_new_tokens=_TOKENS) for row in ids)
-    return [answer[0, len(row) :].tolist() for row, answer in zip(ids, made, strict=True)]
+    return _generated(loaded, ids)
 
 
 def _vllm(model: Path, ids: list[list[int]], adapter: Path | None = None, **_: Any) -> Answers:

@@ -37,6 +37,7 @@ from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext
 from tests.support.captured import check_captured, none_scored
 from tests.support.counting import calls
+from tests.support.dies import DIES_OFTEN
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, byte_tokenizer
 from tests.support.waiting import PATIENCE, until, wait_until
 
@@ -1004,25 +1005,16 @@ def test_an_agent_that_hangs_or_ends_its_process_costs_what_ran_there_and_the_ne
     assert [one.error for one in second] == ["", ""]
 
 
-DIES = """
-import os
-import signal
-from pathlib import Path
-
-
-def dies(what):
-    died = Path(f"{where}/{what}")
-    before = died.read_text() if died.exists() else ""
-    if len(before) < times:
-        died.write_text(before + "x")
-        os.kill(os.getpid(), signal.SIGKILL)
-
+DIES = (
+    DIES_OFTEN
+    + """
 
 def agent(problem, base_url, api_key):
     ask(base_url, api_key, "first")
     dies("run")
     return float(ask(base_url, api_key, "second")[1].split()[1])
 """
+)
 
 
 @pytest.mark.parametrize("loads", [False, True])

@@ -290,24 +290,30 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
     asyncio.run(go())
 
 
+def _started_again(tmp_path: Path, *names: str) -> tuple[Hosts, list[Played], list[JobChanged]]:
+    """A host whose process is started again whenever it ends, with jobs; its processes, and the ends of jobs."""
+    played, ended = list[Played](), list[JobChanged]()
+
+    async def launch(start: StartHost, log: Path) -> HostChild:
+        played.append(Played())
+        return cast("HostChild", played[-1])
+
+    def open_jobs() -> list[AddJob]:
+        missing = set(names) - {one.job for one in ended} - set(client.jobs.all())
+        return [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in missing]
+
+    def event(one: Any) -> None:
+        if isinstance(one, JobChanged) and one.state.final:
+            ended.append(one)
+
+    client = Hosts([START], tmp_path, launch)
+    client.start(HostHandlers(open_jobs, event))
+    return client, played, ended
+
+
 def test_a_job_whose_device_is_lost_again_and_again_fails_unless_it_makes_steps(tmp_path: Path) -> None:
     async def go() -> list[JobChanged]:
-        played, ended = list[Played](), list[JobChanged]()
-
-        async def launch(start: StartHost, log: Path) -> HostChild:
-            played.append(Played())
-            return cast("HostChild", played[-1])
-
-        def open_jobs() -> list[AddJob]:
-            names = {"kills", "works", "waits"} - {one.job for one in ended} - set(client.jobs.all())
-            return [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in names]
-
-        def event(one: Any) -> None:
-            if one.state.final:
-                ended.append(one)
-
-        client = Hosts([START], tmp_path, launch)
-        client.start(HostHandlers(open_jobs, event))
+        client, played, ended = _started_again(tmp_path, "kills", "works", "waits")
         for times in range(4):
             await until(lambda times=times: len(played) > times)  # type: ignore[misc]
             host, jobs = played[times], {"kills": JobStanding("sampling", 7, 0, 4, 0, 0.0, None)}
@@ -331,20 +337,7 @@ def test_a_job_whose_device_is_lost_again_and_again_fails_unless_it_makes_steps(
 
 def test_a_job_in_whose_turn_the_engine_was_ended_twice_fails_and_no_other(tmp_path: Path) -> None:
     async def go() -> list[JobChanged]:
-        played, ended = list[Played](), list[JobChanged]()
-
-        async def launch(start: StartHost, log: Path) -> HostChild:
-            played.append(Played())
-            return cast("HostChild", played[-1])
-
-        def open_jobs() -> list[AddJob]:
-            names = {"stands", "neighbour"} - {one.job for one in ended} - set(client.jobs.all())
-            return [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in names]
-
-        client = Hosts([START], tmp_path, launch)
-        client.start(
-            HostHandlers(open_jobs, lambda event: ended.append(event) if isinstance(event, JobChanged) else None)
-        )
+        client, played, ended = _started_again(tmp_path, "stands", "neighbour")
         for times, job in enumerate(("neighbour", "stands", "", "stands")):
             await until(lambda times=times: len(played) > times)  # type: ignore[misc]
             played[times].says.put_nowait(HostReady([]))

@@ -15,6 +15,7 @@ from motet.config.jobfile import normal_job
 from motet.core.checksums import SUMS
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
+from motet.runtime.identity import RECORD
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal
 from motet.service.jobs.handover import Handover
@@ -230,6 +231,7 @@ def test_a_start_of_another_shape_is_refused_with_the_field(place: Place, us: Pr
 def test_an_admins_job_keeps_its_start_from_another_tenant(place: Place, us: Principal) -> None:
     elder, admin = place.submit(us, "elder"), person(place.store, "staff", "admin")
     place.save(elder, 1)
+    (place.run / elder.id / RECORD).write_text("job: {}")
     with pytest.raises(ConfigError, match=r"adapter\.init"):
         place.submit(person(place.store, "them"), "younger", adapter={"init": "us/elder@1"})
     job = place.submit(admin, "younger", adapter={"init": "us/elder@1"})
@@ -238,6 +240,8 @@ def test_an_admins_job_keeps_its_start_from_another_tenant(place: Place, us: Pri
     shutil.rmtree(place.initial.path(job.id))  # killed before it was kept
     place.initial.keep(place.now(job))
     assert place.start_of(job) == "elder 1"
+    own = place.submit(us, "youngest", adapter={"init": "elder@1"})
+    assert [(place.initial.path(one.id) / RECORD).exists() for one in (job, own)] == [False, True]
 
 
 def test_a_job_that_has_begun_needs_its_start_no_more(place: Place, us: Principal) -> None:
@@ -266,7 +270,7 @@ def test_a_start_of_many_jobs_is_read_once(place: Place, us: Principal) -> None:
     fields = {"adapter": {"init": "elder@1"}}
     configs = [JobConfig.model_validate(normal_job({**tiny(f"younger-{number}"), **fields})) for number in range(5)]
     planned = [place.queue.plan(us, one, "small") for one in configs]
-    with calls(own_thread=True) as counted, place.queue.drafts(planned) as drafts:
+    with calls(own_thread=True) as counted, place.queue.drafts(us, planned) as drafts:
         jobs = place.queue.submit(us, planned, drafts)
     assert counted["version_damage"] == 1
     assert [place.start_of(job) for job in jobs] == ["elder 1"] * 5

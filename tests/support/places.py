@@ -73,7 +73,7 @@ class Place:
         """Hand a job in."""
         config = JobConfig.model_validate(normal_job({**tiny(name), **fields}))
         planned = [self.queue.plan(who, config, "small", after, at)]
-        with self.queue.drafts(planned) as drafts:
+        with self.queue.drafts(who, planned) as drafts:
             return self.queue.submit(who, planned, drafts)[0]
 
     def end(self, job: StoredJob, state: str = "succeeded", message: str = "") -> None:

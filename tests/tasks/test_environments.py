@@ -25,6 +25,7 @@ from motet.tasks.reward_answers import AnswerContext, ScoreOutcome, as_given
 from motet.tasks.reward_http import Addresses
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_walls import Walls
+from tests.support.dies import DIES_OFTEN
 from tests.support.fake_run import job, metrics, records, run_jobs, weights
 from tests.support.scripted_model import CHAT, CHATML, TOKENIZER, Says, Script, ThreadsOf, byte_tokenizer
 
@@ -394,19 +395,9 @@ def test_the_memory_of_other_instances_costs_no_rollout(file: Path) -> None:
     assert [(rollout.reward, rollout.error) for rollout in rollouts] == [(1.0, "")] * 2
 
 
-DIES = """
-import os
-import signal
-from pathlib import Path
-
-
-def dies(what):
-    died = Path(f"{where}/{what}")
-    before = died.read_text() if died.exists() else ""
-    if len(before) < times:
-        died.write_text(before + "x")
-        os.kill(os.getpid(), signal.SIGKILL)
-
+DIES = (
+    DIES_OFTEN
+    + """
 
 class Dies:
     def reset(self, **row):
@@ -417,6 +408,7 @@ class Dies:
         dies("step")
         return None, 1.0
 """
+)
 
 
 @pytest.mark.parametrize("loads", [False, True])

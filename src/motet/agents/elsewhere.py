@@ -183,7 +183,7 @@ class AgentsElsewhere(OwnEnvironment):
             try:
                 await self._room.acquire()
                 offered.callback(self._room.release)
-                problem, seed = await self._rows.read(self._job, given), made().seed
+                problem, seed = await self._rows.run(self._job, given), made().seed
                 offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
                 episode, ended = await self._episodes.run(offer, begin)
             finally:

@@ -45,8 +45,9 @@ class Assignments:
         self.held: dict[str, m.Held] = {}
         """Jobs that hosts already had under an earlier service, and that have received no message since."""
         self._losses: dict[str, tuple[int, int]] = {}
-        self._still = Counter[str]()
         """The step at which a running job last lost its device, and how often in a row it was this one."""
+        self._still = Counter[str]()
+        """How often an engine was ended in a turn of a job."""
         self.refused: set[tuple[Claim, bool]] = set()
         """Claims of jobs that no host could take, without their names, and whether the jobs were running."""
 
@@ -145,8 +146,10 @@ class Assignments:
 
     def stood_still(self, job: str) -> list[m.JobChanged]:
         """Record that an engine was ended in a turn of this job; returns the job's end at the second time."""
+        if job not in self._jobs:
+            return []
         self._still[job] += 1
-        if job not in self._jobs or self._still[job] < _MOST_STILL:
+        if self._still[job] < _MOST_STILL:
             return []
         del self._still[job]
         why = f"the engine did not turn its event loop for {SILENT} s in a turn of this job, {_MOST_STILL} times"

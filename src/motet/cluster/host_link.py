@@ -121,9 +121,9 @@ class HostLink:
         """Monotonic time of the last message; a loading process sends none until it is ready."""
         self.failure = ""
         """Why it is not available, for a person."""
+        self.away = ""  # why it answers no questions although it runs: its servers are away
         self.hopeless = False
         """Whether it could not be started the last time, or ended again and again before it was of use."""
-        self.away = ""  # why it answers no questions although it runs: its servers are away
         self.progress: dict[str, m.JobStanding] = {}
         self.prepared: Mapping[str, int] = {}  # bytes of rows, by tenant
         self.device: dict[str, float] = {}

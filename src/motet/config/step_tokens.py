@@ -105,15 +105,20 @@ def check_decoded(job: JobConfig, sizes_N: Integers, held_out_N: Integers) -> No
         assert isinstance(algorithm, PolicyGradient)
         name, n = "groups_per_step", algorithm.groups_per_step
         of_each = (algorithm.lag + 1) * algorithm.oversampling * algorithm.over_provision
-    fields = ((f"algorithm.{name}", sizes_N, n, of_each), ("data.holdout", held_out_N, len(held_out_N), 1.0))
-    for field_name, rows_N, wanted, each in filter(lambda field: len(field[1]), fields):
-        if (fits := math.floor(_most_rows(rows_N) / each)) < wanted:
-            cure = f"set it to {fits}" if fits else "lower algorithm.max_off_policy_steps"
-            raise LimitError(
-                f"{field_name} is {wanted}, and a job's rows that are in memory at once may have {MOST_BYTES >> 20} MB here; "
-                f"{cure}, or leave large columns out of the data",
-                403,
-            )
+    if len(sizes_N):
+        _check_fits(f"algorithm.{name}", n, math.floor(_most_rows(sizes_N) / of_each))
+    if len(held_out_N):
+        _check_fits("data.holdout", len(held_out_N), _most_rows(held_out_N))
+
+
+def _check_fits(name: str, wanted: int, fits: int) -> None:
+    if fits < wanted:
+        cure = f"set it to {fits}" if fits else "lower algorithm.max_off_policy_steps"
+        raise LimitError(
+            f"{name} is {wanted}, and a job's rows that are in memory at once may have {MOST_BYTES >> 20} MB here; "
+            f"{cure}, or leave large columns out of the data",
+            403,
+        )
 
 
 def _most_rows(sizes_N: Integers) -> int:

@@ -36,7 +36,7 @@ class AskedOfService:
         seen: AnswerDetails = NO_DETAILS,
     ) -> list[ScoreOrReason]:
         """Request scores and wait for them. Raises ScorerAway if no scorer is connected, and the job must stop."""
-        written = await self._rows.read(job, lambda: as_json(problem))
+        written = await self._rows.run(job, lambda: as_json(problem))
         if self._away:
             raise ScorerAway(_NOBODY)
         key, answer = next(self._keys), asyncio.get_running_loop().create_future()

@@ -39,8 +39,8 @@ def works_for(job: str) -> None:
 
 
 def _named(loop: asyncio.AbstractEventLoop, work: Any, **given: Any) -> asyncio.Task[Any]:
-    if job := _JOB.get():
-        given.setdefault("name", f"{_OF}{job}")
+    if (job := _JOB.get()) and not given.get("name"):
+        given["name"] = f"{_OF}{job}"
     return asyncio.Task(work, loop=loop, **given)
 
 

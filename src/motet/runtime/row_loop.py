@@ -73,11 +73,11 @@ class RowLoop(Driver):
             found = [row_of(row, algorithm.kind, job.chat, job.config.data.source) for row in rows()]
             return algorithm.batch(found, self.services.positions or None)
 
-        return await self.services.rows.read(job.tenant, read)
+        return await self.services.rows.run(job.tenant, read)
 
     async def _segments(self, batch: StepBatch, algorithm: RowAlgorithm | None) -> tuple[Segment, ...]:
         name, tokens = self.job.name, self.services.micro_batch_tokens
-        return await self.services.rows.read(self.job.tenant, lambda: batch.segments(name, algorithm, 1.0, tokens))
+        return await self.services.rows.run(self.job.tenant, lambda: batch.segments(name, algorithm, 1.0, tokens))
 
     async def _scored(self, segments: tuple[Segment, ...]) -> RowLogprobs:
         policy = await self.session.work.forward(segments)

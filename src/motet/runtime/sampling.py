@@ -71,7 +71,7 @@ class JobSampler:
         """
         job, path, data = self._job, self._job.directory.path, self._job.data
         named = job.config.data.answer
-        columns = await self._services.rows.read(job.tenant, lambda: columns_of(data.train, data.holdout, named=named))
+        columns = await self._services.rows.run(job.tenant, lambda: columns_of(data.train, data.holdout, named=named))
         known = job.config.rewards, job.data.scorer, path / "rewards.log", columns
         await self._services.rewards.register(job.name, *known)
         if job.config.environment.own:
@@ -105,7 +105,7 @@ class JobSampler:
             job.note_inexact("rollouts under way go on under newer versions (algorithm.in_flight)")
         if over > 1:
             return await self._first_done(step, version, width, math.ceil(width * over), purpose)
-        problems = await self._window(step * width, width)
+        problems = await self._read((step * width, width))
         return await self._until_full(problems, step, version, purpose)
 
     async def evaluation(self, version: int, part: slice = slice(None), seed: int | None = None) -> SampledStep:
@@ -116,7 +116,7 @@ class JobSampler:
         def read() -> tuple[list[Problem], int]:
             return [*job.data.holdout[part]], job.data.evaluation_seed if seed is None else seed
 
-        problems, own = await self._services.rows.read(job.tenant, read)
+        problems, own = await self._services.rows.run(job.tenant, read)
         purpose = SamplingPurpose("eval", own, config.n, job.evaluation_sampling(), common_numbers=common)
         return await self._all(problems, version, version, purpose, part.start or 0)
 
@@ -190,19 +190,18 @@ class JobSampler:
         seconds, positions = time.monotonic() - started, tuple(task.position for task in taken)
         return SampledStep(step, version, groups, seconds, cost.reward_seconds, cost.tokens, positions)
 
-    async def _window(self, first: int, n: int) -> list[Problem]:
+    async def _read(self, *windows: tuple[int, int]) -> list[Problem]:
+        """The problems from a first position on, as many as its window has."""
         job, width = self._job, self._width
-        return await self._services.rows.read(job.tenant, lambda: job.data.window(first, n, job.seed, width))
+        return await self._services.rows.run(
+            job.tenant, lambda: [row for window in windows for row in job.data.window(*window, job.seed, width)]
+        )
 
     async def _tasks(
         self, before: Sequence[int], first: int, n: int, step: int, purpose: SamplingPurpose
     ) -> list[GroupTask]:
         """Of some positions, and of n from a first one on."""
-        windows = [*((position, 1) for position in before), *([(first, n)] if n else [])]
-        data, seed, width = self._job.data, self._job.seed, self._width
-        problems = await self._services.rows.read(
-            self._job.tenant, lambda: [problem for window in windows for problem in data.window(*window, seed, width)]
-        )
+        problems = await self._read(*((position, 1) for position in before), *([(first, n)] if n else []))
         places = zip(problems, (*before, *range(first, first + n)), strict=True)
         return [self._task(problem, position, step, purpose) for problem, position in places]
 

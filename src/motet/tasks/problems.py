@@ -113,10 +113,10 @@ class RowTurns:
     def __init__(self) -> None:
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
-    async def read(self, whose: str, read: Callable[[], Result]) -> Result:
-        """The result of `read`."""
+    async def run(self, whose: str, work: Callable[[], Result]) -> Result:
+        """The result of some work on rows."""
         async with self._turns.setdefault(whose, asyncio.Lock()):
-            return await asyncio.to_thread(read)
+            return await asyncio.to_thread(work)
 
 
 def _line(problem: Problem) -> bytes:

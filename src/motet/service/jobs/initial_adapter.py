@@ -57,8 +57,8 @@ class InitialAdapters:
         return source.reference, source
 
     @contextlib.contextmanager
-    def drafts(self, sources: Sequence[Resolved | None]) -> Iterator[list[Path]]:
-        """Link initial adapters before their jobs exist; a link is removed unless it is moved to its job.
+    def drafts(self, tenant: str, sources: Sequence[Resolved | None]) -> Iterator[list[Path]]:
+        """Link initial adapters of a tenant's jobs before these exist; a link is removed unless it is moved to its job.
 
         Raises:
             ConfigError: a version has just been deleted.
@@ -72,7 +72,7 @@ class InitialAdapters:
                     if source.path not in checked:
                         check_version(source.path)
                         checked.add(source.path)
-                    _link(source.path, draft, source.name)
+                    _link(source, draft, tenant)
             yield drafts
         finally:
             for draft in drafts:
@@ -104,7 +104,7 @@ class InitialAdapters:
         check_shape(config, source.path)
         check_version(source.path)
         self.path(job.id).parent.mkdir(parents=True, exist_ok=True)
-        _link(source.path, self.path(job.id), source.name)
+        _link(source, self.path(job.id), job.tenant_id)
 
 
 def stored_config(job: StoredJob) -> JobConfig:
@@ -119,7 +119,7 @@ def _start(run: Path, job_id: str) -> Path:
     return run / job_id / "start"
 
 
-def _link(source: Path, target: Path, name: str) -> None:
+def _link(source: Resolved, target: Path, tenant: str) -> None:
     """Copy an adapter's files, as hard links where possible, and note if it is untrained, which the copy does not show.
 
     Raises:
@@ -130,12 +130,13 @@ def _link(source: Path, target: Path, name: str) -> None:
     try:
         for file in ADAPTER_FILES:
             try:
-                os.link(source / file, draft / file)
+                os.link(source.path / file, draft / file)
             except OSError:
-                shutil.copyfile(source / file, draft / file)
-        with contextlib.suppress(OSError):  # of an uploaded adapter there is none
-            os.link(source.parent.parent / RECORD, draft / RECORD)
-        if why := untrained(source, name):
+                shutil.copyfile(source.path / file, draft / file)
+        with contextlib.suppress(OSError):  # an upload has none, and other tenants do not see it
+            if source.job_of == tenant:
+                os.link(source.path.parent.parent / RECORD, draft / RECORD)
+        if why := untrained(source.path, source.name):
             (draft / UNTRAINED).write_text(why, "utf-8")
         draft.rename(target)
     except FileNotFoundError as error:

@@ -138,9 +138,9 @@ class JobQueue:
         message = self._held_back(ids, at, coming)
         return Planned(new_id("job"), config, base, ids, at, message, reference, source)
 
-    def drafts(self, planned: Sequence[Planned]) -> contextlib.AbstractContextManager[list[Path]]:
+    def drafts(self, who: Principal, planned: Sequence[Planned]) -> contextlib.AbstractContextManager[list[Path]]:
         """`InitialAdapters.drafts` for `submit`; the adapters are read to be checked, which may take minutes."""
-        return self._initial.drafts([one.source for one in planned])
+        return self._initial.drafts(who.tenant_id, [one.source for one in planned])
 
     def submit(self, who: Principal, planned: Sequence[Planned], drafts: Sequence[Path]) -> list[StoredJob]:
         """Store jobs, with initial adapters, all or none. Raises `StoreError` if a name is taken."""

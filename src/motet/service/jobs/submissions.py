@@ -150,7 +150,7 @@ class Submissions:
             sealed = [replace(one, config=self._secrets.sealed(one.config)) for one in planned]
             configs = [one.config for one in planned]
             # drafts first: they take long, and one request of all tenants is admitted at a time
-            with self._queue.drafts(planned) as drafts, self._quotas.admitting(who.tenant_id, configs):
+            with self._queue.drafts(who, planned) as drafts, self._quotas.admitting(who.tenant_id, configs):
                 submitted = self._queue.submit(who, sealed, drafts)
                 for job in submitted:
                     self._quotas.stored.changed(job.id)

@@ -74,12 +74,14 @@ def numbered(kind: type[Body]) -> Callable[..., Awaitable[Body]]:
     """Returns a reader for a command of a model. A refused command still uses its number, so that later ones proceed."""
 
     async def read(request: Request, who: Asker, tinker: TinkerDep) -> Body:
+        given = None
         try:
-            return kind.model_validate(await request.json())
+            given = await request.json()
+            return kind.model_validate(given)
         except (ValueError, HTTPException) as error:
-            given = None
-            with contextlib.suppress(ValueError, RecursionError):  # which also reads half a character
-                given = json.loads(getattr(request, "_body", b""))
+            if given is None:
+                with contextlib.suppress(ValueError, RecursionError):  # which also reads half a character
+                    given = json.loads(getattr(request, "_body", b""))
             model, number = (given.get(name) if isinstance(given, dict) else None for name in ("model_id", "seq_id"))
             if isinstance(model, str) and model.isascii() and type(number) is int:
                 await use_up(who, tinker, model, number)
