@@ -1,7 +1,9 @@
 """How long a turn of the service's event loop takes, by route: `python -m bench.loop [docs/loop-figures.md]`.
 
-Every route gets the dearest bodies and queries that it allows, with a key and without one. A turn is measured in CPU
-time of its thread, without collections of garbage; what the loop waits for does not count.
+Every route gets the dearest bodies and queries that it allows, with a key and without one, and in each field of its
+bodies the dearest values of each kind. A turn is measured in CPU time of its thread, without collections of garbage; what
+the loop waits for does not count. How late a timer of the loop is shows what else keeps it: a thread that holds the
+interpreter's lock. Measure that where nothing else runs.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from typing import Any
 
 import httpx2
 import numpy as np
+from pydantic import BaseModel
 
 from motet.config.service import RateConfig
+from motet.core.plain_yaml import DEEPEST
 from motet.service.app import ROUTES
 from motet.service.http.auth import RateLimit
-from motet.service.http.bodies import MOST_FIELDS, MOST_GRADIENT
+from motet.service.http.bodies import MOST_FIELDS, MOST_GRADIENT, most_values
 from motet.service.http.json_size import MOST_CONTAINERS, MOST_NUMBERS, MOST_TEXTS, MOST_VALUES
 from motet.service.http.parsing import CHUNK
 from motet.service.tinker.wire import CONTENT_TYPE, KINDS
@@ -43,6 +47,7 @@ STEPS = 3000
 """Steps of the job that is asked about."""
 TRIES = 3
 """How often a request is sent; the least counts, because what is made once is made at first, and others work here too."""
+_TICK = 0.002
 _SECONDS = 0.5
 """How long an answer is waited for: without an engine, some never come."""
 
@@ -52,6 +57,8 @@ class Turns:
     """Turns of the loop in this process."""
 
     longest: float = 0.0
+    latest: float = 0.0
+    """Seconds that a timer of the loop was late, by the clock."""
     selecting: float = 0.0
     total: float = 0.0
     collecting: float = 0.0
@@ -75,6 +82,11 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__(_Selector())
+        self.call_soon(self._tick, self.time())
+
+    def _tick(self, due: float) -> None:
+        TURNS.latest = max(TURNS.latest, self.time() - due)
+        self.call_at(self.time() + _TICK, self._tick, self.time() + _TICK)
 
     def _run_once(self) -> None:
         apart, began = TURNS.collecting + TURNS.selecting, time.thread_time()
@@ -101,6 +113,8 @@ class Figure:
     key: bool
     turn: float = 0.0
     """Seconds of the longest turn."""
+    late: float = 0.0
+    """Seconds that a timer was late."""
     share: float = 0.0
     """Of the loop, at the rate that one tenant may have."""
     worst: str = ""
@@ -110,6 +124,35 @@ class Figure:
 
 def _numbers(count: int, length: int = 4) -> bytes:
     return b"[" + b",".join([b"0." + b"7" * (length - 2)] * count) + b"]"
+
+
+def _values(most: int) -> dict[str, Any]:
+    """The dearest values of each kind, for a body that may have so many."""
+    n, texts, containers = most - 64, min(most, MOST_TEXTS) - 64, MOST_CONTAINERS - 64
+    return {
+        "whole": [1] * n,
+        "decimals": [0.1] * n,
+        "truths": [True] * n,
+        "nulls": [None] * n,
+        "texts": ["a"] * texts,
+        "keys": {f"{one:x}": 1 for one in range(texts)},
+        "lists": [[]] * containers,
+        "objects": [{}] * containers,
+        "deep": json.loads("[" * (DEEPEST - 8) + "]" * (DEEPEST - 8)),
+        "a text": "a" * 900_000,
+        "a number": 10**600,
+    }
+
+
+def _filled(route: Any) -> Iterator[tuple[str, Any]]:
+    """Bodies with these values in each field of a route's body."""
+    field = route.body_field
+    model = None if field is None else field.field_info.annotation
+    if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        return
+    for name, info in model.model_fields.items():
+        for kind, value in _values(most_values(route.path, "us")).items():
+            yield f"{name}: {kind}", {info.alias or name: value}
 
 
 def _json(limit: int) -> Iterator[tuple[str, bytes]]:
@@ -163,11 +206,19 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
         "/v1/messages": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 120}],
         "/v1/responses": [{"model": "small", "input": text}],
         "/v1/completions": [{"model": "small", "prompt": ids[:190_000]}, {"model": "small", "prompt": [text[:190_000]] * 16}],
-        "/v1/submissions": [{"jobs": [{"job": tiny(f"job-{one}")} for one in range(400)]}],
+        "/v1/submissions": [
+            {"jobs": [{"job": tiny(f"job-{one}")} for one in range(400)]},
+            *({"jobs": [{"job": {"args": values}}]} for values in _values(most_values(route, "us")).values()),
+        ],
         "/v1/check": [{"text": json.dumps([tiny(f"job-{one}") for one in range(400)])}, {"text": "[" * 100_000}],
         "/v1/jobs/{job}/scoring/results": [
-            {"results": [{"id": f"unit-{one}", "scores": [0.123456789] * 1000} for one in range(255)]},
-            {"results": [{"id": f"unit-{one}", "scores": ["x" * 1000] * 30} for one in range(255)]},
+            *(
+                {"results": [{"id": f"unit-{one}", "scores": [value] * n} for one in range(255)]}
+                for value, n in ((1, 126), (0.123456789, 126), (True, 126), (None, 126), ("x", 120), ("x" * 1000, 30))
+            ),
+            {"results": [{"id": f"unit-{one}", "scores": [{"chance": "x"}] * 30} for one in range(255)]},
+            {"results": [{"id": f"unit-{one}", "scores": [{"score": 1}] * 30} for one in range(255)]},
+            {"results": [{"id": "unit", "scores": [{"score": 1, "metrics": {f"{n}": 1 for n in range(64)}}] * 500}]},
         ],
         "/v1/jobs/{job}/episodes/results": [
             {"results": [{"id": f"ep-{one}", "rewards": {f"{n}": 0.5 for n in range(50)}} for one in range(255)]}
@@ -201,17 +252,17 @@ QUERIES = {
 LONG_QUERY = "&".join(f"metadata[{one}]={one}" for one in range(MOST_FIELDS))
 
 
-def requests_to(route: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def requests_to(route: Any, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The requests that a route gets."""
     yield "plain", {}
     yield "a long query", {"params": LONG_QUERY}
-    for one in QUERIES.get(route, ()):
+    for one in QUERIES.get(route.path, ()):
         yield one, {"params": one}
     if method in ("GET", "HEAD", "DELETE"):
         return
-    if route in ("/v1/files", "/v1/adapters"):
+    if route.path in ("/v1/files", "/v1/adapters"):
         yield "a form", {"content": _form(), "headers": {"content-type": "multipart/form-data; boundary=Bound"}}
-    if route.endswith("/forward_backward"):
+    if route.path.endswith("/forward_backward"):
         for name, content in _gradients():
             yield name, {"content": content, "headers": {"content-type": CONTENT_TYPE}}
     for name, content in _json(2**20):
@@ -223,7 +274,7 @@ def requests_to(route: str, method: str) -> Iterator[tuple[str, dict[str, Any]]]
         small = {"content": [b" " * CHUNK] * 2000}
         yield "small chunks", {**small, "headers": {"content-type": CONTENT_TYPE}}
     yield "numbers as text", {"content": _numbers(10_000), "headers": {"content-type": "text/plain"}}
-    for name, body in _meant(route):
+    for name, body in (*_meant(route.path), *_filled(route)):
         yield name, {"content": json.dumps(body).encode(), "headers": {"content-type": "application/json"}}
 
 
@@ -252,11 +303,15 @@ def drive(house: House) -> list[Figure]:
         for method in sorted(route.methods):
             for key in ("ours", "none"):
                 figures.append(figure := Figure(f"{method} {route.path}", key == "ours"))
-                for name, request in requests_to(route.path, method):
+                for name, request in requests_to(route, method):
                     if method == "DELETE" or (path.endswith("/finish") and key == "ours" and name != "plain"):
                         path = path.replace("ended", "gone")
-                    tries = [_sent(house, figure, buckets, (method, path), key, request) for _ in range(TRIES)]
-                    turn, share = map(min, zip(*tries, strict=True))  # another program may make either longer
+                    tries = [_sent(house, figure, buckets, (method, path), key, request)]
+                    turn, late, share = tries[0]
+                    if max(turn / MOST_SECONDS, late / MOST_SECONDS, share / MOST_SHARE) > 0.5:
+                        tries += [_sent(house, figure, buckets, (method, path), key, request) for _ in range(TRIES - 1)]
+                    turn, late, share = map(min, zip(*tries, strict=True))  # another program may make each longer
+                    figure.late = max(figure.late, late)
                     figure.share = max(figure.share, share)
                     if turn > figure.turn:
                         figure.turn, figure.worst = turn, name
@@ -265,11 +320,11 @@ def drive(house: House) -> list[Figure]:
 
 def _sent(
     house: House, figure: Figure, buckets: Any, asked: tuple[str, str], key: str, request: dict[str, Any]
-) -> tuple[float, float]:
-    """The longest turn of one request, and its share of the loop."""
+) -> tuple[float, float, float]:
+    """The longest turn of one request, how late a timer was, and its share of the loop."""
     _end_turn(house)
     before = sum(left for left, _ in buckets.values())
-    TURNS.longest = TURNS.total = 0.0
+    TURNS.longest = TURNS.latest = TURNS.total = 0.0
     headers = {**request.get("headers", {})}
     if house.keys[key]:
         headers["authorization"] = f"Bearer {house.keys[key]}"
@@ -282,7 +337,7 @@ def _sent(
         pass
     _end_turn(house)
     counted = max(1.0, before - sum(left for left, _ in buckets.values()))
-    return TURNS.longest, TURNS.total / counted * PER_SECOND
+    return TURNS.longest, TURNS.latest, TURNS.total / counted * PER_SECOND
 
 
 def _end_turn(house: House) -> None:
@@ -313,18 +368,20 @@ def page(figures: list[Figure]) -> str:
     lines = [
         "# Figures of the event loop\n",
         "Written by `python -m bench.loop docs/loop-figures.md`. Every route gets the dearest bodies and queries that it",
-        "allows. The longest turn of the loop is in milliseconds of CPU time, with a key and without one; the goal is",
-        f"{MOST_SECONDS * 1000:g} ms. The share is of the loop, if one tenant sends the dearest request as often as the",
-        f"[rate](operations.md#limits-on-requests) allows. The longest collection of garbage took "
-        f"{TURNS.longest_collection * 1000:.0f} ms.\n",
-        "| route | longest turn, ms | without a key, ms | share |\n|---|---|---|---|",
+        "allows, and in each field of its bodies the dearest values of each kind. The longest turn of the loop is in",
+        f"milliseconds of CPU time, with a key and without one; the goal is {MOST_SECONDS * 1000:g} ms. How late a timer was,",
+        "by the clock, shows what else holds the interpreter's lock. The share is of the loop, if one tenant sends the",
+        "dearest request as often as the [rate](operations.md#limits-on-requests) allows. The longest collection of",
+        f"garbage took {TURNS.longest_collection * 1000:.0f} ms.\n",
+        "| route | longest turn, ms | without a key, ms | timer late, ms | share |\n|---|---|---|---|---|",
     ]
     by_route: dict[str, dict[bool, Figure]] = {}
     for one in figures:
         by_route.setdefault(one.route, {})[one.key] = one
     for route, found in by_route.items():
         good, none = found[True], found[False]
-        lines.append(f"| `{route}` | {good.turn * 1000:.1f} | {none.turn * 1000:.1f} | {good.share:.0%} |")
+        times = " | ".join(f"{1000 * seconds:.1f}" for seconds in (good.turn, none.turn, good.late))
+        lines.append(f"| `{route}` | {times} | {good.share:.0%} |")
     return "\n".join(lines) + "\n"
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import httpx2
 import psutil  # type: ignore[import-untyped]
 import pytest
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from motet.cluster.hosts import Hosts
@@ -29,11 +30,12 @@ from motet.process.apart import Apart
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, OpenBytes, _limit
 from motet.service.http.connections import Connections, network_of
-from motet.service.http.json_size import JsonSize
+from motet.service.http.json_size import MOST_VALUES, JsonSize
 from motet.service.http.log_limits import Seldom
 from motet.service.routes.completions import ChatCompletion
 from motet.service.schemas import CheckedJobs, Events, Jobs, JobsToSubmit, Models, Steps, SubmittedJobs
 from motet.service.schemas.adapters import Shares
+from motet.service.schemas.workers import ByChance, Results, WithLogs
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.support.house import House, open_house
@@ -198,7 +200,7 @@ def test_a_body_may_be_as_long_as_the_base_has_a_use_for(path: str, small: int, 
 
 DEAR = {
     "values": b"[" + b"1," * 300_000 + b"1]",
-    "texts": b"{" + b",".join(b'"%x":0' % one for one in range(40_000)) + b"}",
+    "texts": b"{" + b",".join(b'"%x":""' % one for one in range(20_000)) + b"}",
     "lists and objects": b"[" + b"[]," * 9_000 + b"[]]",
 }
 """JSON that takes long to be read for its length."""
@@ -210,6 +212,26 @@ def test_json_has_so_many_values(house: House, what: str, kind: str) -> None:
     body = b'{"results": ' + DEAR[what] + b"}"
     error = house.refused(413, "POST", "/v1/jobs/ended/scoring/results", content=body, headers={"content-type": kind})
     assert f"{what} at most" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/submissions", "/v1/jobs/ended/scoring/results", "/v1/check"])
+def test_only_prompts_have_more_values_than_other_bodies(house: House, path: str) -> None:
+    for number in ("1", "0.5", "null"):
+        body = b'{"results": [' + ",".join([number] * MOST_VALUES).encode() + b"]}"
+        error = house.refused(413, "POST", path, content=body, headers={"content-type": "application/json"})
+        assert "32768 values at most" in error["message"]
+
+
+def test_a_score_is_read_as_the_one_kind_that_it_is() -> None:
+    """To try each kind for each of many whole numbers takes twenty times as long."""
+    scores = [1, 0.5, True, None, "1.5", {"chance": "late"}, {"score": 2}]
+    read = Results.model_validate({"results": [{"id": "unit", "scores": scores}]}).results[0].scores
+    assert read == [1.0, 0.5, 1.0, None, "1.5", ByChance(chance="late"), WithLogs(score=2.0)]
+    wrong: Any
+    for wrong in ([], {}, {"chance": 1}, "x" * 4001, 10**400):
+        with pytest.raises(ValidationError) as error:
+            Results.model_validate({"results": [{"id": "unit", "scores": [wrong]}]})
+        assert error.value.error_count() == 1
 
 
 def test_what_a_text_holds_is_not_counted() -> None:
@@ -236,7 +258,7 @@ def test_the_dearest_body_that_is_read_takes_little_of_the_processor() -> None:
     chat = {"model": "small", "messages": [{"role": "user", "content": parts}] * 120}
     for body, kind in (
         (json.dumps(chat), ChatCompletion),
-        (json.dumps({"jobs": [{"job": {f"{one:x}": one for one in range(2**15 - 8)}}]}), JobsToSubmit),
+        (json.dumps({"jobs": [{"job": {f"{one:x}": one for one in range(2**14 - 8)}}]}), JobsToSubmit),
         (json.dumps({"jobs": [{"job": {"a": [[]] * (2**13 - 8)}}]}), JobsToSubmit),
     ):
         JsonSize().add(body.encode())

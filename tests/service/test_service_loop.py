@@ -40,7 +40,12 @@ from motet.service.http.bodies import MOST_GRADIENT, MOST_PROMPT, _Body
 from motet.service.http.connections import BYTES_OF_A_REQUEST, EVENTS_OF_A_REQUEST, MOST_UNREAD, QUEUE, Connections
 from motet.service.http.forms import FormReader
 from motet.service.http.json_size import BYTES_OF_A_REQUEST as JSON_OF_A_REQUEST
-from motet.service.http.json_size import MOST_VALUES_OF_NOBODY, VALUES_OF_A_REQUEST
+from motet.service.http.json_size import (
+    CONTAINERS_OF_A_REQUEST,
+    MOST_VALUES_OF_NOBODY,
+    TEXTS_OF_A_REQUEST,
+    VALUES_OF_A_REQUEST,
+)
 from motet.service.http.parsing import CHUNK, FREE_CHUNKS, MOST_HEAD, MOST_LINES, Parser
 from motet.service.routing import TenantRoute, _Request
 from motet.service.schemas import MOST_SUBMITTED
@@ -333,10 +338,10 @@ def test_a_rate_is_looked_at_before_a_body(tmp_path: Path) -> None:
 
 def test_a_body_of_many_values_counts_as_many_requests(tmp_path: Path) -> None:
     with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=40)) as house:
-        scores = {"results": [{"id": f"unit-{one}", "scores": [0.5] * 1000} for one in range(250)]}
+        scores = {"results": [{"id": f"unit-{one}", "scores": [0.5] * 125} for one in range(250)]}
         assert house.ask("POST", "/v1/jobs/ended/scoring/results", json=scores).status_code == 200
         statuses = [house.ask("GET", "/v1/me").status_code for _ in range(40)]
-        assert 0 < statuses.count(200) < 40 - 250_000 / VALUES_OF_A_REQUEST
+        assert 0 < statuses.count(200) < 40 - 31_250 / VALUES_OF_A_REQUEST
         assert house.ask("GET", "/v1/me", "theirs").status_code == 200
 
 
@@ -346,13 +351,13 @@ def test_a_body_of_many_values_counts_as_many_requests(tmp_path: Path) -> None:
         ("/v1/check", b'{"text": "' + b"x" * 10**6 + b'"}', 10**6 / JSON_OF_A_REQUEST),
         ("/tinker/api/v1/forward_backward", b"\xff" * 2**23, 2**23 / BYTES_OF_A_REQUEST),
         ("/tinker/api/v1/forward_backward", b"\xff" * (MOST_GRADIENT + 1), 2**25 / BYTES_OF_A_REQUEST),
+        ("/v1/check", b'{"a": [' + b"{}," * 8000 + b"{}]}", 8000 / CONTAINERS_OF_A_REQUEST),
+        ("/v1/check", b'{"a": [' + b'"",' * 16_000 + b'""]}', 16_000 / TEXTS_OF_A_REQUEST),
         ("/v1/check", b"x" * 2**23, MOST_PROMPT / BYTES_OF_A_REQUEST),
     ],
-    ids=["JSON", "a gradient", "one that is too large", "JSON that is too large"],
+    ids=["JSON", "a gradient", "one that is too large", "containers", "texts", "JSON that is too large"],
 )
-def test_a_body_of_many_bytes_counts_as_many_requests(
-    tmp_path: Path, path: str, content: bytes, counts_as: float
-) -> None:
+def test_a_body_of_a_size_counts_as_many_requests(tmp_path: Path, path: str, content: bytes, counts_as: float) -> None:
     kind = CONTENT_TYPE if path.endswith("/forward_backward") else "application/json"
     with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=50)) as house:
         house.ask("POST", path, content=content, headers={"content-type": kind})

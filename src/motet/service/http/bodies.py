@@ -234,7 +234,7 @@ class Bodies:
             return await refuse(429, words, headers=_SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
-        json = JsonSize(*_most_values(path, payer)) if reads_json else None
+        json = JsonSize(most_values(path, payer)) if reads_json else None
         charge = functools.partial(self._access.charge, scope)
         scope[_BODY] = body = _Body(receive, limit, words, self._room, payer, weight, json, charge)
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
@@ -299,13 +299,11 @@ def _limit(path: str, positions: int) -> int:
     return MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
-def _most_values(path: str, payer: str) -> tuple[int, int]:
-    """Limit of values in a body, and how many times as many texts and containers as elsewhere it may have."""
+def most_values(path: str, payer: str) -> int:
+    """Limit of values in a body of JSON."""
     if not payer:
-        return MOST_VALUES_OF_NOBODY, 1
-    if path == _JOBS:
-        return MOST_NUMBERS, MOST_NUMBERS // MOST_VALUES
-    return MOST_NUMBERS if path in _NUMBERS or path.endswith(_SCORES) else MOST_VALUES, 1
+        return MOST_VALUES_OF_NOBODY
+    return MOST_NUMBERS if path in _NUMBERS else MOST_VALUES
 
 
 def has_nul(request: Request) -> bool:

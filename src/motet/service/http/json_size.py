@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 
-MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 2**15, 2**13
+MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 2**14, 2**13
 """Limits for JSON, parsed and checked in under 20 ms: values of any kind; texts, including field names; lists and objects."""
 MOST_NUMBERS = 2**18
-"""Limit of values where lists of numbers (prompts as token ids, and scores) or many jobs are sent; another parser reads it."""
+"""Limit of values where prompts are sent as token ids."""
 MOST_VALUES_OF_NOBODY = 2**10
 """Limit of values before the key is checked."""
-VALUES_OF_A_REQUEST, BYTES_OF_A_REQUEST = 2**13, 2**17
-"""Values, or bytes, of a body that count as one request. A megabyte takes 13 ms of the event loop."""
+VALUES_OF_A_REQUEST, TEXTS_OF_A_REQUEST, CONTAINERS_OF_A_REQUEST, BYTES_OF_A_REQUEST = 2**13, 2**12, 2**10, 2**17
+"""Values, texts, containers, or bytes of a body that count as one request. A megabyte takes 13 ms of the event loop."""
 NO_KEY = "give an API key that is good: Authorization: Bearer mk-…"
 
 
@@ -21,9 +21,8 @@ _NUL = rb"\u0000"
 class JsonSize:
     """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
 
-    def __init__(self, most: int = MOST_VALUES, times: int = 1) -> None:
-        """`times` as many texts and containers may come."""
-        self._most, self._times = most, times
+    def __init__(self, most: int = MOST_VALUES) -> None:
+        self._most = most
         self.values = self._bytes = self._quotes = self._containers = 0
         self.has_nul = False
         """Whether a text or a field's name has a NUL character, which no database keeps."""
@@ -33,7 +32,8 @@ class JsonSize:
     @property
     def requests(self) -> float:
         """How many requests this counts as."""
-        return max(self.values / VALUES_OF_A_REQUEST, self._bytes / BYTES_OF_A_REQUEST)
+        parts = self._quotes / 2 / TEXTS_OF_A_REQUEST, self._containers / CONTAINERS_OF_A_REQUEST
+        return max(*parts, self.values / VALUES_OF_A_REQUEST, self._bytes / BYTES_OF_A_REQUEST)
 
     def add(self, part: bytes) -> None:
         """Count another part. Raises HTTPException if it has too many values, or is not UTF-8."""
@@ -52,8 +52,8 @@ class JsonSize:
         self.values += containers + outside.count(b",")
         for what, count, most in (
             ("values", self.values, self._most),
-            ("texts", self._quotes // 2, self._times * MOST_TEXTS),
-            ("lists and objects", self._containers, self._times * MOST_CONTAINERS),
+            ("texts", self._quotes // 2, MOST_TEXTS),
+            ("lists and objects", self._containers, MOST_CONTAINERS),
         ):
             if count > most and self._most == MOST_VALUES_OF_NOBODY:
                 raise HTTPException(401, NO_KEY)
