@@ -202,8 +202,8 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
         "input": "{{sample.output_text}}",
     }
     bodies: dict[str, list[Any]] = {
-        "/v1/chat/completions": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 120}],
-        "/v1/messages": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 120}],
+        "/v1/chat/completions": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 64}],
+        "/v1/messages": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 64}],
         "/v1/responses": [{"model": "small", "input": text}],
         "/v1/completions": [{"model": "small", "prompt": ids[:190_000]}, {"model": "small", "prompt": [text[:190_000]] * 16}],
         "/v1/submissions": [

@@ -106,7 +106,7 @@ class Bench:
 
     async def taken(self, worker: str = "w", most: int = 1, owner: str = "key") -> list[OfferedEpisode]:
         """What a worker gets."""
-        return await self.workers.lease("job", "us", worker, owner, most, 0.0, here)
+        return await self.workers.lease("job", "us", worker, owner, most, 0.0, here, lambda: lambda: None)
 
 
 async def here() -> bool:
@@ -211,7 +211,7 @@ def test_a_tenant_has_so_many_episodes_open_whatever_its_keys(tmp_path: Path) ->
         assert len(await on.lease("v", 9)) == 1
         assert await on.lease("u", 9) == []
         assert await on.lease("u", 9, "another key") == []
-        assert len(await on.workers.lease("job", "them", "u", "key", 9, 0.0, here)) == 2
+        assert len(await on.workers.lease("job", "them", "u", "key", 9, 0.0, here, lambda: lambda: None)) == 2
 
     bench(tmp_path, work)
 

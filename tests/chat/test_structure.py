@@ -32,7 +32,7 @@ from motet.core.tenant_cache import TenantCache
 from motet.core.tenant_turns import Payer
 from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
 from motet.model.load import load_base, load_tokenizer
-from motet.process.apart import here
+from motet.process.apart import Apart, here
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.grammars import Grammar, Grammars, _Account, check_answer
 from motet.tasks.chat import Chat, stop_token_ids
@@ -385,6 +385,28 @@ def test_a_tenant_with_many_values_drops_none_of_another():
         cache.put("mallory", number, number)
     assert cache.get("ann", 0) == 0
     assert [cache.get("mallory", number) for number in (16, 17, 18, 19)] == [None, 17, 18, 19]
+
+
+def test_a_tenant_alone_keeps_a_part_of_the_values():
+    cache = TenantCache[int, int](8, 2)
+    for number in range(5):
+        cache.put("ann", number, number)
+    assert [cache.get("ann", number) for number in range(5)] == [None, None, None, 3, 4]
+
+
+def test_a_schema_whose_grammar_takes_many_megabytes_is_refused_and_paid():
+    """An engine would keep it; its check takes more of the processor than a hundred chats."""
+    paid: list[tuple[str, float]] = []
+    apart = Apart(charge=lambda key, seconds: paid.append((key, seconds)))
+    try:
+        for most, right in ((9973, True), (99_991, False)):
+            grammar = grammar_of({"type": "json_schema", "schema": {"type": "integer", "multipleOf": most}})
+            with contextlib.nullcontext() if right else pytest.raises(ChatRefusal, match="too complex"):
+                asyncio.run(check_grammar(grammar, apart, "paying"))
+    finally:
+        apart.close()
+    assert [key for key, _ in paid] == ["paying", "paying"]
+    assert all(0 < seconds < 5 for _, seconds in paid)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_a_schema_that_takes_too_much_memory_is_refused():
             await asyncio.sleep(0.01)
         await asked
 
-    with pytest.raises(ChatRefusal, match="more than 128 MB of memory"):
+    with pytest.raises(ChatRefusal, match="more than 32 MB of memory"):
         asyncio.run(main())
     assert most < 256 * 2**20  # the process may have 1,024 MB for other work
     apart.close()

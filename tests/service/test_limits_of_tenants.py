@@ -9,12 +9,17 @@ import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from sqlalchemy import select
+
 from motet.agents.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
 from motet.runtime.meter import COMPLETIONS
+from motet.service.database.tables import ScoringUnit
 from motet.service.workers.agents import OfferedEpisode
+from motet.service.workers.attached import MOST_LEASED
 from tests.support.house import House, open_house
 from tests.support.scripted_service import scripted_service
+from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -120,6 +125,31 @@ def test_what_keys_and_episodes_are_answered_takes_memory_of_one_tenant(tmp_path
         long_job(house, 2 * size)
         assert "your open requests" in house.refused(429, "GET", "/v1/jobs/ended")["message"]
         assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
+
+
+def test_room_for_work_is_taken_before_it_is_leased(tmp_path: Path) -> None:
+    """Whoever does not read its leases gets no more of them, nor other answers; nobody else's work is touched."""
+    with (
+        open_house(tmp_path, http=HttpConfig(open_mb=96, open_mb_per_tenant=40)) as house,
+        contextlib.ExitStack() as stack,
+    ):
+        us, taken = house.store.tenants.made("us").id, house.service.open_answers._taken
+        job = house.ask("POST", "/v1/jobs", json={**tiny("scored"), "reward": "worker"}).json()["id"]
+        units, asked = house.service.reward_workers.units, {"worker": "w", "most": 1, "wait_seconds": 0}
+        for number in range(4):
+            units.ask(job, f"{number}", 0, {"problem": {"id": number}, "completions": ["x" * 12 * 2**20]})
+        path, content = f"/v1/jobs/{job}/scoring/lease", json.dumps(asked).encode()
+        for number in (1, 2):
+            stack.enter_context(_unread(house, path, "ours", len(content), content))
+            wait_until(lambda number=number: sum(house.store.scalars(select(ScoringUnit.handed_out))) == number)  # type: ignore[misc]
+        assert taken[us] == 2 * MOST_LEASED
+        assert "your open requests" in house.refused(429, "POST", path, json=asked)["message"]
+        assert sorted(house.store.scalars(select(ScoringUnit.handed_out))) == [0, 0, 1, 1]
+        stack.enter_context(_unread(house, "/v1/jobs/scored", "ours", 0, b"", "GET"))
+        assert house.ask("POST", path.replace(job, "ended"), json=asked).status_code == 200, "which has no work"
+        house.service.open_answers.take(us, 40 * 2**20, always=True)
+        assert "unread answers" in house.refused(429, "POST", "/v1/keys", json={"name": "a"})["message"]
+        assert house.ask("POST", "/v1/jobs", "theirs", json=tiny("theirs")).status_code == 201
 
 
 def test_whoever_asks_an_adapter_that_another_tenant_shares_pays(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
         async with asyncio.timeout(PATIENCE):
             while store.away:
                 await asyncio.sleep(0.02)
-            for unit in await workers.lease(job, "w", "key", 1, 20.0, _stays):
+            for unit in await workers.lease(job, "w", "key", 1, 20.0, _stays, lambda: lambda: None):
                 await workers.settle(job, {unit.key: [0.5, 1.0]})
         return await asking
 

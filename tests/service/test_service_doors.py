@@ -28,10 +28,11 @@ from motet.cluster.messages import HostReady
 from motet.config.service import HttpConfig
 from motet.process.apart import Apart
 from motet.service.app import ROUTES
-from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, OpenBytes, _limit
+from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, _limit
 from motet.service.http.connections import Connections, network_of
 from motet.service.http.json_size import MOST_VALUES, JsonSize
 from motet.service.http.log_limits import Seldom
+from motet.service.http.open_bytes import OpenBytes
 from motet.service.routes.completions import ChatCompletion
 from motet.service.schemas import CheckedJobs, Events, Jobs, JobsToSubmit, Models, Steps, SubmittedJobs
 from motet.service.schemas.adapters import Shares
@@ -71,6 +72,18 @@ def test_a_schema_that_never_ends_is_refused_and_costs_the_http_process_nothing(
     assert error["param"] == "response_format"
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
     assert len(house.part(Apart).pids()) <= 1
+
+
+def test_the_check_of_a_schema_is_paid_and_waits_for_the_next_day_when_that_is_spent(house: House) -> None:
+    us, asked = house.store.tenants.made("us").id, {**CHAT, "response_format": hostile(mark="paid")}
+    assert house.ask("POST", "/v1/chat/completions", json=asked).status_code == 400
+    assert house.service.ledger._graded[us] > 0
+    house.service.ledger.count_cpu(us, 10**6)
+    house.service.ledger.flush()
+    wait_until(lambda: house.service.ledger.used_lately(us).cpu_seconds > 10**6)
+    assert "cpu_seconds_per_day" in house.refused(429, "POST", "/v1/chat/completions", json=asked)["message"]
+    house.service.ledger.count_cpu(us, -(10**6))
+    house.service.ledger.flush()
 
 
 def test_work_ends_when_its_client_leaves(tmp_path: Path) -> None:
@@ -255,7 +268,7 @@ def test_a_number_has_so_many_digits(house: House) -> None:
 
 def test_the_dearest_body_that_is_read_takes_little_of_the_processor() -> None:
     parts = [{"type": "text", "text": ""}] * 64
-    chat = {"model": "small", "messages": [{"role": "user", "content": parts}] * 120}
+    chat = {"model": "small", "messages": [{"role": "user", "content": parts}] * 60}
     for body, kind in (
         (json.dumps(chat), ChatCompletion),
         (json.dumps({"jobs": [{"job": {f"{one:x}": one for one in range(2**14 - 8)}}]}), JobsToSubmit),
@@ -372,9 +385,12 @@ def test_an_answer_that_is_not_read_takes_memory_of_its_tenant(tmp_path: Path) -
             assert "your open requests use all the memory" in house.refused(429, "GET", path)["message"]
             assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
             large = tiny("large") | {"environment": {"name": "agent", "args": {"text": "x" * 2**17}}}
-            assert len(house.ask("POST", "/v1/jobs", json=large).content) > 2**17, "what is done is told"
+            assert "unread answers" in house.refused(429, "POST", "/v1/jobs", json=large)["message"]
             assert len(b"".join(iter(lambda: slow.recv(2**20), b""))) > whole
         wait_until(lambda: len(house.ask("GET", path).content) == whole)
+        room, us = house.service.open_answers, house.store.tenants.made("us").id
+        room.take(us, room.most_of_one - 1)
+        assert len(house.ask("POST", "/v1/jobs", json=large).content) > 2**17, "what is done is told"
 
 
 def test_connections_leave_files_for_the_rest() -> None:

@@ -343,7 +343,7 @@ class Counting(AttachedWorkers):
             self.looks += 1
             return []
 
-        return await self._taken("job", worker, seconds, nobody, take)
+        return await self._taken("job", worker, seconds, nobody, lambda: lambda: None, take)
 
 
 def test_many_workers_that_wait_for_work_of_a_job_look_seldom(house: House) -> None:

@@ -42,7 +42,8 @@ from motet.service.database.tenants import MOST_KEYS
 from motet.service.jobs.fine_tuning import FineTunings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
-from motet.service.workers.rewards import MOST_LEASED, ScoringUnits, key_of
+from motet.service.workers.attached import MOST_LEASED
+from motet.service.workers.rewards import ScoringUnits, key_of
 from tests.support.database import person, queued
 from tests.support.house import statements
 from tests.support.together import at_once

@@ -135,6 +135,19 @@ def test_open_answers_are_charged_as_they_are_sampled_and_once_where_they_are_re
     assert charged() >= counted
 
 
+def test_prompts_of_a_job_are_charged_those_of_held_out_rows_too(service: Service) -> None:
+    """Each group's once, however many completions it has; held-out rows are read before the first step and after the last."""
+
+    def read(name: str) -> int:
+        return sum(one["tokens_prompt"] for one in service.ask("GET", "/v1/usage")["data"] if one["name"] == name)
+
+    for name, n, held_out in (("few", 4, 4), ("many", 8, 4), ("held-out", 4, 24)):
+        fields = {"data": {"source": "toy:sort_letters", "size": 64, "holdout": held_out}, "eval": {"every": 0, "n": 2}}
+        service.submit(tiny(name, 1, **fields, algorithm={"group_size": n, "groups_per_step": 2}))
+        assert service.ended(name) == "succeeded"
+        service.until(lambda name=name, held_out=held_out: read(name) == 20 * (2 + 2 * held_out))  # type: ignore[misc]
+
+
 def test_tokens_of_an_answer_that_nobody_waits_for_are_counted(service: Service) -> None:
     """The chat is not streamed: the service has no token of it before its end."""
 

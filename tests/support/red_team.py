@@ -77,6 +77,9 @@ class Ring:
     def refused(self, statuses: tuple[int, ...], method: str, path: str, **request: Any) -> httpx2.Response:
         """An answer of one of these statuses, in the shape of errors."""
         answer = self.ask(method, path, **request)
+        while answer.status_code == 429 and 429 not in statuses:  # its bucket is empty
+            time.sleep(float(answer.headers["retry-after"]))
+            answer = self.ask(method, path, **request)
         assert answer.status_code in statuses, (method, path, answer.status_code, answer.text[:500])
         assert len(answer.content) < 50_000
         return answer

@@ -32,7 +32,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
 from motet.service.http.auth import ReadThreads, WriteThreads
-from motet.service.http.bodies import OpenBytes
+from motet.service.http.open_bytes import OpenBytes
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker import runs, sessions, training

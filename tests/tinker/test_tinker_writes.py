@@ -19,7 +19,7 @@ from motet.core.errors import LimitError
 from motet.service.database.store import Store
 from motet.service.events import EventBus
 from motet.service.http.auth import WriteThreads
-from motet.service.http.bodies import OpenBytes
+from motet.service.http.open_bytes import OpenBytes
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.models import Models

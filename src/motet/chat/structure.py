@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 from motet.core.errors import ChatRefusal
@@ -14,8 +15,8 @@ from motet.tasks.forms.marks import ONE_LAYOUT
 
 _LONGEST = 16_000
 """The cost per token grows faster than a schema's length."""
-_MEMORY_MB = 128
-"""Memory for compiling one grammar; an engine keeps several of them."""
+_MEMORY_MB, _SECONDS = 32, 0.5
+"""Memory and CPU time to compile one grammar, ten times what large ones in use take; an engine keeps several of them."""
 _FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
 """Formats that are kept to; others, such as pydantic's `path`, only describe."""
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -118,8 +119,11 @@ def _wrong_with(grammar: bytes) -> bytes:
     schema, _ = json.JSONDecoder().raw_decode(text.partition("%json ")[2])
     if _is_endless(schema):
         return b"the schema refers to itself without an end, so no answer can keep to it; let a property on the way be left out"
+    began = time.thread_time()
     matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0)
     matcher.compute_bitmask()
+    if (spent := time.thread_time() - began) > _SECONDS:
+        return f"the schema is too complex: it takes {spent:.1f} s to compile, and {_SECONDS} are the most".encode()
     return b"the schema cannot be kept to: no answer can begin" if matcher.is_error() else b""
 
 

@@ -297,6 +297,7 @@ class UsageWindow(ChannelMessage, frozen=True):
     """By account: a job, completions of a tenant, or nobody."""
     base: str = ""
     cpu: dict[str, int] = {}  # microseconds of the processor by job: of its rewards, and of its preparation
+    read: dict[str, int] = {}  # tokens of prompts by job
 
 
 class ScoreRequest(ChannelMessage, frozen=True):

@@ -91,7 +91,7 @@ class HostProcess:
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         meter, names = Meter(self.workshop.device.busy), (self._shared.engine_suffix, start.serves)
-        self._usage = UsageReports(meter, self._cpu, parent.send, *names)
+        self._usage = UsageReports(meter, self._cpu, self._shared.scheduler.read, parent.send, *names)
         self._servers = _Servers(self.workshop, away_seconds(config.rollout))
         self._changes: dict[str, m.ChangeJob] = {}  # of jobs that are being prepared: another budget or priority
         self._leaving: set[str] = set()  # jobs that are to save and go to another host

@@ -99,7 +99,9 @@ class CpuTime:
 class UsageReports:
     """Sends device usage, in numbered windows."""
 
-    def __init__(self, meter: Meter, cpu: CpuTime, send: Send, engine: str, base: str) -> None:
+    def __init__(self, meter: Meter, cpu: CpuTime, read: Counter[str], send: Send, engine: str, base: str) -> None:
+        """`read`: tokens of prompts by job; it is emptied into each window."""
+        self._read = read
         self._meter, self._cpu, self._send, self._engine, self._base = meter, cpu, send, engine, base
         self._used = Counter[str]()
         self._measured, self._windows = time.monotonic(), 0
@@ -112,8 +114,10 @@ class UsageReports:
             return
         self._measured = time.monotonic()
         self._windows += 1
-        self._send(m.UsageWindow(self._engine, self._windows, dict(self._used), self._base, self._cpu.take()))
+        used, read = dict(self._used), dict(self._read)
+        self._send(m.UsageWindow(self._engine, self._windows, used, self._base, self._cpu.take(), read))
         self._used.clear()
+        self._read.clear()
 
 
 class EveryStep:

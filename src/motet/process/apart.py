@@ -197,8 +197,11 @@ class WorkLimits:
 class Apart(ThreadTurns):
     """Processes behind the wall, one for each thread, started when there is work for them."""
 
-    def __init__(self, bounds: WorkLimits | None = None) -> None:
-        self.bounds = bounds or WorkLimits()
+    def __init__(
+        self, bounds: WorkLimits | None = None, charge: Callable[[str, float], object] = lambda key, seconds: None
+    ) -> None:
+        """`charge` is told the CPU seconds of each piece of work, by key, in any thread."""
+        self.bounds, self._charge = bounds or WorkLimits(), charge
         super().__init__(self.bounds.processes, self.bounds.waiting, "motet-apart")
         self._here = threading.local()
         self._processes: set[_Process] = set()
@@ -216,7 +219,7 @@ class Apart(ThreadTurns):
         """
         name = f"{function.__module__}:{function.__qualname__}"
         most = min(memory_mb or self.bounds.memory_mb, self.bounds.memory_mb)
-        answer: bytes = await self._run(key, lambda one: self._called(one, name, given, most))
+        answer: bytes = await self._run(key, lambda one: self._called(one, key, name, given, most))
         return answer
 
     def close(self) -> None:
@@ -229,19 +232,22 @@ class Apart(ThreadTurns):
         """Process ids."""
         return [process.pid for process in list(self._processes)]
 
-    def _called(self, one: _Work, name: str, given: bytes, memory_mb: int) -> bytes:
+    def _called(self, one: _Work, key: str, name: str, given: bytes, memory_mb: int) -> bytes:
         process: _Process | None = getattr(self._here, "process", None)
         if process is None or not process.alive:
             self._leave()
             process = self._here.process = _Process(self.bounds)
             self._processes.add(process)
-        one.end = process.kill
+        one.end, began = process.kill, time.monotonic()
+        spent = None
         try:
             if one.abandoned or self._closed:
                 process.kill()
-            return process.call(name, given, memory_mb)
+            answer, spent = process.call(name, given, memory_mb)
+            return answer
         finally:
             one.end = None
+            self._charge(key, min(self.bounds.seconds, time.monotonic() - began) if spent is None else spent)
             if one.abandoned or not process.alive:
                 self._leave()
 
@@ -286,8 +292,8 @@ class _Process:
         """Whether the process still runs."""
         return self._child.poll() is None
 
-    def call(self, name: str, given: bytes, memory_mb: int) -> bytes:
-        """Do one piece of work. Raises as `Apart.call` does."""
+    def call(self, name: str, given: bytes, memory_mb: int) -> tuple[bytes, float]:
+        """Do one piece of work; returns its answer and CPU seconds. Raises as `Apart.call` does."""
         timer = threading.Timer(self._bounds.wall_seconds, self._be_late)
         timer.daemon = True
         timer.start()
@@ -295,14 +301,14 @@ class _Process:
             assert self._child.stdin is not None
             assert self._child.stdout is not None
             write_frame(self._child.stdin, len(name.encode()), memory_mb, name.encode() + given)
-            status, _, answer = read_frame(self._child.stdout)
+            status, milliseconds, answer = read_frame(self._child.stdout)
         except (OSError, EOFError):
             raise self._how_it_ended(memory_mb) from None
         finally:
             timer.cancel()
         if status == FAULT:
             raise RuntimeError(answer.decode())
-        return answer
+        return answer, milliseconds / 1000
 
     def kill(self) -> None:
         """Kill the process at once."""

@@ -11,6 +11,7 @@ import os
 import resource
 import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -51,6 +52,7 @@ def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: floa
         except EOFError:
             return
         module, _, name = data[:length].decode().partition(":")
+        began = time.process_time()
         try:
             _limit(seconds=None, memory=None)  # loading the module does not count
             function: Callable[[bytes], bytes] = getattr(importlib.import_module(module), name)
@@ -65,7 +67,7 @@ def _serve(lines: BinaryIO, out: BinaryIO, statm: BinaryIO | None, seconds: floa
             status, answer = FAULT, f"{type(error).__name__}: {error}"[:2000].encode(errors="replace")
         except BaseException:  # such as a panic of a Rust library
             os._exit(CRASHED)
-        write_frame(out, status, 0, answer)
+        write_frame(out, status, round(1000 * (time.process_time() - began)), answer)
 
 
 def _limit(*, seconds: int | None, memory: int | None) -> None:

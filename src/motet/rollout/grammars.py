@@ -144,7 +144,7 @@ class Grammars:
         """`wake` is called when a mask is ready or may be begun; `company` says whether several tenants use the device."""
         self._info, self._wake, self._company, self._clock = info, wake, company, clock
         self._tokenizer = functools.lru_cache(4)(self._make_tokenizer)
-        self._compiled = TenantCache[tuple[str, tuple[int, ...]], Grammar](_KEPT)
+        self._compiled = TenantCache[tuple[str, tuple[int, ...]], Grammar](_KEPT, _KEPT // 4)
         self._threads = ThreadTurns(_THREADS, _MOST_WAITING, "motet-grammars")
         self._accounts: dict[str, _Account] = {}
         self._spent = deque[tuple[Payer, float]]()

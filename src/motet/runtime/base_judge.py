@@ -79,6 +79,7 @@ class BaseJudge:
         chunks: list[Chunk] = [chunk async for chunk in self._engine.generate(request)]
         written = sum(len(chunk.token_ids) for chunk in chunks)
         self._scheduler.spend(job, len(prompt_ids) + written)
+        self._scheduler.read[job] += len(prompt_ids) + written
         said = await asyncio.to_thread(_spoken, chat, prompt_ids, chunks)
         return Said(said, len(prompt_ids), written)
 

@@ -93,28 +93,31 @@ class GroupRequests:
         async def generate(
             prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None = None, /
         ) -> list[Chunk]:
-            limited = self.services.steps.of(self.job.tenant)
-            if limited is not None:
-                self._count(role, prompt_ids, indices, limited)
+            self._count(role, prompt_ids, indices)
             call = asyncio.create_task(self._complete(role, prompt_ids, indices, turn, sampling))
             self.open.add(call)
             chunks = await self.task.generation.result_of(call)
-            for chunk in chunks if limited is not None else ():
+            for chunk in chunks:
                 self._last[chunk.index, role] = np.concatenate([prompt_ids, chunk.token_ids])
             return chunks
 
         return generate
 
-    def _count(self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], most: int) -> None:
+    def _count(self, role: str, prompt_ids: IntArray, indices: tuple[int, ...]) -> None:
         """Count the tokens of a prompt. Raises EngineError if the step's calls have had too many."""
-        cost = self.purpose.cost
-        for index in indices:
-            before = self._last.get((index, role))
-            goes_on = before is not None and np.array_equal(prompt_ids[: len(before)], before)
-            cost.read += len(prompt_ids) - (len(before) if before is not None and goes_on else 0)
-        cost.excess = cost.excess or check_calls(self.job.config, self.purpose.name, cost.read + cost.tokens, most)
+        cost, most = self.purpose.cost, self.services.steps.of(self.job.tenant)
+        read = [self._new_tokens(role, prompt_ids, index) for index in indices]
+        cost.read += sum(read)
+        if most is not None:
+            cost.excess = cost.excess or check_calls(self.job.config, self.purpose.name, cost.read + cost.tokens, most)
         if cost.excess:
             raise EngineError(cost.excess)
+        self.services.scheduler.read[self.job.name] += max(read)  # completions of one call share its prompt
+
+    def _new_tokens(self, role: str, prompt_ids: IntArray, index: int) -> int:
+        before = self._last.get((index, role))
+        goes_on = before is not None and np.array_equal(prompt_ids[: len(before)], before)
+        return len(prompt_ids) - (len(before) if before is not None and goes_on else 0)
 
     async def _complete(
         self, role: str, prompt_ids: IntArray, indices: tuple[int, ...], turn: int, sampling: SamplingParams | None

@@ -12,7 +12,7 @@ import contextlib
 import heapq
 import math
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -134,6 +134,8 @@ class FairScheduler:
         """Factors on tenants' shares on this host."""
         self.used: defaultdict[str, float] = defaultdict(float)
         """Tokens by tenant, each divided by the weight of its job."""
+        self.read = Counter[str]()
+        """Tokens of prompts by job, and all those of its judges, since whoever counts them last took them."""
         self._waiting = Least()
         """Tenants with a job that waits for admission."""
         self._level = 0.0

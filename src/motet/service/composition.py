@@ -31,8 +31,8 @@ from motet.service.http.auth import (
     StreamThreads,
     WriteThreads,
 )
-from motet.service.http.bodies import OpenBytes
 from motet.service.http.downloads import Packing
+from motet.service.http.open_bytes import OpenBytes
 from motet.service.http.sign_in import SignIns
 from motet.service.jobs.erasure import Erasure
 from motet.service.jobs.fine_tuning import FineTunings
@@ -117,7 +117,8 @@ class Service:
         """Open event streams, by tenant."""
         self.packing = Packing(self.storage.directory, self.read_threads)
         limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds)
-        self.apart, self.open_bytes, self.open_answers = Apart(limits), OpenBytes(http), OpenBytes(http)
+        self.apart = Apart(limits, self.ledger.count_cpu)
+        self.open_bytes, self.open_answers = OpenBytes(http), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)
         rate = RateLimit(config.rate, restarted=settings.restarted)
         self.access = Access(store.tenants, rate, self.agent_workers, settings.open_to_all)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +27,7 @@ from motet.service.errors import Refusal
 from motet.service.http.auth import HEALTH, Access, address
 from motet.service.http.connections import BYTES_OF_A_REQUEST, GONE
 from motet.service.http.json_size import MOST_NUMBERS, MOST_VALUES, MOST_VALUES_OF_NOBODY, NO_KEY, JsonSize
+from motet.service.http.open_bytes import SOON, OpenBytes
 from motet.service.request_log import asked_of
 from motet.service.turns import Floods, Turns
 
@@ -68,54 +68,10 @@ _SPOOLED = 2**20
 """Most bytes of an uploaded file in memory."""
 _LARGEST_AT_ONCE = 4
 """Largest uploads that a tenant's open uploads may take on the disk."""
-_NOBODYS_PART = 8
 _BODY = "motet.body"
 """Key of the `_Body` in a request's scope."""
-_SOON = {"Retry-After": "1"}
 _PIECE = 2**16
 """Bytes of an answer that are sent at once; smaller answers are not counted."""
-
-
-class OpenBytes:
-    """Memory of open requests, in total and per tenant. Thread-safe."""
-
-    def __init__(self, config: HttpConfig) -> None:
-        self._most = int(config.open_mb * 2**20)
-        self.most_of_one = min(self._most, int(config.open_mb_per_tenant * 2**20))
-        self._taken = Counter[str]()
-        self._total = 0
-        self._lock = threading.Lock()
-
-    def take(self, payer: str, size: int, *, always: bool = False) -> None:
-        """Count bytes of a tenant, with `always` even without room; requests without a tenant share a small part.
-
-        Raises:
-            HTTPException: no room now (429), or too large for the limit (413).
-        """
-        most = self.most_of_one if payer else self._most // _NOBODYS_PART
-        if size > most and not always:
-            raise HTTPException(413, f"this request takes {size >> 20} MB of memory; {most >> 20} MB are the most here")
-        with self._lock:
-            if not always and (self._taken[payer] + size > most or self._total + size > self._most):
-                whose = "your" if self._taken[payer] + size > most else "all"
-                words = f"{whose} open requests use all the memory for requests; try again in a moment"
-                raise HTTPException(429, words, _SOON)
-            self._taken[payer] += size
-            self._total += size
-
-    def give_back(self, payer: str, size: int) -> None:
-        """Release counted bytes."""
-        with self._lock:
-            self._taken[payer] -= size
-            self._total -= size
-            if not self._taken[payer]:
-                del self._taken[payer]
-
-    def fits(self, payer: str, size: int) -> bool:
-        """Whether there is room."""
-        most = self.most_of_one if payer else self._most // _NOBODYS_PART
-        with self._lock:
-            return self._taken[payer] + size <= most and self._total + size <= self._most
 
 
 class Bodies:
@@ -191,7 +147,7 @@ class Bodies:
             whose, most, what = f"streams of {whose}", self._config.streams_per_tenant, "streams"
         if self._requests[whose] >= most:
             words = f"{most} {what} of this {'tenant' if tenant else 'address'} are open, the most here; wait for some to end"
-            raise Refusal(429, words, headers=_SOON)
+            raise Refusal(429, words, headers=SOON)
         self._requests[whose] += 1
         try:
             yield
@@ -225,13 +181,17 @@ class Bodies:
         uploads = path in self._limits and scope["method"] == "POST"
         if (uploads or large) and not payer:
             return await refuse(401, NO_KEY)
+        if payer and scope["method"] not in ("GET", "HEAD") and not self._answers.fits(payer, 1):
+            return await refuse(
+                429, "your unread answers use all the memory for answers; read them first", headers=SOON
+            )
         if uploads and self._uploads[payer] >= (most := self._config.waiting_per_tenant):
             words = f"{most} uploads of this tenant are open, the most here; wait for some to end"
-            return await refuse(429, words, headers=_SOON)
+            return await refuse(429, words, headers=SOON)
         size = 0 if not uploads else int(length) if length.isdigit() else limit
         if uploads and self._arriving[payer] + size > _LARGEST_AT_ONCE * max(self._limits.values()):
             words = f"open uploads of this tenant take {self._arriving[payer] >> 20} MB; wait for some to end"
-            return await refuse(429, words, headers=_SOON)
+            return await refuse(429, words, headers=SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
         json = JsonSize(most_values(path, payer)) if reads_json else None
@@ -327,14 +287,17 @@ def take(request: Request, size: int) -> None:
     body.take(size)
 
 
-def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> None:
+def hold(request: Request, room: OpenBytes, tenant_id: str, size: int) -> Callable[[], None]:
     """Count memory of the answer to a request until it is sent, in a room for answers: requests must not starve them.
+
+    Returns:
+        What gives it back at once, for an answer that is small after all.
 
     Raises:
         HTTPException: no room now (429); one answer at a time always fits.
     """
     body: _Body = request.scope[_BODY]
-    body.hold(room, tenant_id, size)
+    return body.hold(room, tenant_id, size)
 
 
 class _Body:
@@ -382,12 +345,19 @@ class _Body:
         self._room.take(self._payer, size)
         self._taken += size
 
-    def hold(self, room: OpenBytes, payer: str, size: int, *, always: bool = False) -> None:
+    def hold(self, room: OpenBytes, payer: str, size: int, *, always: bool = False) -> Callable[[], None]:
         """Count memory of the answer until it is sent. Raises HTTPException without room; one answer always fits."""
         size = min(size, room.most_of_one)
         room.take(payer, size, always=always)
         self.held = True
-        self.answer.callback(room.give_back, payer, size)
+        held = self.answer.enter_context(contextlib.ExitStack())
+        held.callback(room.give_back, payer, size)
+
+        def give_back() -> None:
+            self.held = False
+            held.close()
+
+        return give_back
 
     def close(self) -> None:
         """Release the memory after the response."""

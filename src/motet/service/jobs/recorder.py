@@ -181,7 +181,8 @@ class EventRecorder:
 
     def record_usage(self, usage: UsageWindow) -> None:
         """Store device usage."""
-        self._write(lambda: self._ledger.window(usage.engine, usage.window, usage.microseconds, usage.base, usage.cpu))
+        counts = usage.microseconds, usage.cpu, usage.read
+        self._write(lambda: self._ledger.window(usage.engine, usage.window, *counts, base=usage.base))
 
     def close(self) -> None:
         """Stop waiting for an unreachable database."""

@@ -147,16 +147,16 @@ class Messages(MessagesRequest, ServedChat):
     stop_sequences: Stops | None = None
 
 
-async def _answerer(service: Service, who: Principal, model: str) -> Answerer:
-    """Resolve the model of a request.
+async def _answerer(service: Service, who: Principal, model: str, *, cpu: bool = False) -> Answerer:
+    """Resolve the model of a request, which takes CPU time where `cpu` is set.
 
     Raises:
         Refusal: the requester can see no such model.
-        LimitError: the requester's tokens of this day are used up.
+        LimitError: the requester's tokens or CPU seconds of this day are used up.
     """
 
     def found() -> Answerer:
-        service.quotas.check_day(who.tenant_id)
+        service.quotas.check_day(who.tenant_id, cpu=cpu)
         return service.adapters.of_model(who, model)
 
     try:
@@ -234,7 +234,7 @@ class Chats:
         who, service = self._who, self._service
         refuse_unsupported(wanted, _UNKNOWN)
         asked = wanted.conversation()
-        answerer = await _answerer(service, who, wanted.model)
+        answerer = await _answerer(service, who, wanted.model, cpu=bool(asked.limits.grammar))
         if asked.limits.grammar:
             await while_there(self._request, check_grammar(asked.limits.grammar, service.apart, who.tenant_id))
         completer = StoredVersion(service.asks, wanted.question(who, answerer), wanted.model, name)

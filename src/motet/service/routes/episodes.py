@@ -5,6 +5,7 @@ Leases and results need a tenant's key; chats use the episode's own key, which p
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -18,10 +19,12 @@ from motet.service.composition import Service
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import FEW_BYTES, episode_key
+from motet.service.http.bodies import hold
 from motet.service.routes.completions import STREAMED
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Models
 from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeResults, LeaseRequest
+from motet.service.workers.attached import MOST_LEASED
 
 router = APIRouter(tags=["episodes"], route_class=TenantRoute)
 
@@ -34,10 +37,18 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
     id and key, and starts over.
     """
     leased, state, held = [], JobState(job.state), []
+    room = functools.partial(hold, request, service.open_answers, who.tenant_id, MOST_LEASED)
     if not state.final:
         service.agent_workers.renew(job.id, asked.worker, asked.holds)
         leased = await service.agent_workers.lease(
-            job.id, job.tenant_id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected
+            job.id,
+            job.tenant_id,
+            asked.worker,
+            who.key_id,
+            asked.most,
+            asked.wait_seconds,
+            request.is_disconnected,
+            room,
         )
         held, state = service.agent_workers.held(job.id, asked.worker), await service.agent_workers.state(job.id)
     episodes = [

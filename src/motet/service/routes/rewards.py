@@ -18,8 +18,10 @@ from motet.core.types import JobState
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import FEW_BYTES
+from motet.service.http.bodies import hold
 from motet.service.routing import TenantRoute
 from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards, WithLogs
+from motet.service.workers.attached import MOST_LEASED
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_loading import SCORER
 from motet.tasks.rewards import BUILTIN
@@ -44,9 +46,10 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
     Work that the worker holds is renewed. Work not scored by the end of its lease is leased again.
     """
     leased, state = [], JobState(job.state)
+    room = functools.partial(hold, request, service.open_answers, who.tenant_id, MOST_LEASED)
     if not state.final:
         leased = await service.reward_workers.lease(
-            job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected, asked.holds
+            job.id, asked.worker, who.key_id, asked.most, asked.wait_seconds, request.is_disconnected, room, asked.holds
         )
         state = await service.reward_workers.state(job.id)
     units = [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]

@@ -27,7 +27,7 @@ class UsageLine(Answer):
     kind: Literal["job", "completions", "idle", "all"]
     """The kind of usage; `all` if the report is not grouped by job."""
     tokens_prompt: int
-    """Prompt tokens of completions."""
+    """Of completions, of jobs' rollouts and held-out prompts, and all tokens of judges on the base."""
     tokens_sampled: int
     tokens_trained: int
     device_seconds: float

@@ -117,25 +117,29 @@ class Ledger:
         engine: str,
         number: int,
         microseconds: Mapping[str, int],
-        base: str = "",
         cpu: Mapping[str, int] | None = None,
+        read: Mapping[str, int] | None = None,
+        *,
+        base: str = "",
     ) -> bool:
-        """Store a window of device time and CPU time, with a number that increases; False if it is stored already.
+        """Store a window of device time, CPU time and prompts, with a number that increases; False if it is stored already.
 
-        `microseconds` are by job, by tenant (`COMPLETIONS` and its id), and `IDLE`. A job's usage counts for the base
-        stored with the job, other usage for `base`.
+        `microseconds` are by job, by tenant (`COMPLETIONS` and its id), and `IDLE`; `read` has tokens by job. A job's
+        usage counts for the base stored with the job, other usage for `base`.
         """
         with self._store.transaction() as session:
             if not _is_new(session, engine, number):
                 return False
-            counts = Counter(microseconds), Counter(cpu or {})
-            owners = _owners(session, [name for name in {**counts[0], **counts[1]} if name.startswith("job-")])
+            counts = Counter(microseconds), Counter(cpu or {}), Counter(read or {})
+            names = sorted({name for count in counts for name in count})  # a fixed order: transactions cannot deadlock
+            owners = _owners(session, [name for name in names if name.startswith("job-")])
             more = list[tuple[_Owner, Mapping[str, int]]]()
-            for name in sorted({**counts[0], **counts[1]}):  # a fixed order, so that transactions cannot deadlock
+            for name in names:
                 owner = owners.get(name, ("", "" if name == IDLE else name, "", base))
                 if name.startswith(COMPLETIONS):
                     owner = (name.removeprefix(COMPLETIONS), "", "", base)
-                more.append((owner, {"microseconds": counts[0][name], "cpu_microseconds": counts[1][name]}))
+                kinds = ("microseconds", "cpu_microseconds", "tokens_prompt")
+                more.append((owner, {kind: count[name] for kind, count in zip(kinds, counts, strict=True)}))
             self._add(session, more)
         return True
 
@@ -214,7 +218,8 @@ class Ledger:
 
     def tokens_of(self, job_id: str) -> int:
         """Tokens sampled and trained by a job so far, which its budget limits."""
-        query = select(func.coalesce(func.sum(_TOKENS), 0)).where(Usage.job_id == job_id)
+        query = select(func.coalesce(func.sum(Usage.tokens_sampled + Usage.tokens_trained), 0))
+        query = query.where(Usage.job_id == job_id)
         return int(self._store.scalar(query) or 0)
 
     def report(

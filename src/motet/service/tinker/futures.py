@@ -27,7 +27,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.http.bodies import OpenBytes
+from motet.service.http.open_bytes import OpenBytes
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
 from motet.service.tenants.stored import SAMPLES, blocks
@@ -185,7 +185,7 @@ class Futures:
         who: Principal,
         request_id: str,
         seconds: float = POLL_SECONDS,
-        hold: Callable[[int], None] = lambda size: None,
+        hold: Callable[[int], object] = lambda size: None,
     ) -> Answer:
         """Wait for an answer; after `seconds`, return that there is none yet. `hold` counts its memory before it is read.
 
@@ -201,7 +201,7 @@ class Futures:
         return await self._command(job, int(number), request_id, seconds, hold)
 
     async def _command(
-        self, job: StoredJob, number: int, request_id: str, seconds: float, hold: Callable[[int], None]
+        self, job: StoredJob, number: int, request_id: str, seconds: float, hold: Callable[[int], object]
     ) -> Answer:
         journal, until = self._models.journal(job), time.monotonic() + seconds
         while True:

@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from motet.service.http.bodies import OpenBytes
+from motet.service.http.open_bytes import OpenBytes
 from motet.service.tinker.requests import Sample
 
 

@@ -22,7 +22,7 @@ from motet.agents.messages import LATE
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.workers.attached import AttachedWorkers, Gone
+from motet.service.workers.attached import AttachedWorkers, Gone, Room
 
 KEY_PREFIX = "ek-"
 """Prefix of episode keys."""
@@ -119,14 +119,14 @@ class AgentWorkers(AttachedWorkers):
     # --- leases -----------------------------------------------------------------------------------------------------------
 
     async def lease(
-        self, job_id: str, tenant: str, worker: str, owner: str, most: int, seconds: float, gone: Gone
+        self, job_id: str, tenant: str, worker: str, owner: str, most: int, seconds: float, gone: Gone, room: Room
     ) -> list[OfferedEpisode]:
         """Lease episodes of a tenant's job to a worker; empty after `seconds` without any. `owner` is the id of its API key."""
 
         async def take() -> list[OfferedEpisode]:
             return self._lease(job_id, tenant, worker, owner, most)
 
-        return await self._taken(job_id, worker, seconds if most else 0.0, gone, take)
+        return await self._taken(job_id, worker, seconds if most else 0.0, gone, room, take)
 
     def _lease(self, job_id: str, tenant: str, worker: str, owner: str, most: int) -> list[OfferedEpisode]:
         until = time.monotonic() + self.lease_seconds

@@ -23,6 +23,10 @@ _log = logging.getLogger(__name__)
 Work = TypeVar("Work")
 Gone = Callable[[], Awaitable[bool]]
 """Returns whether the client has disconnected."""
+MOST_LEASED = 2**24
+"""Most characters of work leased at once, unless a single unit has more; this room is taken before."""
+Room = Callable[[], Callable[[], None]]
+"""Takes room for an answer with work, and returns what gives it back."""
 _LOOK_SECONDS = 1.0
 _LEASES_END_SECONDS = 5.0  # longest delay until an expired lease is noticed
 TAKES_PER_SECOND = 100.0
@@ -94,9 +98,15 @@ class AttachedWorkers:
         return JobState.CANCELLED if job is None else JobState(job.state)
 
     async def _taken(
-        self, job_id: str, worker: str, seconds: float, gone: Gone, take: Callable[[], Awaitable[list[Work]]]
+        self,
+        job_id: str,
+        worker: str,
+        seconds: float,
+        gone: Gone,
+        room: Room,
+        take: Callable[[], Awaitable[list[Work]]],
     ) -> list[Work]:
-        """Wait up to `seconds` for work that a worker can take."""
+        """Wait up to `seconds` for work that a worker can take. Raises what `room` raises, before work is leased."""
         deadline = time.monotonic() + seconds
         self._polling[job_id] += 1
         try:
@@ -106,7 +116,10 @@ class AttachedWorkers:
                 if await gone():  # work leased to a disconnected client would stay until its lease ends
                     self._seen[job_id].pop(worker, None)
                     return []
+                give_back = room()
                 taken, left = await take(), deadline - time.monotonic()
+                if not taken:
+                    give_back()
                 if taken or left <= 0 or self._bus.closed or (await self.state(job_id)).final:
                     return taken
                 await self._bus.wait(more, min(left, _LEASES_END_SECONDS, self.lease_seconds / 2))

@@ -28,11 +28,9 @@ from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
 from motet.service.events import EventBus
 from motet.service.tenants.quotas import Quotas
-from motet.service.workers.attached import AttachedWorkers, Gone
+from motet.service.workers.attached import MOST_LEASED, AttachedWorkers, Gone, Room
 from motet.tasks.reward_elsewhere import NO_DETAILS, AnswerDetails, Chance, ScoreOrReason, from_wire
 
-MOST_LEASED = 2**24
-"""Most characters of work leased at once, unless a single unit has more."""
 _THREADS, _WAITING = 2, 10**6
 """Threads that keep work; each tenant uses one at a time."""
 
@@ -241,6 +239,7 @@ class RewardWorkers(AttachedWorkers):
         most: int,
         seconds: float,
         gone: Gone,
+        room: Room,
         holds: Collection[str] | None = None,
     ) -> list[Leased]:
         """Lease work to a worker; empty after `seconds` without any. Renews what it holds (None for all its work).
@@ -252,7 +251,7 @@ class RewardWorkers(AttachedWorkers):
         async def take() -> list[Leased]:
             return await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds, holds)
 
-        return await self._taken(job_id, worker, seconds if most else 0.0, gone, take)
+        return await self._taken(job_id, worker, seconds if most else 0.0, gone, room, take)
 
     async def leave(self, job_id: str, worker: str) -> None:
         """Free a leaving worker's work at once."""
