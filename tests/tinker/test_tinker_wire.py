@@ -162,14 +162,22 @@ def test_a_body_that_cannot_be_read_is_a_400(house: House) -> None:
         ("asample", {"type": "\ud800"}),
         ("asample", {"sampling_params": {"max_tokens": 1, "stop": "\ud800"}}),
         ("asample", {"sampling_params": {"max_tokens": 1, "stop": ["\ud800"]}}),
+        ("asample", {"sampling_params": {"max_tokens": 1, "stop": [2**63]}}),
+        ("asample", {"sampling_params": {"max_tokens": 1, "top_k": 2**31}}),
         ("weights_info", {"tinker_path": "tinker://\ud800/weights/x"}),
     ],
-    ids=["digits", "type", "stop", "stops", "path"],
+    ids=["digits", "type", "stop", "stops", "stop ids", "top_k", "path"],
 )
 def test_what_no_text_and_no_number_holds_is_a_400(house: House, route: str, odd: dict[str, Any]) -> None:
     sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": "base"}
     body = odd if route == "weights_info" else {**sample, **odd}
     house.refused(400, "POST", f"{PREFIX}/{route}", **plainly(body))
+
+
+@pytest.mark.parametrize("route", ["training_runs", "checkpoints", "sessions"])
+def test_a_page_begins_at_a_number_that_a_database_holds(house: House, route: str) -> None:
+    house.refused(400, "GET", f"{PREFIX}/{route}", params={"offset": str(2**53 + 1)})
+    assert house.ask("GET", f"{PREFIX}/{route}", params={"offset": str(2**53)}).is_success
 
 
 def sparse(found: Any, shape: list[int], rows: list[int]) -> None:

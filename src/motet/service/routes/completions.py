@@ -285,7 +285,7 @@ class CompletionRequest(Sampled, Asked):
     """0 adds the logprob of each sampled token; alternatives are not available."""
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
-    user: str | None = None
+    user: Text | None = None
 
     def questions(self, who: Principal, asked: Answerer) -> list[Complete]:
         """The engine's question for each prompt."""

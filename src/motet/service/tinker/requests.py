@@ -69,11 +69,11 @@ class FinishSession(Anything):
 class CreateSession(Request):
     """Start of a session."""
 
-    tags: list[str] = Field([], max_length=100)
+    tags: list[Id] = Field([], max_length=100)
     user_metadata: Metadata | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: str | None = None
+    sdk_version: Id = ""
+    project_id: Id | None = None
+    display_name: Id | None = None
 
 
 class Heartbeat(Request):
@@ -170,7 +170,7 @@ class LoadWeights(Request):
     seq_id: Seq | None = None
     session_id: Id | None = None
     model_seq_id: Place | None = None
-    base_model: str | None = None
+    base_model: Annotated[str, Field(max_length=1000)] | None = None
     user_metadata: Metadata | None = None
     path: Id
     optimizer: bool
@@ -183,7 +183,7 @@ class CopyWeights(Request):
 
     session_id: Id | None = None
     model_seq_id: Place | None = None
-    destination_project_id: str | None = None
+    destination_project_id: Id | None = None
     source_path: Id
     ttl_seconds: Ttl | None = None
     weights_access_token: None = None
@@ -194,7 +194,7 @@ class CreateSampling(Request):
 
     session_id: Id
     sampling_session_seq_id: Place
-    base_model: str | None = None
+    base_model: Annotated[str, Field(max_length=1000)] | None = None
     model_path: Id | None = None
 
 
@@ -216,9 +216,9 @@ class Sampling(Request):
 
     max_tokens: int | None = Field(None, ge=1, le=100_000)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[Id | list[Id] | list[int] | None, BeforeValidator(few)] = None
+    stop: Annotated[Id | list[Id] | list[Annotated[int, Field(ge=0, lt=2**31)]] | None, BeforeValidator(few)] = None
     temperature: float = Field(1.0, ge=0, le=1000)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
 
 
@@ -228,7 +228,7 @@ class Sample(Request):
     num_samples: int = Field(1, ge=1, le=1024)
     prompt: Prompt
     sampling_params: Sampling
-    base_model: str | None = None
+    base_model: Annotated[str, Field(max_length=1000)] | None = None
     model_path: Id | None = None
     sampling_session_id: Id | None = None
     seq_id: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -237,7 +237,7 @@ class Sample(Request):
     topk_sample_logprobs: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, lt=2**31)
     record_stability_info: Literal[False] | None = None
 
 

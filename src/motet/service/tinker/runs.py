@@ -29,7 +29,7 @@ from motet.service.tinker.requests import CopyWeights, Id, Lora, Ttl
 
 router = new_router()
 Limit = Annotated[int, Query(ge=1, le=1000)]
-Offset = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, le=2**53)]
 _LINK, _ARCHIVE, _SECONDS = "link", "archive.tar", 900
 
 
