@@ -5,7 +5,7 @@
 
 Configuration comes from the pydantic models of `motet.config`, the command line from the typer app in `motet.commands.cli`,
 HTTP from the service's OpenAPI document (`http_reference.py`), doors and engines from the marks of the tests (`doors_page.py`),
-the dashboard's page from docs/not-learning.md (`help_page.py`).
+limits from docs/limits.toml (`limits_page.py`), the dashboard's page from docs/not-learning.md (`help_page.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pydantic.fields import FieldInfo
 from doors_page import doors
 from help_page import help_page
 from http_reference import cell, http
+from limits_page import table
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
@@ -208,6 +209,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "cli.md": command_line,
     "http.md": http,
     "doors.md": doors,
+    "table-of-limits.md": table,
     "../src/motet/service/dashboard/not-learning.html": help_page,
 }
 """Each without the notice that it is generated."""
