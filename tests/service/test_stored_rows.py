@@ -18,7 +18,7 @@ from motet.cluster.messages import Progress
 from motet.config import RewardConfig
 from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
-from motet.service.database.tables import ScoringUnit, StoredJob, UploadedAdapter
+from motet.service.database.tables import ScoringUnit, StoredJob, UploadedAdapter, Usage
 from motet.service.workers.rewards import RewardWorkers
 from tests.support.earlier import FIRST, unpack
 from tests.support.house import House, open_house
@@ -172,7 +172,13 @@ def test_work_and_scores_count_as_the_text_that_is_stored(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("what", "least"),
-    [("files", 20 * 4096), ("adapters", 20 * 3 * 4096), ("events", 20 * 1024), ("keys and audit", 60 * 512)],
+    [
+        ("files", 20 * 4096),
+        ("adapters", 20 * 3 * 4096),
+        ("events", 20 * 1024),
+        ("keys and audit", 60 * 512),
+        ("usage", 20 * 512),
+    ],
 )
 def test_many_small_things_count(tmp_path: Path, what: str, least: int) -> None:
     with open_house(tmp_path) as house:
@@ -194,6 +200,12 @@ def test_many_small_things_count(tmp_path: Path, what: str, least: int) -> None:
                     session.add(UploadedAdapter(id=f"a-{number}", name=f"{number}", tenant_id=job.tenant_id, **shape))
             elif what == "events":
                 house.recorder.record_step(job.id, {"step": 10 + number})
+            elif what == "usage":  # which stays when its job is deleted
+                none = {"tokens_prompt": 0, "tokens_sampled": 1, "tokens_trained": 0, "microseconds": 0}
+                with house.store.transaction() as session:
+                    session.add(
+                        Usage(day="2026-01-31", tenant_id=job.tenant_id, job_id=f"gone-{number}", job_name="", **none)
+                    )
             else:
                 key = house.ask("POST", "/v1/keys", json={"name": "more"}).json()
                 house.ask("DELETE", f"/v1/keys/{key['id']}")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from sqlalchemy import ColumnElement, Select, Text, cast, func, select
 
+from motet.service.database import tables
 from motet.service.database.store import Store
 from motet.service.database.tables import AuditEntry, Event, Key, ScoringUnit, StoredFile, StoredJob, UploadedAdapter
 from motet.service.storage import Storage
@@ -29,9 +30,9 @@ _BLOCK = 4096
 _BLOCKS_OF: Mapping[type[StoredFile | UploadedAdapter], int] = {StoredFile: 1, UploadedAdapter: 3}
 """Blocks of an upload besides its content: a file's rest, an adapter's two files and its directory."""
 _EVENT, _ENTRY = 1024, 512
-"""About the bytes of an event, and of a key or an entry of the audit log, with their indexes."""
+"""About the bytes of an event, and of a key, a line of usage or an entry of the audit log, with their indexes."""
 _COUNTED_SECONDS = 60.0
-"""Keys and entries of the audit log are counted again after this time."""
+"""Keys, lines of usage and entries of the audit log are counted again after this time."""
 _FILES = 100
 """Files looked at for each change: a job has some more with each step, and all of its steps would take the square of them."""
 
@@ -85,7 +86,7 @@ class StoredBytes:
         self._events: dict[str, dict[str, int]] = {}
         """Events in the database in bytes, by tenant and job."""
         self._entries: tuple[float, Counter[str]] = (-math.inf, Counter())
-        """When keys and entries of the audit log were counted, and their bytes by tenant."""
+        """When keys, lines of usage and entries of the audit log were counted, and their bytes by tenant."""
         self.prepared = Counter[str]()
         """Rows of jobs that hosts have in memory and in unlinked files, by tenant."""
         self._changed = Counter[tuple[str, str]]()
@@ -222,16 +223,15 @@ class StoredBytes:
         return measured(self._storage.samples(tenant_id) if part == SAMPLES else self._storage.job(part).path)
 
     def _counted_entries(self) -> Counter[str]:
-        """Bytes of keys and entries of the audit log by tenant, as of a minute ago or less."""
-        read, entries = self._entries
-        if time.monotonic() > read + _COUNTED_SECONDS:
+        """Bytes of keys, usage and entries of the audit log by tenant, as of a minute ago or less."""
+        if time.monotonic() > self._entries[0] + _COUNTED_SECONDS:
             read, entries = time.monotonic(), Counter[str]()
             with self._store.transaction() as session:
-                for table in (AuditEntry, Key):
+                for table in (AuditEntry, Key, tables.Usage):
                     for row in session.execute(select(table.tenant_id, func.count()).group_by(table.tenant_id)):
                         entries[str(row[0])] += _ENTRY * int(row[1])
             self._entries = read, entries
-        return entries
+        return self._entries[1]
 
     def _counted_events(self, which: ColumnElement[bool]) -> dict[str, int]:
         with self._store.transaction() as session:
