@@ -22,8 +22,7 @@ class StartHost(ChannelMessage, frozen=True):
     """The first message."""
 
     base: str
-    run: str
-    """The run directory."""
+    run: str  # the run directory
     engine: dict[str, Any]
     """`EngineConfig`."""
     rollout: dict[str, Any]
