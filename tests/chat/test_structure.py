@@ -406,7 +406,7 @@ def test_a_schema_whose_grammar_takes_many_megabytes_is_refused_and_paid():
     finally:
         apart.close()
     assert [key for key, _ in paid] == ["paying", "paying"]
-    assert all(0 < seconds < 5 for _, seconds in paid)
+    assert all(seconds > 0 for _, seconds in paid)
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ from motet.core.checksums import SUMS, disk_error
 from motet.core.errors import RunError
 from motet.core.types import ADAPTER_FILES, JobState
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
+from motet.runtime.damage import damages
 from motet.runtime.disk_gate import is_full
 from motet.runtime.fork import fork
 from motet.runtime.job import StepDone
-from motet.runtime.opening import damages, open_job
+from motet.runtime.opening import open_job
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.runtime.rollout_logs import must_be_there

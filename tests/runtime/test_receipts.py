@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from motet.hosting.running import run_config
 from motet.model.find import SMALL_BASE
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
-from motet.runtime.receipts import Materials, dependencies_of, subjects_of, version_before
+from motet.runtime.receipts import Materials, dependencies_of, receipt_numbers, subjects_of, version_before
 from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
 
@@ -317,6 +317,29 @@ def test_a_service_packs_a_thousand_receipts_at_most(tmp_path: Path) -> None:
     packed = storage.receipts(job.version(1150))
     assert [*packed] == ["receipt.json", *(f"receipts/v{number}.json" for number in range(151, 1151))]
     assert all(path.is_file() for path in packed.values())
+
+
+@pytest.mark.parametrize(
+    ("lost", "first"), [((3,), 0), ((STEPS,), 0), ((1,), 2), ((2, 0), 1), (range(STEPS + 1), 2)], ids=str
+)
+@pytest.mark.parametrize("how", ["lost", "altered"])
+def test_damaged_receipts_stop_the_next_step_and_are_put_back_where_there_are_copies(
+    lost: Sequence[int], first: int, how: str, project: Path, capsys: Capsys
+) -> None:
+    """Commits, and so copies, are kept of versions 2, 3 and 4."""
+    folder, more = project / "run/words/receipts", load_jobs(project / "jobs.yaml", [f"steps={STEPS + 1}"])
+    for number in lost:
+        path = folder / f"v{number}.json"
+        path.unlink() if how == "lost" else path.write_text(path.read_text().replace("0.01", "0.02"))
+    told = "is missing" if how == "lost" else "is not what was saved"
+    with pytest.raises(RunError, match=rf"receipts/v{max(lost)}\.json {told}: put it back, or use --accept-changes"):
+        run_config(more)
+    run_config(more, accept_changes=True)
+    assert verify(project / "run") == 0
+    assert ("the receipts before version" in capsys.readouterr().out) is (first > 0)
+    assert receipt_numbers(folder) == [*range(first, STEPS + 2)]
+    (folder / f"v{first}.json").unlink()
+    assert verify(project / "run") == 1
 
 
 def test_a_job_whose_data_cannot_be_read_does_not_hide_the_others(project: Path, capsys: Capsys) -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from motet.config import Config, JobConfig
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import identity_in
+from motet.runtime.damage import identity_in
 
 _VARIED = ("adapter", "algorithm", "optimizer", "sampling", "eval")
 _PLACES = ("init", "reference", "teacher", "type")

@@ -18,9 +18,9 @@ from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
 from motet.hosting.preparing import Sources
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.damage import damages, identity_in
 from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
-from motet.runtime.opening import damages, identity_in
 from motet.runtime.ownership import removed_jobs
 from motet.runtime.receipts import (
     KERNELS,
@@ -28,6 +28,7 @@ from motet.runtime.receipts import (
     RECEIPTS,
     Materials,
     builder_of,
+    first_receipt,
     read_receipt,
     receipt_damages,
     receipt_numbers,
@@ -69,7 +70,7 @@ def verify(directory: Path, jobs_file: Path | None = None, overrides: Sequence[s
     for path in jobs:
         job = JobDirectory(path)
         steps = job.steps()
-        if wrong := [str(damage) for damage in damages(job) or _of_receipts(job)]:
+        if wrong := [str(damage) for damage in damages(job)]:
             lines += wrong
             continue
         early = "" if job.manifest.path.exists() or not steps else _NO_MANIFEST
@@ -77,6 +78,8 @@ def verify(directory: Path, jobs_file: Path | None = None, overrides: Sequence[s
         numbers = {"kept commit": len(steps), "version": len(job.versions()), "receipt": n_receipts}
         counted = ", ".join(f"{n} {what}{'s' * (n != 1)}" for what, n in numbers.items() if n or what != "receipt")
         say(f"{path.name}: {counted}, all as they were saved{early}")
+        if first := first_receipt(job.receipts):
+            say(f"{path.name}: not checked: the receipts before version {first}; they were lost, and that was accepted")
         if card := card_of(str((identity_in(job) or {}).get(KERNELS, ""))):
             say(f"{path.name}: not checked: {_ON_CARDS} {card}")
         for number in job.versions():
@@ -176,12 +179,6 @@ def _in_a_service(job: JobConfig, settings: Mapping[str, Any]) -> JobConfig:
 def _init_of(settings: Mapping[str, Any]) -> Any:
     adapter = settings.get("adapter")
     return adapter.get("init") if isinstance(adapter, dict) else None
-
-
-def _of_receipts(job: JobDirectory) -> Iterator[Damage]:
-    newest = job.newest() if job.steps() else None
-    if newest is not None and RECEIPT in newest.sums:
-        yield from receipt_damages(job.receipts, newest.step, newest.sums[RECEIPT])
 
 
 def _not_the_same(config: RunConfig, directories: Sequence[Path]) -> Iterator[str]:

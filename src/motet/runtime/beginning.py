@@ -9,7 +9,8 @@ from typing import Any
 
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import FORKED, JobDirectory
-from motet.runtime.opening import changed_since, identity_in, shared_fields
+from motet.runtime.damage import identity_in
+from motet.runtime.opening import changed_since, shared_fields
 from motet.runtime.receipts import builder_of, read_receipt
 
 RULES = 4

@@ -16,7 +16,7 @@ import json
 import platform
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import UnionType
@@ -27,7 +27,7 @@ import yaml
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig
-from motet.core.checksums import Damage, hash_of
+from motet.core.checksums import Damage, hash_of, replace_file
 from motet.core.errors import BaseModelError, RunError
 from motet.core.model_info import kept_on_another
 from motet.core.types import adapter_files
@@ -38,6 +38,8 @@ from motet.tasks.plain_json import as_json
 from motet.tasks.rewards import BUILTIN
 
 RECEIPT, RECEIPTS = "receipt.json", "receipts"
+LOST = "lost"
+"""A file beside receipts: the number of the first one, where those before it are lost and that was accepted."""
 STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:motet:training:v1"
 SOURCE = "motet-source"
@@ -338,6 +340,35 @@ def version_before(statement: Mapping[str, Any]) -> tuple[int, str] | None:
     """Number of the version before and sha256 of its receipt; None for the first."""
     found = [(name, digest) for name, digest in dependencies_of(statement).items() if name.startswith("version v")]
     return (int(found[0][0].removeprefix("version v")), found[0][1]) if found else None
+
+
+def first_receipt(folder: Path) -> int:
+    """The version whose receipt begins the chain of a run: 0 unless those before it are lost and that was accepted."""
+    path = folder / LOST
+    return int(path.read_text("utf-8")) if path.is_file() else 0
+
+
+def mend_receipts(folder: Path, newest: int, wanted: str, copies: Callable[[int], Iterable[Path]]) -> None:
+    """Put damaged receipts back from copies; where there is none, the chain begins after it, and `LOST` says so."""
+    known, number = list[int](), newest
+    while True:
+        path = folder / f"v{number}.json"
+        whole = next((copy for copy in (path, *copies(number)) if _has(copy, wanted)), None)
+        if whole is None:
+            replace_file(folder / LOST, str(known[-1]).encode())
+            break
+        if whole != path:
+            replace_file(path, whole.read_bytes())
+        known.append(number)
+        if (before := version_before(read_receipt(path))) is None or before[0] < first_receipt(folder):
+            break
+        number, wanted = before
+    for number in {*receipt_numbers(folder)} - {*known}:
+        (folder / f"v{number}.json").unlink()
+
+
+def _has(path: Path, wanted: str) -> bool:
+    return path.is_file() and hash_of(path).hexdigest() == wanted
 
 
 def receipt_damages(folder: Path, newest: int, wanted: str, first: int = 0) -> Iterator[Damage]:
