@@ -126,9 +126,9 @@ def _numbers(count: int, length: int = 4) -> bytes:
     return b"[" + b",".join([b"0." + b"7" * (length - 2)] * count) + b"]"
 
 
-def _values(most: int) -> dict[str, Any]:
+def _values(most: int, most_texts: int) -> dict[str, Any]:
     """The dearest values of each kind, for a body that may have so many."""
-    n, texts, containers = most - 64, min(most, MOST_TEXTS) - 64, MOST_CONTAINERS - 64
+    n, texts, containers = most - 64, most_texts - 64, MOST_CONTAINERS - 64
     return {
         "whole": [1] * n,
         "decimals": [0.1] * n,
@@ -151,7 +151,7 @@ def _filled(route: Any) -> Iterator[tuple[str, Any]]:
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         return
     for name, info in model.model_fields.items():
-        for kind, value in _values(most_values(route.path, "us")).items():
+        for kind, value in _values(*most_values(route.path, "us")).items():
             yield f"{name}: {kind}", {info.alias or name: value}
 
 
@@ -208,7 +208,7 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
         "/v1/completions": [{"model": "small", "prompt": ids[:190_000]}, {"model": "small", "prompt": [text[:190_000]] * 16}],
         "/v1/submissions": [
             {"jobs": [{"job": tiny(f"job-{one}")} for one in range(400)]},
-            *({"jobs": [{"job": {"args": values}}]} for values in _values(most_values(route, "us")).values()),
+            *({"jobs": [{"job": {"args": values}}]} for values in _values(*most_values(route, "us")).values()),
         ],
         "/v1/check": [{"text": json.dumps([tiny(f"job-{one}") for one in range(400)])}, {"text": "[" * 100_000}],
         "/v1/jobs/{job}/scoring/results": [

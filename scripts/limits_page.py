@@ -309,5 +309,5 @@ def _body(route: str) -> tuple[str, str]:
         return f"{ServiceConfig.model_fields[uploads[path]].default:g} MB", ""
     most, usual = bodies._limit(path, 0) / 2**20, bodies._limit(path, 2) - bodies._limit(path, 1)
     of_base = f", or 64 KB and {usual} bytes for each position of the base" if usual else ""
-    values = "" if path == bodies._GRADIENT else f"{bodies.most_values(path, 'tenant'):,}"
+    values = "" if path == bodies._GRADIENT else f"{bodies.most_values(path, 'tenant')[0]:,}"
     return f"{most:g} MB{of_base}", values

@@ -431,7 +431,7 @@ def test_small_chunks_are_charged_beside_their_bytes(tmp_path: Path, path: str, 
 @pytest.mark.parametrize("path", ["/v1/keys", "/v1/shares", "/tinker/api/v1/create_session"])
 def test_thousands_of_faults_of_a_body_are_one_error(house: House, path: str) -> None:
     """To name them took a hundred times as long as to find them."""
-    for many in ({f"{number}": "" for number in range(16_000)}, {"scope": ["x"] * 16_000, "tags": [1] * 16_000}):
+    for many in ({f"{number}": "" for number in range(8_000)}, {"scope": ["x"] * 16_000, "tags": [1] * 16_000}):
         answer = house.ask("POST", path, json=many)
         assert answer.status_code in (400, 422)
         assert len(answer.content) < 1000

@@ -26,7 +26,7 @@ from motet.core.errors import ContextFull
 from motet.service.errors import Refusal
 from motet.service.http.auth import HEALTH, Access, address
 from motet.service.http.connections import BYTES_OF_A_REQUEST, GONE
-from motet.service.http.json_size import MOST_NUMBERS, MOST_VALUES, MOST_VALUES_OF_NOBODY, NO_KEY, JsonSize
+from motet.service.http.json_size import MOST_NUMBERS, MOST_TEXTS, MOST_VALUES, MOST_VALUES_OF_NOBODY, NO_KEY, JsonSize
 from motet.service.http.open_bytes import SOON, OpenBytes
 from motet.service.request_log import asked_of
 from motet.service.turns import Floods, Turns
@@ -194,7 +194,7 @@ class Bodies:
             return await refuse(429, words, headers=SOON)
         reads_json = not uploads and path != _GRADIENT  # whatever content type the client sends
         weight = (_SPREAD, limit) if reads_json else (1, _SPOOLED if uploads else limit)
-        json = JsonSize(most_values(path, payer)) if reads_json else None
+        json = JsonSize(*most_values(path, payer)) if reads_json else None
         charge = functools.partial(self._access.charge, scope)
         scope[_BODY] = body = _Body(receive, limit, words, self._room, payer, weight, json, charge)
         self._uploads[payer] += uploads  # each is a file on the disk until it is checked
@@ -259,11 +259,13 @@ def _limit(path: str, positions: int) -> int:
     return MOST_SCORES if path.endswith(_SCORES) else MOST
 
 
-def most_values(path: str, payer: str) -> int:
-    """Limit of values in a body of JSON."""
+def most_values(path: str, payer: str) -> tuple[int, int]:
+    """Limits of values and of texts in a body of JSON; what describes many jobs has twice as many."""
     if not payer:
-        return MOST_VALUES_OF_NOBODY
-    return MOST_NUMBERS if path in _NUMBERS else MOST_VALUES
+        return MOST_VALUES_OF_NOBODY, MOST_TEXTS
+    if path == _JOBS:
+        return 2 * MOST_VALUES, 2 * MOST_TEXTS
+    return MOST_NUMBERS if path in _NUMBERS else MOST_VALUES, MOST_TEXTS
 
 
 def has_nul(request: Request) -> bool:

@@ -21,8 +21,8 @@ _NUL = rb"\u0000"
 class JsonSize:
     """Counts JSON values in UTF-8 as they arrive, ignoring the characters inside texts."""
 
-    def __init__(self, most: int = MOST_VALUES) -> None:
-        self._most = most
+    def __init__(self, most: int = MOST_VALUES, texts: int = MOST_TEXTS) -> None:
+        self._most, self._texts = most, texts
         self.values = self._bytes = self._quotes = self._containers = 0
         self.has_nul = False
         """Whether a text or a field's name has a NUL character, which no database keeps."""
@@ -52,7 +52,7 @@ class JsonSize:
         self.values += containers + outside.count(b",")
         for what, count, most in (
             ("values", self.values, self._most),
-            ("texts", self._quotes // 2, MOST_TEXTS),
+            ("texts", self._quotes // 2, self._texts),
             ("lists and objects", self._containers, MOST_CONTAINERS),
         ):
             if count > most and self._most == MOST_VALUES_OF_NOBODY:

@@ -132,7 +132,7 @@ class Rollouts(Answer):
     """`after` of the following page, with the same `step` and filters."""
 
 
-MOST_SUBMITTED = 1000
+MOST_SUBMITTED = 500
 """Jobs of one request."""
 
 
