@@ -342,6 +342,15 @@ def test_damaged_receipts_stop_the_next_step_and_are_put_back_where_there_are_co
     assert verify(project / "run") == 1
 
 
+def test_receipts_of_steps_that_were_gone_back_from_do_not_hold_up_a_job(project: Path) -> None:
+    shutil.rmtree(project / f"run/words/state/{STEPS}")
+    with pytest.raises(RunError, match=f"return to step {STEPS - 1} with --accept-changes"):
+        run_config(load_jobs(project / "jobs.yaml"))
+    run_config(load_jobs(project / "jobs.yaml"), accept_changes=True)
+    assert verify(project / "run") == 0
+    assert receipt_numbers(project / "run/words/receipts") == [*range(STEPS + 1)]
+
+
 def test_a_job_whose_data_cannot_be_read_does_not_hide_the_others(project: Path, capsys: Capsys) -> None:
     missing = {**job(), "name": "lost", "data": "lost.jsonl"}
     jobs = yaml.safe_load((project / "jobs.yaml").read_text())["jobs"]

@@ -20,6 +20,7 @@ from motet.runtime.receipts import (
     mend_receipts,
     read_receipt,
     receipt_damages,
+    receipt_numbers,
     version_before,
 )
 from motet.runtime.rollout_logs import in_order, must_be_there, rollout_sums
@@ -230,9 +231,14 @@ def _chain_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
     newest, wanted = committed.step, committed.sums.get(RECEIPT)
     if wanted is not None and not (is_closed(directory) or (directory.receipts / f"v{newest}.json").exists()):
         newest, wanted = version_before(read_receipt(directory.path / "state" / str(newest) / RECEIPT)) or (0, None)
-    if wanted is not None:
-        chain = receipt_damages(directory.receipts, newest, wanted, first_receipt(directory.receipts))
-        yield from (replace(damage, remedy=_GO_ON) for damage in chain)
+    if wanted is None:
+        return
+    later = [number for number in receipt_numbers(directory.receipts) if number > committed.step]
+    if is_closed(directory) and not any(lost_commits(directory)):
+        later = []  # otherwise they are removed when the job goes on
+    for damage in receipt_damages(directory.receipts, newest, wanted, first_receipt(directory.receipts)):
+        if damage.path not in [directory.receipts / f"v{number}.json" for number in later]:
+            yield replace(damage, remedy=_GO_ON)
 
 
 def accept(directory: JobDirectory, committed: Committed) -> None:
