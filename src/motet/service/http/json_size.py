@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.exceptions import HTTPException
 
-MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 2**14, 2**13
+MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 5 * 2**12, 2**13
 """Limits for JSON, parsed and checked in under 20 ms: values of any kind; texts, including field names; lists and objects."""
 MOST_NUMBERS = 2**18
 """Limit of values where prompts are sent as token ids."""
