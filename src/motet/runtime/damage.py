@@ -233,11 +233,11 @@ def _chain_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
         newest, wanted = version_before(read_receipt(directory.path / "state" / str(newest) / RECEIPT)) or (0, None)
     if wanted is None:
         return
-    later = [number for number in receipt_numbers(directory.receipts) if number > committed.step]
-    if is_closed(directory) and not any(lost_commits(directory)):
-        later = []  # otherwise they are removed when the job goes on
+    goes_on = not is_closed(directory) or any(lost_commits(directory))  # which removes receipts of later steps
+    numbers = receipt_numbers(directory.receipts) if goes_on else ()
+    later = {directory.receipts / f"v{number}.json" for number in numbers if number > committed.step}
     for damage in receipt_damages(directory.receipts, newest, wanted, first_receipt(directory.receipts)):
-        if damage.path not in [directory.receipts / f"v{number}.json" for number in later]:
+        if damage.path not in later:
             yield replace(damage, remedy=_GO_ON)
 
 

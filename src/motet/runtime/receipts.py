@@ -344,8 +344,8 @@ def version_before(statement: Mapping[str, Any]) -> tuple[int, str] | None:
 
 def first_receipt(folder: Path) -> int:
     """The version whose receipt begins the chain of a run: 0 unless those before it are lost and that was accepted."""
-    path = folder / LOST
-    return int(path.read_text("utf-8")) if path.is_file() else 0
+    text = (folder / LOST).read_text("utf-8", "replace") if (folder / LOST).is_file() else ""
+    return int(text) if text.isdecimal() else 0
 
 
 def mend_receipts(folder: Path, newest: int, wanted: str, copies: Callable[[int], Iterable[Path]]) -> None:

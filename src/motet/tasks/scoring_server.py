@@ -31,7 +31,7 @@ class ScoringServer:
     async def open(self) -> None:
         """Connect, and learn the model's name. Raises JobFailed if the server cannot be reached or lists no model."""
         timeout = httpx2.Timeout(_SECONDS, connect=_CONNECT_SECONDS)
-        limits = httpx2.Limits(keepalive_expiry=_IDLE_SECONDS)
+        limits = httpx2.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=_IDLE_SECONDS)
         self._client = httpx2.AsyncClient(headers=self._headers, timeout=timeout, limits=limits, trust_env=False)
         if self._model is None:
             answer = await self._asked("GET", "/v1/models", None)

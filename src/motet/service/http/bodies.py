@@ -181,7 +181,7 @@ class Bodies:
         uploads = path in self._limits and scope["method"] == "POST"
         if (uploads or large) and not payer:
             return await refuse(401, NO_KEY)
-        if payer and scope["method"] not in ("GET", "HEAD") and not self._answers.fits(payer, 1):
+        if payer and scope["method"] not in ("GET", "HEAD") and self._answers.full(payer):
             return await refuse(
                 429, "your unread answers use all the memory for answers; read them first", headers=SOON
             )

@@ -48,6 +48,11 @@ class OpenBytes:
             if not self._taken[payer]:
                 del self._taken[payer]
 
+    def full(self, payer: str) -> bool:
+        """Whether a tenant has taken all of its own room, whatever others have."""
+        with self._lock:
+            return self._taken[payer] >= self.most_of_one
+
     def fits(self, payer: str, size: int) -> bool:
         """Whether there is room."""
         most = self.most_of_one if payer else self._most // _NOBODYS_PART
