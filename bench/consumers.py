@@ -188,13 +188,28 @@ def cases(base: Path, work: Path, strength: float) -> list[tuple[str, str, dict[
         ("OpenVINO GenAI", f"peft, alpha {strength:g}", {"model": base, "adapter": peft / _LORA, "alpha": strength}),
         ("OpenVINO GenAI", "gguf-adapter", {"model": base, "adapter": lora}),
         ("OpenVINO GenAI", "merged", {"model": merged}),
-        ("CTranslate2", "merged", {"model": merged}),
-        ("CTranslate2", "adapter beside the base", {"model": beside}),
-        ("mistral.rs", "peft", {"model": base, "adapter": peft}),
-        ("mistral.rs", "peft over .gguf", {"model": plain, "adapter": peft, "base": base}),
-        ("mistral.rs", "gguf", {"model": whole, "base": base}),
+        ("CTranslate2", "merged", {"model": _completed(merged, work)}),
+        ("CTranslate2", "adapter beside the base", {"model": _completed(beside, work)}),
+        ("mistral.rs", "peft", {"model": _completed(base, work), "adapter": peft}),
+        ("mistral.rs", "peft over .gguf", {"model": plain, "adapter": peft, "base": _completed(base, work)}),
+        ("mistral.rs", "gguf", {"model": whole, "base": _completed(base, work)}),
         ("mistral.rs", "merged", {"model": merged}),
     ]
+
+
+def _completed(model: Path, work: Path) -> Path:
+    """A copy with the BOS that CTranslate2 and the `rope_theta` that mistral.rs refuse to do without."""
+    to = work / f"{model.name}-completed"
+    if not to.exists():
+        shutil.copytree(model, to)
+        for name, added in (
+            ("tokenizer_config.json", {"bos_token": "<|endoftext|>"}),
+            ("config.json", {"bos_token_id": 0}),
+        ):
+            given = json.loads((to / name).read_text())
+            rope = given.get("rope_parameters", {})
+            (to / name).write_text(json.dumps(given | added | {k: v for k, v in rope.items() if k == "rope_theta"}))
+    return to
 
 
 def _make(adapter: Path, work: Path) -> Path:
