@@ -11,6 +11,7 @@ from sqlalchemy import event
 import motet
 from motet.runtime.client_loop import ABOUT
 from motet.service.adapters.adapters import ALL
+from motet.service.database.store import MOST_OF_A_PAGE
 from motet.service.database.tables import Share, StoredJob, UploadedAdapter
 from motet.service.database.tenants import Principal
 from motet.service.routes.adapters import list_versions
@@ -112,6 +113,28 @@ def test_a_client_reads_as_many_pages_of_rollouts_as_it_needs(house: House) -> N
                 assert found.step == 8
     finally:
         directory.rollout_log(8).unlink()
+
+
+def test_a_page_of_large_rollouts_is_short_and_its_tokens_are_not_parsed(house: House) -> None:
+    """To read the tokens of a page as JSON, and to write them again, would hold up all threads."""
+    directory = house.storage.job(house.job["id"])
+    tokens = {"token_texts": ["a"] * 100_000, "logprobs": [0.5] * 100_000}
+    directory.write_rollouts("9", ({"problem": n, "reward": 0.5, **tokens} for n in range(10)))
+    log = directory.rollout_log(9)
+    log.write_bytes(log.read_bytes().replace(b"[0.5, 0.5,", b"[0.5, 0.50000,"))
+    fit = MOST_OF_A_PAGE // (log.stat().st_size // 10)
+    try:
+        for query, size in (("limit=1000&tokens=true", MOST_OF_A_PAGE), ("limit=1000", 1000)):
+            answer = house.ask("GET", f"/v1/jobs/ended/rollouts?step=9&{query}")
+            assert len(answer.json()["data"]) == fit
+            assert len(answer.content) < size
+            assert answer.content.count(b"0.50000,") == (fit if "tokens" in query else 0), "as they are in the log"
+        with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
+            found = client.rollouts("ended", 9, limit=1000, tokens=True).data
+        assert [one["problem"] for one in found] == list(range(10))
+        assert found[9]["logprobs"] == tokens["logprobs"]
+    finally:
+        log.unlink()
 
 
 def filtered(house: House, path: str) -> list[Json]:

@@ -1,9 +1,8 @@
-"""Rollouts of steps in pages: each line of a log is parsed once to know its place; later pages read only their own."""
+"""Rollouts of steps in pages: each line of a log is looked into once to know its place; later pages read only their own."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import threading
 from array import array
@@ -11,23 +10,33 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+import msgspec
+
+from motet.service.database.store import MOST_OF_A_PAGE
 
 _MOST_LINES, _MOST_LOGS = 2**20, 1000
 """Known at once; a line takes 24 bytes."""
 _NO_PROBLEM = -1
-Rollout = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RolloutPage:
     """Some rollouts of a log, in its order."""
 
-    rollouts: Sequence[Rollout]
+    lines: Sequence[bytes]
     next: int | None
     """The place of the first one after them that fits."""
     problems: Sequence[int]
     """If there are no rollouts: those of the log, sorted."""
+
+
+class _Known(msgspec.Struct):
+    """What is known of a line; the rest of it is skipped."""
+
+    problem: int = _NO_PROBLEM
+    reward: float | None = None
 
 
 @dataclass
@@ -52,42 +61,37 @@ class RolloutLogs:
         """The least recently asked first."""
 
     def page(self, path: Path, fits: Callable[[int, float], bool], after: int, limit: int) -> RolloutPage:
-        """The first `limit` rollouts from a place on whose problem and reward fit.
+        """The first `limit` rollouts from a place on whose problem and reward fit; fewer if they are large.
 
         Raises FileNotFoundError if the log was deleted.
         """
-        found = list[tuple[int, Rollout | None]]()
+        found, size, rest = list[bytes](), 0, None
         with path.open("rb") as file, (log := self._known(path, file)).lock:
             for place in itertools.count(after):
-                new = None
-                while place >= len(log.problems):
-                    if (new := self._read_on(log, file)) is None:
-                        return self._of(log, file, found, None)
+                line = b""
+                while place >= len(log.problems) and (line := self._read_on(log, file)):
+                    pass
+                if place >= len(log.problems):
+                    break
                 if fits(log.problems[place], log.rewards[place]):
-                    if len(found) == limit:
-                        return self._of(log, file, found, place)
-                    found.append((place, new))
-        raise AssertionError  # the file ends
+                    begin, end = log.ends[place : place + 2]
+                    size += end - begin
+                    if found and (len(found) == limit or size > MOST_OF_A_PAGE):
+                        rest = place
+                        break
+                    file.seek(begin)
+                    found.append(line or file.read(end - begin))
+            return RolloutPage(found, rest, () if found else sorted(set(log.problems) - {_NO_PROBLEM}))
 
-    def _of(self, log: _Log, file: BinaryIO, found: list[tuple[int, Rollout | None]], rest: int | None) -> RolloutPage:
-        rollouts = [self._again(log, file, place) if new is None else new for place, new in found]
-        return RolloutPage(rollouts, rest, () if rollouts else sorted(set(log.problems) - {_NO_PROBLEM}))
-
-    def _again(self, log: _Log, file: BinaryIO, place: int) -> Rollout:
-        file.seek(log.ends[place])
-        return _parsed(file.read(log.ends[place + 1] - log.ends[place]))
-
-    def _read_on(self, log: _Log, file: BinaryIO) -> Rollout | None:
-        """Parse the first line that is not known; None at the end."""
+    def _read_on(self, log: _Log, file: BinaryIO) -> bytes:
+        """Look into the first line that is not known; empty at the end."""
         file.seek(log.ends[-1])
-        if not (line := file.readline()):
-            return None
-        rollout = _parsed(line)
-        reward = rollout.get("reward")
-        log.ends.append(log.ends[-1] + len(line))
-        log.problems.append(rollout.get("problem", _NO_PROBLEM))
-        log.rewards.append(float("nan") if reward is None else reward)
-        return rollout
+        if line := file.readline():
+            known = _parsed(line)
+            log.ends.append(log.ends[-1] + len(line))
+            log.problems.append(known.problem)
+            log.rewards.append(float("nan") if known.reward is None else known.reward)
+        return line
 
     def _known(self, path: Path, file: BinaryIO) -> _Log:
         status = os.fstat(file.fileno())
@@ -101,5 +105,5 @@ class RolloutLogs:
             return log
 
 
-def _parsed(line: bytes) -> Rollout:
-    return json.loads(line)  # type: ignore[no-any-return]
+def _parsed(line: bytes) -> _Known:
+    return msgspec.json.decode(line, type=_Known)

@@ -59,16 +59,19 @@ export async function ask(method, path, body, headers) {
 /** URL of a job's resources. */
 export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${rest}`;
 
-/** All stored versions of a job, oldest first. */
-export async function versionsOf(id) {
+/** The rows of a list, page by page, until there are `most`; `path` has a query. */
+export async function rowsOf(path, most = Infinity) {
   const all = [];
-  for (let after = ""; after !== null;) {
-    const {data, next} = await ask("GET", jobPath(id, `/versions${after && `?after=${after}`}`));
+  for (let after = ""; after !== null && all.length < most;) {
+    const {data, next} = await ask("GET", `${path}${after && `&after=${after}`}`);
     all.push(...data);
     after = next;
   }
   return all;
 }
+
+/** All stored versions of a job, oldest first. */
+export const versionsOf = id => rowsOf(jobPath(id, "/versions?limit=200"));
 
 /** Yield the server-sent events of a response as {id, event, data}; a keep-alive has no data. */
 export async function* streamed(response) {

@@ -1,5 +1,5 @@
 // Rollouts of a job at two steps, side by side.
-import {ask, jobPath} from "./api.js";
+import {ask, jobPath, rowsOf} from "./api.js";
 import {choice, el, fill, say} from "./dom.js";
 import {rolloutCard, scale} from "./tokens.js";
 import {measured} from "./words.js";
@@ -37,7 +37,7 @@ class Side {
   /** Rollouts of a step without tokens; cached, because they do not change. */
   async index(kind, step) {
     const key = `${kind} ${step}`;
-    if (!this.texts.has(key)) this.texts.set(key, (await ask("GET", jobPath(this.job, `/rollouts?purpose=${kind}&step=${step}&limit=1000`))).data);
+    if (!this.texts.has(key)) this.texts.set(key, await rowsOf(jobPath(this.job, `/rollouts?purpose=${kind}&step=${step}&limit=1000`), 1000));
     return this.texts.get(key);
   }
 
@@ -53,11 +53,11 @@ class Side {
 
   async load(kind, problem) {
     const asked = ++this.asked;
-    const answer = await ask("GET", jobPath(this.job, `/rollouts?purpose=${kind}&step=${this.step}&problem=${problem}&tokens=true&limit=100`));
+    const list = await rowsOf(jobPath(this.job, `/rollouts?purpose=${kind}&step=${this.step}&problem=${problem}&tokens=true&limit=100`), 100);
     if (asked !== this.asked) return;
-    const scored = answer.data.map(one => one.reward).filter(Number.isFinite);
+    const scored = list.map(one => one.reward).filter(Number.isFinite);
     say(this.mean, scored.length ? `mean reward ${measured(scored.reduce((sum, one) => sum + one, 0) / scored.length)}` : "");
-    fill(this.list, answer.data.length ? answer.data.map(one => rolloutCard(one)) : el("p", {class: "soft"}, "This problem is not among those of this step."));
+    fill(this.list, list.length ? list.map(one => rolloutCard(one)) : el("p", {class: "soft"}, "This problem is not among those of this step."));
   }
 }
 
