@@ -155,7 +155,7 @@ def test_postgres_is_copied_and_put_back_by_its_own_programs(postgres, tmp_path)
             restore(tmp_path / "copy", tmp_path / "again", "", silent)
         restore(tmp_path / "copy", tmp_path / "again", after, silent)
         store = Store(after)
-        assert [tenant for _, tenant in store.tenants.all_keys()] == ["team"]
+        assert [tenant for _, tenant in store.tenants.keys_of(None)] == ["team"]
         store.close()
 
 

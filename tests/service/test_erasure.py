@@ -22,7 +22,7 @@ def test_an_erased_tenant_is_gone_with_all_that_it_had_once_its_jobs_have_ended(
         house.recorder.record_state(opened["id"], JobState.RUNNING, "")
         house.recorder.record_step(opened["id"], {"step": 0, "loss": 0.1, "reward": 0.5, "tokens_sampled": 5})
         file = house.storage.upload(house.file["id"], "rows.jsonl")
-        (mine,) = (key.id for key, tenant in house.store.tenants.all_keys() if tenant == "us" and key.name == "ours")
+        (mine,) = (key.id for key, tenant in house.store.tenants.keys_of(None) if tenant == "us" and key.name == "ours")
         (us,) = house.store.scalars(select(Tenant.id).where(Tenant.name == "us"))
         sample = house.storage.samples(us) / "sample-1"
         sample.parent.mkdir(parents=True, exist_ok=True)

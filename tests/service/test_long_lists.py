@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from sqlalchemy import event
@@ -137,12 +138,50 @@ def test_a_page_of_large_rollouts_is_short_and_its_tokens_are_not_parsed(house: 
         log.unlink()
 
 
-def filtered(house: House, path: str) -> list[Json]:
-    """All rollouts, page by page."""
+def test_accounts_tenants_and_keys_come_in_pages(house: House) -> None:
+    """Each grows with what was stored: lines of usage stay when their job is deleted."""
+    owner, service = house.store.tenants.made("us").id, house.service
+    used = jobs(house, "used")
+    for base in ("", "small", "former"):
+        service.ledger.window(f"of {base}", 1, {**dict.fromkeys(used, 7), "": 3, f"answers/{owner}": 5}, base=base)
+    for n in range(MANY):
+        house.store.tenants.create_key(f"many-{n}", f"{n}", "member")
+    with motet.Client(str(house.http.base_url), house.keys["admin"]) as client:
+        for path, few, every in (
+            ("/v1/usage?by=job", 100, client.usage()),
+            ("/v1/usage?by=day&by=job&by=base", 100, client.usage(["day", "job", "base"])),
+            ("/v1/usage?by=base", 1, client.usage(["base"])),
+            ("/v1/usage?by=tenant&tenant=us", 1, client.usage(["tenant"], tenant="us")),
+            ("/v1/tenants?", 100, client.tenants()),
+            ("/v1/keys?", 100, client.keys()),
+        ):
+            found = filtered(house, f"{path}&limit={few}", "admin")
+            assert found == house.ask("GET", f"{path}&limit=1000", "admin").json()["data"]
+            assert found == [one.model_dump(mode="json") for one in every]
+            assert len(house.ask("GET", f"{path}&limit=1", "admin").json()["data"]) == 1
+        lines = client.usage(["job", "base"])
+        assert [line.kind for line in lines] == ["completions", *["job"] * MANY, "idle"]
+        microseconds = {round(1e6 * line.device_seconds) for line in lines}
+        assert microseconds == {3 * 7, 3 * 5, 3 * 3}, "a base that had several names has one line"
+        table = client.usage_csv()
+        assert table == house.ask("GET", "/v1/usage?format=csv&limit=100", "admin").text, "of all pages"
+        assert len(table.splitlines()) == 1 + len(lines)
+    names = [one["name"] for one in filtered(house, "/v1/tenants?limit=100", "admin")]
+    assert names == sorted(names)
+    assert {"us", "them", *(f"many-{n}" for n in range(MANY))} <= set(names)
+    for path in ("usage?after=x", "usage?after=1/2/3", "keys?after=x", "tenants?limit=0", "usage?limit=1001"):
+        house.refused(422, "GET", f"/v1/{path}", "admin")
+    with calls(own_thread=True) as counted:
+        assert len(service.ledger.page(None, limit=2)[0]) == len(service.quotas.used(limit=2)) == 2
+    assert (counted["_line"], counted["Quotas._with"]) == (2, 2)
+
+
+def filtered(house: House, path: str, key: str = "ours") -> list[Json]:
+    """All rows, page by page."""
     rows = list[Json]()
     after: str | None = ""
     while after is not None:
-        answer = house.ask("GET", path + (after and f"&after={after}")).json()
+        answer = house.ask("GET", path + (after and f"&after={quote(after)}"), key).json()
         assert answer["data"]
         rows += answer["data"]
         after = answer["next"]

@@ -70,7 +70,7 @@ def operations(house: House) -> Iterator[tuple[str, str, Json]]:
 
 def filled(house: House, path: str) -> str:
     """A path with the names of `ours`."""
-    key = next(one for one, _ in house.store.tenants.all_keys() if one.name == "revoked")
+    key = next(one for one, _ in house.store.tenants.keys_of(None) if one.name == "revoked")
     known = {"job": house.job["id"], "file": house.file["id"], "key": key.id, "version": "latest", "word": "pause"}
     known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w", "episode": "e"}
     known |= {"model": "ended@latest"}

@@ -64,12 +64,12 @@ def test_no_sign_in_and_no_end_of_a_key_is_without_its_record(tmp_path: Path) ->
         assert records == [("revoke key", key.id, who.name), ("sign in", key.id, "ann")]
         with store.transaction() as session:
             session.execute(text("DROP TABLE audit"))
-        before = [one.id for one, _ in tenants.all_keys()]
+        before = [one.id for one, _ in tenants.keys_of(None)]
         with pytest.raises(OperationalError):
             tenants.sign_in("us", "ann", "member", now() + 60, "ann")
         with pytest.raises(OperationalError):
             tenants.revoke_key(who.key_id, who)
-        assert [one.id for one, _ in tenants.all_keys()] == before == [who.key_id]
+        assert [one.id for one, _ in tenants.keys_of(None)] == before == [who.key_id]
 
 
 # --- a hundred thousand jobs ------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_n
             connection.exec_driver_sql(line)
     for _ in range(2):  # also when it is there already
         store = Store(url)
-        (used,) = Ledger(store).report(None)
+        (used,) = Ledger(store).page(None)[0]
         assert (used.tokens_trained, used.device_seconds, used.cpu_seconds) == (3, 4.0, 0.0)
         with store.transaction() as session:
             limits = {one.tenant_id: one.given for one in session.scalars(select(TenantLimits))}
@@ -348,7 +348,7 @@ def test_a_key_opens_until_it_is_revoked_or_expires(store: Store, url: str) -> N
     later, _ = store.tenants.create_key("us", "later", "member", now() + 60)
     _, past = store.tenants.create_key("us", "past", "member", now() - 1)
     assert store.tenants.who(past) is None
-    assert [(one.name, tenant) for one, tenant in store.tenants.all_keys()] == [
+    assert [(one.name, tenant) for one, tenant in store.tenants.keys_of(None)] == [
         ("laptop", "us"),
         ("later", "us"),
         ("past", "us"),
@@ -406,7 +406,7 @@ def test_a_key_that_is_being_revoked_makes_no_other(store: Store, url: str, way:
         with pytest.raises(StoreError, match=r"revoked meanwhile|no such key"):
             made.result(PATIENCE)
     others.dispose()
-    assert [key.id for key, _ in store.tenants.all_keys() if key.revoked is None] == [other.id]
+    assert [key.id for key, _ in store.tenants.keys_of(None) if key.revoked is None] == [other.id]
 
 
 @pytest.mark.parametrize(
@@ -429,7 +429,7 @@ def test_a_key_that_is_made_while_its_maker_is_revoked_ends_too(store: Store, wa
     with before_write(store, number, make):
         assert store.tenants.revoke_key(maker.id)
     assert len(made) == 1
-    assert [key.name for key, _ in store.tenants.all_keys() if key.revoked is None] == []
+    assert [key.name for key, _ in store.tenants.keys_of(None) if key.revoked is None] == []
 
 
 def test_a_tenant_is_made_once_by_many_at_once(store: Store) -> None:

@@ -252,7 +252,7 @@ def _greet(app: FastAPI, address: str) -> None:
 
     console = plain_console()
     settings, tenants = app.state.service.settings, app.state.service.store.tenants
-    if not settings.open_to_all and not tenants.all_keys():
+    if not settings.open_to_all and not tenants.keys_of(None, limit=1):
         _, key = tenants.create_key("admin", "first", "admin")
         shown = Text.assemble("the first admin key; it is shown only once: ", (key, "bold"))
         console.print(shown, soft_wrap=True)

@@ -63,7 +63,7 @@ export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${re
 export async function rowsOf(path, most = Infinity) {
   const all = [];
   for (let after = ""; after !== null && all.length < most;) {
-    const {data, next} = await ask("GET", `${path}${after && `&after=${after}`}`);
+    const {data, next} = await ask("GET", `${path}${after && `&after=${encodeURIComponent(after)}`}`);
     all.push(...data);
     after = next;
   }

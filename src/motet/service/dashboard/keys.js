@@ -1,5 +1,5 @@
 // API keys that the user may see: creates and revokes them. The text of a key is shown once.
-import {ask} from "./api.js";
+import {ask, rowsOf} from "./api.js";
 import {el, fill, say, sure} from "./dom.js";
 import {age, clock} from "./words.js";
 
@@ -54,8 +54,7 @@ export function keysPage({me}) {
   }
 
   async function refresh() {
-    const {data} = await ask("GET", "v1/keys");
-    fill(body, data.reverse().map(row));
+    fill(body, (await rowsOf("v1/keys?limit=1000")).reverse().map(row));
   }
 
   async function make() {

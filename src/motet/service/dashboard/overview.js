@@ -1,5 +1,5 @@
 // All jobs: their rewards in one chart, a table, and the device time of today.
-import {ask, jobPath} from "./api.js";
+import {ask, jobPath, rowsOf} from "./api.js";
 import {Chart, curves, dot, look} from "./charts.js";
 import {add, arrange, choice, el, explain, fill, say} from "./dom.js";
 import {age, count, FINAL, measured, notes, span} from "./words.js";
@@ -177,7 +177,7 @@ function makeDevice(board) {
     if (Date.now() - asked < USAGE_EVERY) return;
     asked = Date.now();
     const today = new Date().toISOString().slice(0, 10);
-    await ask("GET", `v1/usage?by=job&since=${today}`).then(answer => draw(answer.data), () => {});
+    await rowsOf(`v1/usage?by=job&since=${today}`).then(draw, () => {});
   }};
 }
 

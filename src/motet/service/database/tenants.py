@@ -12,7 +12,20 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from sqlalchemy import BindParameter, ColumnElement, Float, and_, bindparam, delete, func, not_, or_, select, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Float,
+    and_,
+    bindparam,
+    delete,
+    func,
+    not_,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -22,6 +35,8 @@ from motet.service.database.tables import AuditEntry, ClosedTenant, Key, Tenant,
 
 MOST_SIGN_INS = 20
 """Most open sign-ins per person."""
+PLACE_OF_KEY = r"^([0-9]{1,15}\.[0-9]{1,20}/[0-9A-Za-z_.-]{1,60})?$"
+"""A place in a list of keys: the key after which to go on."""
 MOST_KEYS = 1000
 """Most keys of a tenant that have not ended, without sign-ins; also the most ended ones in a list."""
 PREFIX = "mk-"
@@ -255,17 +270,21 @@ class Tenants:
             self.revoke_key(key_id)
         return made
 
-    def all_keys(self, *which: ColumnElement[bool]) -> list[tuple[Key, str]]:
-        """Keys with their tenants' names, oldest first: the good ones, and the newest ended ones without sign-ins."""
-        query, good = _WITH_TENANT.where(*which), _good()
-        ended = query.where(not_(good), Key.person.is_(None)).order_by(Key.created.desc(), Key.id.desc())
-        with self._transaction() as session:
-            rows = [*session.execute(query.where(good)), *session.execute(ended.limit(MOST_KEYS))]
-        return sorted(((key, tenant) for key, tenant in rows), key=lambda one: (one[0].created, one[0].id))
+    def keys_of(self, who: Principal | None, after: str = "", limit: int = MOST_KEYS) -> list[tuple[Key, str]]:
+        """Keys with their tenants' names, oldest first: the good ones, and the newest ended ones without sign-ins.
 
-    def keys_of(self, who: Principal) -> list[tuple[Key, str]]:
-        """The keys that a principal may see and revoke: an admin all, a tenant's admin the tenant's, others their own."""
-        return self.all_keys(*_seen_by(who))
+        They are those that a principal may see and revoke: an admin (or None) all, a tenant's admin the tenant's, others
+        their own. `after` is empty, or matches `PLACE_OF_KEY`.
+        """
+        place, seen = (Key.created, Key.id), [] if who is None else _seen_by(who)
+        ended = select(Key.id).where(*seen, not_(_good()), Key.person.is_(None))
+        newest = ended.order_by(*(one.desc() for one in place)).limit(MOST_KEYS)
+        query = _WITH_TENANT.where(*seen, or_(_good(), Key.id.in_(newest)))
+        if after:
+            created, key_id = after.split("/")
+            query = query.where(tuple_(*place) > (float(created), key_id))
+        with self._transaction() as session:
+            return [(key, tenant) for key, tenant in session.execute(query.order_by(*place).limit(limit))]
 
     def key_of(self, who: Principal, key_id: str) -> tuple[Key, str] | None:
         """One of these keys, with its tenant's name."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
+from collections.abc import AsyncIterator, Callable
 from datetime import date
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 
 from motet.config.service import LimitsConfig
 from motet.service.database.store import Store
 from motet.service.database.tables import Key, now
-from motet.service.database.tenants import Principal
+from motet.service.database.tenants import PLACE_OF_KEY, Principal
 from motet.service.depends import Admin, Asker, KeyEnder, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.http.pages import page
@@ -21,8 +23,10 @@ from motet.service.http.rights import check_new
 from motet.service.routing import TenantRoute
 from motet.service.schemas import ApiKey, AuditEntries, AuditEntry, KeyRequest, Keys, NewKey
 from motet.service.schemas.usage import By, Erased, TenantInfo, Tenants, UsageLine, UsageReport
+from motet.service.tenants.ledger import PLACE
 
 router = APIRouter(prefix="/v1", route_class=TenantRoute)
+Limit = Annotated[int, Query(ge=1, le=1000)]
 _DAY = 86400.0
 
 
@@ -48,12 +52,20 @@ def create(who: Asker, service: ServiceDep, wanted: KeyRequest) -> NewKey:
 
 
 @router.get("/keys", tags=["keys"])
-def list_keys(who: Asker, service: ServiceDep) -> Keys:
+def list_keys(
+    who: Asker,
+    service: ServiceDep,
+    after: Annotated[str, Query(pattern=PLACE_OF_KEY, description="`next` of the previous page.")] = "",
+    limit: Limit = 1000,
+) -> Keys:
     """List keys without their texts: your own and those that it created. Admins see those of their tenant, or all.
 
     Of ended keys, the list has the newest 1,000.
     """
-    return Keys(data=[_shown(key, tenant) for key, tenant in service.store.tenants.keys_of(who)])
+    keys = service.store.tenants.keys_of(who, after, limit + 1)
+    last = keys[limit - 1][0] if len(keys) > limit else None
+    following = None if last is None else f"{last.created!r}/{last.id}"
+    return Keys(data=[_shown(key, tenant) for key, tenant in keys[:limit]], next=following)
 
 
 @router.post("/keys/{key}/rotate", status_code=201, tags=["keys"])
@@ -80,7 +92,7 @@ def list_entries(
     service: ServiceDep,
     tenant: Annotated[str | None, Query(max_length=100, description="Only of this tenant.")] = None,
     after: Annotated[str | None, Query(pattern=r"^[0-9]{1,15}$", description="`next` of the previous page.")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    limit: Limit = 100,
 ) -> AuditEntries:
     """List changes, newest first. Every change over HTTP is recorded."""
     known = None if tenant is None else service.store.tenants.find(tenant)
@@ -97,9 +109,15 @@ def list_entries(
 
 
 @router.get("/tenants", tags=["tenants"])
-def list_tenants(who: Admin, service: ServiceDep) -> Tenants:
-    """List all tenants with limits and usage."""
-    return Tenants(data=service.quotas.used())
+def list_tenants(
+    who: Admin,
+    service: ServiceDep,
+    after: Annotated[str, Query(max_length=100, description="`next` of the previous page.")] = "",
+    limit: Limit = 1000,
+) -> Tenants:
+    """List tenants by name, with limits and usage."""
+    found = service.quotas.used(after=after, limit=limit + 1)
+    return Tenants(data=found[:limit], next=found[limit - 1].name if len(found) > limit else None)
 
 
 @router.put("/tenants/{tenant}/limits", tags=["tenants"])
@@ -151,20 +169,27 @@ def usage(
     tenant: Annotated[
         str | None, Query(max_length=100, description="The tenant's name; default for admins: all.")
     ] = None,
-    form: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
+    form: Annotated[Literal["json", "csv"], Query(alias="format", description="CSV has all pages.")] = "json",
+    after: Annotated[str, Query(pattern=PLACE, description="`next` of the previous page.")] = "",
+    limit: Limit = 1000,
 ) -> Response:
     """Get tokens and device time of your tenant. Admins see all tenants, and unassigned time."""
-    based = "base" in by or (service.bases.several and "job" in by)
-    lines = service.ledger.report(
-        _whose(service.store, who, tenant),
-        by,
-        None if since is None else since.isoformat(),
-        None if until is None else until.isoformat(),
-        service.bases.called if based else None,
-    )
+    whose, days = _whose(service.store, who, tenant), [one and one.isoformat() for one in (since, until)]
+    called = service.bases.called if "base" in by or (service.bases.several and "job" in by) else None
+
+    def read(after: str) -> tuple[list[UsageLine], str | None]:
+        return service.ledger.page(whose, by, *days, called, after, limit)
+
+    async def tables() -> AsyncIterator[str]:
+        place: str | None = after
+        while place is not None:
+            text, place = await service.answer_threads.run(who.tenant_id, functools.partial(_table, read, place))
+            yield text
+
     if form == "csv":
-        return Response(_table(lines), media_type="text/csv")
-    return page(UsageReport(data=[]), lines)
+        return StreamingResponse(tables(), media_type="text/csv")
+    lines, following = read(after)
+    return page(UsageReport(data=[], next=following), lines)
 
 
 def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:
@@ -177,12 +202,13 @@ def _whose(store: Store, who: Principal, tenant: str | None) -> str | None:
     return known.id
 
 
-def _table(lines: list[UsageLine]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(UsageLine.model_fields), lineterminator="\n")
-    writer.writeheader()
+def _table(read: Callable[[str], tuple[list[UsageLine], str | None]], after: str) -> tuple[str, str | None]:
+    lines, following = read(after)
+    writer = csv.DictWriter(text := io.StringIO(), list(UsageLine.model_fields), lineterminator="\n")
+    if not after:
+        writer.writeheader()
     writer.writerows(line.model_dump() for line in lines)
-    return text.getvalue()
+    return text.getvalue(), following
 
 
 def _visible(store: Store, who: Principal, key_id: str, *, ends: bool = False) -> tuple[Key, str]:

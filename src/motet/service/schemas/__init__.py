@@ -250,6 +250,8 @@ class Keys(Answer):
     """Keys, oldest first."""
 
     data: list[ApiKey]
+    next: str | None
+    """Send it as `after` for the next page; null on the last."""
 
 
 def _printable(text: str) -> str:

@@ -42,6 +42,8 @@ class UsageReport(Answer):
     """Usage lines, grouped as requested."""
 
     data: list[UsageLine]
+    next: str | None
+    """Send it as `after` for the next page; null on the last."""
 
 
 class TenantInfo(Answer):
@@ -70,6 +72,8 @@ class Tenants(Answer):
     """Tenants by name."""
 
     data: list[TenantInfo]
+    next: str | None
+    """Send it as `after` for the next page; null on the last."""
 
 
 class Erased(Answer):

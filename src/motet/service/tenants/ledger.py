@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from sqlalchemy import bindparam, event, func, select, update
+from sqlalchemy import bindparam, case, event, func, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from motet.runtime.meter import COMPLETIONS, IDLE
-from motet.service.database.store import AWAY, IN_PARTS, Store, find_job
+from motet.service.database.store import AWAY, Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage
 from motet.service.schemas.usage import By, UsageLine
 
@@ -39,8 +39,11 @@ _USED = (
     .where(Usage.day == bindparam("day"))
     .group_by(Usage.tenant_id)
 )
-_USED_BY_ONE = _USED.where(Usage.tenant_id == bindparam("tenant_id"))
+_USED_BY = _USED.where(Usage.tenant_id.in_(bindparam("tenants", expanding=True)))
 """Made once: most chats ask it."""
+PLACE = r"^([0-9-]{0,10}/[01][^/]{0,100}/[^/]{0,40}/.{0,1000})?$"
+"""A place among lines of usage: the day, the tenant, the job and the base after which to go on."""
+_PLACE = ("day", "whose", "job", "called")
 
 
 def today() -> str:
@@ -177,13 +180,13 @@ class Ledger:
                 self.count_completion(*asked, *tokens)  # kept for the next call, when the database may be back
             raise
 
-    def used_today(self, tenant_id: str | None = None) -> dict[str, UsedToday]:
-        """Usage of the current day by tenant id, of all tenants or of one."""
-        which = {"day": self.day()} | ({} if tenant_id is None else {"tenant_id": tenant_id})
+    def used_today(self, *tenants: str) -> dict[str, UsedToday]:
+        """Usage of the current day by tenant id, of these tenants, or of all."""
+        which = {"day": self.day(), **({"tenants": tenants} if tenants else {})}
         with self._store.transaction() as session:
             return {
                 str(row[0]): UsedToday(int(row[1]), int(row[2]) / 1e6, int(row[3]) / 1e6)
-                for row in session.execute(_USED if tenant_id is None else _USED_BY_ONE, which)
+                for row in session.execute(_USED_BY if tenants else _USED, which)
             }
 
     def used_lately(self, tenant_id: str) -> UsedToday:
@@ -222,51 +225,52 @@ class Ledger:
         query = query.where(Usage.job_id == job_id)
         return int(self._store.scalar(query) or 0)
 
-    def report(
+    def page(
         self,
         tenant_id: str | None,
         by: Sequence[By] = ("job",),
         since: str | None = None,
         until: str | None = None,
         called: Callable[[str], str] | None = None,
-    ) -> list[UsageLine]:
-        """Usage lines of a tenant or, with None, of all and of the idle device; `since` and `until` are days.
+        after: str = "",
+        limit: int = 1000,
+    ) -> tuple[list[UsageLine], str | None]:
+        """Usage lines of a tenant or, with None, of all and of the idle device, and the place after which there are more.
 
-        `called` maps a stored base to its current name; without it, lines have no base.
+        `since` and `until` are days. `called` maps a stored base to its current name; without it, lines have no base.
+        `after` matches `PLACE`.
         """
-        columns: list[Any] = [
-            Usage.tenant_id,
-            *([Usage.day] if "day" in by else ()),
-            *([Usage.job_id] if "job" in by else ()),
-            *([Usage.base] if called is not None else ()),
+        wanted = [
+            *([] if tenant_id is None else [Usage.tenant_id == tenant_id]),
+            *([] if since is None else [Usage.day >= since]),
+            *([] if until is None else [Usage.day <= until]),
         ]
-        sums = [func.sum(getattr(Usage, name)).label(name) for name in _COUNTS]
-        query = select(Tenant.name, func.max(Usage.job_name).label("job_name"), *columns, *sums)
-        query = query.outerjoin(Tenant, Tenant.id == Usage.tenant_id).group_by(Tenant.name, *columns)
-        for wanted in (
-            None if tenant_id is None else Usage.tenant_id == tenant_id,
-            None if since is None else Usage.day >= since,
-            None if until is None else Usage.day <= until,
-        ):
-            query = query if wanted is None else query.where(wanted)
+        place: dict[str, Any] = {
+            **({"day": Usage.day} if "day" in by else {}),
+            "whose": case((Tenant.name.is_(None), "1"), else_="0" + Tenant.name),  # idle time last
+            **({"job": Usage.job_id} if "job" in by else {}),
+        }
         with self._store.transaction() as session:
-            rows = [row._mapping for row in session.execute(query, execution_options=IN_PARTS)]
-        lines: dict[tuple[Any, ...], UsageLine] = {}
-        for row in rows:
-            line = _line(row, by, None if called is None else called(row["base"]))
-            whose = (line.day or "", line.tenant is None, line.tenant or "", line.job or "", line.base or "")
-            lines[whose] = line if (same := lines.get(whose)) is None else _sum(same, line)
-        return [lines[whose] for whose in sorted(lines)]
+            if called is not None:
+                stored = session.scalars(select(Usage.base).where(*wanted).distinct())
+                names = {base: called(base) for base in stored} or {"": ""}
+                place["called"] = case(names, value=Usage.base, else_="")
+            sums = [func.sum(getattr(Usage, name)).label(name) for name in _COUNTS]
+            query = select(Tenant.name, func.max(Usage.job_name).label("job_name"), *sums)
+            query = query.add_columns(*(column.label(name) for name, column in place.items()))
+            query = query.outerjoin(Tenant, Tenant.id == Usage.tenant_id).where(*wanted)
+            groups = [name if name == "called" else column for name, column in place.items() if name != "whose"]
+            query = query.group_by(Usage.tenant_id, Tenant.name, *groups)
+            if after:
+                known = dict(zip(_PLACE, after.split("/", len(_PLACE) - 1), strict=True))
+                query = query.where(tuple_(*place.values()) > tuple_(*(known[name] for name in place)))
+            rows = [row._mapping for row in session.execute(query.order_by(*place).limit(limit + 1))]
+        following = "/".join(rows[limit - 1].get(name, "") for name in _PLACE) if len(rows) > limit else None
+        return [_line(row, by) for row in rows[:limit]], following
 
 
-def _sum(one: UsageLine, other: UsageLine) -> UsageLine:
-    """Add two lines stored under two names of one base."""
-    names = ("tokens_prompt", "tokens_sampled", "tokens_trained", "device_seconds", "cpu_seconds")
-    return one.model_copy(update={name: getattr(one, name) + getattr(other, name) for name in names})
-
-
-def _line(row: Mapping[Any, Any], by: Sequence[By], base: str | None) -> UsageLine:
-    job = str(row.get("job_id") or "")
+def _line(row: Mapping[Any, Any], by: Sequence[By]) -> UsageLine:
+    job = str(row.get("job") or "")
     kind: Literal["job", "completions", "idle", "all"] = "job" if job else "completions"
     if row["name"] is None and not job:
         kind = "idle"
@@ -283,7 +287,7 @@ def _line(row: Mapping[Any, Any], by: Sequence[By], base: str | None) -> UsageLi
         tokens_trained=int(row["tokens_trained"]),
         device_seconds=int(row["microseconds"]) / 1e6,
         cpu_seconds=int(row["cpu_microseconds"]) / 1e6,
-        base=base,
+        base=row.get("called"),
     )
 
 

@@ -95,14 +95,14 @@ class Quotas:
         known = {name: value for name, value in given.items() if name in LimitsConfig.model_fields}
         return LimitsConfig.model_validate({**self._defaults.model_dump(), **known})
 
-    def used(self, name: str | None = None) -> list[TenantInfo]:
-        """Limits and usage of all tenants, or of one, by name."""
+    def used(self, name: str | None = None, *, after: str = "", limit: int = 1) -> list[TenantInfo]:
+        """Limits and usage of a tenant, or of the first tenants by name after one."""
         query = select(Tenant, TenantLimits.given).outerjoin(TenantLimits, TenantLimits.tenant_id == Tenant.id)
-        query = query if name is None else query.where(Tenant.name == name)
+        query = query.where(Tenant.name > after if name is None else Tenant.name == name)
         with self._store.transaction() as session:
-            rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name))]
+            rows = [(row[0], row[1]) for row in session.execute(query.order_by(Tenant.name).limit(limit))]
         ids = [tenant.id for tenant, _ in rows]
-        today, stored, jobs = self._ledger.used_today(), self.stored.of_each(ids), self._open_jobs(ids)
+        today, stored, jobs = self._ledger.used_today(*ids), self.stored.of_each(ids), self._open_jobs(ids)
         return [
             TenantInfo(
                 id=tenant.id,
