@@ -30,6 +30,7 @@ from motet.service.answers import Asks, ask
 from motet.service.database.store import Store
 from motet.service.http.auth import RateLimit
 from motet.service.jobs.handover import Handover
+from motet.service.schemas.usage import UsageLine
 from motet.service.tenants.ledger import Ledger, today
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tinker.futures import Futures
@@ -181,6 +182,12 @@ def test_usage_is_kept_once_and_told_by_job_day_and_tenant(store: Store) -> None
         ("2026-03-02", sort.id, 1),
     ]
     assert [one.tokens_sampled for one in ledger.page(us.tenant_id, by=["tenant"], until=DAY)[0]] == [10]
+    every, none = ledger.page(None, ["day", "job", "base"], called=lambda base: base or "small")
+    found, after = list[UsageLine](), ""
+    for _ in every:
+        (line,), more = ledger.page(None, ["day", "job", "base"], None, None, lambda base: base or "small", after, 1)
+        found, after = [*found, line], more or "the end"
+    assert (found, none, after) == (every, None, "the end")
     store.delete_job(sort.id)
     assert [one.name for one in ledger.page(us.tenant_id)[0]] == [None, "sort"]
     assert ledger.window("two", 2, {sort.id: 5})

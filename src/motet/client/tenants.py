@@ -30,7 +30,7 @@ class TenantMethods(Connection):
 
     async def keys(self) -> list[ApiKey]:
         """Keys without their texts, oldest first: your own and those made with it; with an admin key, all."""
-        return [one async for one in self._all_pages(Keys, "/v1/keys")]
+        return [key async for key in self._all_pages(Keys, "/v1/keys")]
 
     async def revoke_key(self, key: str) -> None:
         """Revoke a key by its id, and those created with it."""
@@ -44,8 +44,8 @@ class TenantMethods(Connection):
         self, by: Sequence[By] = ("job",), since: Day = None, until: Day = None, tenant: str | None = None
     ) -> list[UsageLine]:
         """Tokens and device time by job, day or tenant, from a day to another (both included, UTC); admins see all tenants."""
-        pages = self._all_pages(UsageReport, "/v1/usage", **_usage_params(by, since, until, tenant))
-        return [one async for one in pages]
+        params = _usage_params(by, since, until, tenant)
+        return [line async for line in self._all_pages(UsageReport, "/v1/usage", **params)]
 
     async def usage_csv(
         self, by: Sequence[By] = ("job",), since: Day = None, until: Day = None, tenant: str | None = None
@@ -60,7 +60,7 @@ class TenantMethods(Connection):
 
     async def tenants(self) -> list[TenantInfo]:
         """All tenants with their limits and usage; needs an admin key."""
-        return [one async for one in self._all_pages(Tenants, "/v1/tenants")]
+        return [tenant async for tenant in self._all_pages(Tenants, "/v1/tenants")]
 
     async def set_limits(self, tenant: str, limits: Mapping[str, Any]) -> TenantInfo:
         """Set all limits of a tenant: None means no limit, and limits that you leave out get defaults. Needs an admin key."""

@@ -12,20 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from sqlalchemy import (
-    BindParameter,
-    ColumnElement,
-    Float,
-    and_,
-    bindparam,
-    delete,
-    func,
-    not_,
-    or_,
-    select,
-    tuple_,
-    update,
-)
+from sqlalchemy import BindParameter, ColumnElement, Float, bindparam, delete, func, not_, or_, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -85,7 +72,7 @@ def digest(key: str) -> str:
 
 
 def _good(at: float | BindParameter[float] | None = None) -> ColumnElement[bool]:
-    return and_(Key.revoked.is_(None), or_(Key.expires.is_(None), Key.expires > (now() if at is None else at)))
+    return Key.revoked.is_(None) & or_(Key.expires.is_(None), Key.expires > (now() if at is None else at))
 
 
 _WHO = (
@@ -278,7 +265,7 @@ class Tenants:
         """
         place, seen = (Key.created, Key.id), [] if who is None else _seen_by(who)
         ended = select(Key.id).where(*seen, not_(_good()), Key.person.is_(None))
-        newest = ended.order_by(*(one.desc() for one in place)).limit(MOST_KEYS)
+        newest = ended.order_by(*(column.desc() for column in place)).limit(MOST_KEYS)
         query = _WITH_TENANT.where(*seen, or_(_good(), Key.id.in_(newest)))
         if after:
             created, key_id = after.split("/")

@@ -211,10 +211,8 @@ async def rollouts(
         for line in found.lines:  # values stay as they are written: one may have a hundred thousand tokens
             values: dict[str, Any] = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
             shown = {name: value for name, value in values.items() if name not in hidden}
-            if error := msgspec.json.decode(
-                shown.get("error", b"null")
-            ):  # one from a reward may contain its file's path
-                shown["error"] = service.storage.without_places(error)
+            if fault := msgspec.json.decode(shown.get("error", b"null")):  # of a reward: it may contain its file's path
+                shown["error"] = service.storage.without_places(fault)
             rows.append(msgspec.json.encode(shown))
         note = _without_rollouts(problem, found.problems, evals) if problem is not None and not (rows or after) else ""
         next_page = None if found.next is None else str(found.next)

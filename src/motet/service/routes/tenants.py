@@ -174,11 +174,11 @@ def usage(
     limit: Limit = 1000,
 ) -> Response:
     """Get tokens and device time of your tenant. Admins see all tenants, and unassigned time."""
-    whose, days = _whose(service.store, who, tenant), [one and one.isoformat() for one in (since, until)]
-    called = service.bases.called if "base" in by or (service.bases.several and "job" in by) else None
+    whose, based = _whose(service.store, who, tenant), "base" in by or (service.bases.several and "job" in by)
+    called = service.bases.called if based else None
 
     def read(after: str) -> tuple[list[UsageLine], str | None]:
-        return service.ledger.page(whose, by, *days, called, after, limit)
+        return service.ledger.page(whose, by, since, until, called, after, limit)
 
     async def tables() -> AsyncIterator[str]:
         place: str | None = after

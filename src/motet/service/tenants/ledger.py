@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from typing import Any, Literal
 
 from sqlalchemy import bindparam, case, event, func, select, tuple_, update
@@ -229,8 +229,8 @@ class Ledger:
         self,
         tenant_id: str | None,
         by: Sequence[By] = ("job",),
-        since: str | None = None,
-        until: str | None = None,
+        since: date | str | None = None,
+        until: date | str | None = None,
         called: Callable[[str], str] | None = None,
         after: str = "",
         limit: int = 1000,
@@ -242,8 +242,8 @@ class Ledger:
         """
         wanted = [
             *([] if tenant_id is None else [Usage.tenant_id == tenant_id]),
-            *([] if since is None else [Usage.day >= since]),
-            *([] if until is None else [Usage.day <= until]),
+            *([] if since is None else [Usage.day >= str(since)]),
+            *([] if until is None else [Usage.day <= str(until)]),
         ]
         place: dict[str, Any] = {
             **({"day": Usage.day} if "day" in by else {}),
