@@ -58,7 +58,7 @@ def diff(
     ] = None,
 ) -> None:
     """Show where two jobs differ: settings, base, data and code, held-out curves, answers."""
-    from motet.commands.diff import diff as show
+    from motet.commands.compare import diff as show
 
     show((first, second), rollouts=rollouts, step=step, limit=limit, report=report)
 

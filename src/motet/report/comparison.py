@@ -79,9 +79,6 @@ class Difference:
         return "better" if low > 0 else "worse"
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
-
-
 def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None = None) -> EvaluatedJob:
     """A job with the rollouts of its newest evaluation, or of the evaluation of a `version`.
 
@@ -99,7 +96,7 @@ def evaluated(record: JobRecord, rollouts: Iterable[Line], version: int | None =
     at = next(reversed(figures)) if version is None else version
     counts = dict(record.columns.get("eval/rollouts", Series()).known.points)
     answers = int(counts.get(at, len(lines)))
-    problems = {one: fmean(some) for one, some in rewards.items() if some}
+    problems = {problem: fmean(some) for problem, some in rewards.items() if some}
     return EvaluatedJob(record, at, figures[at], problems, len(lines), answers)
 
 
@@ -119,11 +116,15 @@ def by_problem(lines: Iterable[Line]) -> dict[str, list[Line]]:
     }
 
 
+def evaluated_at(path: Path, record: JobRecord, version: int) -> EvaluatedJob:
+    """`evaluated` of a job's directory."""
+    return evaluated(record, read_lines(path / "rollouts" / f"eval-{version}.jsonl"), version)
+
+
 def read_evaluated(path: Path) -> EvaluatedJob:
-    """A job's directory."""
+    """The newest evaluation of a job's directory."""
     record = read_job(path)
-    version = int(record.evaluations.xs[-1]) if record.evaluations.xs else 0
-    return evaluated(record, read_lines(path / "rollouts" / f"eval-{version}.jsonl"))
+    return evaluated_at(path, record, int(record.evaluations.xs[-1]) if record.evaluations.xs else 0)
 
 
 def side_of_job(name: str, job: EvaluatedJob) -> Side:
@@ -155,9 +156,6 @@ def sides_of_run(run: RunRecord) -> list[Side]:
             keyed[task, seed_of(job.name) or f"#{nth}"] = read_evaluated(run.path / job.name)
         sides.append(Side(name if swept else common_name([job.name for job in jobs]), keyed))
     return sides
-
-
-# --- comparing ---------------------------------------------------------------------------------------------------
 
 
 def compare(sides: Sequence[Side], *, best_first: bool) -> list[Difference]:
@@ -206,10 +204,10 @@ def _notes(job: EvaluatedJob, other: EvaluatedJob) -> Iterable[str]:
     mine, others = job.problems.keys(), other.problems.keys()
     if mine != others and mine and others:
         yield f"{len(mine & others)} of {max(len(mine), len(others))} held-out problems are in both, and count"
-    for one in (job, other):
-        if 0 < one.read < one.answers:
+    for side in (job, other):
+        if 0 < side.read < side.answers:
             yield (
-                f"only the first {one.read:,} of the {one.answers:,} held-out answers of {one.record.name} were read, and "
+                f"only the first {side.read:,} of the {side.answers:,} held-out answers of {side.record.name} were read, and "
                 "count"
             )
     if job.version != other.version:
