@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from motet.commands.workers import shown_sum
 from motet.config.jobfile import parse_jobs
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED, of_config
 from motet.runtime.opening import check_identity, open_job
-from motet.runtime.source_sums import sum_of_code
 
 pytestmark = pytest.mark.tier1
 
@@ -153,15 +153,206 @@ def test_a_file_that_does_not_parse_counts_by_its_bytes(project: Path) -> None:
     assert "\n  util.py was edited" in changes(before, identity(project), project)
 
 
-def test_a_short_sum_of_code_is_of_what_it_does(project: Path) -> None:
+def test_the_sum_that_a_worker_shows_is_of_what_the_code_does(project: Path) -> None:
     name = str(project / "rewards.py")
-    before = sum_of_code(name)
-    assert before == sum_of_code(f"{name}:score") != ""
+    before = shown_sum(name)
+    assert before == shown_sum(f"{name}:score") != ""
     (project / "rewards.py").write_text("# a comment\n\n" + (project / "rewards.py").read_text())
-    assert sum_of_code(name) == before
+    assert shown_sum(name) == before
     (project / "util.py").write_text("def judge(text):\n    return 7\n")
-    assert sum_of_code(name) != before
-    assert sum_of_code("math:sqrt", str(project / "nowhere.py")) == ""
+    assert shown_sum(name) != before
+    assert shown_sum("math:sqrt", str(project / "nowhere.py")) == ""
+
+
+# --- what a job's function reaches ---------------------------------------------------------------------------------------
+
+REACHED = {
+    "rewards.py": """
+        import functools, util
+        from dataclasses import dataclass, field
+        from package import late as after
+        from util import judge as rate, other
+        from stars import *
+
+        SCALE = 2
+
+
+        def score(problem, completion):
+            def inner(text):
+                return rate(text)
+
+            return functools.partial(inner, completion)() + after.bonus() + starred() + Judge().rules[0]
+
+
+        def spare(problem, completion):
+            from package import extra
+
+            return extra.f(other(completion))
+
+
+        def make():
+            return [1]
+
+
+        class Base:
+            @staticmethod
+            def base():
+                return 1
+
+
+        @dataclass
+        class Judge(Base):
+            rules: list = field(default_factory=make)
+            strict = False
+
+
+        class Spare:
+            kept = 1
+
+            def look(self):
+                return spare(1, 2)
+
+
+        def twice(function):
+            return function
+        """,
+    "util.py": "W = 1\n\n\ndef judge(text):\n    return W\n\n\ndef other(text):\n    return 2\n",
+    "stars.py": "def starred():\n    return 1\n\n\ndef unstarred():\n    return 2\n",
+    "package/__init__.py": "",
+    "package/late.py": "def bonus():\n    return 1\n\n\ndef malus():\n    return 2\n",
+    "package/extra.py": "def f(x):\n    return x\n",
+}
+
+
+@pytest.fixture
+def reaching(project: Path) -> Path:
+    for name, text in REACHED.items():
+        (project / name).write_text(textwrap.dedent(text).lstrip())
+    return project
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        (
+            "rewards.py",
+            "class Base",
+            "def second(problem, completion):\n    return judge(completion) + 7\n\n\nclass Base",
+        ),
+        ("rewards.py", "return extra.f(other", "return 3 * extra.f(other"),
+        ("rewards.py", "from package import extra", "from package import late as extra"),
+        ("rewards.py", "kept = 1", "kept = 2"),
+        ("rewards.py", "return spare(1, 2)", "return spare(2, 1)"),
+        ("rewards.py", "class Spare:\n    kept = 1\n", "class Spare:"),
+        ("rewards.py", "return function\n", "return lambda: function\n"),
+        ("rewards.py", "class Spare", "class Other:\n    def look(self):\n        return 'a door'\n\n\nclass Spare"),
+        ("util.py", "return 2", "return 3"),
+        ("util.py", "def other", "async def more(text):\n    return [text]\n\n\ndef other"),
+        ("stars.py", "return 2", "return 3"),
+        ("package/late.py", "return 2", "return 3"),
+        ("package/extra.py", "return x", "return x + 1"),
+        ("game.py", "class Game", "class Chess:\n    def look(self):\n        return 'a wall'\n\n\nclass Game"),
+    ],
+)
+def test_what_no_function_of_the_job_reaches_is_no_change(file: str, old: str, new: str, reaching: Path) -> None:
+    before = identity(reaching)
+    edit(reaching / file, old, new)
+    now = identity(reaching)
+    assert changes(before, now, reaching) == ""
+    assert changes(now, before, reaching / "back") == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "told"),
+    [
+        ("rewards.py", "SCALE = 2", "SCALE = 3", "rewards.py:7 was edited"),
+        ("rewards.py", "return rate(text)", "return 2 * rate(text)", "rewards.py:12 was edited"),
+        ("rewards.py", "inner, completion", "inner, problem", "rewards.py:14 was edited"),
+        ("rewards.py", "return [1]", "return [2]", "rewards.py:24 was edited"),
+        ("rewards.py", "        return 1\n", "        return 2\n", "rewards.py:30 was edited"),
+        ("rewards.py", "strict = False", "strict = True", "rewards.py:36 was edited"),
+        ("rewards.py", "def score", "@twice\ndef score", "rewards.py:10 was edited"),
+        ("util.py", "return W", "return 2 * W", "util.py:5 was edited"),
+        ("stars.py", "return 1", "return 3", "stars.py:2 was edited"),
+        ("package/late.py", "return 1", "return 3", "package/late.py:2 was edited"),
+        (
+            "game.py",
+            "class Game",
+            "def wall():\n    return 1\n\n\nWALLS = wall()\n\n\nclass Game",
+            "game.py:1 was added",
+        ),
+    ],
+)
+def test_what_a_function_of_the_job_reaches_counts(file: str, old: str, new: str, told: str, reaching: Path) -> None:
+    before = identity(reaching)
+    edit(reaching / file, old, new)
+    assert f"\n  {told}" in changes(before, identity(reaching), reaching)
+
+
+FOUND_BY_NAME = {
+    "table": ("TABLE = {'s': spare}", "TABLE['s'](0)"),
+    "getattr": ("import sys", "getattr(sys.modules[__name__], 'sp' + 'are')(0)"),
+    "plain getattr": ("import sys", "getattr(sys.modules[__name__], 'spare')(0)"),
+    "globals": ("", "globals()['sp' + 'are'](0)"),
+    "eval": ("", "eval('spa' + 're(0)')"),
+    "registry": (
+        "KNOWN = []\n\ndef keep(f):\n    KNOWN.append(f)\n    return f\n\n@keep\ndef kept(x):\n    return spare(x)",
+        "KNOWN[0](0)",
+    ),
+    "subclass": (
+        "KNOWN = []\n\nclass Base:\n    def __init_subclass__(cls):\n        KNOWN.append(cls)\n\n"
+        "class Kept(Base):\n    def f(self):\n        return spare(0)",
+        "KNOWN[0]().f()",
+    ),
+    "descriptor": (
+        "KNOWN = []\n\nclass Keep:\n    def __set_name__(self, owner, name):\n        KNOWN.append(owner)\n\n"
+        "keep = Keep()\n\nclass Kept:\n    k = keep\n\n    def f(self):\n        return spare(0)",
+        "KNOWN[0]().f()",
+    ),
+    "default": ("KNOWN = []\n\ndef kept(x=KNOWN.append(lambda: spare(0))):\n    return x", "KNOWN[0]()"),
+    "module": ("def __getattr__(name):\n    return spare", "__import__('rewards').anything(0)"),
+}
+
+
+@pytest.mark.parametrize("way", FOUND_BY_NAME)
+def test_what_is_found_while_the_code_runs_counts(way: str, project: Path) -> None:
+    head, call = FOUND_BY_NAME[way]
+    body = f"def spare(x):\n    return 1\n\n{head}\n\ndef score(problem, completion):\n    return {call}\n"
+    (project / "rewards.py").write_text(body)
+    before = identity(project)
+    edit(project / "rewards.py", "return 1", "return 2")
+    assert "\n  rewards.py:2 was edited" in changes(before, identity(project), project)
+
+
+def test_a_name_in_an_annotation_counts(project: Path) -> None:
+    body = "class Spare:\n    x = 1\n\ndef score(problem: 'list[Spare] | None', completion):\n    return 0\n"
+    (project / "rewards.py").write_text(body)
+    before = identity(project)
+    edit(project / "rewards.py", "x = 1", "x = 2")
+    assert "\n  rewards.py:2 was edited" in changes(before, identity(project), project)
+
+
+def test_a_job_of_before_goes_on_where_nothing_changed(reaching: Path) -> None:
+    """Its record has each statement, and each file that any function imports, as if all were reached."""
+    now = identity(reaching)
+    assert "-" in now["code"]["stars.py"]["statements"]
+    assert "package/extra.py" not in now["code"]
+    code = {name: {**entry, "sha256": "0" * 16} for name, entry in now["code"].items()}
+    code = {name: {**entry, "statements": entry["statements"].replace("-", "")} for name, entry in code.items()}
+    before = {**now, "code": {**code, "package/extra.py": {"sha256": "0" * 16, "statements": "1:01234567 2:01234567"}}}
+    assert changes(before, now, reaching) == ""
+    edit(reaching / "rewards.py", "class Base", "def second(problem, completion):\n    return 1\n\n\nclass Base")
+    assert changes(before, identity(reaching), reaching / "added") == ""
+    edit(reaching / "rewards.py", "return rate(text)", "return 2 * rate(text)")
+    assert "\n  rewards.py:12 was edited" in changes(before, identity(reaching), reaching / "edited")
+
+
+def test_more_steps_are_no_change_beside_a_second_function(project: Path) -> None:
+    before = identity(project)
+    (project / "rewards.py").write_text((project / "rewards.py").read_text() + "\n\ndef second(p, c):\n    return 1\n")
+    now = identity(project)
+    now["job"]["steps"] += 10
+    assert changes(before, now, project) == ""
 
 
 # --- functions of Python --------------------------------------------------------------------------------------------------
@@ -259,6 +450,29 @@ def test_lambdas_count_by_themselves(place: Path) -> None:
     before = of_script(text, place)
     assert changes(before, of_script(text.replace("steps, reward = 1", "\nsteps, reward = 2"), place), place) == ""
     assert "was edited" in changes(before, of_script(text.replace("1.0", "2.0"), place), place / "again")
+
+
+def test_functions_that_a_script_finds_by_name_count(place: Path) -> None:
+    text = "def spare():\n    return 1\n\ndef reward(problem, completion):\n    return globals()['sp' + 'are']()\n"
+    before = of_script(text, place)
+    assert changes(before, of_script("# a comment\n" + text, place), place) == ""
+    now = of_script(text.replace("return 1", "return 2"), place)
+    assert "\n  the code of __main__ has another value" in changes(before, now, place / "again")
+
+
+def test_a_function_of_a_module_counts_by_its_name(reaching: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a job that names the file has it."""
+    monkeypatch.syspath_prepend(reaching)
+    text = "from rewards import score as reward\n"
+    try:
+        before = of_script(text, reaching)
+        edit(reaching / "rewards.py", "return extra.f(other", "return 3 * extra.f(other")
+        assert changes(before, of_script(text, reaching), reaching) == ""
+        edit(reaching / "util.py", "return W", "return 2 * W")
+        assert "\n  util.py:5 was edited" in changes(before, of_script(text, reaching), reaching / "again")
+    finally:
+        for name in ("rewards", "util", "stars", "package", "package.late"):
+            sys.modules.pop(name, None)
 
 
 def test_what_cannot_be_compared_is_said(place: Path) -> None:

@@ -125,6 +125,29 @@ def test_a_receipt_holds_no_argument_of_code_and_no_query_of_an_address() -> Non
     assert text == other.receipt(0, dict.fromkeys(ADAPTER_FILES, "0" * 64), None, (), ()).decode()
 
 
+def test_a_receipt_names_the_code_that_is_reached_and_one_of_before_all(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def r(p, c):\n    return 1\n\ndef spare():\n    import words\n    return 2\n")
+    (tmp_path / "words.py").write_text("W = 1\n")
+    job = JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": f"{tmp_path / 'rewards.py'}:r"})
+
+    def made(identity: dict[str, Any]) -> Materials:
+        return Materials({**identity, "kernels": "k"}, "small", load_dataset(job.data))
+
+    def receipt_by(materials: Materials) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(materials.receipt(0, dict.fromkeys(ADAPTER_FILES, "0" * 64), None, (), ()))
+        return found
+
+    now = of_config(job)
+    whole = {"rewards.py": {"statements": now["code"]["rewards.py"]["statements"].replace("-", ""), "sha256": "0" * 16}}
+    before = receipt_by(made({**now, "code": whole}))
+    assert list(made(now).changes(before)) == []
+    edit_text("rewards.py", "return 2", "return 3")(tmp_path)
+    assert list(made(of_config(job)).changes(receipt_by(made(now)))) == []
+    edit_text("rewards.py", "return 1", "return 3")(tmp_path)
+    for receipt in (before, receipt_by(made(now))):
+        assert list(made(of_config(job)).changes(receipt)) == ["code/rewards.py is not what it was"]
+
+
 def test_no_receipt_tells_an_argument_that_was_changed(project: Path) -> None:
     (project / "rewards.py").write_text(REWARD.replace("completion)", 'completion, key="")', 1))
     given = [{"reward": {"name": "rewards.py:vowels", "args": {"key": f"secret-{n}"}}, "steps": n} for n in (1, 2)]
@@ -260,7 +283,7 @@ def test_an_edit_is_found_and_named(what: str, project: Path, capsys: Capsys) ->
 
 
 def test_nothing_is_told_of_a_run_and_a_project_that_were_not_edited(project: Path, capsys: Capsys) -> None:
-    edit_text("rewards.py", "def vowels", "# a comment\ndef vowels")(project)
+    edit_text("rewards.py", "def vowels", "# a comment\ndef second(prompt):\n    return 1\n\n\ndef vowels")(project)
     assert verify(project / "run", project / "jobs.yaml") == 0
     assert "5 receipts, all as they were saved" in capsys.readouterr().out
 

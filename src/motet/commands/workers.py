@@ -31,16 +31,20 @@ def score(
 
     with motet.Client(url, key) as client:
         asked = [client.job(job) for job in jobs]
-    say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here{_code(*reward)}; Ctrl-C stops it")
+    say(f"scoring {', '.join(f'{job.name} ({job.state})' for job in asked)} here{shown_sum(*reward)}; Ctrl-C stops it")
     raise typer.Exit(served_jobs.follow(url, key, asked, served_jobs.scoring(reward, processes), same_command()))
 
 
-def _code(*names: str) -> str:
+def shown_sum(*names: str) -> str:
     """A checksum of the code: a service cannot see the code, so a person compares it with that of the last start."""
-    from motet.runtime.source_sums import sum_of_code
+    from motet.runtime.code_sums import CodeSums
+    from motet.runtime.statements import short_sum, sums_in
 
-    digest = sum_of_code(*names)
-    return f" (code {digest})" if digest else ""
+    own = CodeSums()
+    for name in names:
+        own.add(name if ":" in name else f"{name}:")
+    parts = [(label, sums_in(entry, reached=True) or entry.get("sha256")) for label, entry in own.entries().items()]
+    return f" (code {short_sum(repr(parts))[:8]})" if parts else ""
 
 
 @app.command(epilog="Example: motet rewards")
@@ -90,6 +94,6 @@ def agent(
         else:
             wanted, function = [client.job(job) for job in jobs], agent
     jobs_here = ", ".join(f"{job.name} ({job.state})" for job in wanted)
-    say(f"running {function}{_code(function)} for {jobs_here} here; Ctrl-C stops it")
+    say(f"running {function}{shown_sum(function)} for {jobs_here} here; Ctrl-C stops it")
     work = agent_jobs.running(function, concurrency)
     raise typer.Exit(served_jobs.follow(url, key, wanted, work, same_command()))

@@ -28,7 +28,7 @@ from motet.runtime.learning_rate import auto_learning_rate
 from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory
-from motet.runtime.source_sums import SHOWN
+from motet.runtime.statements import SHOWN
 from motet.tasks.chat import Chat, stop_token_ids
 from motet.tasks.clock import reads_clock
 from motet.tasks.conversation import rendered_already

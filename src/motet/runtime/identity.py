@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -17,8 +16,8 @@ from motet.core.checksums import hash_of, sums_of
 from motet.core.errors import ConfigError
 from motet.core.types import ADAPTER_WEIGHTS
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.function_sums import FunctionSums
-from motet.runtime.source_sums import SHOWN, CodeSums
+from motet.runtime.code_sums import CodeSums
+from motet.runtime.statements import SHOWN, short_sum
 from motet.tasks.plain_json import as_json
 from motet.tasks.reward_elsewhere import masked, without_spending
 from motet.tasks.tables import as_written
@@ -56,11 +55,12 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
         file, colon, function = section[field].rpartition(":")
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
     job["rewards"] = [without_spending(masked(reward)) for reward in job["rewards"]]  # another password is no other job
-    sources = _sources(config, installed or {})
-    unknown = {NOT_FOLLOWED: sources.not_followed} if sources.not_followed else {}
+    own = _own_code(config, installed or {})
+    entries = own.entries()
+    unknown = {NOT_FOLLOWED: own.not_followed} if own.not_followed else {}
     return {
         "contents": dict(_contents(config)),
-        "code": dict(sorted(sources.code.items())),
+        "code": entries,
         **unknown,
         "job": job,
     }
@@ -115,22 +115,21 @@ def _learned(
     )
 
 
-def _sources(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
-    """Checksums of the project's own code for rewards, environment and algorithm."""
-    sources = CodeSums()
-    functions = FunctionSums(sources)
+def _own_code(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
+    """The project's own code for rewards, environment and algorithm."""
+    own = CodeSums()
     for reward in config.rewards:
         if reward.function is not None:
-            functions.add(reward.name, reward.function)
+            own.add_object(reward.name, reward.function)
         else:
-            sources.add(installed.get(reward.name, reward.name))
-    sources.add(config.environment.name)
-    sources.add(config.algorithm.type)
+            own.add(installed.get(reward.name, reward.name))
+    own.add(config.environment.name)
+    own.add(config.algorithm.type)
     for args in (config.environment.args, *(reward.args for reward in config.rewards)):
         for value in args.values():
             if isinstance(value, str) and _OWN_CODE.fullmatch(value):
-                sources.add(value)
-    return sources
+                own.add(value)
+    return own
 
 
 def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
@@ -140,7 +139,7 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
     ]
     if config.data.rows is not None:
         rows = json.dumps(as_json(list(as_written(config.data.rows, config.data.size))), sort_keys=True)
-        yield GIVEN_ROWS, hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()[:SHOWN]
+        yield GIVEN_ROWS, short_sum(rows)
     for name in (config.data.source, config.data.eval_source, *adapters):
         if not name:
             continue
@@ -148,8 +147,7 @@ def _contents(config: JobConfig) -> Iterator[tuple[str, str]]:
         if path.is_file():
             yield path.name, hash_of(path).hexdigest()[:SHOWN]
         elif path.is_dir():  # a saved dataset
-            files = json.dumps(sums_of(path), sort_keys=True)
-            yield path.name, hashlib.sha256(files.encode("utf-8", "surrogatepass")).hexdigest()[:SHOWN]
+            yield path.name, short_sum(json.dumps(sums_of(path), sort_keys=True))
 
 
 def _placeless(name: str | None) -> str | None:

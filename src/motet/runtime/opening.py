@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -24,8 +25,10 @@ from motet.runtime.damage import (
 )
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.receipts import differences, known_settings, without_arguments
-from motet.runtime.source_sums import code_changes
+from motet.runtime.statements import UNREACHED, sums_in
 
+_MOST_LINES = 5
+"""Most changes of a file that are told."""
 _BEFORE = "computed_before"
 _BEGAN_WITH = ("rules", "clock")
 """Not compared as settings are: a job keeps its clock, and `beginning.check_rules` compares the rules."""
@@ -150,11 +153,60 @@ def of_another_job(directory: JobDirectory, changes: Iterable[str]) -> str:
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between a job and its directory, one line each; additional steps do not count."""
-    lines = list(code_changes(before.get("code") or {}, now.get("code", {})))
+    lines = list(_code_changes(before.get("code") or {}, now.get("code", {})))
     then = {key: before.get(key) for key in now if key not in ("code", NOT_FOLLOWED, *_BEGAN_WITH)}
     then |= {"job": known_settings(then["job"])} if "job" in then else {}
     lines += differences(then, {key: now[key] for key in then})
     return [line for line in lines if not (line.startswith("job.steps:") and _more_steps(before, now))]
+
+
+def _code_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """The differences between two records of `CodeSums.entries`, by file and line."""
+    for label in [*before, *(label for label in now if label not in before)]:
+        old, new = before.get(label), now.get(label)
+        if label in before and not isinstance(old, Mapping):  # edited by hand
+            yield f"{label} was edited"
+        elif old is None or new is None:
+            entry = new or old or {}
+            earlier = "sha256" in entry and "statements" in entry  # earlier records have files that nothing reaches
+            if not (earlier or "all" in entry or (entry.get("statements") and not sums_in(entry, reached=True))):
+                yield f"{label} is " + (
+                    "new: the code did not use it before" if new else "gone: the code does not use it any more"
+                )
+        elif "value" in new and "value" in old:
+            if old["value"] != new["value"]:
+                yield f"{label}: was {old['value']}, is {new['value']}"
+        elif "statements" in old and "statements" in new:
+            yield from _line_changes(new.get("file", label), old, new)
+        elif old.get("sha256") != new.get("sha256") or old.get("all") != new.get("all") or old.keys() != new.keys():
+            yield f"{label} was edited" if label.endswith((".py", ".so")) else f"{label} has another value"
+
+
+def _line_changes(file: str, before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """The statements that differ between two entries, of those that the job's functions reach."""
+    sums, lines = sums_in(before, reached=True), now["statements"].split()
+    others = sums_in(now, reached=False)
+    matched = {0}  # how many earlier statements may be met so far: of those that nothing reaches, any may be new
+    for line, digest in zip(lines, others, strict=True):
+        without = matched if line.startswith(UNREACHED) else ()
+        matched = {n + 1 for n in matched if sums[n : n + 1] == [digest]}.union(without)
+    if len(sums) in matched:
+        return
+    removed = [text.partition(":")[0] for text in before["statements"].split() if not text.startswith(UNREACHED)]
+    reached = [not line.startswith(UNREACHED) for line in lines]
+    changes = [
+        change
+        for change in difflib.SequenceMatcher(None, sums, others, autojunk=False).get_opcodes()
+        if change[0] != "equal" and (change[0] != "insert" or any(reached[change[3] : change[4]]))
+    ]
+    for kind, first, _, at, _ in changes[:_MOST_LINES]:
+        if kind == "delete":
+            yield f"{file}:{removed[first]} was removed (a line of the earlier file)"
+        else:
+            line = lines[at].removeprefix(UNREACHED).partition(":")[0]
+            yield f"{file}:{line} was {'added' if kind == 'insert' else 'edited'}"
+    if len(changes) > _MOST_LINES:
+        yield f"{file} was edited in {len(changes) - _MOST_LINES} more places"
 
 
 def shared_fields(before: Any, now: Any) -> Any:

@@ -32,7 +32,7 @@ from motet.core.errors import BaseModelError, RunError
 from motet.core.model_info import kept_on_another
 from motet.core.types import adapter_files
 from motet.model.find import find_base
-from motet.runtime.source_sums import SHOWN
+from motet.runtime.statements import short_sum, sums_in
 from motet.tasks.dataset import Dataset
 from motet.tasks.plain_json import as_json
 from motet.tasks.rewards import BUILTIN
@@ -43,7 +43,7 @@ LOST = "lost"
 STATEMENT, PROVENANCE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:motet:training:v1"
 SOURCE = "motet-source"
-"""Digest type of own code: over its statements, without comments."""
+"""Digest type of own code: over the statements that the job's functions reach, without comments."""
 _OF_ADDRESS = ("url", "body")
 """Arguments of a judge that may hold a secret; `key` is the name of a variable."""
 KERNELS = "kernels"
@@ -106,10 +106,10 @@ class Materials:
 
     def changes(self, receipt: Mapping[str, Any], without: str | None = None) -> Iterator[str]:
         """The inputs of a receipt that differ here, one line each; `without` skips names with this prefix."""
-        before, now = (
-            materials_of(receipt),
-            {one["name"]: next(iter(one["digest"].values())) for one in self.dependencies},
-        )
+        before = materials_of(receipt)
+        now = {one["name"]: next(iter(one["digest"].values())) for one in self.dependencies}
+        whole = {f"code/{name}": _code_sum(entry, reached=False) for name, entry in self._identity["code"].items()}
+        now |= {name: digest for name, digest in whole.items() if before.get(name) == digest}  # earlier receipts
         yield from (line for line in changed_materials(before, now) if not (without and line.startswith(without)))
         built = receipt["predicate"]["buildDefinition"]
         yield from differences(
@@ -127,7 +127,11 @@ class Materials:
         return [
             *(_material(f"base/{name}", "sha256", digest) for name, digest in base.items()),
             *(_material(f"data/{name}", "sha256", part.sum()) for name, part in data.items()),
-            *(_material(f"code/{name}", SOURCE, _code_sum(entry)) for name, entry in self._identity["code"].items()),
+            *(
+                _material(f"code/{name}", SOURCE, _code_sum(entry, reached=True))
+                for name, entry in self._identity["code"].items()
+                if sums_in(entry, reached=True) or not entry.get("statements")
+            ),
             _material("motet", "sha256", _motet_sum()),
         ]
 
@@ -173,8 +177,7 @@ def _hidden(section: Any) -> Any:
 
 
 def _short_sum(value: Any) -> str:
-    text = json.dumps(as_json(value), sort_keys=True)
-    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:SHOWN]}"
+    return f"sha256:{short_sum(json.dumps(as_json(value), sort_keys=True))}"
 
 
 def with_arguments(settings: Mapping[str, Any], record: Path) -> dict[str, Any]:
@@ -207,10 +210,10 @@ def _material(name: str, kind: str, digest: str) -> dict[str, Any]:
     return {"name": name, "digest": {kind: digest}}
 
 
-def _code_sum(entry: Mapping[str, str]) -> str:
-    """Sum of one entry of `CodeSums.code`."""
-    statements = [one.partition(":")[2] for one in entry.get("statements", "").split()]
-    return hashlib.sha256(json.dumps(statements or dict(entry), sort_keys=True).encode()).hexdigest()
+def _code_sum(entry: Mapping[str, str], *, reached: bool) -> str:
+    """Sum of one entry of `CodeSums.entries`."""
+    content = sums_in(entry, reached=reached) or dict(entry)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @functools.cache
