@@ -42,8 +42,10 @@ from motet.config.service import ANY_SIZE
 from motet.core.errors import EngineError
 from motet.core.types import JobState, SamplingParams, Wanted
 from motet.process.alive import SILENT
-from motet.process.channel import LONGEST_LINE, Alive, ChannelMessage, encode
+from motet.process.channel import LONGEST_LINE, Alive, ChannelMessage, Child, encode
 from motet.runtime.slots import Rule
+from tests.support import hungry_host
+from tests.support.memory_limit import memory_limit
 from tests.support.waiting import PATIENCE, until
 
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
@@ -350,6 +352,40 @@ def test_a_job_in_whose_turn_the_engine_was_ended_twice_fails_and_no_other(tmp_p
     (failed,) = asyncio.run(go())
     assert (failed.job, failed.state) == ("stands", JobState.FAILED)
     assert "did not turn its event loop for 9 s in a turn of this job, 2 times" in failed.message
+
+
+def test_a_job_in_whose_turn_the_engine_died_twice_above_its_memory_limit_fails_and_no_other(tmp_path: Path) -> None:
+    """Real processes with a real limit; one that is killed in the same turn at an ordinary size does not count."""
+    ended, lives = list[JobChanged](), list[int]()
+
+    async def go(limit: Path) -> None:
+        (tmp_path / "limit").write_text(str(limit))
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+            return await Child.start("tests.support.hungry_host", FromHost, log, variables=path)
+
+        def open_jobs() -> list[AddJob]:
+            missing = {"hungry", "neighbour"} - {one.job for one in ended} - set(client.jobs.all())
+            return [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in missing]
+
+        def event(one: Any) -> None:
+            if isinstance(one, JobChanged) and one.state.final:
+                ended.append(one)
+                lives.append(len((tmp_path / "lives").read_text().split()))
+
+        client = Hosts([replace(START, run=str(tmp_path))], tmp_path, launch)
+        client.start(HostHandlers(open_jobs, event))
+        await until(lambda: bool(ended))
+        await until(lambda: client.jobs.on(client.hosts[0]) == 1)
+        await client.kill()
+
+    with memory_limit(hungry_host.MEGABYTES // 2) as limit:
+        asyncio.run(go(limit))
+    (failed,) = ended
+    assert (failed.job, failed.state) == ("hungry", JobState.FAILED)
+    assert failed.message.startswith("the engine was ended for want of memory in a turn of this job, 2 times; make its")
+    assert lives == [3]
 
 
 def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:

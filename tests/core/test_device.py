@@ -330,6 +330,24 @@ def test_a_turn_is_told_once_and_before_its_work() -> None:
     assert order[:9] == ["T", "call", "S", "tick", "tick", "tick", "T", "call", "S"]
 
 
+def test_whose_call_runs_is_known(device: Device) -> None:
+    def charged(*jobs: str) -> str:
+        device.charge({Payer(job): 1.0 for job in jobs})
+        return device.job
+
+    async def work() -> list[str]:
+        with used_by("a"):
+            found = [await device.run(lambda: device.job)]
+            found.append(await device.run(lambda: charged("a", "b")))
+        with used_by("", "tenant"):
+            found.append(await device.run(lambda: device.job))
+            found.append(await device.run(lambda: charged("b")))
+        return found
+
+    assert asyncio.run(work()) == ["a", "", "", "b"]
+    assert device.job == ""
+
+
 def test_a_light_call_takes_no_turn() -> None:
     """What another process samples goes on beside it."""
     order: list[str] = []

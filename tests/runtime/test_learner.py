@@ -55,11 +55,14 @@ class Watched(TorchTrainer):
     def __init__(self, base: LoraModel) -> None:
         super().__init__(base, slots=4)
         self.pieces: list[str] = []
+        self.owners: list[str] = []
+        self.device: Device | None = None
 
     def train_in_pieces(self, batch: Batch) -> Pieces[Any]:
         pieces = super().train_in_pieces(batch)
         while True:
             self.pieces.append("+".join(segment.adapter for segment in batch.segments))
+            self.owners.append("" if self.device is None else self.device.job)
             try:
                 done = next(pieces)
             except StopIteration as end:
@@ -97,7 +100,7 @@ def company(
 ) -> Watched:
     """Jobs of as many tenants on one device; a turn is one chunk of the head."""
     trainer, device = kind(base), Device()
-    scheduler = FairScheduler(8)
+    scheduler, trainer.device = FairScheduler(8), device
     for name in names:
         trainer.add_adapter(name, AdapterConfig(rank=4), seed=1)
         scheduler.join(name, 1.0, tenant=name)
@@ -109,6 +112,8 @@ def company(
         asyncio.run(run())
     finally:
         device.close()
+    turns = [set(piece.split("+")) for piece in trainer.pieces]
+    assert trainer.owners == [jobs.pop() if len(jobs) == 1 else "" for jobs in turns], "whose turn it is, is known"
     return trainer
 
 

@@ -12,7 +12,7 @@ from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, moved, placed, speeds
 from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.core.types import JobState, Wanted
-from motet.process.alive import SILENT
+from motet.process.alive import NO_MEMORY, SILENT
 from motet.runtime.slots import FREE, Claim, Rule, taken
 
 _MOST_LOSSES, _MOST_STILL = 3, 2
@@ -144,7 +144,7 @@ class Assignments:
                 failed.append(m.JobChanged(name, JobState.FAILED, why))
         return failed
 
-    def stood_still(self, job: str) -> list[m.JobChanged]:
+    def ended_engine(self, job: str, reason: str) -> list[m.JobChanged]:
         """Record that an engine was ended in a turn of this job; returns the job's end at the second time."""
         if job not in self._jobs:
             return []
@@ -152,7 +152,8 @@ class Assignments:
         if self._still[job] < _MOST_STILL:
             return []
         del self._still[job]
-        why = f"the engine did not turn its event loop for {SILENT} s in a turn of this job, {_MOST_STILL} times"
+        still = f"the engine did not turn its event loop for {SILENT} s"
+        why = f"{NO_MEMORY if reason == NO_MEMORY else still} in a turn of this job, {_MOST_STILL} times"
         return [m.JobChanged(job, JobState.FAILED, f"{why}; make its rows or its steps smaller")]
 
     def moved_on(self, host: HostLink, event: m.JobChanged) -> None:

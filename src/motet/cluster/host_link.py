@@ -23,13 +23,12 @@ from motet.agents import episode_messages as e
 from motet.cluster import messages as m
 from motet.cluster.charged import Bill, Charged
 from motet.core.errors import ConfigError, EngineError, HostGone, MotetError
-from motet.process.alive import LONG_SILENT, SILENT, LifeSigns, Restarts
+from motet.process.alive import LONG_SILENT, NO_MEMORY, SILENT, LifeSigns, Restarts
 from motet.process.channel import Alive, Child
 
 _log = logging.getLogger(__name__)
 
-_OF_USE_SECONDS = 10.0
-_STOP_SECONDS = 120.0
+_OF_USE_SECONDS, _STOP_SECONDS = 10.0, 120.0
 NO_ANSWER = "the engine does not answer"
 CLOSE_SECONDS = 60.0
 """For a process whose jobs have stopped to unload versions and end servers; a machine that is cut off never ends it."""
@@ -248,9 +247,8 @@ class HostLink:
             await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _run_once(self) -> None:
-        self.starts, self._how = self.starts + 1, "ended"
+        self.starts, self._how, self.heard_at = self.starts + 1, "ended", -math.inf
         self._stopped.clear()
-        self.heard_at = -math.inf
         self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
         self._child.send(self._start)
         self._signs = LifeSigns(LONG_SILENT if self._child.over_network else SILENT)
@@ -258,6 +256,8 @@ class HostLink:
         try:
             await _answers_first(self._child.messages(), self._handle, self._hearing)
             self._how = await self._child.how_it_ended()
+            if not self._child.over_network and self._signs.out_of_memory():
+                self._heard(self, m.HostFailed(NO_MEMORY, job=self._signs.alive.job))
         finally:
             watching.cancel()
 
@@ -327,7 +327,7 @@ class HostLink:
             case m.Obeyed():
                 handlers.obeyed(message.job)
             case Alive():
-                self._signs.alive = message
+                self._signs.take(message)
             case m.Rest():
                 handlers.rest(message.job, message.wanted)
             case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.UsageWindow():

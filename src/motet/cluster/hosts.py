@@ -217,7 +217,7 @@ class Hosts:
                 for failed in self.jobs.lost_device(host, message.reason):
                     self._handling.submit(self._handlers.keep, failed)
             case m.HostFailed(job=job) if job and self._handlers is not None:
-                for failed in self.jobs.stood_still(job):
+                for failed in self.jobs.ended_engine(job, message.reason):
                     self._handling.submit(self._handlers.keep, failed)
             case m.JobStepped():
                 return

@@ -208,7 +208,7 @@ class HostFailed(ChannelMessage, frozen=True):
 
     reason: str
     device: bool = False  # whether its device is lost, perhaps by the fault of a job
-    job: str = ""  # the job in whose turn the event loop stood still, so that the process was ended
+    job: str = ""  # the job in whose turn the process was ended, because its loop stood still or memory was short
 
 
 class Stopped(ChannelMessage, frozen=True):

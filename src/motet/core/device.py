@@ -167,6 +167,12 @@ class Device:
         self._thread = threading.Thread(target=self._loop, name="motet-device", daemon=True)
         self._thread.start()
 
+    @property
+    def job(self) -> str:
+        """The job whose call runs now; empty without one, or with several."""
+        owners = self._owners
+        return next(iter(owners)).job if len(owners) == 1 else ""
+
     def add_tick(self, tick: Callable[[], bool], land: Callable[[], None] = lambda: None) -> None:
         """Register incremental work; a tick returns whether there is more.
 
@@ -272,7 +278,7 @@ class Device:
             raise self._lost
 
     def charge(self, owners: Mapping[Payer, float]) -> None:
-        """Charge the current call to payers in proportion; call it from within that call."""
+        """Charge the current call to payers in proportion; call it from within that call, before its work."""
         self._owners = owners
 
     def close(self) -> None:
@@ -318,6 +324,7 @@ class Device:
                     if self._owners:
                         self.busy.called(spent, {payer.job: part for payer, part in self._owners.items()})
                         self.turns.charge(spent, self._owners.items())
+                        self._owners = {}
                     if owed < 0 and working:
                         continue
                 self._turn_to(calling=False)

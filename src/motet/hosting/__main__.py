@@ -38,7 +38,8 @@ def main() -> None:
 
     def say(still: int | None) -> None:
         with contextlib.suppress(OSError, ValueError):  # the parent is gone
-            parent.send(Alive(still or 0, watched[0].look() if watched else 0, pulse.job if still else ""))
+            job = pulse.job if still else watched[0].job if watched else ""
+            parent.send(Alive(still or 0, watched[0].look() if watched else 0, job))
 
     pulse = Pulse(say)
     if isinstance(parent, Parent):  # while this one loads, the next engine needs the cores and the directory

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Protocol
 
 from motet.process.channel import Alive
@@ -24,6 +25,7 @@ LONG_SILENT = 120
 
 As well for signs that come over a network, which may be away for a while.
 """
+NO_MEMORY = "the engine was ended for want of memory"
 _WORKED_SECONDS, _LONGEST_WAIT = 60.0, 60.0
 _OF = "of job "
 _JOB: ContextVar[str] = ContextVar("motet.job", default="")
@@ -102,8 +104,8 @@ class LifeSigns:
     def __init__(self, silent: int = SILENT) -> None:
         """`silent`: seconds without a sign after which a process that is ready counts as lost."""
         self._most, self._silent, self._handling = silent, 0, False
-        self.alive = Alive(0, 0)
-        """The last sign of life."""
+        self.alive, self._oom_kills = Alive(0, 0), oom_kills()
+        """The last sign of life, and the system's count of processes without memory then."""
         self.ready = False
         """Whether the process has loaded all that it needs."""
 
@@ -115,6 +117,14 @@ class LifeSigns:
             yield
         finally:
             self._silent, self._handling = 0, False
+
+    def take(self, alive: Alive) -> None:
+        """Keep a sign of life."""
+        self.alive, self._oom_kills = alive, oom_kills()
+
+    def out_of_memory(self) -> bool:
+        """Whether the system has ended a process of this machine for want of memory since the last sign of life."""
+        return oom_kills() > self._oom_kills
 
     async def lost(self) -> str:
         """Wait until the process does not answer; says in which way."""
@@ -135,8 +145,21 @@ class LifeSigns:
                 return found[0]
 
 
+def oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
+    """Count the processes that this machine has ended for want of memory, in any container; 0 if it does not say."""
+    with contextlib.suppress(OSError):
+        for line in vmstat.read_text("utf-8").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
 class TakesTurns(Protocol):
     """A device."""
+
+    @property
+    def job(self) -> str:
+        """The job whose call runs now; empty without one, or with several."""
 
     beat: int
     """Counts begins and ends of its turns: odd while one runs."""
@@ -148,6 +171,11 @@ class DeviceWatch:
     def __init__(self, device: TakesTurns) -> None:
         self._device = device
         self._seen, self._still = (0, 0.0, 0), 0
+
+    @property
+    def job(self) -> str:
+        """The job that the device works for alone."""
+        return self._device.job
 
     def look(self) -> int:
         """Called once a second: for how many of these the current turn has used neither processor nor disk."""

@@ -55,7 +55,7 @@ class Alive(ChannelMessage, frozen=True):
     device: int
     """Seconds for which the current turn of the device has used neither processor nor disk."""
     job: str = ""
-    """Whose turn the event loop does not end; empty if that is not known."""
+    """Whose turn the event loop does not end, or else the device works on; empty if that is not known."""
 
 
 Received = TypeVar("Received")

@@ -247,6 +247,10 @@ class Learner:
             return ()
         if turn.pieces is None:
             turn.entries = wanted
+        tokens = defaultdict[Payer, float](float)
+        for entry in turn.entries:
+            tokens[turn.payers[entry.job]] += entry.segment.n_tokens
+        self._device.charge(tokens)
         started = time.perf_counter()
         pieces = turn.pieces = turn.pieces or self._pieces(turn.entries)
         done, pauses = 0, len(turn.entries) == 1 and self._paused in (None, turn)
@@ -260,11 +264,7 @@ class Learner:
             return results
         finally:
             spent = time.perf_counter() - started
-            tokens = defaultdict[Payer, float](float)
-            for entry in turn.entries:
-                tokens[turn.payers[entry.job]] += entry.segment.n_tokens
             whole = sum(tokens.values())
-            self._device.charge(tokens)
             self._device.busy.train += spent
             self._device.busy.full += spent * (done > 0 or whole >= 0.5 * self._budget)
             if turn.entries[0].learns and not done:
