@@ -66,6 +66,7 @@ def test_a_command_is_kept_once_and_its_outcome_answers_it(house: House) -> None
     other = sent(house, request(model, forward_only=True).SerializeToString())
     assert (other.status_code, "another one" in other.text) == (400, True)
     kept = journal(house, model)
+    assert (kept.path / "00000001.cmd").read_bytes() == gradient_of(read_gradient(body)).command, "encoded once"
     command = kept.command(1)
     assert isinstance(command, ForwardBackward)
     (sample,) = [datum.sample() for datum in command.data]

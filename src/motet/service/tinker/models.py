@@ -18,7 +18,7 @@ from motet.cluster.messages import Nudge
 from motet.config import OF_CLIENT
 from motet.core.errors import LimitError
 from motet.core.types import JobState
-from motet.runtime.journal import AnyCommand, ForwardBackward, Journal, JournalError, Nothing, Save
+from motet.runtime.journal import AnyCommand, Journal, JournalError, Nothing, Save
 from motet.service.bases import Bases
 from motet.service.database.store import Store
 from motet.service.database.tables import OF_CLIENTS, StoredJob, new_id
@@ -30,6 +30,7 @@ from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
 from motet.service.tenants.stored import blocks
 from motet.service.tinker.requests import Lora
+from motet.service.tinker.wire import AskedGradient
 
 SESSION = re.compile(r"(session-[0-9a-f]{16})([0-9a-f]{16})")
 """An id, and a signature that binds it to its tenant."""
@@ -192,14 +193,14 @@ class Models:
         """The commands of a model."""
         return Journal(self.directory(job))
 
-    def order(self, job: StoredJob, number: int, command: AnyCommand) -> str:
+    def order(self, job: StoredJob, number: int, command: AnyCommand | AskedGradient) -> str:
         """Store a command and notify the engine; returns the id of its future.
 
         Raises:
             Refusal: the model has ended, or another command has this number.
             LimitError: the tenant's storage is full.
         """
-        journal, gradient = self.journal(job), isinstance(command, ForwardBackward)
+        journal, gradient = self.journal(job), command if isinstance(command, AskedGradient) else None
         known = journal.known(number)
         if JobState(job.state).final and not known:
             reason = f": {job.message}" if job.message else ""
@@ -215,9 +216,9 @@ class Models:
         if count >= times * MOST_COMMANDS or n_bytes > times * MOST_WAITING:
             wanted = "call optim_step" if gradient else "wait for those before this one"
             raise Refusal(400, f"{count} commands of this model wait to be done, {n_bytes >> 20} MB: {wanted}")
-        data, known = msgspec.msgpack.encode(command), journal.known(number)  # another request may have put it there
-        size = sum(map(blocks, (len(data), 32, _outcome_bytes(command))))
-        small = not isinstance(command, ForwardBackward | Save)
+        data = gradient.command if gradient else msgspec.msgpack.encode(command)
+        size = sum(map(blocks, (len(data), 32, gradient.outcome if gradient else 256)))
+        known, small = journal.known(number), not (gradient or isinstance(command, Save))  # it may be there since
         try:
             with contextlib.nullcontext() if known else self._quotas.storing(job.tenant_id, size, job.id, small=small):
                 journal.put(number, data)
@@ -226,16 +227,15 @@ class Models:
         self._hosts.send(Nudge(job.id))
         return f"{job.idempotency_key}/{number}"
 
-    def admit(self, job: StoredJob, number: int, command: ForwardBackward) -> None:
-        """Raise `LimitError` if a command exceeds the tenant's tokens; with status 429, its number stays free.
+    def admit(self, job: StoredJob, number: int, work: int) -> None:
+        """Raise `LimitError` if a command's tokens exceed the tenant's; with status 429, its number stays free.
 
         Call it in the turn of the tenant, because it looks at all that the tenant waits for.
         """
         if self._quotas.of(job.tenant_id).tokens_per_day is None:
             return
-        journal, work = self.journal(job), sum(datum.work for datum in command.data)
         waiting = self._promised[job.tenant_id] = self._still_waiting(job.tenant_id)
-        if not journal.known(number):
+        if not self.journal(job).known(number):
             waiting.pop((job.id, number), None)  # requested again
             try:
                 self._quotas.check_work(job.tenant_id, work, sum(one.work for one in waiting.values()))
@@ -310,11 +310,6 @@ class Models:
         """End a model: its job succeeds when its commands are done, or fails if the `reason` is an error."""
         self.journal(job).finish(reason)
         self._hosts.send(Nudge(job.id))
-
-
-def _outcome_bytes(command: AnyCommand) -> int:
-    """Approximate bytes of a command's outcome: a gradient has a logprob for each target."""
-    return sum(len(datum.targets) for datum in command.data) if isinstance(command, ForwardBackward) else 256
 
 
 def _models(who: Principal, begin: str = OF_CLIENTS) -> tuple[ColumnElement[bool], ...]:

@@ -126,10 +126,10 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
         job = tinker.models.find(who, asked.model_id)
         if asked.seq_id < 1:
             raise Refusal(400, f"seq_id {asked.seq_id} is not from 1 on")
-        if asked.command is None:
+        if not asked.command:
             raise WireError(asked.reason)
-        tinker.models.admit(job, asked.seq_id, asked.command)
-        return _promise(tinker.models.order(job, asked.seq_id, asked.command))
+        tinker.models.admit(job, asked.seq_id, asked.work)
+        return _promise(tinker.models.order(job, asked.seq_id, asked))
 
     try:
         if (read := read_small(body)) is None:

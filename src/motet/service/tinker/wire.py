@@ -183,7 +183,10 @@ class AskedGradient(msgspec.Struct, frozen=True, array_like=True):
 
     model_id: str
     seq_id: int
-    command: ForwardBackward | None
+    command: bytes
+    """The encoded `ForwardBackward`, as a journal keeps it; empty without one."""
+    work: int  # its tokens
+    outcome: int  # approximate bytes of its outcome: a logprob for each target
     reason: str
     """Why there is no command; without a model id, why the bytes are invalid."""
 
@@ -203,18 +206,20 @@ def read_small(body: bytes) -> bytes | None:
 
 def read_gradient(body: bytes) -> bytes:
     """Parse a request for a gradient into an encoded `AskedGradient`. Long ones are parsed in a separate process."""
-    name, number, command, reason = "", 0, None, ""
+    name, number, command, work, outcome, reason = "", 0, b"", 0, 0, ""
     try:
         request = KINDS["Request"].FromString(body)
         if not isinstance(request.model_id, str):
             raise WireError("model_id is no text in UTF-8")
         name, number = request.model_id, request.seq_id
-        command = command_of(request)
+        asked = command_of(request)
+        work, outcome = sum(datum.work for datum in asked.data), sum(len(datum.targets) for datum in asked.data)
+        command = msgspec.msgpack.encode(asked)
     except (message.DecodeError, UnicodeDecodeError) as error:
         reason = f"the body is not a ForwardBackwardRequest: {error}"
     except WireError as error:
         reason = error.message
-    return msgspec.msgpack.encode(AskedGradient(name, number, command, reason))
+    return msgspec.msgpack.encode(AskedGradient(name, number, command, work, outcome, reason))
 
 
 def gradient_of(read: bytes) -> AskedGradient:
