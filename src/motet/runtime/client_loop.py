@@ -180,25 +180,30 @@ class ClientLoop(Driver):
 
     async def _forward_backward(self, number: int, command: j.ForwardBackward) -> j.AnyOutcome:
         loss = ClientLoss(command.loss, command.settings)
-        samples = tuple(datum.sample() for datum in command.data)
         before, most = self._tokens, None if number <= self._forward_until else self.services.steps.of(self.job.tenant)
         too_much = await asyncio.to_thread(_too_much, most, before, command, self._journal, number)
-        if reason := too_much or _misfit(self.services, command):
+        if reason := too_much or await asyncio.to_thread(_misfit, self.services, command):
             return j.Failed(reason)
-        batch = batch_of(samples, by_sample=not command.forward_only)
-        segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
+
+        def read() -> tuple[int, float, tuple[Segment, ...]]:
+            samples = tuple(datum.sample() for datum in command.data)
+            batch = batch_of(samples, by_sample=not command.forward_only)
+            segments = batch.segments(self.job.name, loss, 1.0, self.services.micro_batch_tokens)
+            return len(samples), float(sum(sample.n_trainable for sample in samples)), segments
+
+        n_samples, targets, segments = await asyncio.to_thread(read)
         self.job.progress.phase = "training"
         executed = unheard if number <= self._forward_until else self._executed
         try:
             with self.services.scheduler.working(self.job.name):
                 if command.forward_only:
                     logprobs = await self.session.work.forward(segments, executed)
-                    value = _value(loss, segments, logprobs, self.services.functions)
+                    value = await asyncio.to_thread(_value, loss, segments, logprobs, self.services.functions)
                 else:
                     trained = await self.session.work.forward_backward(segments, self._executed)
                     logprobs = [values for one in trained for values in one.logprobs]
                     stats = sum((one.stats for one in trained), LossStats())
-                    self._stats, self._samples = self._stats + stats, self._samples + len(samples)
+                    self._stats, self._samples = self._stats + stats, self._samples + n_samples
                     value = stats.loss
         finally:  # work is charged even if the rest fails
             self._note_work()
@@ -207,8 +212,8 @@ class ClientLoop(Driver):
             await asyncio.to_thread(
                 self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens
             )
-        metrics = {"loss:sum": value, "tokens:sum": float(sum(sample.n_trainable for sample in samples))}
-        return j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics)
+        metrics = {"loss:sum": value, "tokens:sum": targets}
+        return await asyncio.to_thread(lambda: j.Gradient([j.Tensor.of(one[1:]) for one in logprobs], metrics))
 
     def _executed(self, work: int) -> None:
         """Count work of the current command; report it at intervals, because each report is written to disk."""
@@ -298,8 +303,8 @@ def _too_much(most: int | None, before: int, command: j.ForwardBackward, journal
     return check_command(sum(datum.work for datum in command.data), before, most)
 
 
-def _misfit(services: Services, command: j.ForwardBackward) -> str | None:
-    """Why the data do not fit the base or its memory; None if they do."""
+def _misfit(services: Services, command: j.ForwardBackward) -> str:
+    """Why the data do not fit the base or its memory; empty if they do."""
     positions, vocabulary = services.positions, services.vocabulary
     for index, datum in enumerate(command.data):
         unknown = (vocabulary.unknown(np.frombuffer(ids, "<i4")) for ids in (datum.tokens, datum.targets))
@@ -312,7 +317,7 @@ def _misfit(services: Services, command: j.ForwardBackward) -> str | None:
                 f"data[{index}] has {datum.length} tokens; there is memory for the gradient of {services.longest}: shorten "
                 "it, or ask whoever runs this service for a larger device"
             )
-    return None
+    return ""
 
 
 def _saved(checkpoint: Path, number: int, *, overwrite: bool) -> bool:

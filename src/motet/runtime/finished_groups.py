@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from motet.algorithms.rows import RowLogprobs
 from motet.core.types import FinishReason, Rollout
@@ -58,10 +59,11 @@ class FinishedGroups:
         }
         self._groups[batch, position] = rollouts, 0 if rollouts is None else generation.tokens, drafts
 
-    def forget(self, purpose: str = "", until: int | None = None) -> None:
-        """Forget the groups of a purpose, by default of all; with `until`, those of later steps stay."""
+    def forget(self, purpose: str = "", until: int | None = None) -> list[Any]:
+        """Forget the groups of a purpose, by default of all, and return them; with `until`, those of later steps stay."""
         if not purpose:
             self.rows.clear()
-        for batch, position in list(self._groups):
-            if purpose in ("", batch[0]) and (until is None or batch[1] <= until):
-                del self._groups[batch, position]
+        of_purpose = [
+            key for key in self._groups if purpose in ("", key[0][0]) and (until is None or key[0][1] <= until)
+        ]
+        return [self._groups.pop(key) for key in of_purpose]

@@ -25,6 +25,8 @@ from motet.protocols import Parking, Pausing, Pieces, Trainer
 from motet.runtime.due_steps import DueSteps
 from motet.runtime.scheduler import FairScheduler
 
+_AHEAD = 4
+"""Turns of work of a call that wait at a time."""
 Executed = Callable[[int], None]
 """Called with the work just done for a job, in tokens times targets."""
 
@@ -106,6 +108,16 @@ class Learner:
         return await self._steps.take(job, name, adamw)
 
     async def _all(self, entries: list[_Entry]) -> tuple[Any, ...]:
+        """All results; few entries of a call wait at a time, because each turn looks at all that wait."""
+        done, first, work = list[Any](), 0, 0
+        for end, entry in enumerate(entries, 1):
+            work += entry.segment.packed_work
+            if work >= _AHEAD * self._budget or end == len(entries):
+                done += await self._some(entries[first:end])
+                first, work = end, 0
+        return tuple(done)
+
+    async def _some(self, entries: list[_Entry]) -> tuple[Any, ...]:
         self._waiting.extend(entries)
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().create_task(self._drain())

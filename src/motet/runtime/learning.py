@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.critic import CriticConfig, ValueLoss, credited
@@ -20,6 +22,8 @@ from motet.runtime.session import Session, Slot
 from motet.runtime.steps import LearnedStep, SampledStep, Valued
 from motet.runtime.versions import adapter_name
 from motet.tasks.team import groups_of
+
+Result = TypeVar("Result")
 
 
 class Critic:
@@ -44,7 +48,7 @@ class Critic:
 
     async def values(self, batch: StepBatch) -> Sequence[FloatArray]:
         """Predicted values of sampled tokens, [T] for each sample."""
-        return await self._session.work.forward(self.segments(batch))
+        return await self._session.work.forward(await _apart(self._session, lambda: self.segments(batch)))
 
     def segments(self, batch: StepBatch) -> tuple[Segment, ...]:
         """Micro-batches of samples for the critic."""
@@ -106,16 +110,23 @@ async def learn(
         return _of_team({share.role: one for share, one in zip(shares, learned, strict=True)})
     share, lesson = await _share(session, reference, sampled, "", with_reference=with_reference), None
     if share.batch.samples and critic is not None:
-        credit = credited(share.batch, await critic.values(share.batch), critic.config)
-        share = Share(credit.policy, _segments(session, credit.policy))
-        lesson = _Lesson(critic, critic.segments(credit.critic), credit.explained)
+        values = await critic.values(share.batch)
+        credit = await _apart(session, lambda: credited(share.batch, values, critic.config))
+        segments = await _apart(session, lambda: critic.segments(credit.critic))
+        lesson = _Lesson(critic, segments, credit.explained)
+        share = Share(credit.policy, await _segments(session, credit.policy))
     return (await train(session, [share], sampled.step, updates, lesson))[0]
 
 
-def _segments(session: Session, batch: StepBatch, role: str = "") -> tuple[Segment, ...]:
-    job = session.job
+async def _apart(session: Session, work: Callable[[], Result]) -> Result:
+    """The result of work that grows with a step, outside the event loop."""
+    return await session.services.rows.run(session.job.tenant, work)
+
+
+async def _segments(session: Session, batch: StepBatch, role: str = "") -> tuple[Segment, ...]:
+    job, tokens = session.job, session.services.micro_batch_tokens
     name, temperature = adapter_name(job.name, role), job.config.sampling.temperature
-    return batch.segments(name, job.config.rl, temperature, session.services.micro_batch_tokens)
+    return await _apart(session, lambda: batch.segments(name, job.config.rl, temperature, tokens))
 
 
 async def _share(
@@ -123,14 +134,16 @@ async def _share(
 ) -> Share:
     """The samples of one adapter, with all logprobs that its algorithm needs."""
     algorithm = session.job.config.rl
-    batch = algorithm.batch(groups_of(sampled.groups, role), session.job.config.sampling.max_tokens)
+    most = session.job.config.sampling.max_tokens
+    batch = await _apart(session, lambda: algorithm.batch(groups_of(sampled.groups, role), most))
     if batch.samples and (algorithm.needs_reference or with_reference):
-        logprobs = await reference.logprobs(_segments(session, batch, role))
-        batch = batch.with_logprobs("reference_logprobs", logprobs)
-    batch = algorithm.weighed(batch) if batch.samples else batch
+        logprobs = await reference.logprobs(await _segments(session, batch, role))
+        batch = await _apart(session, partial(batch.with_logprobs, "reference_logprobs", logprobs))
+    batch = await _apart(session, partial(algorithm.weighed, batch)) if batch.samples else batch
     if batch.samples and algorithm.needs_proximal:
-        batch = batch.with_logprobs("proximal_logprobs", await session.work.forward(_segments(session, batch, role)))
-    return Share(batch, _segments(session, batch, role), role)
+        logprobs = await session.work.forward(await _segments(session, batch, role))
+        batch = await _apart(session, partial(batch.with_logprobs, "proximal_logprobs", logprobs))
+    return Share(batch, await _segments(session, batch, role), role)
 
 
 async def train(

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from motet.core.errors import JobFailed
 from motet.core.types import NOT_JUDGED, Group
@@ -22,9 +25,11 @@ from motet.runtime.metrics import errors_of, evaluation_record, range_of, rollou
 from motet.runtime.recorded import exact_rows
 from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
-from motet.runtime.steps import SampledStep, Supply
+from motet.runtime.steps import LearnedStep, SampledStep, Supply
 from motet.runtime.uninterrupted import uninterrupted
 from motet.tasks import reference_check
+
+Result = TypeVar("Result")
 
 
 class RolloutLoop(Driver):
@@ -63,8 +68,17 @@ class RolloutLoop(Driver):
         seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": time.monotonic() - started}
         evaluated, supply = await self.evaluated(), self._sampler.supply
         supply.pending.difference_update(sampled.positions)
-        rows = rollout_records(sampled, "train", self.job.chat.token_texts)
-        finished = FinishedStep(
+        finished = await self._apart(partial(self._finished, sampled, learned, seconds))
+        await self.session.finish(finished, evaluated, commit=self.commits)
+        known = self.job.finished
+        kept = known.forget("train", step), known.forget("eval", self.session.done.evaluated)
+        held = *kept, sampled.groups, [*learned.batch.samples]
+        del learned, finished
+        await self._apart(partial(_let_go, *held))
+
+    def _finished(self, sampled: SampledStep, learned: LearnedStep, seconds: Mapping[str, float]) -> FinishedStep:
+        supply, rows = self._sampler.supply, rollout_records(sampled, "train", self.job.chat.token_texts)
+        return FinishedStep(
             record=step_record(sampled, learned),
             seconds=seconds,
             optim=learned.optim,
@@ -76,9 +90,6 @@ class RolloutLoop(Driver):
             errors=errors_of(sampled.groups),
             reward_range=range_of(sampled.groups),
         )
-        await self.session.finish(finished, evaluated, commit=self.commits)
-        self.job.finished.forget("train", step)
-        self.job.finished.forget("eval", self.session.done.evaluated)
 
     def published(self, version: int) -> None:
         """Start the sampling that this version allows."""
@@ -100,13 +111,23 @@ class RolloutLoop(Driver):
         await self._check(sampled, "eval", name)
         lines = rollout_records(sampled, "eval", self.job.chat.token_texts)
         await uninterrupted(asyncio.to_thread(self.job.directory.write_rollouts, name, lines))
-        record = evaluation_record(sampled)
+        record, score = await self._apart(lambda: self._figures(sampled))
         self.job.progress.evaluated(sampled.version, record)
+        await self._apart(partial(_let_go, sampled.groups))
+        return Evaluated(sampled.version, record, score, tokens=sampled.tokens)
+
+    def _figures(self, sampled: SampledStep) -> tuple[dict[str, Any], float]:
+        """The record of an evaluation, and what decides between versions."""
+        record = evaluation_record(sampled)
         score = float(record["reward"])
         if self.job.config.eval.confirm and math.isfinite(score):
             rows = [mean_of([rollout.reward for rollout in group.scored]) for group in sampled.groups]
             score = mean_of(deciding(rows))
-        return Evaluated(sampled.version, record, score, tokens=sampled.tokens)
+        return record, score
+
+    async def _apart(self, work: Callable[[], Result]) -> Result:
+        """The result of work that grows with a step, outside the event loop."""
+        return await self.services.rows.run(self.job.tenant, work)
 
     async def leave(self) -> None:
         """Stop sampling, and close rewards and environment."""
@@ -152,11 +173,18 @@ class RolloutLoop(Driver):
     async def _check(self, sampled: SampledStep, purpose: str, name: str) -> None:
         """Stop a job whose rollouts mostly fail; they are logged first, so that somebody can read why."""
         try:
-            check_failures(sampled.groups, self.job.config.rl.max_failed_fraction)
+            await self._apart(lambda: check_failures(sampled.groups, self.job.config.rl.max_failed_fraction))
         except JobFailed:
             lines = rollout_records(sampled, purpose, self.job.chat.token_texts)
             await uninterrupted(asyncio.to_thread(self.job.directory.write_rollouts, name, lines))
             raise
+
+
+def _let_go(*held: list[Any]) -> None:
+    """Free what is held piece by piece: all at once, it would keep the interpreter from the event loop."""
+    for pieces in held:
+        while pieces:
+            pieces.pop()
 
 
 def check_failures(groups: Sequence[Group], limit: float) -> None:
@@ -168,7 +196,8 @@ def check_failures(groups: Sequence[Group], limit: float) -> None:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error and not rollout.error.startswith(NOT_JUDGED)]
     if rollouts and len(errors) > limit * len(rollouts):
-        commonest = max(sorted(set(errors)), key=errors.count)
+        counts = Counter(errors)
+        commonest = max(sorted(counts), key=counts.__getitem__)
         raise JobFailed(
             f"{len(errors)} of {len(rollouts)} rollouts have no reward, commonest reason: {commonest} "
             f"(limit: algorithm.max_failed_fraction = {limit:g})"
