@@ -417,6 +417,7 @@ def test_of_a_job_few_episodes_are_written_out_that_no_agent_has_taken() -> None
         agents, other = AgentsElsewhere("job", config, episodes), AgentsElsewhere("other", config, episodes)
         group = asyncio.create_task(agents.run_group(context))
         await until(lambda: len(sent) >= 64)
+        assert len(asyncio.all_tasks()) < 80, "those that wait have no tasks, which would end in one turn"
         for taken in range(64, 201):
             assert len(sent) == min(taken, 200)
             offer = sent[taken - 64]

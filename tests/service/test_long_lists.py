@@ -75,7 +75,7 @@ def test_a_page_of_versions_looks_into_those_that_it_shows(house: House) -> None
 
 
 def test_each_line_of_a_rollout_log_is_parsed_once_and_then_only_what_a_page_shows(house: House) -> None:
-    """Filters need the whole log, of up to 131,072 lines; so does an answer without rollouts."""
+    """Filters need the whole log, of up to 32,768 lines; so does an answer without rollouts."""
     directory, logs = house.storage.job(house.job["id"]), house.service.rollout_logs
     lines = [{"problem": n // 4, "reward": None if n % 4 == 3 else n % 4 / 2, "text": f"{n}"} for n in range(MANY)]
     directory.write_rollouts("7", lines)

@@ -89,8 +89,8 @@ def test_a_rank_that_another_adapter_decides_is_limited_once_it_is_known(house: 
 
 def test_a_job_whose_steps_are_too_large_is_refused_with_the_number_that_fits(house: House) -> None:
     (host,) = house.service.hosts.hosts
-    most, tenant = 131_072 * 2, person(house.store, "us").tenant_id
-    large = tiny("large", algorithm={"group_size": 8, "groups_per_step": 16_384}, sampling={"max_tokens": 4})
+    most, tenant = 32_768 * 2, person(house.store, "us").tenant_id
+    large = tiny("large", algorithm={"group_size": 8, "groups_per_step": 4096}, sampling={"max_tokens": 4})
 
     def submitted(name: str) -> Json | None:
         answer = house.ask("POST", "/v1/jobs", json={**large, "name": name})
@@ -101,12 +101,12 @@ def test_a_job_whose_steps_are_too_large_is_refused_with_the_number_that_fits(ho
     host.told, host.step_tokens = HostReady([], positions=256), most
     (error,) = [submitted("large")]
     assert error is not None
-    assert f"step_tokens: a step of this job has up to {131_072 * 8 + 4 * 4} tokens" in error["message"]
-    assert "algorithm.groups_per_step: 4095 fits" in error["message"]
+    assert f"step_tokens: a step of this job has up to {32_768 * 8 + 4 * 4} tokens" in error["message"]
+    assert "algorithm.groups_per_step: 1023 fits" in error["message"]
     assert "motet tenants limit --step-tokens" in error["message"]
     limit(house, step_tokens=None)
     assert submitted("any") is None
-    limit(house, step_tokens=131_072 * 8 + 4 * 4)
+    limit(house, step_tokens=32_768 * 8 + 4 * 4)
     assert submitted("fits") is None
     limit(house, step_tokens="auto")
     assert submitted("again") is not None

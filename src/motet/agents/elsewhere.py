@@ -137,6 +137,10 @@ class EpisodesElsewhere:
             one.served.close()
 
 
+def _close(offered: contextlib.ExitStack, _: object) -> None:
+    offered.close()
+
+
 class AgentsElsewhere(OwnEnvironment):
     """Rollouts of one job whose agent runs elsewhere."""
 
@@ -158,9 +162,14 @@ class AgentsElsewhere(OwnEnvironment):
     async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
         """Run the rollouts of one group, each as one episode. Raises ScorerAway as `EpisodesElsewhere.run`."""
         given = functools.cache(lambda: as_json(problem_as_given(context.problem)))  # written once for the group
-        tasks = [asyncio.create_task(self._run(context, index, given)) for index in range(context.group_size)]
-        self._waiting.update(tasks)
+        tasks = list[asyncio.Task[Rollout]]()
         try:
+            for index in range(context.group_size):
+                await self._room.acquire()  # before its task begins: all tasks may end in one turn of the event loop
+                (offered := contextlib.ExitStack()).callback(self._room.release)
+                tasks.append(task := asyncio.create_task(self._run(context, index, given, offered)))
+                task.add_done_callback(functools.partial(_close, offered))
+                self._waiting.add(task)
             rollouts = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -169,7 +178,10 @@ class AgentsElsewhere(OwnEnvironment):
             self._waiting.difference_update(tasks)
         return await judged(list(rollouts), context)
 
-    async def _run(self, context: GroupContext, index: int, given: Callable[[], dict[str, Any]]) -> Rollout:
+    async def _run(
+        self, context: GroupContext, index: int, given: Callable[[], dict[str, Any]], offered: contextlib.ExitStack
+    ) -> Rollout:
+        """Run one episode; `offered` is closed as soon as an agent has taken it."""
         config = self._config
 
         def made() -> AgentEpisode:
@@ -179,14 +191,11 @@ class AgentsElsewhere(OwnEnvironment):
             offered.close()
             return made()
 
-        with contextlib.ExitStack() as offered:
-            try:
-                await self._room.acquire()
-                offered.callback(self._room.release)
-                problem, seed = await self._rows.run(self._job, given), made().seed
-                offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
-                episode, ended = await self._episodes.run(offer, begin)
-            finally:
-                await context.release(index)
+        try:
+            problem, seed = await self._rows.run(self._job, given), made().seed
+            offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
+            episode, ended = await self._episodes.run(offer, begin)
+        finally:
+            await context.release(index)
         self.clock_limited = self.clock_limited or ended.late
         return rewarded(episode, ended.reward, ended.rewards, of_agent(ended.error))

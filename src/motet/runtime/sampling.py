@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 from motet.core.errors import EngineError, JobFailed
@@ -30,19 +30,46 @@ _BEGUN_AT_ONCE = 16
 """Groups started before other tasks get the event loop."""
 _WAITING = 64
 """Waiting requests of a job at which it starts no further groups, to limit the process's time and memory."""
+_UNDER_WAY = 256
+"""Groups of a job under way at which it starts no further ones, if the engine has no more rows: they may all wait for scores,
+and all end in one turn of the event loop.
+"""
 
 
 async def _begun(
-    tasks: asyncio.TaskGroup, works: Iterable[Coroutine[Any, Any, Result]], scheduler: FairScheduler, job: str
+    tasks: asyncio.TaskGroup,
+    works: Iterator[Coroutine[Any, Any, Result]],
+    scheduler: FairScheduler,
+    job: str,
+    room: asyncio.Semaphore,
 ) -> list[asyncio.Task[Result]]:
-    """Start works as tasks while few requests of the job wait, and yield to other tasks in between."""
-    running = []
-    for count, work in enumerate(works, 1):
-        running.append(tasks.create_task(work))
-        if count % _BEGUN_AT_ONCE == 0:
-            await asyncio.sleep(0)
+    """Start works as tasks while few requests of the job wait and there is room, and yield to other tasks in between."""
+    running = list[asyncio.Task[Result]]()
+    while True:
+        await room.acquire()
+        if (work := next(works, None)) is None:
+            room.release()
+            return running
+        running.append(task := tasks.create_task(work))
+        task.add_done_callback(lambda _: room.release())
+        await asyncio.sleep(0)
         await scheduler.few_wait(job, _WAITING)
-    return running
+
+
+async def _all_begun(
+    running: dict[asyncio.Task[Result], GroupTask], works: Iterator[tuple[GroupTask, Coroutine[Any, Any, Result]]]
+) -> None:
+    """Start the works of groups as tasks, and yield to other tasks in between."""
+    for group, work in works:
+        running[asyncio.create_task(work)] = group
+        if len(running) % _BEGUN_AT_ONCE == 0:
+            await asyncio.sleep(0)
+
+
+def _groups_of(
+    problems: Sequence[Problem], running: Sequence[asyncio.Task[tuple[Rollout, ...] | None]], step: int, version: int
+) -> list[Group]:
+    return [Group(one, step, version, task.result() or ()) for one, task in zip(problems, running, strict=True)]
 
 
 class JobSampler:
@@ -57,6 +84,7 @@ class JobSampler:
         self._scoring = 0
         """Groups that wait for scores."""
         self._own_environment: OwnEnvironment | None = None
+        self._room = asyncio.Semaphore(max(_UNDER_WAY, services.scheduler.capacity))
 
     @property
     def _width(self) -> int:
@@ -148,9 +176,9 @@ class JobSampler:
             async with asyncio.TaskGroup() as tasks:
                 wanted = (self._task(problem, place, step, purpose) for place, problem in enumerate(problems, first))
                 works = (self._sample(task, version, purpose) for task in wanted)
-                running = await _begun(tasks, works, self._services.scheduler, self._job.name)
+                running = await _begun(tasks, works, self._services.scheduler, self._job.name, self._room)
         await self._versions.collect()
-        groups = [Group(one, step, version, task.result() or ()) for one, task in zip(problems, running, strict=True)]
+        groups = await asyncio.to_thread(_groups_of, problems, running, step, version)
         return SampledStep(step, version, groups, time.monotonic() - started, cost.reward_seconds, cost.tokens)
 
     async def _first_done(
@@ -171,10 +199,10 @@ class JobSampler:
         due = sorted([*aside, *tasks[: len(unfinished)]], key=lambda task: task.position)
         due, later, fresh = due[:width], due[width:], tasks[len(unfinished) :]
         with self._versions.hold(version):
-            running = {
-                asyncio.create_task(self._sample(task, version, purpose)): task for task in (*due, *later, *fresh)
-            }
+            running: dict[asyncio.Task[tuple[Rollout, ...] | None], GroupTask] = {}
             try:
+                begun = ((one, self._sample(one, version, purpose)) for one in (*due, *later, *fresh))
+                await _all_begun(running, begun)
                 await _until_done(running, due, width)
                 for task in running.values():
                     task.generation.stop.set()

@@ -145,13 +145,17 @@ ENVIRONMENTS: Mapping[str, Environment] = {"single": single_turn, "retry": retry
 
 async def _first_turn(context: GroupContext) -> list[Rollout]:
     chat, problem, indices = context.chat, context.problem, tuple(range(context.group_size))
-    prompt, tools = chat.prompt_ids(problem), tools_shown(problem.metadata)
+    prompt, tools = await asyncio.to_thread(chat.prompt_ids, problem), tools_shown(problem.metadata)
     messages = chat.with_tools(problem.messages, tools)
     opening = () if messages == problem.messages else messages
     chunks = await whole(context.generate(prompt, indices, 0), context.group_size)
-    said = [await heard(context, prompt, chunk, tools) for chunk in chunks]
     return [
-        extended(Rollout(problem, index, (), (), opening=opening), prompt, chunk, said=said[index])
+        extended(
+            Rollout(problem, index, (), (), opening=opening),
+            prompt,
+            chunk,
+            said=await heard(context, prompt, chunk, tools),
+        )
         for index, chunk in enumerate(chunks)
     ]
 

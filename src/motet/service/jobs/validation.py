@@ -61,9 +61,11 @@ MOST: Mapping[str, int] = {
     "checkpoint.keep": 10_000,
 }
 """Largest values of job fields, so that one job cannot use all memory."""
-MOST_ROLLOUTS = 131_072
+MOST_ROLLOUTS = 32_768
 """Rollouts of one step, including those sampled for selection."""
-MOST_EVALUATED = 1_048_576
+MOST_BEGUN = 256
+"""Groups of a step that takes those that are done first: all begin at once, and the rest ends at once."""
+MOST_EVALUATED = MOST_ROLLOUTS
 """Completions of one evaluation."""
 MOST_TEXT = 100_000
 """Characters of data.template and of data.system."""
@@ -239,11 +241,13 @@ def _check_sizes(config: JobConfig) -> None:
             value = getattr(value, part, None)  # not every algorithm has every field
         if isinstance(value, int) and value > most:
             raise ConfigError(f"{name}: {value} is more than {most}, the most here")
-    algorithm, rollouts = config.algorithm, 0.0
+    algorithm, rollouts, begun = config.algorithm, 0.0, 0.0
     if isinstance(algorithm, PolicyGradient):
-        rollouts = algorithm.groups_per_step * algorithm.oversampling * algorithm.over_provision * algorithm.group_size
+        groups = algorithm.groups_per_step * algorithm.oversampling * algorithm.over_provision
+        rollouts, begun = groups * algorithm.group_size, groups * (algorithm.over_provision > 1)
     for what, count, most in (
         ("algorithm: groups_per_step · group_size rollouts of a step", rollouts, MOST_ROLLOUTS),
+        ("algorithm: groups_per_step · over_provision groups of a step", begun, MOST_BEGUN),
         (
             "data.holdout · eval.n completions of an evaluation",
             config.data.held_out_of(None) * config.eval.n,
