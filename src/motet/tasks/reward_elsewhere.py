@@ -342,11 +342,12 @@ def to_send(
 
 def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
     """Groups of answers that fit into one message."""
-    part: list[int] = []
+    part, size = list[int](), 0
     for n in sent:
-        if part and sum(sizes[one] for one in part) + sizes[n] > MOST_TOGETHER:
+        if part and size + sizes[n] > MOST_TOGETHER:
             yield part
-            part = []
+            part, size = [], 0
         part.append(n)
+        size += sizes[n]
     if part:
         yield part

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,8 @@ class RewardPool:
         columns = await asyncio.gather(
             *(self._column(known, index, problem, completions, context) for index in range(len(known.rewards)))
         )
-        return [summed(known.labels, known.rewards, parts) for parts in zip(*columns, strict=True)]
+        parts = zip(*columns, strict=True)
+        return await asyncio.to_thread(lambda: [summed(known.labels, known.rewards, one) for one in parts])
 
     async def scores(
         self, job: str, problem: dict[str, Any], completions: Sequence[str], seen: AnswerDetails = NO_DETAILS
@@ -272,7 +273,8 @@ class RewardPool:
         self, job: _Job, reward: RewardConfig, problem: Problem, texts: Sequence[str], context: AnswerContext
     ) -> list[ScoreOrReason]:
         """Scores of a reward that is scored elsewhere; an answer with a conversation too long to send has none."""
-        given, (sendable, scores) = problem_as_given(problem), to_send(reward.name, texts, context)
+        given = await asyncio.to_thread(problem_as_given, problem)
+        sendable, scores = await asyncio.to_thread(to_send, reward.name, texts, context)
         for some, sent, details in sendable:
             started = time.monotonic()
             answered = await self._elsewhere[reward.name](job.name, reward, given, sent, details)
@@ -294,8 +296,8 @@ class RewardPool:
             scores = await self._call(group, reward, request, last=group.loaded.compares[own])
             if scores is not None:
                 return scores
-        single = (self._call(group, reward, request.only(place), last=True) for place in range(n))
-        return [scores[0] for scores in await asyncio.gather(*single) if scores is not None]
+        single = lambda place: self._call(group, reward, request.only(place), last=True)  # noqa: E731
+        return await _each(single, n, AT_ONCE if group.waits else self._workers)
 
     async def _call(
         self, group: WorkerGroup, reward: RewardConfig, request: ScoreCompletions, last: bool = False
@@ -345,6 +347,21 @@ class RewardPool:
                 worker.link = None
             if reply.exceeded != "memory" or fresh:
                 return reply
+
+
+async def _each(
+    call: Callable[[int], Awaitable[list[ScoreOrReason] | None]], n: int, at_once: int
+) -> list[ScoreOrReason]:
+    """The scores of n calls for one answer each, in order; few begin at once, whatever n is."""
+    scored, places = dict[int, ScoreOrReason](), iter(range(n))
+
+    async def call_some() -> None:
+        for place in places:  # that nobody took
+            if (scores := await call(place)) is not None:
+                scored[place] = scores[0]
+
+    await asyncio.gather(*(call_some() for _ in range(min(n, at_once))))
+    return [scored[place] for place in sorted(scored)]
 
 
 def _context(seen: AnswerDetails) -> AnswerContext:
