@@ -149,6 +149,27 @@ def test_rows_of_json_are_bounded(tmp_path: Path, name: str, text: str, words: s
             load_dataset(DataConfig(source=str(path), prompt="p", holdout=0), bounds)
 
 
+def test_a_row_of_an_uploaded_file_has_so_many_values(tmp_path: Path) -> None:
+    """A job that has begun on an older file goes on."""
+    most = UPLOADED.row_values
+    for name in ("a.jsonl", "a.json", "a.parquet", "a.csv"):
+        for more in (-3, 3):
+            path, numbers = tmp_path / name, [7] * (most + more)
+            if name == "a.csv":
+                path.write_text("".join(",".join(map(str, line)) + "\n" for line in (range(len(numbers)), numbers)))
+            elif name == "a.parquet":
+                pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "numbers": [numbers]}), path)
+            else:
+                row = json.dumps({"prompt": "a, [b], {c}" * 100, "numbers": numbers})
+                path.write_text(f"[{row}]" if name == "a.json" else f"{row}\n")
+            if more < 0:
+                assert count_rows(path, UPLOADED) == 1
+                continue
+            with pytest.raises(DataError, match=f"{most}.* the limit here; leave columns out"):
+                count_rows(path, UPLOADED)
+            assert count_rows(path, OF_A_JOB) == 1
+
+
 def test_a_file_that_cannot_become_rows_is_a_400_and_leaves_nothing(house: House, tmp_path: Path) -> None:
     far = pyarrow.table({"prompt": ["a"], "when": pyarrow.array([2**61], pyarrow.timestamp("us"))})
     broken = pyarrow.StringArray.from_buffers(
@@ -313,9 +334,13 @@ def test_a_message_quotes_only_the_beginning_of_what_was_given(house: House) -> 
         ({"algorithm": {"group_size": 10**9}}, "algorithm.group_size"),
         ({"algorithm": {"group_size": 1000, "groups_per_step": 1000}}, "rollouts of a step"),
         ({"algorithm": {"group_size": 32, "groups_per_step": 4096, "oversampling": 8}}, "rollouts of a step"),
+        (
+            {"algorithm": {"groups_per_step": 129, "over_provision": 2.0}},
+            "over_provision groups of a step: 258 are more",
+        ),
         ({"algorithm": {"updates_per_batch": 10**9}}, "algorithm.updates_per_batch"),
         ({"eval": {"n": 10**9}}, "eval.n"),
-        ({"eval": {"n": 1000}, "data": {"source": "toy:add", "holdout": 2000}}, "completions of an evaluation"),
+        ({"eval": {"n": 1000}, "data": {"source": "toy:add", "holdout": 33}}, "completions of an evaluation"),
         ({"sampling": {"stop": ["x"] * 65}}, "sampling.stop"),
         ({"sampling": {"stop": ["x" * 201]}}, "a text of sampling.stop: 201 are more than 200"),
         ({"data": {"source": "toy:add", "config": {"x": nested(33)}}}, "nested more than 32 deep"),

@@ -64,11 +64,12 @@ class Dataset:
     @cached_property
     def evaluation_seed(self) -> int:
         """Derived from the held-out problems only, so jobs that share them use the same random numbers."""
-        facts = [
-            [problem.id, problem.answer, *([message.role, message.content] for message in problem.messages)]
-            for problem in self.holdout
-        ]
-        return int.from_bytes(hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).digest(), "little")
+        digest = hashlib.blake2b(b"[", digest_size=8)  # of the facts as one list of JSON
+        for place, problem in enumerate(self.holdout):
+            facts = [problem.id, problem.answer, *([message.role, message.content] for message in problem.messages)]
+            digest.update(f"{', ' if place else ''}{json.dumps(facts)}".encode())
+        digest.update(b"]")
+        return int.from_bytes(digest.digest(), "little")
 
 
 Longer = Callable[[Problem, int], bool]

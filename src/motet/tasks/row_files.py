@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from motet.process import wall
 from motet.tasks import parquet_rows
 
 Row = dict[str, Any]
+_MARK = re.compile(r"[ \t\n\r]*([\[,\]])[ \t\n\r]*")
 SMALL = 2**18
 """Largest file that is read in this process, in bytes."""
 
@@ -29,6 +31,8 @@ class RowLimits:
     rows: int = 2_000_000
     row_bytes: int = 2**20
     """Bytes of one row as JSON."""
+    row_values: int = 20_000_000
+    """Values of one row; reading or writing them keeps the interpreter."""
     bytes: int = 2**30
     """Bytes of all rows, and of all prompts made of them."""
     values: int = 20_000_000
@@ -39,7 +43,7 @@ class RowLimits:
     """Memory of the process that generates rows or reads parquet."""
 
 
-UPLOADED = RowLimits()
+UPLOADED = RowLimits(row_values=10_000)
 """Limits of a service per file."""
 OF_A_JOB = RowLimits(rows=200_000)
 """Limits of a service per job; every row is checked before the job begins."""
@@ -129,26 +133,55 @@ def _json_lines(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
 def _objects(lines: Iterable[bytes], path: Path, unit: str, bounds: RowLimits | None) -> Iterator[Row]:
     for where, line in _within(lines, path, unit, bounds):
         if line.removeprefix(codecs.BOM_UTF8).strip():
-            yield _object(_parse(line, where), where)
+            yield _few_values(_object(_parse(line, where), where), _values(line), where, bounds)
 
 
 def _json_list(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     text = path.read_bytes()
-    if bounds is not None and _values(text) > bounds.values:
+    most = _values(text)
+    if bounds is not None and most > bounds.values:
         raise _too_many_values(path, bounds)
-    value = _parse(text, str(path))
-    if not isinstance(value, list):
-        raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
-    for number, row in enumerate(value, 1):
+    for number, row in enumerate(_listed(text, path), 1):
         where = f"{path} row {number}"
         if bounds is not None and len(json.dumps(row)) > bounds.row_bytes:
             raise _too_large(where, bounds.row_bytes)
-        yield _object(row, where)
+        yield _few_values(_object(row, where), most, where, bounds)
+
+
+def _listed(text: bytes, path: Path) -> Iterator[Any]:
+    """The values of a list, parsed one by one: all at once, they keep the interpreter for a second."""
+    decode, at, mark = json.JSONDecoder(object_pairs_hook=_once).raw_decode, 0, "["
+    letters = _decoded(text, str(path)).rstrip()
+    try:
+        while (found := _MARK.match(letters, at)) is not None and found[1] in mark:
+            if found[1] == "]" and found.end() == len(letters):
+                return
+            value, at = decode(letters, found.end())
+            yield value
+            mark = ",]"
+    except (ValueError, RecursionError):
+        pass
+    value = _parse(text, str(path))  # tells what is wrong
+    if value != []:
+        raise DataError(f"{path} must hold a list of rows, got {type(value).__name__}; for one row a line use .jsonl")
 
 
 def _values(text: bytes) -> int:
     """An upper limit on the number of values in a JSON text, without parsing it."""
     return 1 + text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _few_values(row: Row, most: int, where: str, bounds: RowLimits | None) -> Row:
+    """The row, which has at most `most` values; raises DataError if it has too many."""
+    if bounds is not None and most > bounds.row_values:
+        count, left = 0, list[Any](row.values())
+        while left:
+            value, count = left.pop(), count + 1
+            left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if count > bounds.row_values:
+            told = f"{count} values, and {bounds.row_values} is the limit here"
+            raise DataError(f"{where} has {told}; leave columns out, or write long lists as one text")
+    return row
 
 
 def _parse(text: bytes, where: str) -> Any:
@@ -210,6 +243,8 @@ def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
         for number, fields in enumerate(filter(None, reader), 1):
             if bounds is not None and sum(map(len, fields)) > bounds.row_bytes:
                 raise _too_large(f"{path} row {number}", bounds.row_bytes)
+            if bounds is not None and len(fields) > bounds.row_values:
+                raise DataError(f"{path} has more than {bounds.row_values} columns, the limit here; leave columns out")
             if len(fields) != len(names):
                 odd = "more" if len(fields) > len(names) else "fewer"
                 raise DataError(f"{path} line {reader.line_num} has {odd} fields than the first line has names")
