@@ -1,9 +1,8 @@
 """How long a turn of the service's event loop takes, by route: `python -m bench.loop [docs/loop-figures.md]`.
 
 Every route gets the dearest bodies and queries that it allows, with a key and without one, and in each field of its
-bodies the dearest values of each kind. A turn is measured in CPU time of its thread, without collections of garbage; what
-the loop waits for does not count. How late a timer of the loop is shows what else keeps it: a thread that holds the
-interpreter's lock. Measure that where nothing else runs.
+bodies the dearest values of each kind. `bench.turns` says what a turn is. Measure how late a timer is where nothing else
+runs.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import selectors
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+from bench.turns import TURNS, collected
 from pydantic import BaseModel
 
 from motet.config.service import RateConfig
@@ -47,62 +45,8 @@ STEPS = 3000
 """Steps of the job that is asked about."""
 TRIES = 3
 """How often a request is sent; the least counts, because what is made once is made at first, and others work here too."""
-_TICK = 0.002
 _SECONDS = 0.5
 """How long an answer is waited for: without an engine, some never come."""
-
-
-@dataclass
-class Turns:
-    """Turns of the loop in this process."""
-
-    longest: float = 0.0
-    latest: float = 0.0
-    """Seconds that a timer of the loop was late, by the clock."""
-    selecting: float = 0.0
-    total: float = 0.0
-    collecting: float = 0.0
-    longest_collection: float = 0.0
-
-
-TURNS = Turns()
-
-
-class _Selector(selectors.DefaultSelector):
-    def select(self, timeout: float | None = None) -> Any:
-        """Wait; it does not count, because some machines count a part of it as work."""
-        began = time.thread_time()
-        found = super().select(timeout)
-        TURNS.selecting += time.thread_time() - began
-        return found
-
-
-class MeasuredLoop(asyncio.SelectorEventLoop):
-    """An event loop that measures its turns."""
-
-    def __init__(self) -> None:
-        super().__init__(_Selector())
-        self.call_soon(self._tick, self.time())
-
-    def _tick(self, due: float) -> None:
-        TURNS.latest = max(TURNS.latest, self.time() - due)
-        self.call_at(self.time() + _TICK, self._tick, self.time() + _TICK)
-
-    def _run_once(self) -> None:
-        apart, began = TURNS.collecting + TURNS.selecting, time.thread_time()
-        super()._run_once()  # type: ignore[misc]
-        took = time.thread_time() - began - (TURNS.collecting + TURNS.selecting - apart)
-        TURNS.total += took
-        TURNS.longest = max(TURNS.longest, took)
-
-
-def _collected(phase: str, _: dict[str, int], began: list[float] = [0.0]) -> None:  # noqa: B006 - kept between the phases
-    if phase == "start":
-        began[0] = time.thread_time()
-    else:
-        took = time.thread_time() - began[0]
-        TURNS.collecting += took
-        TURNS.longest_collection = max(TURNS.longest_collection, took)
 
 
 @dataclass
@@ -349,16 +293,16 @@ def _end_turn(house: House) -> None:
 def measured(directory: Path) -> list[Figure]:
     """The figures of every route, of a service in this process."""
     rate = RateConfig(requests_per_second=1e-6, burst=10**7)
-    gc.callbacks.append(_collected)
+    gc.callbacks.append(collected)
     try:
-        with open_house(directory, rate=rate, loop="bench.loop:MeasuredLoop") as house:
+        with open_house(directory, rate=rate, loop="bench.turns:MeasuredLoop") as house:
             fill(house)
             gc.collect()
             gc.freeze()  # as `motet serve` does
             TURNS.longest_collection = 0.0
             figures = drive(house)
     finally:
-        gc.callbacks.remove(_collected)
+        gc.callbacks.remove(collected)
         gc.unfreeze()
     return figures
 
@@ -372,7 +316,7 @@ def page(figures: list[Figure]) -> str:
         f"milliseconds of CPU time, with a key and without one; the goal is {MOST_SECONDS * 1000:g} ms. How late a timer was,",
         "by the clock, shows what else holds the interpreter's lock. The share is of the loop, if one tenant sends the",
         "dearest request as often as the [rate](operations.md#limits-on-requests) allows. The longest collection of",
-        f"garbage took {TURNS.longest_collection * 1000:.0f} ms.\n",
+        f"garbage took {TURNS.longest_collection * 1000:.0f} ms. [The engine's loop](engine-loop.md) has its own page.\n",
         "| route | longest turn, ms | without a key, ms | timer late, ms | share |\n|---|---|---|---|---|",
     ]
     by_route: dict[str, dict[bool, Figure]] = {}
@@ -402,6 +346,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from bench import loop  # the module whose event loop the server makes
-
-    loop.main()
+    main()

@@ -22,7 +22,8 @@ from typing import Any
 
 import h11
 import pytest
-from bench.loop import MOST_COLLECTION, MOST_SECONDS, MOST_SHARE, TURNS, measured
+from bench.loop import MOST_COLLECTION, MOST_SECONDS, MOST_SHARE, measured
+from bench.turns import TURNS
 from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
