@@ -75,7 +75,8 @@ def name_of(process: Any) -> str:
     with contextlib.suppress(psutil.Error):
         words = process.cmdline()
         if "-m" in words[:-1]:
-            return str(words[words.index("-m") + 1]).removeprefix("motet.")
+            module, *rest = words[words.index("-m") + 1 :]
+            return f"motet {rest[0]}" if module == "motet" and rest else str(module).removeprefix("motet.")
         if found := [Path(word).stem for word in words if word.endswith(".py")]:
             return str(found[0])
         return "multiprocessing" if any("multiprocessing" in word for word in words) else " ".join(words)[:40] or "?"
