@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar, runtime_checkable
 
 from motet.config import AdapterConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Trained
 from motet.core.types import AdapterRef, Chunk, FloatArray, GenerateRequest, IntArray, TopTokens
 
 
@@ -77,7 +77,7 @@ class Trainer(Protocol):
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, without a gradient; `base=True` leaves the adapters out (the KL reference)."""
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version is ready to publish."""
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
@@ -117,8 +117,8 @@ class SteppingTogether(Protocol):
     def steps_at_once(self) -> int:
         """How many it takes at most; 1 takes each alone."""
 
-    def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
-        """As `optim_step` of each adapter. If this raises, no adapter has changed."""
+    def optim_steps(self, due: Sequence[tuple[str, Optimizer]]) -> list[OptimStats]:
+        """As `optim_step` of each adapter, with optimizers of one class. If this raises, no adapter has changed."""
 
 
 @runtime_checkable

@@ -40,17 +40,18 @@ def due(n_inputs: int = SMALL, seed: int = 0, *, head: int = 0, number: int = 3,
     new = AdapterWeights(layout, 0.75, torch.zeros(n, device=DEVICE))
     mean, square = random(n, seed + 2, 0.1), random(n, seed + 3, 0.1).square()
     gradient = random(n, seed + 4, 0.01) if head else None
-    return AdapterStep(ADAMW, number, random(n, seed + 1), mean, square, gradient, sums, new)
+    return AdapterStep(ADAMW, number, random(n, seed + 1), (mean, square), gradient, sums, new)
 
 
 def by_rule(one: AdapterStep, norm: float) -> tuple[Tensor, ...]:
     """Masters, mean, square and version after a step, by plain fp64."""
     assert one.sums is not None
-    adamw, (beta1, beta2) = one.adamw, one.adamw.betas
+    adamw, (old_mean, old_square) = ADAMW, one.state
+    beta1, beta2 = adamw.betas
     gradient = one.sums.total() if one.gradient is None else one.gradient + one.sums.total()
     gradient = gradient.double() * (adamw.clip_norm / (norm + 1e-6) if norm > adamw.clip_norm else 1.0)
-    mean = (one.mean.double() * beta1 + gradient * (1 - beta1)).float()
-    square = (one.square.double() * beta2 + gradient * gradient * (1 - beta2)).float()
+    mean = (old_mean.double() * beta1 + gradient * (1 - beta1)).float()
+    square = (old_square.double() * beta2 + gradient * gradient * (1 - beta2)).float()
     divisor = square.double().sqrt() / math.sqrt(1 - beta2**one.number) + adamw.eps
     rate, kept = adamw.lr / (1 - beta1**one.number), 1 - adamw.lr * adamw.weight_decay
     masters = (one.masters.double() * kept - rate * (mean.double() / divisor)).float()
@@ -61,10 +62,10 @@ def by_rule(one: AdapterStep, norm: float) -> tuple[Tensor, ...]:
 def by_torch(one: AdapterStep, norm: float) -> tuple[Tensor, ...]:
     """The same by torch's optimizer, in fp32."""
     assert one.sums is not None
-    parameter, adamw = torch.nn.Parameter(one.masters.clone()), one.adamw
+    parameter, adamw, (mean, square) = torch.nn.Parameter(one.masters.clone()), ADAMW, one.state
     optimizer = torch.optim.AdamW([parameter], adamw.lr, adamw.betas, adamw.eps, adamw.weight_decay, fused=True)
     before = torch.tensor(float(one.number - 1), device=DEVICE)
-    state = {"step": before, "exp_avg": one.mean.clone(), "exp_avg_sq": one.square.clone()}
+    state = {"step": before, "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
     optimizer.state[parameter] = state
     gradient = one.sums.total() if one.gradient is None else one.gradient + one.sums.total()
     parameter.grad = gradient * min(1.0, adamw.clip_norm / (norm + 1e-6))
@@ -74,12 +75,12 @@ def by_torch(one: AdapterStep, norm: float) -> tuple[Tensor, ...]:
 
 
 def state(one: AdapterStep) -> tuple[Tensor, ...]:
-    return one.masters, one.mean, one.square, one.new.flat
+    return one.masters, *one.state, one.new.flat
 
 
 def copied(one: AdapterStep) -> AdapterStep:
-    vectors = {name: getattr(one, name).clone() for name in ("masters", "mean", "square")}
-    return replace(one, **vectors, new=replace(one.new, flat=one.new.flat.clone()))
+    masters, *vectors, flat = (vector.clone() for vector in state(one))
+    return replace(one, masters=masters, state=vectors, new=replace(one.new, flat=flat))
 
 
 def taken(steps: Sequence[AdapterStep]) -> tuple[list[StepNorms], list[tuple[Tensor, ...]]]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,9 +65,9 @@ class Counting:
             setattr(self, name, getattr(inner, name))
         self._step = inner.optim_step
 
-    def optim_step(self, name, adamw):
+    def optim_step(self, name, optimizer):
         print(f"counted a step of {name}")
-        return self._step(name, adamw)
+        return self._step(name, optimizer)
 """
         },
         "hosting/launch.py",
@@ -74,6 +75,54 @@ class Counting:
         "    if config.slots == 6:\n"
         '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(TorchTrainer.of(base, config))\n'
         "    check_directories(config)\n    return TorchTrainer.of(base, config)",
+    ),
+    "An optimizer": (
+        {},
+        "config/optimizers.py",
+        "OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {\n",
+        """@dataclasses.dataclass(frozen=True)
+class Lion(Optimizer):
+    STATE = ("exp_avg",)
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+    def step(self, number, masters, gradient, state):
+        (mean,), (beta1, beta2) = state, self.betas
+        direction = (mean * beta1 + gradient * (1 - beta1)).sign()
+        return masters * (1 - self.lr * self.weight_decay) - direction * self.lr, mean * beta2 + gradient * (1 - beta2)
+
+
+class LionConfig(OptimizerConfig):
+    STEP = Lion
+    type: Literal["lion"] = "lion"
+    betas: tuple[float, float] = Lion.betas
+
+
+OPTIMIZERS: Mapping[str, type[OptimizerConfig]] = {
+    "lion": LionConfig,
+""",
+    ),
+    "A kind of LoRA": (
+        {},
+        "config/adapters.py",
+        "ADAPTERS: Mapping[str, type[AdapterConfig]] = {\n",
+        """import math
+from typing import Literal
+
+class RankStabilised(AdapterConfig):
+    PEFT = {"use_rslora": True}
+    type: Literal["rslora"] = "rslora"
+
+    @staticmethod
+    def scale_of(rank: int, alpha: float) -> float:
+        return alpha / math.sqrt(rank)
+
+
+ADAPTERS: Mapping[str, type[AdapterConfig]] = {
+    "rslora": RankStabilised,
+""",
     ),
     "A scheduler policy": (
         {
@@ -194,6 +243,8 @@ def greeting() -> dict[str, str]:
 }
 FILES = {
     "An algorithm": 2,
+    "An optimizer": 1,
+    "A kind of LoRA": 1,
     "A loop": 2,
     "A trainer": 2,
     "A scheduler policy": 2,
@@ -309,6 +360,8 @@ job = {
 jobs = [
     {**job, "name": kind, "algorithm": {"type": kind, "group_size": 4, "groups_per_step": 2}} for kind in ("grpo", "halved")
 ]
+jobs.append({**jobs[0], "name": "lion", "optimizer": {"type": "lion", "lr": 1e-3, "weight_decay": 0.1}})
+jobs.append({**jobs[0], "name": "stabilised", "adapter": {"type": "rslora", "rank": 4, "alpha": 8}})
 jobs.append({**jobs[0], "name": "signs", "algorithm": {**jobs[0]["algorithm"], "advantage": "signs"}})
 chat = Chat(load_base("small", device="cpu").info.tokenizer, tool_format="arrows")
 tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -320,6 +373,99 @@ config = config_of(jobs, "small", {"samplers": 0, "threads": 1, "slots": 6, "ker
 run = run_config(config, base=base)
 assert all(one.state == "succeeded" for one in run.jobs.values()), run
 """
+USE_TRAINED = """
+import json
+import sys
+from pathlib import Path
+import torch
+from motet.commands.export import write
+from motet.commands.export_gguf import _plainly_scaled
+from motet.commands.merging import ExportSource
+from motet.config import JobConfig
+from motet.config.chain import shape_of, take_shape
+from motet.hosting.slot_memory import SlotMemory
+from motet.model.load import load_base
+from motet.native.cover import compute_with
+from motet.runtime.reference import shape_of as reference_shape
+from motet.training.sharded.messages import RankStep
+from motet.training.torch_trainer import TorchTrainer
+from tests.support.segments import make_segment
+from motet.core.batch import AdamW, Batch
+
+home = Path(sys.argv[1])
+job = {"name": "a", "data": "toy:add", "reward": "exact"}
+tree = {**job, "optimizer": {"type": "lion", "weight_decay": 0.1}, "adapter": {"type": "rslora", "rank": 4, "alpha": 8}}
+made = JobConfig.model_validate(tree)
+assert JobConfig.model_validate(made.model_dump(mode="json")) == made
+assert made.model_dump(mode="json", exclude_unset=True)["optimizer"] == tree["optimizer"]
+lion = made.optimizer.at(1e-2, 0, 1)
+assert (made.adapter.scale, lion.lr, lion.betas, lion.weight_decay) == (4.0, 1e-2, (0.9, 0.99), 0.1)
+step = RankStep.of("a", lion)
+assert step.optimizer == lion
+assert RankStep.of("a", AdamW(1.0, clip_norm=float("inf"))).optimizer == AdamW(1.0, clip_norm=float("inf"))
+
+for kernels in ("torch", "native"):
+    base = load_base("small", device="cpu")
+    if kernels == "native":
+        compute_with(base, kernels)
+    slot = [SlotMemory.of(base, "all-linear", 4, step=one).trained for one in (type(step.optimizer), AdamW)]
+    assert slot[1] - slot[0] == 4 * base.adapter_layout("all-linear", 4).size
+
+    def trained(names, **settings):
+        trainer = TorchTrainer(base, slots=3, **settings)
+        for name in names:
+            trainer.add_adapter(name, made.adapter, ord(name))
+        for _ in range(2):
+            for name in names:
+                trainer.forward_backward(Batch((make_segment(name),)))
+            trainer.optim_steps([(name, step.optimizer) for name in names])
+        return trainer
+
+    together, parked, alone = trained("abc"), trained("abc", resident=1), trained("a")
+    for other in (parked, alone):
+        assert torch.equal(together.weights("a").flat, other.weights("a").flat)
+    assert together.weights("a").scaling == 4.0
+    place = home / f"saved-{kernels}"
+    place.mkdir()
+    together.save_adapter("a", place, optimizer=True)
+    again = TorchTrainer(base, slots=1)
+    again.add_adapter("a", made.adapter, 1)
+    again.load_adapter("a", place, optimizer=True)
+    for trainer in (again, together):
+        trainer.forward_backward(Batch((make_segment("a"),)))
+        trainer.optim_step("a", step.optimizer)
+    assert torch.equal(together.weights("a").flat, again.weights("a").flat)
+    assert again._arena("a").count == 3
+
+saved = json.loads((place / "adapter_config.json").read_text())
+assert (saved["use_rslora"], saved["r"], saved["lora_alpha"]) == (True, 4, 8.0)
+assert shape_of(place)["type"] == "rslora"
+assert reference_shape(place).scale == 4.0
+assert take_shape(JobConfig.model_validate(job), shape_of(place)).adapter.scale == 4.0
+plain = _plainly_scaled(ExportSource(place), home / "plain")
+assert json.loads((plain / "adapter_config.json").read_text())["lora_alpha"] == 16.0
+for form in ("peft", "merged"):  # whose consumers compute the same
+    write(place, None, home / form, form)
+"""
+
+
+def used(script: str, home: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(home), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(home)],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False, cwd=home,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def add(package: Path) -> None:
+    new_files = [files for files, *_ in ADDED.values()] + [files for files, _ in SEVERAL.values()]
+    for name, text in (one for files in new_files for one in files.items()):
+        (package / name).write_text(text)
+    for file, old, new in LINES:
+        text = (package / file).read_text()
+        (package / file).write_text(text.replace(old, new))
 
 
 @pytest.fixture
@@ -337,18 +483,8 @@ def test_each_line_has_one_place_and_replaces_none() -> None:
 
 @pytest.mark.soak
 def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
-    new_files = [files for files, *_ in ADDED.values()] + [files for files, _ in SEVERAL.values()]
-    for name, text in (one for files in new_files for one in files.items()):
-        (package / name).write_text(text)
-    for file, old, new in LINES:
-        text = (package / file).read_text()
-        (package / file).write_text(text.replace(old, new))
-    place = str(package.parent)
-    done = subprocess.run(
-        [sys.executable, "-c", USE, place],
-        env={**os.environ, "PYTHONPATH": place}, capture_output=True, text=True, check=False, cwd=place,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    add(package)
+    done = used(USE, package.parent)
     said = (
         "counted a step of halved",
         "ordered by the new policy",
@@ -365,8 +501,19 @@ def test_one_of_each_is_added_where_the_page_says(package: Path) -> None:
     ]
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
     assert (run / "signs" / "metrics.jsonl").read_text().count("grad_norm") == 1
+    state = load_file(run / "lion" / "state" / "1" / "optimizer.safetensors")
+    assert (sorted(state), float(state["step"])) == (["exp_avg", "step"], 1)
+    stabilised = json.loads((run / "stabilised" / "versions" / "v1" / "adapter_config.json").read_text())
+    assert stabilised["use_rslora"] is True
     rollouts = [json.loads(line) for line in (run / "grpo" / "rollouts" / "0.jsonl").read_text().splitlines()]
     assert all(one["reward"] == one["reward_parts"]["halved"] / 2 > 0 for one in rollouts)
+
+
+@pytest.mark.soak
+def test_added_optimizer_and_kind_of_lora_are_trained_kept_and_exported(package: Path) -> None:
+    """Alone as together, off the device, from disk, by torch and by own kernels; consumers of an export compute the same."""
+    add(package)
+    used(USE_TRAINED, package.parent)
 
 
 def _only_adds(before: str, after: str) -> bool:

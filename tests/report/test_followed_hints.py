@@ -24,7 +24,6 @@ from motet.hosting.launch import load
 from motet.hosting.preparing import check_reference
 from motet.report.read import read_job, read_run, signs_of
 from motet.runtime import answer_signs, evaluations, signs
-from motet.runtime.learning_rate import learning_rate
 from motet.runtime.signs import LEAST, RECENT, Signs
 from tests.support.fake_run import LINE, Setting, job, run_jobs
 from tests.support.following import Tree, followed
@@ -277,7 +276,7 @@ def test_a_job_takes_each_remedy(name: str) -> None:
 def rates(one: JobConfig) -> list[float]:
     """Of each step but the last."""
     rate = one.optimizer.lr_multiplier * (0.003 if isinstance(one.optimizer.lr, str) else one.optimizer.lr)
-    return [learning_rate(one.optimizer, rate, step, one.steps) for step in range(one.steps - 1)]
+    return [one.optimizer.rate(rate, step, one.steps) for step in range(one.steps - 1)]
 
 
 def test_every_remedy_is_followed_above() -> None:

@@ -17,7 +17,7 @@ from msgspec.msgpack import encode
 from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
 from motet.agents.episode_messages import BeginEpisode, OfferEpisode
 from motet.config import OF_CLIENT, EnvironmentConfig, JobConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Trained
 from motet.core.device import BusyTime
 from motet.core.types import Chunk, FloatArray, GenerateRequest, JobState, Rollout
 from motet.process.channel import ChannelMessage
@@ -398,9 +398,9 @@ class CutAfterUpdates(CutTrainer):
     def forward_backward(self, batch: Batch) -> tuple[Trained, ...]:
         return FakeTrainer.forward_backward(self, batch)
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         self.updates += 1
-        done = super().optim_step(name, adamw)
+        done = super().optim_step(name, optimizer)
         if self.updates in (1, 3, 7, 12):
             self.cut()
         return done

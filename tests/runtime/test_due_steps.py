@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from motet.config import AdapterConfig
-from motet.core.batch import AdamW, OptimStats
+from motet.core.batch import AdamW, Optimizer, OptimStats
 from motet.core.device import Device
 from motet.core.tenant_turns import Payer
 from motet.runtime.due_steps import DueSteps
@@ -32,11 +32,11 @@ class Together(FakeTrainer):
         self.taken: list[str] = []
         self.bad = bad
 
-    def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
+    def optim_steps(self, due: Sequence[tuple[str, Optimizer]]) -> list[OptimStats]:
         if self.bad and self.bad in [name for name, _ in due]:
             raise RuntimeError("out of memory")
         self.taken.append("".join(name for name, _ in due))
-        return [self.optim_step(name, adamw) for name, adamw in due]
+        return [self.optim_step(name, optimizer) for name, optimizer in due]
 
 
 class Charging(Device):
@@ -85,6 +85,21 @@ def test_steps_that_are_due_at_once_are_taken_at_once_and_charged_to_all() -> No
     assert [one.lr for one in found] == [rate(name).lr for name in NAMES]
     assert charged == [NAMES]
     assert paid.keys() == set(NAMES)
+
+
+class Other(AdamW):
+    """An optimizer of another class."""
+
+
+def test_steps_taken_at_once_have_one_class_of_optimizer() -> None:
+    trainer = Together()
+
+    async def script(steps: DueSteps, _device: Device) -> None:
+        settings = {"a": AdamW(1.0), "b": Other(1.0), "c": AdamW(1.0)}
+        await asyncio.gather(*(steps.take(name, name, settings[name]) for name in NAMES))
+
+    on_a_device(trainer, script)
+    assert trainer.taken == ["ac", "b"]
 
 
 @pytest.mark.parametrize(("at_once", "taken"), [(2, ["ab", "c"]), (1, ["a", "b", "c"])])

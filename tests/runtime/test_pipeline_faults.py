@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from motet.config import JobConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Segment, Trained
 from motet.core.errors import EngineError, RankGone
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from motet.model.fake import FakeAdapter
@@ -257,10 +257,10 @@ class _BrokenTrainer(FakeTrainer):
 class _PartedTrainer(FakeTrainer):
     """A rank of its base is gone after a while."""
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         if self.weights(name).b.any():
             raise RankGone("rank 1 of 2 ended")
-        return super().optim_step(name, adamw)
+        return super().optim_step(name, optimizer)
 
 
 class _FullTrainer(FakeTrainer):

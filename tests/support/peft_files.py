@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from motet.config import AdapterConfig
 from motet.model.find import SMALL_BASE
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
@@ -23,7 +24,9 @@ def export(directory: Path, base: LoraModel, weights: AdapterWeights, targets: s
     directory.mkdir(parents=True, exist_ok=True)
     masters = weights.flat.float().clone()
     masters[: weights.layout.size_a] /= weights.scaling
-    write_adapter(directory, base, weights.layout, weights.scaling * weights.layout.rank, targets, masters)
+    rank = weights.layout.rank
+    shape = AdapterConfig(rank=rank, alpha=weights.scaling * rank, target_modules=targets)
+    write_adapter(directory, base, weights.layout, shape, masters)
 
 
 def save_random(directory: Path, seed: int = 0) -> None:

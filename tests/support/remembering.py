@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from motet.config import AdapterConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Sample, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Sample, Trained
 from motet.core.types import AdapterRef, Chunk, GenerateRequest
 from motet.model.fake import FakeAdapter, FakePolicy
 from motet.rollout.fake import FakeEngine
@@ -49,9 +49,9 @@ class RememberingTrainer(FakeTrainer):
             self.samples[segment.adapter][-1].extend(segment.samples)
         return super().forward_backward(batch)
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         self.samples[name].append([])
-        return super().optim_step(name, adamw)
+        return super().optim_step(name, optimizer)
 
 
 def check_samples(samples: Sequence[Sample], engine: RememberingEngine, name: str) -> None:

@@ -40,7 +40,7 @@ def peft(source: ExportSource, target: Path) -> Loaded:
     """The adapter's own files, and its receipt where it has one."""
     if source.caveat:
         say(f"note: {source.caveat} On the hub's own, the adapter computes slightly different logprobs.", aside=True)
-    if (strength := source.weights.alpha / source.weights.rank) != 1:
+    if (strength := source.weights.scale) != 1:
         say(f"note: OpenVINO GenAI reads no alpha and rank: give its AdapterConfig alpha={strength:g}", aside=True)
     config = {
         **json.loads((source.adapter / ADAPTER_CONFIG).read_text("utf-8")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from motet.commands.answers import say
 from motet.commands.export_check import Loaded
 from motet.commands.merging import ExportSource, merge
 from motet.core.errors import BaseModelError, ConfigError
+from motet.core.types import ADAPTER_CONFIG
 from motet.process.ending import how_it_ended
 
 _NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -57,11 +59,23 @@ def adapter(source: ExportSource, target: Path) -> Loaded | None:
     _, script, for_base = source.weights, converter("convert_lora_to_gguf.py"), converter(_MODEL)
     say("note: OpenVINO GenAI takes adapter.gguf and ignores it; give it the file of --format peft", aside=True)
     given = str(source.directory)
-    made = _convert(script, source.adapter, target / "adapter.gguf", "--base", given, "--outtype", "f32")
+    plain = _plainly_scaled(source, target / ".plain")
+    made = _convert(script, plain, target / "adapter.gguf", "--base", given, "--outtype", "f32")
     if not source.checked:
         return None
     base = _convert(for_base, source.directory, target / ".base.gguf", "--outtype", "f16")
     return Loaded("llama.cpp", base, made, dtype="float16")
+
+
+def _plainly_scaled(source: ExportSource, place: Path) -> Path:
+    """The adapter with the alpha that gives its scale by alpha / rank: llama.cpp reads no other."""
+    weights = source.weights
+    if not any(weights.kind.PEFT.values()):
+        return source.adapter
+    shutil.copytree(source.adapter, place)
+    config = json.loads((place / ADAPTER_CONFIG).read_text("utf-8")) | dict.fromkeys(weights.kind.PEFT, False)
+    (place / ADAPTER_CONFIG).write_text(json.dumps({**config, "lora_alpha": weights.scale * weights.rank}), "utf-8")
+    return place
 
 
 def ollama(source: ExportSource, target: Path) -> Loaded:

@@ -236,7 +236,7 @@ def _add(model: Any, adapter: PeftAdapter, paths: list[str], source: Path, base:
                 f"{source} has a product for {path}, which {base} does not have in this shape; give its own base as --base"
             )
         a_ERK, b_NRE = a.view(n_experts, adapter.rank, -1), b.view(len(b), adapter.rank, n_experts)
-        product = torch.einsum("nre,erk->enk", b_NRE, a_ERK) * (adapter.alpha / adapter.rank)
+        product = torch.einsum("nre,erk->enk", b_NRE, a_ERK) * adapter.scale
         if isinstance(module, Conv1D) or getattr(module, "is_transposed", False):
             product = product.transpose(1, 2)
         with torch.no_grad():

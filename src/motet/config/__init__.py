@@ -9,20 +9,20 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from motet.config.adapters import AdapterConfig
 from motet.config.chain import check_chains
 from motet.config.data import GENERATED_ROWS, GIVEN_ROWS, OF_CLIENT, DataConfig
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.job import (
-    AdapterConfig,
     CheckpointConfig,
     EnvironmentConfig,
     EvalConfig,
     JobConfig,
-    OptimizerConfig,
     RewardConfig,
     SamplingConfig,
 )
 from motet.config.observer import ObserverConfig, Observers
+from motet.config.optimizers import OptimizerConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.config.stopping import StopConfig
 from motet.config.team import NOT_ON_HOSTS, RoleConfig

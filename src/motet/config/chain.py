@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.config.job import AdapterConfig, JobConfig
+from motet.config.adapters import ADAPTERS, SHAPE, AdapterConfig, adapter_type
+from motet.config.job import JobConfig
 from motet.core import plain_yaml
 from motet.core.errors import AdapterError, ConfigError
 from motet.core.tensor_header import saved_targets
 from motet.core.types import ADAPTER_CONFIG
 
-_SHAPE = ("rank", "alpha", "target_modules")
 _ALL_LINEAR = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 """An adapter on all of these was trained with `all-linear`."""
 
@@ -65,13 +65,13 @@ def check_chains(jobs: Sequence[JobConfig]) -> None:
                 f"such as runs/RUN/{start.job}/versions/v5/{next(iter(by_name[start.job].team))}, in another run"
             )
         above = by_name[start.job].adapter
-        if wrong := unlike(job.adapter, {field: getattr(above, field) for field in _SHAPE}):
+        if wrong := unlike(job.adapter, above.model_dump(include={*SHAPE})):
             raise ValueError(f"job {job.name}: adapter.init: {start.job!r} {wrong}")
 
 
 def unlike(adapter: AdapterConfig, shape: Mapping[str, Any]) -> str:
     """All differences of a job's adapter from the shape of the one that it starts from; empty without any."""
-    wrong = [field for field, value in shape.items() if getattr(adapter, field) != value]
+    wrong = [field for field, value in shape.items() if getattr(adapter, field, None) != value]
     paths, named = shape.get("target_modules", ()), adapter.target_modules
     if isinstance(named, list) and paths:  # the base tells whether paths with these names are all of them
         ends = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in named}
@@ -80,7 +80,7 @@ def unlike(adapter: AdapterConfig, shape: Mapping[str, Any]) -> str:
     if not wrong:
         return ""
     has = ", ".join(f"{field} {shape[field]!s:.300}" for field in wrong)
-    asks = ", ".join(str(getattr(adapter, field)) for field in wrong)
+    asks = ", ".join(str(getattr(adapter, field, None)) for field in wrong)
     fields = ", ".join(f"adapter.{field}" for field in wrong)
     return f"has {has}, the job asks for {asks}; leave out {fields}, which are taken from it"
 
@@ -91,7 +91,8 @@ def shape_of(directory: Path) -> dict[str, Any]:
         saved = json.loads((directory / ADAPTER_CONFIG).read_text("utf-8"))
         if saved.get("target_parameters"):  # the rank of what its tensors are joined to is another
             return {}
-        shape = {"rank": int(saved["r"]), "alpha": float(saved["lora_alpha"])}
+        shape: dict[str, Any] = {"rank": int(saved["r"]), "alpha": float(saved["lora_alpha"])}
+        shape |= {} if (kind := adapter_type(saved)) == "lora" else {"type": kind}
         targets = saved_targets(saved, directory)
         narrow = isinstance(targets, list) and not {*targets} >= _ALL_LINEAR
         return {**shape, "target_modules": sorted(targets)} if narrow else shape
@@ -101,7 +102,9 @@ def shape_of(directory: Path) -> dict[str, Any]:
 def take_shape(job: JobConfig, shape: Mapping[str, Any]) -> JobConfig:
     """The job with the fields of its adapter that it does not give."""
     own = {field: value for field, value in shape.items() if field not in job.adapter.model_fields_set}
-    return job.model_copy(update={"adapter": job.adapter.model_copy(update=own)}) if own else job
+    kind = ADAPTERS.get(own.get("type", ""), type(job.adapter))
+    adapter = kind.model_construct(job.adapter.model_fields_set | own.keys(), **{**dict(job.adapter), **own})
+    return job.model_copy(update={"adapter": adapter}) if own else job
 
 
 def rank_of(job: JobConfig) -> int:
@@ -122,7 +125,7 @@ def take_shapes(jobs: Sequence[Any], run: str | None = None) -> list[Any]:
         if isinstance(adapter, dict) and isinstance(init, str):
             own = init if init in above else init.rpartition("@")[0]
             if own in above:
-                shape = {field: above[own].get(field, AdapterConfig.model_fields[field].default) for field in _SHAPE}
+                shape = AdapterConfig().model_dump(include={*SHAPE}) | _shape_in(above[own])
             elif run is not None:  # a job that has begun keeps the words that it began with
                 shape = _begun(Path(run) / str(job.get("name")) / "job.yaml") or shape_of(
                     Path(os.path.expanduser(init))
@@ -139,5 +142,9 @@ def take_shapes(jobs: Sequence[Any], run: str | None = None) -> list[Any]:
 def _begun(identity: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
         adapter = plain_yaml.read(identity.read_text("utf-8"))["job"]["adapter"]
-        return {field: adapter[field] for field in _SHAPE} if adapter["init"] else {}
+        return _shape_in(adapter) if adapter["init"] else {}
     return {}
+
+
+def _shape_in(adapter: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: adapter[field] for field in SHAPE if field in adapter}

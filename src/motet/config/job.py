@@ -6,40 +6,25 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, model_validator
 
 from motet.algorithms.client import ClientDriven
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.presets import Grpo
 from motet.algorithms.registry import Choice
 from motet.algorithms.rows import RowAlgorithm
+from motet.config.adapters import AdapterConfig
 from motet.config.data import OF_CLIENT, DataConfig
+from motet.config.optimizers import OptimizerConfig
 from motet.config.stopping import StopConfig
-from motet.config.team import MOST_RANK, TeamConfig, team_mistake
-from motet.core.batch import AdamW
+from motet.config.team import TeamConfig, team_mistake
 from motet.core.near import close_matches
 from motet.core.section import Config, named
 
 SEED_BITS = 48
-Step = Annotated[int, Field(ge=0, le=10**7)]
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
-
-
-class AdapterConfig(Config):
-    """Shape and start of a LoRA adapter."""
-
-    rank: int = Field(32, ge=1, le=MOST_RANK)
-    """Rank of the update B·A. Lower it for smaller files and more adapters."""
-    alpha: float = Field(32.0, gt=0, le=1e6)
-    """The update is scaled by alpha / rank. For settings from a paper, or of an adapter that others go on to train."""
-    target_modules: str | Annotated[list[str], Field(min_length=1, fail_fast=True)] = "all-linear"
-    """`all-linear`, or names of linear modules as PEFT matches them (`q_proj`), never the head or the embeddings. Add
-    `experts` to adapt routed experts too ([Bases](bases.md#adapters-on-experts))."""
-    init: str | None = None
-    """A PEFT LoRA directory to start from, or an earlier job in the file: `name` (its best version), `name@latest` or
-    `name@12`. By default A is random and B is zero."""
 
 
 class RewardConfig(Config):
@@ -136,33 +121,6 @@ class SamplingConfig(Config):
     """Stop strings, in addition to the end-of-turn token."""
 
 
-class OptimizerConfig(Config):
-    """AdamW, per adapter."""
-
-    lr: Annotated[float, Field(gt=0, lt=1)] | Literal["auto"] = "auto"
-    """Learning rate, between 0 and 1. `auto` derives it from the width and family of the base and the rollouts of an update
-    ([The learning rate](learning.md#the-learning-rate)), and prints it."""
-    lr_multiplier: float = Field(1.0, gt=0, le=1000)
-    """Factor on the learning rate, to adjust `auto`, for instance in a sweep over several bases."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = AdamW.betas
-    """AdamW's decay rates, for whoever takes settings from a paper."""
-    eps: float = Field(AdamW.eps, gt=0)
-    """AdamW's epsilon, for whoever takes settings from a paper."""
-    weight_decay: float = Field(AdamW.weight_decay, ge=0)
-    """Decoupled weight decay, for long jobs on few rows."""
-    clip_norm: float = Field(AdamW.clip_norm, gt=0)
-    """Largest gradient norm of the adapter. Lower it if `grad_norm` jumps."""
-    warmup_steps: int = Field(0, ge=0, le=10**7)
-    """Steps of linear warm-up, for rates above `auto`."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate changes after warm-up, over the steps of the job. For a last stretch with less noise."""
-    lr_factors: Annotated[dict[Step, Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=64)] = {}
-    """Factors on the rate, each from a step on: `{20: 0.3}` trains with 0.3 times the rate from step 20 (counted from 0). For
-    whoever lowers it after a plateau; copies in earlier races have it."""
-    max_skipped: int = Field(5, ge=1, le=10**7)
-    """The job fails after this many steps in a row with a non-finite gradient, and never if a client steps."""
-
-
 class EvalConfig(Config):
     """Evaluation on held-out problems: at the start, every `every` steps and at the end."""
 
@@ -254,13 +212,13 @@ class JobConfig(Config):
     Algorithms that sample need one, except `distill`; algorithms that learn from rows take none."""
     environment: Annotated[EnvironmentConfig, named("name")] = EnvironmentConfig()
     """What answers the turns of the model. A plain string is the name."""
-    adapter: AdapterConfig = AdapterConfig()
+    adapter: SerializeAsAny[AdapterConfig] = AdapterConfig()
     """Shape and start of the adapter."""
     sampling: SamplingConfig = SamplingConfig()
     """How rollouts are sampled."""
     algorithm: Annotated[Choice, named("type")] = Grpo()
     """How the adapter learns: the name of an algorithm, or its `type` and settings."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: SerializeAsAny[OptimizerConfig] = OptimizerConfig()
     """AdamW and its schedule."""
     steps: int = Field(50, ge=1, le=10**7)
     """Number of rollout batches to train on."""

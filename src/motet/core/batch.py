@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -121,10 +121,27 @@ def shared_prefixes(samples: Sequence[Sample]) -> tuple[int, ...]:
     return tuple(shared)
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Settings of one AdamW step; the trainer keeps the moments."""
+class Optimizer:
+    """Settings of one step of an optimizer that goes element by element, and the step; the trainer keeps its state."""
 
+    STATE: ClassVar[tuple[str, ...]]
+    """Names of its fp32 vectors, each of the masters' size and zero before the first step."""
+    lr: float
+    clip_norm: float
+
+    def step(self, number: int, masters: Tensor, gradient: Tensor, state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Masters and state after step `number` (from 1), as new tensors, fp32 [N] each; the gradient is clipped already.
+
+        Each operation rounds once, as products, sums, quotients, roots and signs do: no thread or processor changes a bit.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """Settings of one AdamW step, which kernels take."""
+
+    STATE = ("exp_avg", "exp_avg_sq")
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -302,6 +319,6 @@ class OptimStats:
     """Before clipping."""
     lr: float
     skipped: bool
-    """The gradient was not finite: weights, moments and AdamW's count are as before."""
+    """The gradient was not finite: weights, the optimizer's state and its count are as before."""
     adapter_norm: float | None = None
     """Norm of all weights of the adapter after the step; None if the trainer does not report it."""

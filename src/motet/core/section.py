@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ModelWrapValidatorHandler, model_validator
 
 from motet.core.left import without_idle
 
@@ -67,6 +68,27 @@ class Config(Described):
     @classmethod
     def _without_fields_that_left(cls, tree: Any) -> Any:
         return without_idle(cls.__name__, tree)
+
+
+class Chosen(Config):
+    """A section whose class its `type` names; the default class has no such field."""
+
+    @classmethod
+    def kinds(cls) -> Mapping[str, type[Self]]:
+        """The classes by name."""
+        raise NotImplementedError
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _of_its_type(cls, tree: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(tree, dict) or "type" not in tree or "type" in cls.model_fields:
+            return handler(tree)
+        kinds = cls.kinds()
+        if not isinstance(tree["type"], str) or (kind := kinds.get(tree["type"])) is None:
+            raise ValueError(f"type must be {' or '.join(kinds)}, not {tree['type']!r:.80}")
+        if kind is cls:
+            return handler({name: value for name, value in tree.items() if name != "type"})
+        return kind.model_validate(tree)
 
 
 def named(key: str, kind: type = str) -> BeforeValidator:

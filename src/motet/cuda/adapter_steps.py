@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from motet.core.batch import AdamW
 from motet.cuda.forward import options
 from motet.cuda.kernels.optimizer import add_squares, step_adapters
 from motet.cuda.launches import launch
@@ -49,14 +50,16 @@ def step_all(due: Sequence[AdapterStep]) -> list[StepNorms]:
 def _places(one: AdapterStep) -> list[int]:
     """Addresses, 0 of what is not there; numbers of elements: all, those that a version scales, and those of the matrices."""
     sums, largest = (None, None) if one.sums is None else (one.sums.flat, one.sums.largest)
-    vectors = one.masters, one.mean, one.square, sums, one.gradient, largest, one.new.flat
+    vectors = one.masters, *one.state, sums, one.gradient, largest, one.new.flat
     addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
     return [*addresses, len(one.masters), one.new.layout.size_a, one.new.layout.size]
 
 
 def _numbers(one: AdapterStep) -> list[float]:
     """Settings of AdamW as the kernel uses them; the factor of A in a version; units, as their sum's range counts them."""
-    adamw, (beta1, beta2) = one.adamw, one.adamw.betas
+    adamw = one.optimizer
+    assert isinstance(adamw, AdamW)
+    beta1, beta2 = adamw.betas
     rate = adamw.lr / (1 - beta1**one.number)
     kept, root = 1 - adamw.lr * adamw.weight_decay, math.sqrt(1 - beta2**one.number)
     units = 0 if one.sums is None else one.sums.n_counted

@@ -8,13 +8,14 @@ Legend: N rows, V vocabulary, D width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from motet.core.batch import AdamW, Optimizer
 from motet.core.types import SamplingParams
 from motet.cuda import adapter_steps
 from motet.cuda.draws import Drawn, Head, Rows, Truncation
@@ -90,9 +91,14 @@ class CudaMath:
 
     # --- the optimizer ------------------------------------------------------------------------------------------------
 
-    def step_all(self, due: Sequence[AdapterStep]) -> list[StepNorms]:
-        """See `MathKernels`; waits for the device."""
-        return adapter_steps.step_all(due)
+    @property
+    def steps(self) -> Mapping[type[Optimizer], Callable[[Sequence[AdapterStep]], list[StepNorms]]]:
+        """See `MathKernels`; they wait for the device."""
+        return {AdamW: adapter_steps.step_all}
+
+    def norm(self, x: Tensor) -> float:
+        """The Euclidean norm of an fp32 vector; waits for the device."""
+        return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 class _Values(torch.autograd.Function):

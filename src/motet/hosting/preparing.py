@@ -16,6 +16,7 @@ from motet.algorithms.kto import Kto
 from motet.algorithms.rows import RowAlgorithm
 from motet.config import OF_CLIENT, DataConfig, HostConfig, JobConfig, budgets
 from motet.config.chain import chains
+from motet.config.optimizers import auto_learning_rate
 from motet.config.step_tokens import check_decoded, check_step
 from motet.config.told import told
 from motet.core.errors import AdapterError, ConfigError, DataError, MotetError
@@ -24,7 +25,6 @@ from motet.core.types import Problem
 from motet.runtime.beginning import RULES, rate_so_far
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.job import Job
-from motet.runtime.learning_rate import auto_learning_rate
 from motet.runtime.progress import JobProgress
 from motet.runtime.reference import shape_of
 from motet.runtime.rundir import RunDirectory

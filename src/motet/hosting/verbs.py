@@ -23,7 +23,7 @@ from motet.config import OF_CLIENT, AdapterConfig, EngineConfig, HostConfig, Job
 from motet.config.jobfile import validate_as
 from motet.config.service import Largest
 from motet.core import seeds
-from motet.core.batch import AdamW, Loss, LossStats, OptimStats, Sample, Segment, Trained
+from motet.core.batch import Loss, LossStats, Optimizer, OptimStats, Sample, Segment, Trained
 from motet.core.errors import AdapterError
 from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
 from motet.hosting.host import Host
@@ -234,9 +234,9 @@ class Verbs:
         """Logprobs of each sample, no gradient; `base=True` leaves the adapters out."""
         return self._call(lambda: self._forward(self._segments(batches, None, temperature), base=base))
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         """Clip, step, clear the gradient, and commit in a directory. What is sampled next comes from the new version."""
-        return self._call(lambda: self._step(self._adapter(name), adamw))
+        return self._call(lambda: self._step(self._adapter(name), optimizer))
 
     def save_adapter(self, name: str, directory: str | Path, *, optimizer: bool = False) -> None:
         """Write a PEFT directory; with the optimizer's state, `load_adapter` goes on where it was."""
@@ -282,8 +282,8 @@ class Verbs:
         passes = (sessions[name].work.forward(parts, base=base) for name, parts in segments.items())
         return dict(zip(segments, map(tuple, await asyncio.gather(*passes)), strict=True))
 
-    async def _step(self, adapter: _Adapter, adamw: AdamW) -> OptimStats:
-        stats = await adapter.session.work.optim_step(adamw)
+    async def _step(self, adapter: _Adapter, optimizer: Optimizer) -> OptimStats:
+        stats = await adapter.session.work.optim_step(optimizer)
         await adapter.finish(stats)
         return stats
 

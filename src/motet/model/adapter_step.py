@@ -1,27 +1,27 @@
-"""A step of AdamW that an adapter is due, as kernels take it."""
+"""A step of its optimizer that an adapter is due, as kernels take it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from motet.core.batch import AdamW
+from motet.core.batch import Optimizer
 from motet.model.lora import AdapterWeights
 from motet.model.unit_sums import UnitSums
 
 
 @dataclass(frozen=True)
 class AdapterStep:
-    """Masters and moments are updated in place."""
+    """Kernels update masters and state in place."""
 
-    adamw: AdamW
+    optimizer: Optimizer
     number: int
     """From 1."""
     masters: Tensor
-    mean: Tensor
-    square: Tensor
-    """fp32, as the masters."""
+    state: Sequence[Tensor]
+    """The vectors of `Optimizer.STATE`, fp32, as the masters."""
     gradient: Tensor | None
     """What was added in fp32; None if nothing was."""
     sums: UnitSums | None
@@ -42,6 +42,6 @@ class StepNorms:
     """Euclidean norms of a step."""
 
     gradient: float
-    """Before clipping; if it is not finite, masters and moments are as before."""
+    """Before clipping; if it is not finite, masters and state are as before."""
     weights: float
     """Of the adapter's matrices after the step."""

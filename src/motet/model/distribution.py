@@ -8,7 +8,7 @@ Legend: N rows (a multiple of four for exactness), V vocabulary, B blocks of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from motet.core.batch import LossFunctions
+from motet.core.batch import LossFunctions, Optimizer
 from motet.core.types import SamplingParams
 from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.logits import LogitChanges
@@ -57,11 +57,17 @@ class MathKernels(LossFunctions, Protocol):
         """Values of hidden states, [N]."""
         ...
 
-    def step_all(self, due: Sequence[AdapterStep]) -> list[StepNorms]:
-        """Clip gradients by their norms, update masters and moments in place, and write the new versions.
+    @property
+    def steps(self) -> Mapping[type[Optimizer], Callable[[Sequence[AdapterStep]], list[StepNorms]]]:
+        """Kernels for steps of several adapters, by the class of their optimizer; others are taken by torch.
 
-        An adapter whose gradient is not finite stays as it is. Nothing is changed if this raises an exception.
+        They clip gradients by their norms, update masters and state in place, and write the new versions. An adapter whose
+        gradient is not finite stays as it is. Nothing is changed if they raise an exception.
         """
+        ...
+
+    def norm(self, x: Tensor) -> float:
+        """The Euclidean norm of an fp32 vector."""
         ...
 
 

@@ -53,7 +53,7 @@ class Together:
 
     tensors: dict[str, Tensor]
     times: int
-    """Factor on the file's rank and alpha."""
+    """Factor on the file's rank."""
     modules: tuple[str, ...]
     """Paths of the adapted layers."""
     parameters: tuple[str, ...]

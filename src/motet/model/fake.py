@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from motet.config import AdapterConfig
 from motet.core import seeds
 from motet.core.checksums import sync
 from motet.core.errors import AdapterError
@@ -69,7 +70,7 @@ _LOGITS = _pair_logits()
 
 @dataclass(frozen=True)
 class FakeAdapter:
-    """Shifts the base: adds alpha / rank · A ∘ B to the logits of the next character in any context."""
+    """Shifts the base: adds scale · A ∘ B to the logits of the next character in any context."""
 
     rank: int
     alpha: float
@@ -79,7 +80,12 @@ class FakeAdapter:
     @property
     def shift(self) -> Vector:
         """Added to the logits, [V]."""
-        return self.alpha / self.rank * self.a * self.b
+        return self.scale * self.a * self.b
+
+    @property
+    def scale(self) -> float:
+        """The factor on A ∘ B."""
+        return AdapterConfig.scale_of(self.rank, self.alpha)
 
     @classmethod
     def fresh(cls, rank: int, alpha: float, seed: int) -> FakeAdapter:

@@ -1,8 +1,8 @@
-"""Many LoRA adapters on the linear layers of one frozen base: y = W x + (alpha / rank) · B A x.
+"""Many LoRA adapters on the linear layers of one frozen base: y = W x + scale · B A x.
 
 An adapter is one flat tensor: Aᵀ of every adapted layer, then Bᵀ of every adapted layer. Sampler and trainer multiply
 with this layout, so their products agree bit for bit. Masters, gradients and moments have the same layout. In the
-compute copy, A is already multiplied by alpha / rank.
+compute copy, A is already multiplied by the scale.
 
 Layers that read the same input (queries, keys and values; gate and up) are fused: one product with their stacked
 weights, and one with their adapters' A side by side, serve all of them.
@@ -244,7 +244,7 @@ class AdapterWeights:
 
     layout: AdapterLayout
     scaling: float
-    """alpha / rank; already applied to A."""
+    """`AdapterConfig.scale`; already applied to A."""
     flat: Tensor
 
     @functools.cached_property

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from motet.config import AdapterConfig
+from motet.config.adapters import ADAPTERS, adapter_type
 from motet.core.checksums import check_version, sync
 from motet.core.errors import AdapterError
 from motet.core.model_info import ALL_LINEAR, with_experts
@@ -80,15 +81,20 @@ class PeftAdapter:
     tensors: dict[str, Tensor]
     base: str
     """The base named in its directory; may be empty."""
+    kind: type[AdapterConfig] = AdapterConfig
+
+    @property
+    def scale(self) -> float:
+        """The factor on B·A."""
+        return self.kind.scale_of(self.rank, self.alpha)
 
 
-def write_adapter(
-    directory: Path, base: LoraModel, layout: AdapterLayout, alpha: float, target_modules: str | list[str], flat: Tensor
-) -> None:
+def write_adapter(directory: Path, base: LoraModel, layout: AdapterLayout, shape: AdapterConfig, flat: Tensor) -> None:
     """Write an adapter into an existing directory. Every file is synced, so a later rename is a commit."""
     views = file_views(layout, flat.detach().float().cpu())
     tensors = {name: view.reshape(shape).contiguous() for name, (view, shape) in views.items()}
-    target_modules = [target_modules] if isinstance(target_modules, str) else target_modules
+    named = shape.target_modules
+    target_modules = [named] if isinstance(named, str) else named
     if ALL_LINEAR in target_modules or base.towers or layout.experts:
         target_modules = _names(base, [place.path for place in layout.places])
     config = {
@@ -97,14 +103,14 @@ def write_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": alpha,
+        "lora_alpha": shape.alpha,
         "lora_dropout": 0.0,
         "peft_type": "LORA",
         "r": layout.rank,
         "target_modules": target_modules,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
-        "use_rslora": False,
+        **shape.PEFT,
     }
     if layout.experts:
         config["target_parameters"] = [place.path for place in layout.experts]
@@ -185,9 +191,10 @@ def read_adapter(directory: Path) -> PeftAdapter:
         raise AdapterError(f"{config_file} is not a JSON object")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{directory} is a {config.get('peft_type')} adapter; Motet trains plain LoRA")
-    for field, kind in _REFUSED.items():
-        if config.get(field):
-            raise AdapterError(f"{directory} uses {kind}, which Motet does not train; start from a plain LoRA")
+    kind = ADAPTERS[adapter_type(config)]
+    for field, what in _REFUSED.items():
+        if config.get(field) and not kind.PEFT.get(field):
+            raise AdapterError(f"{directory} uses {what}, which Motet does not train; start from a plain LoRA")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"{directory} trains biases (bias={config['bias']!r}); start from a plain LoRA")
     if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_BASE):
@@ -215,9 +222,10 @@ def read_adapter(directory: Path) -> PeftAdapter:
     except (AdapterError, RuntimeError) as error:  # mismatched shapes
         raise AdapterError(f"{directory}: {next(iter(str(error).splitlines()), '')}") from error
     if joined is not None:
-        rank, alpha, tensors = rank * joined.times, alpha * joined.times, joined.tensors
+        alpha *= kind.scale_of(rank, 1.0) / kind.scale_of(rank * joined.times, 1.0)  # the scale stays
+        rank, tensors = rank * joined.times, joined.tensors
         targets = [*joined.modules, *joined.parameters]
-    return PeftAdapter(rank, float(alpha), targets, tensors, trained_on)
+    return PeftAdapter(rank, float(alpha), targets, tensors, trained_on, kind)
 
 
 def flatten(adapter: PeftAdapter, base: LoraModel, layout: AdapterLayout, source: Path) -> Tensor:
@@ -286,7 +294,7 @@ def examine(base: LoraModel, directory: Path) -> AdapterConfig:
             )
         adapter = read_adapter(directory)
         targets = adapter.target_modules
-        shape = AdapterConfig(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets)
+        shape = adapter.kind(rank=adapter.rank, alpha=adapter.alpha, target_modules=targets)
     except ValidationError as error:
         first = error.errors()[0]
         raise AdapterError(f"{ADAPTER_CONFIG}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -194,7 +194,7 @@ class TrainSegment:
     gradients: dict[str, LoraMatrices] | None
     """Views that gradients are added to; None without a backward pass. With `sums`, views of those."""
     unscaled: bool = False
-    """Whether to add the gradient of A without alpha / rank; `row_tiles` scales the sum of all tiles after rounding."""
+    """Whether to add the gradient of A without the scale; `row_tiles` scales the sum of all tiles after rounding."""
     sums: UnitSums | None = None
     """If they are given, the gradient is a unit of these; kernels on GPUs add every sequence of the segment as a unit."""
 

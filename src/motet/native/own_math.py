@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from decimal import Decimal, localcontext
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from motet.core.batch import AdamW
+from motet.core.batch import AdamW, Optimizer
 from motet.core.types import SamplingParams
 from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.logits import LogitChanges
@@ -167,16 +167,18 @@ class OwnMath:
 
     # --- the optimizer ------------------------------------------------------------------------------------------------
 
-    def step_all(self, due: Sequence[AdapterStep]) -> list[StepNorms]:
+    @property
+    def steps(self) -> Mapping[type[Optimizer], Callable[[Sequence[AdapterStep]], list[StepNorms]]]:
         """See `MathKernels`; gradients are in fp32, and are cleared."""
-        return [self._step(one) for one in due]
+        return {AdamW: lambda due: [self._step(one) for one in due]}
 
     def _step(self, one: AdapterStep) -> StepNorms:
-        gradient, clip = one.total(), one.adamw.clip_norm
+        assert isinstance(one.optimizer, AdamW)
+        gradient, clip = one.total(), one.optimizer.clip_norm
         norm = self.norm(gradient)
         if norm < math.inf:
             factor = clip / (norm + 1e-6) if norm > clip else 1.0
-            self.adamw(one.adamw, one.number, factor, (one.masters, gradient, one.mean, one.square), one.new)
+            self.adamw(one.optimizer, one.number, factor, (one.masters, gradient, *one.state), one.new)
         weights = torch.linalg.vector_norm(one.masters[: one.new.layout.size])
         return StepNorms(norm, float(weights))
 

@@ -110,7 +110,7 @@ class EmbeddedEngine:
         peft = read_adapter(source)
         layout = self.base.adapter_layout(peft.target_modules, peft.rank)
         masters = flatten(peft, self.base, layout, source).to(self.base.device)
-        return AdapterWeights.from_masters(layout, peft.alpha / peft.rank, masters, self.base.dtype)
+        return AdapterWeights.from_masters(layout, peft.scale, masters, self.base.dtype)
 
     async def unload_adapter(self, ref: AdapterRef) -> None:
         """Drop a version; running requests keep a reference to its weights."""

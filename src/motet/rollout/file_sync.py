@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save
 
+from motet.config.adapters import ADAPTERS, adapter_type
 from motet.core.errors import ProbeError, ServerRefused
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterRef, IntArray
 from motet.protocols import Trainer
@@ -90,8 +91,9 @@ class FileSync:
 def _write(config: dict[str, Any], tensors: Mapping[str, Any], place: Path) -> None:
     """An adapter with strong weights on these layers only."""
     draws, strong = np.random.default_rng(0), {}
+    scale = ADAPTERS[adapter_type(config)].scale_of(config["r"], config["lora_alpha"])
     for name, old in tensors.items():
-        size = old.shape[1] ** -0.5 if ".lora_A." in name else _STRENGTH * config["r"] ** 0.5 / config["lora_alpha"]
+        size = old.shape[1] ** -0.5 if ".lora_A." in name else _STRENGTH / (scale * config["r"] ** 0.5)
         strong[name] = (size * draws.standard_normal(old.shape)).astype(np.float32)
     paths = sorted({name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors})
     experts = [path for path in config.get("target_parameters") or () if path.rpartition(".")[0] in paths]

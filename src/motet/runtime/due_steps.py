@@ -6,7 +6,7 @@ import asyncio
 import threading
 from dataclasses import dataclass
 
-from motet.core.batch import AdamW, OptimStats
+from motet.core.batch import Optimizer, OptimStats
 from motet.core.device import Device, used_by
 from motet.core.tenant_turns import Payer
 from motet.protocols import SteppingTogether, Trainer
@@ -17,7 +17,7 @@ from motet.runtime.scheduler import FairScheduler
 class _Due:
     payer: Payer
     name: str
-    adamw: AdamW
+    optimizer: Optimizer
     stats: OptimStats | None = None
     """Set once the step is taken."""
 
@@ -31,14 +31,14 @@ class DueSteps:
         self._due: dict[_Due, None] = {}
         self._changing = threading.Lock()
 
-    async def take(self, job: str, name: str, adamw: AdamW) -> OptimStats:
+    async def take(self, job: str, name: str, optimizer: Optimizer) -> OptimStats:
         """Take the step of a job's adapter on the device; its time is charged to all jobs whose steps are taken with it."""
         payer = Payer(job, *self._scheduler.payer(job))
         with used_by(payer.job, payer.tenant, payer.share):
             together = self._together
             if together is None:
-                return await self._device.run(lambda: self._trainer.optim_step(name, adamw))
-            own = _Due(payer, name, adamw)
+                return await self._device.run(lambda: self._trainer.optim_step(name, optimizer))
+            own = _Due(payer, name, optimizer)
             with self._changing:
                 self._due[own] = None
             try:
@@ -53,7 +53,7 @@ class DueSteps:
         if own.stats is None:
             with self._changing:
                 others = [one for one in self._due if one is not own and one.stats is None]
-            others = others[: trainer.steps_at_once - 1]
+            others = [due for due in others if type(due.optimizer) is type(own.optimizer)][: trainer.steps_at_once - 1]
             try:
                 self._step([own, *others], trainer)
             except Exception:
@@ -65,6 +65,6 @@ class DueSteps:
 
     def _step(self, due: list[_Due], trainer: SteppingTogether) -> None:
         self._device.charge({one.payer: 1.0 for one in due})
-        taken = trainer.optim_steps([(one.name, one.adamw) for one in due])
+        taken = trainer.optim_steps([(one.name, one.optimizer) for one in due])
         for one, stats in zip(due, taken, strict=True):
             one.stats = stats

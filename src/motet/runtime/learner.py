@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from motet.algorithms.packing import Waiting, merge
-from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Segment, Trained
 from motet.core.device import Device, used_by
 from motet.core.errors import DeviceError, DeviceLost
 from motet.core.tenant_turns import Cost, Payer
@@ -103,9 +103,9 @@ class Learner:
         entries = [_Entry(job, one, loop.create_future(), executed, learns=False, base=base) for one in segments]
         return [logprobs for scored in await self._all(entries) for logprobs in scored]
 
-    async def step(self, job: str, name: str, adamw: AdamW) -> OptimStats:
+    async def step(self, job: str, name: str, optimizer: Optimizer) -> OptimStats:
         """Clip, step and clear the gradient of a job's adapter; steps of several jobs may be taken at once."""
-        return await self._steps.take(job, name, adamw)
+        return await self._steps.take(job, name, optimizer)
 
     async def _all(self, entries: list[_Entry]) -> tuple[Any, ...]:
         """All results; few entries of a call wait at a time, because each turn looks at all that wait."""

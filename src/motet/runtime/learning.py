@@ -16,7 +16,6 @@ from motet.core import seeds
 from motet.core.batch import LossStats, OptimStats, Segment, Trained
 from motet.core.types import FloatArray
 from motet.protocols import Trainer
-from motet.runtime.learning_rate import adamw
 from motet.runtime.reference import Reference
 from motet.runtime.session import Session, Slot
 from motet.runtime.steps import LearnedStep, SampledStep, Valued
@@ -58,7 +57,7 @@ class Critic:
         """Clip the gradient, update, and clear the gradient."""
         job = self._session.job
         rate = job.base_rate if self.config.lr == "auto" else self.config.lr
-        settings = adamw(job.config.optimizer, rate, step, job.config.steps)
+        settings = job.config.optimizer.at(rate, step, job.config.steps)
         return await self._session.work.optim_step(settings, name=self._name)
 
     def save(self, directory: Path) -> None:
@@ -163,7 +162,7 @@ async def train(
             trained = await session.work.forward_backward((*(one for own in segments for one in own), *beside))
             for place, (share, own) in enumerate(zip(shares, segments, strict=True)):
                 if own:
-                    settings = adamw(job.config.optimizer, job.rate_of(share.role), step, job.config.steps)
+                    settings = job.config.optimizer.at(job.rate_of(share.role), step, job.config.steps)
                     optims[place] = await session.work.optim_step(settings, share.role)
             if lesson is not None:
                 await lesson.critic.optim_step(step)

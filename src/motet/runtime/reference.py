@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from motet.config import AdapterConfig
+from motet.config.adapters import ADAPTERS, adapter_type
 from motet.core.batch import Sample, Segment
 from motet.core.errors import AdapterError
 from motet.core.model_info import with_experts
@@ -141,6 +142,6 @@ def shape_of(directory: Path) -> AdapterConfig:
         }
         if parameters := saved.get("target_parameters"):
             shape["target_modules"] = with_experts(shape["target_modules"], parameters)
-        return AdapterConfig.model_validate(shape)
+        return ADAPTERS[adapter_type(saved)].model_validate(shape)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(f"{directory} holds no PEFT adapter: {path.name} cannot be read ({error})") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from motet.core.batch import AdamW, OptimStats, Segment, Trained
+from motet.core.batch import Optimizer, OptimStats, Segment, Trained
 from motet.core.types import FloatArray
 from motet.runtime.job import Job, Services
 from motet.runtime.learner import Executed, unheard
@@ -40,10 +40,10 @@ class StepWork:
         """Logprobs [T] of each sample; `base=True` disables the adapter."""
         return await self._services.learner.score(self._job.name, segments, executed, base=base)
 
-    async def optim_step(self, adamw: AdamW, role: str = "", *, name: str = "") -> OptimStats:
+    async def optim_step(self, optimizer: Optimizer, role: str = "", *, name: str = "") -> OptimStats:
         """Clip the gradient, update, and clear the gradient; the next version can then be committed and published.
 
         `name` is the adapter's, if it is none of a role.
         """
         self.moved = self.stepped = True
-        return await self._services.learner.step(self._job.name, name or adapter_name(self._job.name, role), adamw)
+        return await self._services.learner.step(self._job.name, name or adapter_name(self._job.name, role), optimizer)

@@ -1,4 +1,4 @@
-"""The trained state of one adapter in contiguous memory: fp32 masters, gradient, AdamW moments and the version in use."""
+"""The trained state of one adapter in contiguous memory: fp32 masters, gradient, the optimizer's and the version in use."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from motet.config import AdapterConfig
-from motet.core.batch import AdamW, OptimStats
+from motet.config.optimizers import OPTIMIZERS, name_of
+from motet.core.batch import AdamW, Optimizer, OptimStats
 from motet.core.errors import AdapterError
 from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.distribution import MathKernels
@@ -24,7 +27,6 @@ from motet.model.peft_io import save_tensors
 from motet.model.unit_sums import UnitSums, split_saved
 
 OPTIMIZER = "optimizer.safetensors"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 HEAD = "value_head.safetensors"
 
 
@@ -51,24 +53,30 @@ class AdapterArena:
         flat = new_vector(len(masters) + head, masters.dtype, masters.device)
         flat[: len(masters)] = masters
         self.layout, self.shape = layout, shape
-        self.scaling = shape.alpha / shape.rank
+        self.scaling = shape.scale
         self.own = own
         self.valuing = head > 0
         """Whether it has a value head."""
         self.dtype = dtype
-        self.masters = torch.nn.Parameter(flat)
+        self.masters = flat
         self._gradient: Tensor | None = None
         self._sums: UnitSums | None = None
         self.pending = False
         """Whether a gradient was added since the last step."""
-        self._adamw = self._new_adamw()
+        self._forget()
         self.weights = self._compute_copy()
         self.parked = 0
         """Number of parked vectors."""
-        self._outside: Tensor | None = None  # [4, size], or [6, size] once there were `sums`
+        self._outside: Tensor | None = None  # [4, size], or [6, size] once there were `sums`, with AdamW
 
-    def _new_adamw(self) -> torch.optim.AdamW:
-        return torch.optim.AdamW([self.masters], fused=True)
+    def _forget(self) -> None:
+        """Begin without an optimizer's state."""
+        self.kind: type[Optimizer] = AdamW
+        """The optimizer of its last step."""
+        self.count = 0
+        """Steps of that optimizer."""
+        self.state: tuple[Tensor, ...] = ()
+        """That optimizer's vectors; none before its first step."""
 
     def _compute_copy(self) -> AdapterWeights:
         return AdapterWeights.from_masters(self.layout, self.scaling, self.masters, self.dtype)
@@ -101,7 +109,7 @@ class AdapterArena:
         return self.layout.matrices(self._floats)
 
     def _clear(self) -> None:
-        self._gradient, self._sums, self.masters.grad, self.pending = None, None, None, False
+        self._gradient, self._sums, self.pending = None, None, False
 
     @property
     def head_gradient(self) -> Tensor | None:
@@ -111,18 +119,17 @@ class AdapterArena:
     @property
     def values(self) -> Tensor | None:
         """Weights and bias of the value head, in fp32 [D + 1]; None if the adapter has none."""
-        return self.masters.detach()[self.layout.size :] if self.valuing else None
+        return self.masters[self.layout.size :] if self.valuing else None
 
     def set_masters(self, flat: Tensor) -> None:
-        """Replace the weights and reset the moments."""
-        with torch.no_grad():
-            self.masters[: self.layout.size].copy_(flat)
+        """Replace the weights and reset the optimizer's state."""
+        self.masters[: self.layout.size].copy_(flat)
         self._clear()
-        self._adamw = self._new_adamw()
+        self._forget()
         self.weights = self._compute_copy()
 
     def add(self, parts: dict[str, LoraMatrices]) -> None:
-        """Add the gradient of a segment; A's part comes without alpha / rank, which is applied here.
+        """Add the gradient of a segment; A's part comes without the scale, which is applied here.
 
         That is the order of a backward pass. Motet's kernels round after scaling, before adding.
         """
@@ -135,41 +142,40 @@ class AdapterArena:
                 sums.add_(part)
         self.pending = True
 
-    def step(self, adamw: AdamW) -> OptimStats:
-        """Clip by norm and apply AdamW; a gradient that is not finite is only cleared."""
-        return step_all([(self, adamw)])[0]
+    def step(self, optimizer: Optimizer) -> OptimStats:
+        """Clip by norm and step; a gradient that is not finite is only cleared."""
+        return step_all([(self, optimizer)])[0]
 
-    def due(self, adamw: AdamW) -> AdapterStep:
-        """The next step as kernels take it; `take` ends it. Nothing changes here."""
-        masters, state = self.masters.detach(), self._adamw.state.get(self.masters, {})
-        mean, square = (state[name] if name in state else torch.zeros_like(masters) for name in MOMENTS)
+    def due(self, optimizer: Optimizer) -> AdapterStep:
+        """The next step as kernels take it; `take` ends it. Another optimizer begins anew. Nothing changes here."""
+        masters, kind = self.masters, type(optimizer)
+        count, state = (self.count, self.state) if kind is self.kind else (0, ())
+        state = state or tuple(torch.zeros_like(masters) for _ in kind.STATE)
         gradient = self._floats if self._sums is None else self._gradient
         flat = new_vector(len(masters), self.dtype, masters.device, zeros=False)
         new = AdapterWeights(self.layout, self.scaling, flat)
-        return AdapterStep(adamw, int(state.get("step", 0)) + 1, masters, mean, square, gradient, self._sums, new)
+        return AdapterStep(optimizer, count + 1, masters, state, gradient, self._sums, new)
 
     def take(self, step: AdapterStep, norms: StepNorms) -> OptimStats:
-        """End a step that kernels took, or left out because the gradient is not finite; clears the gradient."""
+        """End a step that was taken, or left out because the gradient is not finite; clears the gradient."""
         skipped = not norms.gradient < math.inf
         if not skipped:
-            count = torch.tensor(float(step.number))
-            moments = dict(zip(MOMENTS, (step.mean, step.square), strict=True))
-            self._adamw.state[self.masters].update({"step": count, **moments})
+            self.masters.copy_(step.masters)
+            self.kind, self.count, self.state = type(step.optimizer), step.number, tuple(step.state)
             self.weights = step.new
         self._clear()
-        return OptimStats(norms.gradient, step.adamw.lr, skipped=skipped, adapter_norm=norms.weights)
+        return OptimStats(norms.gradient, step.optimizer.lr, skipped=skipped, adapter_norm=norms.weights)
 
     def park(self, directory: Path | None) -> None:
-        """Move masters, moments and a pending gradient to host memory, or to disk in a directory.
+        """Move masters, the optimizer's state and a pending gradient to host memory, or to disk in a directory.
 
         Raises:
             OSError: the disk has no room; nothing was moved.
         """
-        rows = 4 if self._sums is None else 6
+        rows = 2 + len(self.kind.STATE) + (0 if self._sums is None else 2)
         if self._outside is None or len(self._outside) < rows:
             self._outside = _outside(rows, len(self.masters), self.masters.device, directory)
-        state = self._adamw.state.get(self.masters, {})
-        moved = [self.masters.detach(), *(state[name] for name in MOMENTS if name in state)]
+        moved = [self.masters, *self.state]
         moved += [] if self._gradient is None else [self._gradient]
         if self._sums is not None:
             moved += self._sums.take_out()
@@ -178,8 +184,7 @@ class AdapterArena:
             place.copy_(tensor)
         nothing = self.masters.new_empty(0)
         self._gradient = None if self._gradient is None else nothing
-        self.masters.grad, self.masters.data = None, nothing
-        state.update({name: nothing for name in MOMENTS if name in state})
+        self.masters, self.state = nothing, tuple(nothing for _ in self.state)
 
     def bring_in(self) -> None:
         """Restore what `park` moved, with the same bits."""
@@ -190,21 +195,20 @@ class AdapterArena:
         if self._sums is not None:
             moved = self._sums.put_back(moved, device)
         back = [new_vector(len(place), place.dtype, device).copy_(place) for place in moved]
-        self.masters.data = back.pop(0)
+        self.masters = back.pop(0)
         self._gradient = None if self._gradient is None else back.pop()
-        if back:
-            self._adamw.state[self.masters].update(dict(zip(MOMENTS, back, strict=True)))
+        self.state = tuple(back)
         self.parked = 0
 
     def save_optimizer(self, directory: Path, *, gradient: bool = True) -> None:
-        """Write AdamW's moments and step count, and with `gradient` a pending one."""
-        state = self._adamw.state.get(self.masters, {})
-        moments = {name: state.get(name, torch.zeros(len(self.masters))).cpu() for name in MOMENTS}
-        tensors = {**moments, "step": torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).reshape(1).cpu()}
+        """Write the optimizer's state and step count, and with `gradient` a pending one."""
+        state = self.state or [torch.zeros(len(self.masters)) for _ in self.kind.STATE]
+        vectors = {name: vector.cpu() for name, vector in zip(self.kind.STATE, state, strict=True)}
+        tensors = {**vectors, "step": torch.tensor([float(self.count)])}
         if self.pending and gradient:
             tensors |= {} if self._gradient is None else {"gradient": self._gradient.cpu()}
             tensors |= {} if self._sums is None else self._sums.saved()
-        save_tensors(tensors, directory / OPTIMIZER, self._metadata())
+        save_tensors(tensors, directory / OPTIMIZER, self._metadata(name_of(self.kind)))
 
     def save_head(self, directory: Path) -> None:
         """Write the value head, if there is one, beside the adapter."""
@@ -225,12 +229,15 @@ class AdapterArena:
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
 
-    def _metadata(self) -> dict[str, str]:
-        """Names the layers of the moments. A single entry, because safetensors writes several in random order."""
-        layout = {"places": self.layout.paths, "rank": self.layout.rank}
-        return {"layout": json.dumps(layout)}
+    def _metadata(self, kind: str) -> dict[str, str]:
+        """Names the layers of the state, and an optimizer that is not the first.
 
-    def read_optimizer(self, directory: Path) -> dict[str, Tensor]:
+        A single entry, because safetensors writes several in random order.
+        """
+        layout = {"places": self.layout.paths, "rank": self.layout.rank}
+        return {"layout": json.dumps(layout if kind == "adamw" else {**layout, "optimizer": kind})}
+
+    def read_optimizer(self, directory: Path) -> tuple[type[Optimizer], dict[str, Tensor]]:
         """Read what `save_optimizer` wrote, for `set_optimizer`.
 
         Raises:
@@ -244,52 +251,65 @@ class AdapterArena:
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{path} cannot be read: {error}") from error
         sums, tensors = split_saved(tensors, len(self.masters))
-        wanted = {**dict.fromkeys({*MOMENTS, *tensors}, self.masters.shape), "step": torch.Size([1])}
+        kinds = {self._metadata(name)["layout"]: section.STEP for name, section in OPTIMIZERS.items()}
+        kind = kinds.get((layout or {}).get("layout", ""))
+        names = () if kind is None else (*kind.STATE, "step")
+        wanted = {**dict.fromkeys({*names, *tensors}, self.masters.shape), "step": torch.Size([1])}
         found = {name: tensor.shape for name, tensor in tensors.items() if tensor.dtype == torch.float32}
-        if set(tensors) - {"gradient"} != {*MOMENTS, "step"} or found != wanted or layout != self._metadata():
+        if kind is None or tensors.keys() - {"gradient"} != {*names} or found != wanted:
             raise AdapterError(f"{path} belongs to an adapter of another shape")
-        return tensors | sums
+        return kind, tensors | sums
 
-    def set_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the moments, and add a gradient that waited for its step."""
+    def set_optimizer(self, kind: type[Optimizer], tensors: dict[str, Tensor]) -> None:
+        """Replace the optimizer's state, and add a gradient that waited for its step."""
         device = self.masters.device
-        self._adamw = self._new_adamw()
-        if float(tensors["step"]) > 0:
-            self._adamw.state[self.masters] = {
-                "step": tensors["step"].reshape(()).to(device if self.own is None else "cpu"),
-                **{name: tensors[name].to(device) for name in MOMENTS},
-            }
+        self._forget()
+        if (count := int(tensors["step"])) > 0:
+            self.kind, self.count, self.state = kind, count, tuple(tensors[name].to(device) for name in kind.STATE)
         if "gradient" in tensors:
             self._floats.copy_(tensors["gradient"])
         self._sums = UnitSums.of_saved(tensors, device)
         self.pending = self._gradient is not None or self._sums is not None
 
 
-def step_all(due: Sequence[tuple[AdapterArena, AdamW]]) -> list[OptimStats]:
-    """Steps of adapters of one base, together if its kernels take them."""
-    own = due[0][0].own
-    if own is None:
-        return [_step_by_torch(arena, adamw) for arena, adamw in due]
-    steps = [arena.due(adamw) for arena, adamw in due]
-    taken = zip(due, steps, own.step_all(steps), strict=True)
-    return [arena.take(step, norms) for (arena, _), step, norms in taken]
+def step_all(due: Sequence[tuple[AdapterArena, Optimizer]]) -> list[OptimStats]:
+    """Steps of adapters of one base with one class of optimizer, together if its kernels take them.
+
+    If several are due and this raises an exception, nothing is changed.
+    """
+    own, kind = due[0][0].own, type(due[0][1])
+    steps = [arena.due(optimizer) for arena, optimizer in due]
+    if own is not None and (kernel := own.steps.get(kind)) is not None:
+        taken = list(zip(steps, kernel(steps), strict=True))
+    else:
+        taken = [_by_torch(step, torch.linalg.vector_norm if own is None else own.norm) for step in steps]
+    return [arena.take(step, norms) for (arena, _), (step, norms) in zip(due, taken, strict=True)]
 
 
-def _step_by_torch(arena: AdapterArena, adamw: AdamW) -> OptimStats:
-    gradient = arena.gradient
-    norm = float(torch.linalg.vector_norm(gradient))
-    skipped = not norm < math.inf
-    if not skipped:
-        if norm > adamw.clip_norm and (factor := adamw.clip_norm / (norm + 1e-6)) < 1:
-            gradient.mul_(factor)
-        options = {"lr": adamw.lr, "betas": adamw.betas, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
-        arena._adamw.param_groups[0].update(options)
-        arena.masters.grad = gradient
-        arena._adamw.step()
-        arena.weights = arena._compute_copy()
-    arena._clear()
-    weights = float(torch.linalg.vector_norm(arena.masters.detach()[: arena.layout.size]))
-    return OptimStats(grad_norm=norm, lr=adamw.lr, skipped=skipped, adapter_norm=weights)
+def _by_torch(step: AdapterStep, norm_of: Callable[[Tensor], float | Tensor]) -> tuple[AdapterStep, StepNorms]:
+    """The step with its outcome: AdamW's is taken in place, and that of others is in new tensors."""
+    gradient, optimizer = step.total(), step.optimizer
+    norm = float(norm_of(gradient))
+    if norm < math.inf:
+        if norm > optimizer.clip_norm:
+            gradient = gradient * (optimizer.clip_norm / (norm + 1e-6))
+        if isinstance(optimizer, AdamW):
+            _fused(optimizer, step, gradient)
+        else:
+            masters, *state = optimizer.step(step.number, step.masters, gradient, step.state)
+            step = replace(step, masters=masters, state=state)
+        layout, scaling, empty = step.new.layout, step.new.scaling, step.new.flat
+        step = replace(step, new=AdapterWeights.from_masters(layout, scaling, step.masters, empty.dtype))
+    return step, StepNorms(norm, float(torch.linalg.vector_norm(step.masters[: step.new.layout.size])))
+
+
+def _fused(optimizer: AdamW, step: AdapterStep, gradient: Tensor) -> None:
+    (mean, square), (beta1, beta2) = step.state, optimizer.betas
+    before = torch.tensor(step.number - 1, dtype=torch.float32, device=gradient.device)
+    adamw(
+        [step.masters], [gradient], [mean], [square], [], [before], fused=True, amsgrad=False, maximize=False,
+        lr=optimizer.lr, beta1=beta1, beta2=beta2, eps=optimizer.eps, weight_decay=optimizer.weight_decay,
+    )  # fmt: skip
 
 
 def _outside(rows: int, size: int, device: torch.device, directory: Path | None) -> Tensor:

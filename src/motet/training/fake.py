@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.config import AdapterConfig
-from motet.core.batch import AdamW, Batch, LossStats, OptimStats, Sample, Segment, Trained
+from motet.core.batch import AdamW, Batch, LossStats, Optimizer, OptimStats, Sample, Segment, Trained
 from motet.core.errors import AdapterError
 from motet.core.types import FloatArray
 from motet.model.fake import (
@@ -93,8 +93,10 @@ class FakeTrainer:
             )
         return tuple(of_segments)
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""
+        adamw = optimizer
+        assert isinstance(adamw, AdamW)
         slot, lr = self._slot(name), adamw.lr
         gradient, slot.gradient = slot.gradient, np.zeros(VOCABULARY)
         norm = float(np.sqrt((gradient**2).sum()))
@@ -149,7 +151,7 @@ class FakeTrainer:
     def _learn(self, segment: Segment, slot: _Slot) -> LossStats:
         """The unclipped surrogate −A · ratio, plus the k3 penalty to the base if configured."""
         policy, total = FakePolicy(slot.adapter), LossStats()
-        scale = slot.adapter.alpha / slot.adapter.rank * slot.adapter.a
+        scale = slot.adapter.scale * slot.adapter.a
         for sample in segment.samples:
             with np.errstate(all="ignore"):  # an overflow shows in the gradient's norm
                 stats, gradient = _sample_gradient(policy, segment, sample)

@@ -40,7 +40,7 @@ class Learning:
     gradients: dict[str, LoraMatrices] | None
     """Gradients are added to these; None with `sums`."""
     unscaled: bool = False
-    """Whether the caller applies alpha / rank when it sums the parts (see `TrainSegment.unscaled`)."""
+    """Whether the caller applies the adapter's scale when it sums the parts (see `TrainSegment.unscaled`)."""
     head: Tensor | None = None
     """Weights and bias [D + 1] of a value head, if the segment trains values."""
     head_gradient: Tensor | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from motet.config import AdapterConfig, EngineConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Segment, Trained
 from motet.core.errors import AdapterError, BaseModelError
 from motet.core.types import FloatArray
 from motet.model.accelerator import wait_for
@@ -164,25 +164,25 @@ class TorchTrainer:
         """Wait until the device has done all that was begun."""
         wait_for(self.base.device)
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""
-        return self.optim_steps([(name, adamw)])[0]
+        return self.optim_steps([(name, optimizer)])[0]
 
     @property
     def steps_at_once(self) -> int:
         """Of how many adapters kernels take the steps at once: of those that may be on the device."""
         return (self._residence.room or self.slots) if adds_whole(self.base, by_sample=False) else 1
 
-    def optim_steps(self, due: Sequence[tuple[str, AdamW]]) -> list[OptimStats]:
-        """`optim_step` of several adapters."""
+    def optim_steps(self, due: Sequence[tuple[str, Optimizer]]) -> list[OptimStats]:
+        """`optim_step` of several adapters, with optimizers of one class."""
         with self._using(*(name for name, _ in due)) as arenas:
-            return step_all([(arena, adamw) for arena, (_, adamw) in zip(arenas, due, strict=True)])
+            return step_all([(arena, optimizer) for arena, (_, optimizer) in zip(arenas, due, strict=True)])
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
-        """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. May run during device calls."""
+        """Write PEFT files to an existing directory; `optimizer` adds its state. May run during device calls."""
         with self._using(name) as (arena,), _no_openmp_team():
             shape = arena.shape
-            write_adapter(directory, self.base, arena.layout, shape.alpha, shape.target_modules, arena.masters)
+            write_adapter(directory, self.base, arena.layout, shape, arena.masters)
             arena.save_head(directory)
             if optimizer:
                 arena.save_optimizer(directory, gradient=gradient)
@@ -194,13 +194,15 @@ class TorchTrainer:
             raise AdapterError(
                 f"{directory} has alpha {peft.alpha:g}, the job asks for {shape.alpha:g}; set adapter.alpha to {peft.alpha:g}"
             )
+        if type(shape) is not peft.kind:
+            raise AdapterError(f"{directory} is of another type than the job's adapter; set adapter.type to its own")
         with self._using(name) as (arena,):
             masters = flatten(peft, self.base, arena.layout, directory).to(self.base.device)
             state = arena.read_optimizer(directory) if optimizer else None
             arena.load_head(directory)
             arena.set_masters(masters)  # last: what cannot be read changes nothing
             if state is not None:
-                arena.set_optimizer(state)
+                arena.set_optimizer(*state)
 
     @property
     def parks(self) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from sqlalchemy import select, update
 
 from motet.config import JobConfig
+from motet.config.adapters import SHAPE
 from motet.config.chain import ChainStart, check_chains, shape_of, take_shape
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
@@ -65,9 +66,6 @@ class Planned:
             base=self.base, after=list(self.after) or None, start_at=self.at, waits=bool(self.message),
             message=self.message, starts_from=self.starts_from, idempotency_key=self.idempotency,
         )  # fmt: skip
-
-
-_SHAPE = {"rank", "alpha", "target_modules"}
 
 
 class JobQueue:
@@ -122,7 +120,7 @@ class JobQueue:
         ids, coming = [job.id for job in before], dict[str, str]()
         if (start := ChainStart.of(config.adapter.init, [one.config for one in above])) is not None:
             made_by = next(one for one in above if one.config.name == start.job)
-            config = take_shape(config, made_by.config.adapter.model_dump(include=_SHAPE))
+            config = take_shape(config, made_by.config.adapter.model_dump(include={*SHAPE}))
             _check_chain(config, base, made_by)
             ids.append(made_by.id)
             coming[made_by.id] = start.job
@@ -131,7 +129,7 @@ class JobQueue:
         )
         if source is None and reference is not None and start is None:  # of a job in `after`, which has yet to make it
             maker = next(job for job in before if job.id == reference.partition("@")[0])
-            config = take_shape(config, stored_config(maker).adapter.model_dump(include=_SHAPE))
+            config = take_shape(config, stored_config(maker).adapter.model_dump(include={*SHAPE}))
         if source is not None:
             config = take_shape(config, shape_of(source.path))
             check_shape(config, source.path)

@@ -10,7 +10,8 @@ import msgspec
 from motet.algorithms.client import ClientLoss
 from motet.algorithms.critic import ValueLoss
 from motet.config import EngineConfig, budgets
-from motet.core.batch import AdamW, LossStats, OptimStats, Segment
+from motet.config.optimizers import OPTIMIZERS, name_of
+from motet.core.batch import LossStats, Optimizer, OptimStats, Segment
 from motet.core.types import FloatArray
 from motet.native.choice import Choice, of_machine
 from motet.process.channel import ChannelMessage
@@ -121,7 +122,19 @@ class RankStep(ChannelMessage, frozen=True):
     """The owner updates the adapter and sends the new version to all ranks."""
 
     name: str
-    adamw: AdamW
+    kind: str
+    settings: dict[str, Any]
+    """Fields of the optimizer of this name."""
+
+    @classmethod
+    def of(cls, name: str, optimizer: Optimizer) -> RankStep:
+        """The message for a step of an adapter."""
+        return cls(name, name_of(type(optimizer)), dataclasses.asdict(optimizer))  # type: ignore[call-overload]
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What takes the step."""
+        return msgspec.convert(self.settings, OPTIMIZERS[self.kind].STEP)
 
 
 class SaveAdapter(ChannelMessage, frozen=True):

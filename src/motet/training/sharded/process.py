@@ -114,7 +114,7 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
                 tuple(m.SegmentResult(part.place, one) for part, one in zip(message.parts, scored, strict=True))
             )
         case m.RankStep():
-            stats = trainer.step(message.name, message.adamw)
+            stats = trainer.step(message.name, message.optimizer)
             return m.RankDone() if stats is None else m.Stepped(stats)
         case m.SaveAdapter():
             try:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 
 from motet.config import AdapterConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Trained
 from motet.core.errors import MotetError
 from motet.core.types import FloatArray
 from motet.model.lora import AdapterLayout, AdapterWeights, LoraMatrices, initial_weights
@@ -84,7 +84,7 @@ class RankTrainer:
             if owner == self.rank:
                 self._owned.add_adapter(name, shape, seed, head=head)
             else:
-                layout, scaling = self.base.adapter_layout(shape.target_modules, shape.rank), shape.alpha / shape.rank
+                layout, scaling = self.base.adapter_layout(shape.target_modules, shape.rank), shape.scale
                 two = self.base.math is not None
                 masters = initial_weights(layout, seed, in_two_steps=two).to(self.base.device)
                 self._copies[name] = AdapterWeights.from_masters(layout, scaling, masters, self.base.dtype)
@@ -157,9 +157,9 @@ class RankTrainer:
         self._agree(fault)
         return logprobs
 
-    def step(self, name: str, adamw: AdamW) -> OptimStats | None:
+    def step(self, name: str, optimizer: Optimizer) -> OptimStats | None:
         """Update an adapter; returns its owner's statistics."""
-        stats = self._owned.optim_step(name, adamw) if self._owners[name] == self.rank else None
+        stats = self._owned.optim_step(name, optimizer) if self._owners[name] == self.rank else None
         self._hand_out(name)
         return stats
 

@@ -16,7 +16,7 @@ from motet.algorithms.client import ClientLoss
 from motet.algorithms.critic import ValueLoss
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import AdapterConfig
-from motet.core.batch import AdamW, Batch, OptimStats, Segment, Trained
+from motet.core.batch import Batch, Optimizer, OptimStats, Segment, Trained
 from motet.core.errors import AdapterError
 from motet.core.types import FloatArray
 from motet.training.sharded import messages as m
@@ -60,15 +60,15 @@ class ShardedTrainer:
             one.logprobs for one in self._run({rank: m.Forward(own, route, base) for rank, own in parts.items()})
         )
 
-    def optim_step(self, name: str, adamw: AdamW) -> OptimStats:
+    def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
         """Clip, step and clear the gradient of one adapter; the next version can then be published."""
         rank = self._owner(name)  # before any rank is asked
-        answer = self._group.ask_all(m.RankStep(name, adamw))[rank]
+        answer = self._group.ask_all(m.RankStep.of(name, optimizer))[rank]
         assert isinstance(answer, m.Stepped)
         return answer.stats
 
     def save_adapter(self, name: str, directory: Path, *, optimizer: bool, gradient: bool = True) -> None:
-        """Write PEFT files to an existing directory; `optimizer` adds AdamW's state. Waits for the owner's turn."""
+        """Write PEFT files to an existing directory; `optimizer` adds its state. Waits for the owner's turn."""
         self._group.ask({self._owner(name): m.SaveAdapter(name, str(directory.absolute()), optimizer, gradient)})
 
     def load_adapter(self, name: str, directory: Path, *, optimizer: bool) -> None:

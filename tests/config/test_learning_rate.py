@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from motet.config import OptimizerConfig
-from motet.runtime.learning_rate import learning_rate
 
 pytestmark = pytest.mark.tier1
 
@@ -25,4 +24,4 @@ pytestmark = pytest.mark.tier1
 )
 def test_the_rate_of_each_step(fields: dict[str, Any], rates: list[float]) -> None:
     config = OptimizerConfig.model_validate(fields)
-    assert [learning_rate(config, 1.0, step, 6) for step in range(6)] == pytest.approx(rates, abs=1e-3)
+    assert [config.rate(1.0, step, 6) for step in range(6)] == pytest.approx(rates, abs=1e-3)
