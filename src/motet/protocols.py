@@ -1,4 +1,4 @@
-"""The seams: what `runtime/` asks of engines, trainers and weight sync. Each has a fake in the package.
+"""The seams: what `runtime/` asks of engines, trainers and weight sync. Each has a fake in `tests/support/`.
 
 An implementation is complete when it fits without a branch in `runtime/`.
 """

@@ -33,9 +33,9 @@ from motet.hosting.launch import load
 from motet.hosting.loaded_versions import CACHED_VERSIONS, LoadedVersions
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
-from motet.rollout.fake import FakeEngine
 from motet.runtime.meter import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
+from tests.support.fake_engine import FakeEngine
 from tests.support.scheduling_policy import rows_between_turns
 from tests.support.waiting import PATIENCE
 

@@ -39,8 +39,8 @@ from motet.runtime.job import JobEvent, StateChanged, StepDone
 from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
-from motet.training.fake import FakeTrainer
 from tests.support.adapter_files import run_alone, weights_of
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.ray_nodes import cluster_of
 from tests.support.service_run import LASTING, Json, Service, host_process, serving, tiny
 from tests.support.waiting import PATIENCE, wait_until

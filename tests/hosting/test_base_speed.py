@@ -15,13 +15,13 @@ from motet.core.device import Device
 from motet.core.errors import AdapterError
 from motet.core.model_info import ModelInfo
 from motet.hosting.base_speed import LEAST, SECONDS, measure_steps
-from motet.model.fake import VOCABULARY, FakeTokenizer
-from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import Services
 from motet.runtime.learner import Learner
 from motet.runtime.scheduler import FairScheduler
-from motet.training.fake import FakeTrainer
+from tests.support.fake_base import VOCABULARY, FakeTokenizer
+from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.fake_run import InlineRewards
+from tests.support.fake_trainer import FakeTrainer
 
 TOKENIZER: Any = FakeTokenizer()
 INFO = ModelInfo(

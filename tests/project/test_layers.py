@@ -90,7 +90,7 @@ SERVERS = (
     "in_vllm.motet_vllm",
 )
 LIGHT = frozenset(  # no torch here
-    {"rollout", "rollout.fake", "algorithms", "cuda", "native", "native.building", "native.library", "native.choice"}
+    {"rollout", "algorithms", "cuda", "native", "native.building", "native.library", "native.choice"}
     | {f"rollout.{name}" for name in SERVERS}
 )
 OVER_HTTP = frozenset({"vllm", "sglang"})
@@ -453,7 +453,7 @@ PLANTED = {
         {"commands__cli": "from motet.hosting import launch"},
         "commands.cli → hosting.launch → rollout.embedded loads torch",
     ),
-    "torch in the fake": ({"rollout__fake": "import torch"}, "rollout.fake:1 imports torch when it is loaded"),
+    "torch in a server": ({"rollout__server": "import torch"}, "rollout.server:1 imports torch when it is loaded"),
     "torch in a package": ({"rollout____init__": "import torch"}, "rollout:1 imports torch when"),
     "server engine": ({"rollout__server": "def f():\n    import vllm"}, "imports vllm, which is reached over HTTP"),
     "Motet in a server": (

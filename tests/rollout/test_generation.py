@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from motet.core.types import Chunk, FinishReason, SamplingParams
-from motet.model.fake import END, FakeAdapter, FakePolicy, FakeTokenizer
-from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.generation import Draft, Generation, PutAside
 from motet.runtime.versions import Versions
 from motet.tasks.chat import Chat
+from tests.support.fake_base import END, FakeAdapter, FakePolicy, FakeTokenizer
+from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.waiting import PATIENCE
 
 CHAT = Chat(FakeTokenizer(), chat_template=False)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from motet.core.types import Chunk, GenerateRequest, JobState
-from motet.rollout.fake import FakeEngine
+from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import Setting, job, metrics, records, run_jobs, weights
 from tests.support.remembering import RememberingEngine, RememberingTrainer, check_samples
 from tests.support.waiting import PATIENCE

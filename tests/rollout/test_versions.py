@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from motet.config import AdapterConfig
 from motet.core.errors import AdapterError, EngineError
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
-from motet.model.fake import END, FakeAdapter
-from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.versions import Versions
-from motet.training.fake import FakeTrainer
+from tests.support.fake_base import END, FakeAdapter
+from tests.support.fake_engine import FakeEngine, FakeSync
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.tier1

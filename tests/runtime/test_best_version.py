@@ -56,10 +56,10 @@ from motet.service.database.tables import Event, StoredJob, newer_evaluation
 from motet.service.routes.fine_tuning import _checkpoint, _event
 from motet.service.schemas import HeldOut, Job, JobEvent, Version
 from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
-from motet.training.fake import FakeTrainer
 from motet.view import LogView, summary_table
 from motet.view.results import JobResult, RunResult
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, run_jobs
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.tier1

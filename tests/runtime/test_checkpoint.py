@@ -36,9 +36,9 @@ from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.runtime.rollout_logs import must_be_there
 from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend
-from motet.training.fake import FakeTrainer
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, job, run_jobs
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.small_disk import small_disk
 from tests.support.waiting import PATIENCE
 

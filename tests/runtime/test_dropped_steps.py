@@ -21,7 +21,6 @@ from motet.core.batch import Batch, Optimizer, OptimStats, Trained
 from motet.core.device import BusyTime
 from motet.core.types import Chunk, FloatArray, GenerateRequest, JobState, Rollout
 from motet.process.channel import ChannelMessage
-from motet.rollout.fake import FakeEngine
 from motet.rollout.sequences import aborted
 from motet.runtime.job import Executed, JobEvent
 from motet.runtime.journal import Datum, Failed, ForwardBackward, Gradient, Journal, OptimStep
@@ -29,8 +28,9 @@ from motet.runtime.pipeline import _drop_steps
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns, StepTurns
 from motet.runtime.slots import Rule
 from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended
-from motet.training.fake import FakeTrainer
+from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, run_jobs, weights
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.tier1

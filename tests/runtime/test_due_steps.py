@@ -15,7 +15,7 @@ from motet.core.device import Device
 from motet.core.tenant_turns import Payer
 from motet.runtime.due_steps import DueSteps
 from motet.runtime.scheduler import FairScheduler
-from motet.training.fake import FakeTrainer
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.tier1

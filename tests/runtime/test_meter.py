@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from motet.core.device import BusyTime
 from motet.core.types import JobState
-from motet.rollout.fake import FakeEngine
 from motet.runtime.meter import IDLE, Meter, apportion
+from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until
 

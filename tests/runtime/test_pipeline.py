@@ -20,13 +20,13 @@ from motet.config import AdapterConfig, EnvironmentConfig, JobConfig
 from motet.core.batch import Batch, Trained
 from motet.core.errors import DeviceError
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
-from motet.model.fake import FakePolicy
 from motet.process.channel import ChannelMessage
-from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import Executed, JobEvent, StateChanged
-from motet.training.fake import FakeTrainer
 from tests.support.cases import few
+from tests.support.fake_base import FakePolicy
+from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.scheduling_policy import rows_between_turns
 from tests.support.waiting import PATIENCE, until
 

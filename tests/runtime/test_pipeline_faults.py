@@ -18,16 +18,16 @@ from motet.config import JobConfig
 from motet.core.batch import Batch, Optimizer, OptimStats, Segment, Trained
 from motet.core.errors import EngineError, RankGone
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
-from motet.model.fake import FakeAdapter
 from motet.report.read import read_run
-from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import StateChanged
 from motet.runtime.learner import Executed, Learner, unheard
 from motet.runtime.rundir import CONTROL, read_commands
 from motet.tasks.reward_pool import RewardPool
-from motet.training.fake import FakeTrainer
 from tests.support.counting import calls
+from tests.support.fake_base import FakeAdapter
+from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import until
 
 

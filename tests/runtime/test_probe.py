@@ -14,9 +14,9 @@ from motet.config import JobConfig
 from motet.core import seeds
 from motet.core.errors import ProbeError
 from motet.core.types import AdapterRef, FloatArray, IntArray, JobState, Problem
-from motet.model.fake import FakeAdapter, FakePolicy, FakeTokenizer
-from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.probe import CLEAR, PROBE_TOKENS, Probe
+from tests.support.fake_base import FakeAdapter, FakePolicy, FakeTokenizer
+from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs
 
 pytestmark = pytest.mark.tier1

@@ -101,7 +101,7 @@ def test_a_stop_before_anything_began(tmp_path: Path) -> None:
 PROGRAM = """
 import functools, sys
 from pathlib import Path
-from motet.training.fake import FakeTrainer
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.fake_run import Setting, run_jobs
 from tests.runtime.test_resume import jobs
 trainer = functools.partial(FakeTrainer, seconds=0.002)

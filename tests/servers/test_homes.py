@@ -15,11 +15,11 @@ import pytest
 from motet.config.dialects import HttpRequest
 from motet.core.errors import EngineError, ServerFault
 from motet.core.types import AdapterRef
-from motet.model.fake import FakeTokenizer
-from motet.rollout.fake import FakeEngine
 from motet.rollout.served_versions import Homes
 from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
+from tests.support.fake_base import FakeTokenizer
+from tests.support.fake_engine import FakeEngine
 from tests.support.protocol_server import ProtocolServer, Setup
 from tests.support.server_run import (
     BOUNDS,

@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from motet.config import AdapterConfig
-from motet.model.fake import END, FakePolicy, FakeTokenizer, read_adapter
-from motet.training.fake import FakeTrainer
+from tests.support.fake_base import END, FakePolicy, FakeTokenizer, read_adapter
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.protocol_client import (
     GENERATE,
     LOAD,

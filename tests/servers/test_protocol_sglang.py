@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from motet.model.fake import FakePolicy, FakeTokenizer, read_adapter
+from tests.support.fake_base import FakePolicy, FakeTokenizer, read_adapter
 from tests.support.protocol_client import PROMPT, Client, adapter_directory, events, give_up, in_process, run
 from tests.support.protocol_server import ProtocolServer, Setup
 from tests.support.server_run import sampled

@@ -17,9 +17,9 @@ import pytest
 from motet.chat.structure import grammar_of
 from motet.core.errors import EngineError, ServerFault
 from motet.core.types import SamplingParams
-from motet.model.fake import FakePolicy
-from motet.rollout.fake import FakeEngine
 from motet.rollout.server import Demand, ServerEngine
+from tests.support.fake_base import FakePolicy
+from tests.support.fake_engine import FakeEngine
 from tests.support.protocol_server import ProtocolServer, Setup
 from tests.support.server_run import (
     PROBE,

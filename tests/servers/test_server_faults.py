@@ -15,9 +15,9 @@ import pytest
 
 from motet.core import seeds
 from motet.core.errors import EngineError, ServerFault, ServerGone, ServerRefused
-from motet.model.fake import END, FakeTokenizer
 from motet.rollout.server import ServerEngine
 from tests.support.cases import few, paired
+from tests.support.fake_base import END, FakeTokenizer
 from tests.support.protocol_server import FOREVER, ProtocolServer
 from tests.support.server_run import (
     CLOCKS,

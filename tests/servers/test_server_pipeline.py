@@ -13,8 +13,8 @@ import pytest
 from motet.core.types import JobState
 from motet.rollout.file_sync import FileSync
 from motet.runtime.rundir import RunDirectory
-from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.protocol_server import ProtocolServer
 from tests.support.server_run import IMPATIENT, engine_on
 

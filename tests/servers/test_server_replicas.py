@@ -13,9 +13,9 @@ import pytest
 
 from motet.core.errors import EngineError, ServerFault, ServerGone
 from motet.core.types import Chunk
-from motet.model.fake import FakeTokenizer
 from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
+from tests.support.fake_base import FakeTokenizer
 from tests.support.protocol_server import FOREVER, ProtocolServer
 from tests.support.server_run import (
     BOUNDS,

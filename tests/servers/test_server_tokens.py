@@ -11,8 +11,8 @@ import pytest
 
 from motet.core.errors import EngineError, ServerFault
 from motet.core.token_ids import TokenIds
-from motet.model.fake import VOCABULARY, FakePolicy
 from motet.rollout.server import ServerEngine
+from tests.support.fake_base import VOCABULARY, FakePolicy
 from tests.support.protocol_server import ProtocolServer
 from tests.support.server_run import PROBE, PROMPT, collect, drive, engine_on, in_process, request
 

@@ -19,12 +19,12 @@ from motet.core.errors import AdapterError, EngineError, ServerGone, ServerRefus
 from motet.core.types import AdapterRef
 from motet.rollout.connection import Clocks
 from motet.rollout.embedded import SavedFiles
-from motet.rollout.fake import FakeEngine
 from motet.rollout.file_sync import FileSync
 from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.runtime.disk_gate import is_full
-from motet.training.fake import FakeTrainer
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.protocol_client import adapter_directory
 from tests.support.protocol_server import FOREVER, ProtocolServer, Setup
 from tests.support.server_run import (

@@ -28,7 +28,6 @@ from motet.config.dialects import DIALECTS
 from motet.core.device import Device
 from motet.core.errors import ConfigError, EngineError
 from motet.hosting.workshop import Workshop
-from motet.model.fake import FakeTokenizer
 from motet.rollout.file_sync import FileSync
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED, fetch
@@ -36,6 +35,7 @@ from motet.rollout.server import ServerEngine
 from motet.rollout.version_files import VersionFiles
 from motet.rollout.version_server import MOST_OPEN, VersionServer
 from tests.conftest import ROOT
+from tests.support.fake_base import FakeTokenizer
 from tests.support.protocol_client import adapter_directory
 from tests.support.protocol_server import ProtocolServer, Setup
 from tests.support.server_run import (

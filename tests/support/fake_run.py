@@ -17,8 +17,6 @@ from motet.config.jobfile import merge
 from motet.core.device import Device
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, Message, Problem
-from motet.model.fake import END, VOCABULARY, FakeTokenizer
-from motet.rollout.fake import FakeEngine, FakeSync
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.opening import open_job
@@ -33,7 +31,9 @@ from motet.tasks.problems import Problems
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.tasks.reward_pool import RewardPool
-from motet.training.fake import FakeTrainer
+from tests.support.fake_base import END, VOCABULARY, FakeTokenizer
+from tests.support.fake_engine import FakeEngine, FakeSync
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import PATIENCE
 
 LINE = {

@@ -13,8 +13,8 @@ import httpx2
 import numpy as np
 
 from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
-from motet.model.fake import END, FakeAdapter, FakeTokenizer, write_adapter
-from motet.rollout.fake import FakeEngine
+from tests.support.fake_base import END, FakeAdapter, FakeTokenizer, write_adapter
+from tests.support.fake_engine import FakeEngine
 from tests.support.protocol_server import ProtocolServer
 from tests.support.waiting import PATIENCE, until
 

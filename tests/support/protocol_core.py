@@ -19,8 +19,8 @@ import numpy as np
 from starlette.responses import Response
 
 from motet.core.types import ADAPTER_CONFIG, AdapterRef, FinishReason, GenerateRequest, SamplingParams
-from motet.model.fake import END, VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, read_adapter
-from motet.rollout.fake import FakeEngine
+from tests.support.fake_base import END, VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, read_adapter
+from tests.support.fake_engine import FakeEngine
 from tests.support.protocol_faults import ODD, Counts, Faults, Setup
 
 

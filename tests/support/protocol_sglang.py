@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from motet.core.errors import AdapterError
 from motet.core.types import AdapterRef, FinishReason, SamplingParams
-from motet.model.fake import END, FakeTokenizer
+from tests.support.fake_base import END, FakeTokenizer
 from tests.support.protocol_core import (
     Ask,
     Backend,

@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from motet.core.errors import AdapterError
 from motet.core.types import AdapterRef, SamplingParams
-from motet.model.fake import END, FakeTokenizer
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
+from tests.support.fake_base import END, FakeTokenizer
 from tests.support.protocol_core import (
     Ask,
     Backend,

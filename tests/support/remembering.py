@@ -9,9 +9,9 @@ from typing import Any
 from motet.config import AdapterConfig
 from motet.core.batch import Batch, Optimizer, OptimStats, Sample, Trained
 from motet.core.types import AdapterRef, Chunk, GenerateRequest
-from motet.model.fake import FakeAdapter, FakePolicy
-from motet.rollout.fake import FakeEngine
-from motet.training.fake import FakeTrainer
+from tests.support.fake_base import FakeAdapter, FakePolicy
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_trainer import FakeTrainer
 
 
 class RememberingEngine(FakeEngine):

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from motet.algorithms.packing import Standing
-from motet.rollout.fake import FakeEngine
 from motet.runtime.scheduler import FairScheduler
+from tests.support.fake_engine import FakeEngine
 
 
 def next_job(waiting: Mapping[str, Standing]) -> str:

@@ -26,16 +26,16 @@ from motet.core.batch import AdamW, Batch, Sample, Segment
 from motet.core.errors import EngineError
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, SamplingParams
-from motet.model.fake import END, VOCABULARY, FakeTokenizer
 from motet.protocols import RolloutEngine
 from motet.rollout.connection import Clocks
-from motet.rollout.fake import FakeEngine
 from motet.rollout.file_sync import FileSync
 from motet.rollout.replica import Replica
 from motet.rollout.server import Demand, ServerEngine, ServerLimits
 from motet.rollout.server_process import ServerProcess
 from motet.rollout.version_files import VersionFiles
-from motet.training.fake import FakeTrainer
+from tests.support.fake_base import END, VOCABULARY, FakeTokenizer
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.protocol_server import ProtocolServer
 from tests.support.waiting import PATIENCE, until
 

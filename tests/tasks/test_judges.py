@@ -23,7 +23,6 @@ from motet.core import seeds
 from motet.core.errors import ConfigError, GraderError, JobFailed, RewardError
 from motet.core.types import Chunk, FinishReason, Message, Problem, TurnParts
 from motet.hosting.launch import load
-from motet.rollout.fake import FakeEngine
 from motet.runtime.base_judge import BaseJudge
 from motet.runtime.identity import of_config
 from motet.runtime.scheduler import FairScheduler
@@ -38,6 +37,7 @@ from motet.tasks.judging_room import Room
 from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.tasks.reward_pool import RewardPool
 from tests.support import small_runs
+from tests.support.fake_engine import FakeEngine
 from tests.support.judge_server import JudgeServer, judging
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS

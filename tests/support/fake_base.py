@@ -1,7 +1,7 @@
 """A base without torch: a table of next-character probabilities, and adapters that shift it.
 
 It is a real, small policy with exact logprobs and gradients, an adapter that starts as the base (B = 0), and files on
-disk. `rollout.fake` samples from it and `training.fake` trains it, so that tests of the surrounding code take
+disk. `fake_engine` samples from it and `fake_trainer` trains it, so that tests of the surrounding code take
 milliseconds.
 
 Legend: T tokens of a sequence, V vocabulary.

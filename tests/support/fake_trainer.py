@@ -18,7 +18,7 @@ from motet.config import AdapterConfig
 from motet.core.batch import AdamW, Batch, LossStats, Optimizer, OptimStats, Sample, Segment, Trained
 from motet.core.errors import AdapterError
 from motet.core.types import FloatArray
-from motet.model.fake import (
+from tests.support.fake_base import (
     VOCABULARY,
     FakeAdapter,
     FakePolicy,

@@ -32,8 +32,8 @@ from motet.core.types import (
     SamplingParams,
     TopTokens,
 )
-from motet.model.fake import VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, Vector, read_adapter
 from motet.rollout.completion import GrowingCompletion, check_request
+from tests.support.fake_base import VOCABULARY, FakeAdapter, FakePolicy, FakeTokenizer, Vector, read_adapter
 
 _DECODE = FakeTokenizer().decode
 
