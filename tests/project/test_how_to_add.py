@@ -124,6 +124,59 @@ ADAPTERS: Mapping[str, type[AdapterConfig]] = {
     "rslora": RankStabilised,
 """,
     ),
+    "A reward": (
+        {},
+        "tasks/rewards.py",
+        "BUILTIN: Mapping[str, RewardFunction] = {\n",
+        """def shouts(problem: Problem, completion: str) -> float:
+    return float(completion.isupper()) + 0.5
+
+
+BUILTIN: Mapping[str, RewardFunction] = {
+    "shouts": shouts,
+""",
+    ),
+    "A quantised format": (
+        {
+            "model/int8_rows.py": """
+import torch
+
+class Int8Rows:
+    def tensors(self, n_out, n_in):
+        return {"weight": ((n_out, n_in), torch.int8), "weight_scale": ((n_out, 1), torch.float32)}
+
+    def numbers(self, tensors, rows):
+        return tensors["weight"][rows].float() * tensors["weight_scale"][rows]
+
+def int8(model, quantised):
+    layers = (path for path, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and path != "lm_head")
+    return dict.fromkeys(layers, Int8Rows())
+"""
+        },
+        "model/checkpoint.py",
+        '    "bitsandbytes": _nf4,\n',
+        '    "bitsandbytes": _nf4,\n    "int8_rows": __import__("motet.model.int8_rows", fromlist=["int8"]).int8,\n',
+    ),
+    "A CUDA kernel": (
+        {
+            "cuda/kernels/halving.py": """
+import triton.language as tl
+from motet.cuda.kernels.compiling import kernel
+
+@kernel("x")
+def halve(x, n, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = places < n
+    tl.store(x + places, tl.load(x + places, mask=live, other=0.0) / 2, mask=live)
+"""
+        },
+        "cuda/forward.py",
+        "def lanes(n: int) -> int:\n",
+        "def halved(x):\n"
+        '    halve = __import__("motet.cuda.kernels.halving", fromlist=["halve"]).halve\n'
+        "    launch(halve, (triton.cdiv(len(x), 64),), x, len(x), BLOCK=64, **options(4))\n\n\n"
+        "def lanes(n: int) -> int:\n",
+    ),
     "A scheduler policy": (
         {
             "runtime/newest_first.py": """
@@ -245,6 +298,12 @@ FILES = {
     "An algorithm": 2,
     "An optimizer": 1,
     "A kind of LoRA": 1,
+    "A loss": 2,
+    "A reward": 1,
+    "A data layout": 1,
+    "A quantised format": 2,
+    "A CUDA kernel": 2,
+    "A command": 2,
     "A loop": 2,
     "A trainer": 2,
     "A scheduler policy": 2,
@@ -304,6 +363,41 @@ class ShoutRequest(ChatRequest):
             ),
         ),
     ),
+    "A loss": (
+        {},
+        (
+            ("algorithms/policy_gradient.py", '"gspo", "reinforce"]', '"gspo", "plain", "reinforce"]'),
+            (
+                "algorithms/losses.py",
+                '    "reinforce": lambda _, inputs, __: reinforce(inputs),\n',
+                '    "reinforce": lambda _, inputs, __: reinforce(inputs),\n'
+                '    "plain": lambda _, inputs, __: (-inputs.logprobs_N, _nowhere(inputs.logprobs_N)),\n',
+            ),
+        ),
+    ),
+    "A data layout": (
+        {},
+        (
+            ("tasks/columns.py", '"query", "input")', '"query", "input", "quiz")'),
+            (
+                "tasks/columns.py",
+                '            layout = "verl\'s"\n',
+                '            layout = "verl\'s"\n        if not named and prompt == "quiz":\n            layout = "Quiz"\n',
+            ),
+        ),
+    ),
+    "A command": (
+        {},
+        (
+            (
+                "commands/cli.py",
+                "@app.command(epilog=EXAMPLE)\ndef run(\n",
+                '@app.command()\ndef greet() -> None:\n    """Greet."""\n    typer.echo("hello")\n\n\n'
+                "@app.command(epilog=EXAMPLE)\ndef run(\n",
+            ),
+            ("commands/overview.py", '"check", "doctor"),', '"check", "doctor", "greet"),'),
+        ),
+    ),
     "An environment": (
         {},
         (
@@ -338,14 +432,20 @@ import sys
 from pathlib import Path
 import motet
 from motet.agents.served_episode import ROUTES as EPISODES
+from typer.testing import CliRunner
+from motet.commands.cli import app
 from motet.commands.export import write
-from motet.config import RolloutConfig
+from motet.config import DataConfig, RolloutConfig
 from motet.model.arithmetic import Arithmetic
 from motet.model.load import load_base
 from motet.hosting.running import config_of, run_config
 from motet.service.app import ROUTES
 from motet.tasks.chat import Chat
+from motet.tasks.columns import Columns
 
+helped = CliRunner().invoke(app, ["--help"]).output
+assert "Greet." in helped, helped
+assert CliRunner().invoke(app, ["greet"]).output == "hello\\n"
 assert Path(motet.__file__).is_relative_to(sys.argv[1]), motet.__file__
 paths = {route.path for module in ROUTES for route in module.router.routes}
 assert {"/v1/greeting", "/v1/shout", "/episodes/{episode}/v1/shout"} <= paths
@@ -362,6 +462,11 @@ jobs = [
 ]
 jobs.append({**jobs[0], "name": "lion", "optimizer": {"type": "lion", "lr": 1e-3, "weight_decay": 0.1}})
 jobs.append({**jobs[0], "name": "stabilised", "adapter": {"type": "rslora", "rank": 4, "alpha": 8}})
+jobs.append({**jobs[0], "name": "plain", "algorithm": {**jobs[0]["algorithm"], "loss": "plain"}})
+jobs.append({**jobs[0], "name": "shouts", "reward": "shouts"})
+quiz = [{"quiz": f"{n} + 1 =", "answer": str(n + 1)} for n in range(16)]
+assert Columns.of(DataConfig(rows=quiz), quiz).text(DataConfig()).startswith("Quiz layout: prompt = quiz")
+jobs.append({**jobs[0], "name": "quiz", "data": {"rows": quiz, "holdout": 0}})
 jobs.append({**jobs[0], "name": "signs", "algorithm": {**jobs[0]["algorithm"], "advantage": "signs"}})
 chat = Chat(load_base("small", device="cpu").info.tokenizer, tool_format="arrows")
 tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -378,11 +483,17 @@ import json
 import sys
 from pathlib import Path
 import torch
+from safetensors.torch import save_file
+from tests.support.triton_on_cpu import DEVICE
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from motet.commands.export import write
 from motet.commands.export_gguf import _plainly_scaled
 from motet.commands.merging import ExportSource
 from motet.config import JobConfig
 from motet.config.chain import shape_of, take_shape
+from motet.cuda.forward import halved
+from motet.model.checkpoint import BaseCheckpoint
+from motet.model.find import SMALL_BASE
 from motet.hosting.slot_memory import SlotMemory
 from motet.model.load import load_base
 from motet.native.cover import compute_with
@@ -393,6 +504,30 @@ from tests.support.segments import make_segment
 from motet.core.batch import AdamW, Batch
 
 home = Path(sys.argv[1])
+x = torch.arange(100.0)
+halved(x)
+assert torch.equal(x, torch.arange(100.0) / 2)
+
+model = AutoModelForCausalLM.from_pretrained(SMALL_BASE, dtype=torch.float32)
+told, stored = model.state_dict(), home / "int8"
+AutoTokenizer.from_pretrained(SMALL_BASE).save_pretrained(stored)
+for path, layer in model.named_modules():
+    if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        told[f"{path}.weight"] = (layer.weight.detach() / scale).round().to(torch.int8)
+        told[f"{path}.weight_scale"] = scale
+config = {**model.config.to_dict(), "quantization_config": {"quant_method": "int8_rows"}}
+(stored / "config.json").write_text(json.dumps(config))
+told = {name: tensor.clone() for name, tensor in told.items() if name != "lm_head.weight" or not config["tie_word_embeddings"]}
+save_file(told, stored / "model.safetensors", {"format": "pt"})
+checkpoint, path = BaseCheckpoint.of(str(stored), None, False), "model.layers.0.self_attn.q_proj"
+wanted = model.get_submodule(path).weight.detach()
+loads = (checkpoint.packed, checkpoint.unpacked)
+packed, unpacked = (load(torch.float32, {"output_loading_info": True})[0].get_submodule(path) for load in loads)
+packed.write(found := torch.empty_like(wanted))
+assert torch.equal(found, unpacked.weight)
+assert torch.allclose(found, wanted, atol=float(wanted.abs().max()) / 250)
+
 job = {"name": "a", "data": "toy:add", "reward": "exact"}
 tree = {**job, "optimizer": {"type": "lion", "weight_decay": 0.1}, "adapter": {"type": "rslora", "rank": 4, "alpha": 8}}
 made = JobConfig.model_validate(tree)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,7 @@ from motet.model.text_only import without_towers
 _METHOD = "motet"
 _UNPACK = "set engine.base_format: unpacked"
 _EXPANDED = ("fp8", "mxfp4")
-"""Methods whose weights transformers unpacks."""
-_NF4 = "bitsandbytes"
-"""Method that is unpacked here, because the bitsandbytes package needs kernels that a CPU may lack."""
+"""Methods whose weights transformers unpacks. Others are unpacked here: bitsandbytes needs kernels that a CPU may lack."""
 _ROOM = 3
 """A base is unpacked if free memory is this many times its size, for a second copy, adapters and caches."""
 _ROTATED: dict[str, tuple[str, ...]] = {"llama": ("q_proj", "k_proj"), "qwen2": (), "qwen3": ()}
@@ -146,7 +144,7 @@ class BaseCheckpoint:
             files = {"gguf_file": self.gguf, "quantization_config": GgufConfig(dequantize=True)}
             return _loaded(AutoModelForCausalLM, self.source, dtype, {**options, **files})
         kind = without_towers(self.config) or AutoModelForCausalLM
-        if self.method == _NF4:
+        if self.method in _FORMS and self.method not in _EXPANDED:
             model, report = self.packed(dtype, options)
             unpack(model)
             model.is_quantized = False
@@ -166,7 +164,7 @@ class BaseCheckpoint:
     @property
     def expands(self) -> bool:
         """Whether `expanded` can unpack its weights."""
-        return self.method in (*_EXPANDED, _NF4) and without_towers(self.config) is None
+        return self.method in _FORMS and without_towers(self.config) is None
 
     def expanded(self, dtype: torch.dtype) -> Any:
         """A quantised model with unpacked weights, which is saved as one that was never quantised."""
@@ -199,7 +197,7 @@ class BaseCheckpoint:
         quantised = _quantisation(config)
         if not quantised:
             raise BaseModelError(f"base {self.source!r} is not quantised, so it cannot stay packed; {_UNPACK}")
-        form_of = {"fp8": _float8, "mxfp4": _mxfp4, _NF4: _nf4}.get(str(self.method))
+        form_of = _FORMS.get(str(self.method))
         del config.quantization_config
         model = empty_model(config)
         forms = None if form_of is None else form_of(model, quantised)
@@ -314,6 +312,14 @@ def _nf4(model: Any, quantised: Mapping[str, Any]) -> dict[str, Form] | None:
         for path, linear in _linears(model)
         if should_convert_module(path, left_out)
     }
+
+
+_FORMS: Mapping[str, Callable[[Any, Mapping[str, Any]], dict[str, Form] | None]] = {
+    "fp8": _float8,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _nf4,
+}
+"""What finds the form of each packed layer, by a checkpoint's quantisation method; None if such layers cannot stay packed."""
 
 
 def _linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
