@@ -31,8 +31,8 @@ from motet.tasks.problems import Problems
 from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.tasks.reward_elsewhere import MOST_TOGETHER, _in_parts
 from motet.tasks.reward_pool import RewardPool
-from motet.training.fake import FakeTrainer
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, problems, run_jobs
+from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import until
 
 
