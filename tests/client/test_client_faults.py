@@ -127,6 +127,39 @@ class _Stranger(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class _CutOff(http.server.BaseHTTPRequestHandler):
+    """What a proxy passes on of a stream that broke: some pieces, and a proper end."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = b'data: {"choices": [{"index": 0, "delta": {"content": "he"}}]}\n\n'
+        body += b"data: [DONE]\n\n" if asked["model"] == "whole" else b""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_an_answer_without_its_end_is_not_whole() -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), _CutOff) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with motet.Client(f"http://127.0.0.1:{server.server_port}") as client:
+                assert list(client.chat("whole", [])) == ["he"]
+                pieces = client.chat("cut", [])
+                assert next(pieces) == "he"
+                with pytest.raises(ServiceError, match="the answer broke off; try again"):
+                    next(pieces)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_no_service_there(monkeypatch: pytest.MonkeyPatch, says: Motet) -> None:
     monkeypatch.setenv("MOTET_URL", "http://127.0.0.1:1")
     code, _, err = says("ls")

@@ -173,10 +173,14 @@ class AsyncClient(AdapterMethods, SignInMethods, StepMethods, TenantMethods):
             sampling: fields of the route for chat completions: temperature, max_tokens, top_p, seed, stop.
         """
         body = {**sampling, "model": model, "messages": [dict(message) for message in messages], "stream": True}
+        whole = False
         async with aclosing(self._lines("POST", "/v1/chat/completions", json=body)) as lines:
             async for line in lines:
+                whole = whole or line.removeprefix("data:").strip() == "[DONE]"
                 for piece in _pieces(line, thoughts=thoughts):
                     yield piece
+        if not whole:  # a proxy may end what it has of a broken stream as if it were complete
+            raise ServiceError("the answer broke off; try again")
 
     async def events(self, job: str, after: int = 0, *, follow: bool = False) -> AsyncGenerator[JobEvent, None]:
         """Yield events of a job in order.
