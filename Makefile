@@ -134,6 +134,10 @@ load: $(VENV)/.installed-dev  ## fifty tenants at a service for ten minutes: wha
 	@$(BIN)/python -m bench.speed.envs locust
 	$(BIN)/python -m bench.load $(LOAD_ARGS)
 
+.PHONY: attacked-day
+attacked-day: $(VENV)/.installed-dev  ## fifty tenants beside one that attacks in fifteen ways at once, and without it: twenty minutes (DAY_ARGS="--seconds 60")
+	$(BIN)/python -m bench.attacked_day $(DAY_ARGS)
+
 .PHONY: lint
 lint: $(VENV)/.installed-dev  ## ruff (rules and format) and mypy
 	$(BIN)/ruff check

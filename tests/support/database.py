@@ -53,7 +53,14 @@ def _programs() -> Path:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
-    """The URL of a cluster of its own, while the tests run; not below pytest's directory, which other users cannot enter."""
+    """The URL of a cluster of its own, while the tests run."""
+    with running_postgres() as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running_postgres() -> Iterator[str]:
+    """The URL of a new cluster, while the block runs; not below pytest's directory, which other users cannot enter."""
     programs, port = _programs(), free_port()
     with tempfile.TemporaryDirectory(prefix="motet-postgres-") as place:
         directory = Path(place)
