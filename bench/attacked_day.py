@@ -294,7 +294,7 @@ def run(
         service.start()
         with contextlib.closing(Tenants(service)) as tenants:
             keys = [tenants.key(f"tenant-{number}") for number in range(options.tenants)]
-            seconds = min(options.seconds, 120.0) if part == "account" else options.seconds
+            seconds = min(options.seconds, 60.0) if part == "account" else options.seconds
             time.sleep(SETTLED)
             watch = Watch(service)
             idle, since = watch.cpu(), time.monotonic()
@@ -387,7 +387,7 @@ def day(options: argparse.Namespace, ways: Sequence[str] = ()) -> dict[str, Part
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 where something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600.0, help="of each part; `account` has 120 at most")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each part; `account` has 60 at most")
     parser.add_argument("--tenants", type=int, default=50)
     parser.add_argument("--slots", type=int, default=51, help="jobs that the engine has at once")
     parser.add_argument("--postgresql", action="store_true", help="a PostgreSQL of its own in place of SQLite")

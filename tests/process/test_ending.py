@@ -121,7 +121,7 @@ def test_a_process_that_was_stopped_here_is_not_said_to_have_been_killed(tmp_pat
 def test_an_exception_outside_a_rewards_call_is_told_as_what_it_is(own: Path, name: str, told: str) -> None:
     async def main() -> str:
         request = load_request([RewardConfig(name=f"{own}:{name}")], None, walled=False)
-        link = await RewardLink.start(request, own.parent / "log")
+        link = await RewardLink.start(request, own.parent / "log", lambda _: None)
         try:
             while True:  # the first may be answered
                 await link.ask(ScoreCompletions(0, PROBLEM, ["text"], 60, 1024), PATIENCE)

@@ -20,7 +20,7 @@ from motet.runtime.start_turns import StartTurns
 from motet.tasks.dataset import read_source
 from motet.tasks.pace import Pace
 from motet.tasks.problems import Problems
-from motet.tasks.row_files import OF_A_JOB
+from motet.tasks.row_files import OF_A_JOB, rows_of
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.tier1
@@ -133,3 +133,11 @@ def test_a_preparation_has_so_much_time_of_the_processor() -> None:
 def _read_for_ever(problems: Problems) -> None:
     while True:
         list(problems)
+
+
+def test_the_processes_that_read_for_a_preparation_count(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a?"], "answer": ["b"]}), tmp_path / "rows.parquet")
+    pace, begun = Pace(), time.thread_time()
+    with pace.kept():
+        assert len(list(rows_of(tmp_path / "rows.parquet", OF_A_JOB))) == 1
+    assert pace.used > time.thread_time() - begun + 0.03, "a Python has started"

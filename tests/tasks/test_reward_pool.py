@@ -240,7 +240,7 @@ def test_a_cancelled_caller_leaves_no_late_reply_behind():
 
 def test_a_process_whose_killer_is_cancelled_ends_all_the_same():
     async def scenario(_):
-        link = await RewardLink.start(load_request([reward()], None, walled=False), None)
+        link = await RewardLink.start(load_request([reward()], None, walled=False), None, lambda _: None)
         killing = asyncio.create_task(link.kill())
         await asyncio.sleep(0)
         killing.cancel()

@@ -61,8 +61,8 @@ class LimitsConfig(Config):
     """Device seconds per day (UTC), whatever they were used for. Jobs pause when they are spent. For operators who pay for a
     device by the second."""
     cpu_seconds_per_day: float | None = Field(200_000.0, gt=0, le=1e9, allow_inf_nan=False)
-    """CPU seconds of rewards, graders, schemas and preparations of jobs per day (UTC). Jobs pause when they are spent. Tenants
-    that an earlier release made have no such limit unless an admin sets one."""
+    """CPU seconds of rewards, graders, schemas, uploads and preparations of jobs per day (UTC). Jobs pause when they are
+    spent. Tenants that an earlier release made have no such limit unless an admin sets one."""
 
     @property
     def highest_priority(self) -> int | None:

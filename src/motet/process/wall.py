@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 from motet.core.errors import WallError
-from motet.process import importable
+from motet.process import cpu_time, importable
 from motet.process.ending import how_it_ended, last_line
 from motet.process.system_calls import LOGGED, filter_calls
 
@@ -104,19 +104,19 @@ def call_apart(
         ChildProcessError: it printed nothing, or failed; the text is its last line.
     """
     environ = environment() if environ is None else environ
-    try:
-        done = subprocess.run(
-            command(module, *arguments), input=given, env=environ, capture_output=True, timeout=seconds, check=False,
-            encoding="utf-8", errors="replace",
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"no answer within {seconds:g} s") from error
-    if done.returncode != 0 or not done.stdout:
-        _log.warning("%s %s:\n%s", module, how_it_ended(done.returncode), done.stderr[-2000:])
-        raise ChildProcessError(
-            last_line(done.stderr) if done.returncode >= 0 else f"it {how_it_ended(done.returncode)}"
-        )
-    return done.stdout
+    pipe = subprocess.PIPE
+    with cpu_time.CountedProcess(command(module, *arguments), -1, None, pipe, pipe, pipe, env=environ) as process:
+        try:
+            answer, told = process.communicate(given.encode("utf-8", "replace"), seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        finally:
+            process.kill()
+    said = told.decode("utf-8", "replace")
+    if (status := process.returncode) != 0 or not answer:
+        _log.warning("%s %s:\n%s", module, how_it_ended(status), said[-2000:])
+        raise ChildProcessError(last_line(said) if status >= 0 else f"it {how_it_ended(status)}")
+    return answer.decode("utf-8", "replace")
 
 
 FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}

@@ -6,12 +6,14 @@ One that is not async costs a thread, so only those that ask the database are no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import functools
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Query, Request
 from starlette.concurrency import run_in_threadpool
 
+from motet.process import cpu_time
 from motet.service.composition import Service
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
@@ -42,6 +44,17 @@ async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         working.cancel()
         leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def read(service: Service, who: Principal, work: Callable[[], Result]) -> Result:
+    """Run work in the threads for reads; its CPU time, and that of its processes, counts for a tenant with some left today."""
+
+    def charged() -> Result:
+        service.quotas.check_day(who.tenant_id, device=False, cpu=True)
+        with cpu_time.counted(functools.partial(service.ledger.count_cpu, who.tenant_id)):
+            return work()
+
+    return await service.read_threads.run(who.tenant_id, charged)
 
 
 async def worked(writing: asyncio.Task[Any]) -> bool:

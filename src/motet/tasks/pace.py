@@ -7,12 +7,14 @@ with Pace(give_way, room, seconds).kept():     # in the thread that prepares
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from motet.core.errors import DataError
+from motet.process import cpu_time
 
 SLICE_SECONDS = 0.25
 """After this time, others that wait go first."""
@@ -31,7 +33,7 @@ class Pace:
         self._begun, self._since = time.thread_time(), time.monotonic()
         self._bytes, self._others = 0, (0.0, math.inf)
         self.used = 0.0
-        """CPU seconds of this thread until now."""
+        """CPU seconds of this thread, and of the processes that read for it, at its end."""
 
     @property
     def away(self) -> float:
@@ -44,9 +46,9 @@ class Pace:
         """Keep this pace in the block."""
         before, self._begun = _PACE.set(self), time.thread_time()
         try:
-            yield
+            with cpu_time.counted(functools.partial(setattr, self, "used")):
+                yield
         finally:
-            self.used = time.thread_time() - self._begun
             _PACE.reset(before)
 
     def step(self, size: int) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from motet.core.errors import DataError
-from motet.process import ending, wall
+from motet.process import cpu_time, ending, wall
 from motet.tasks import pace
 from motet.tasks.plain_json import as_json
 from motet.tasks.tables import of_arrow
@@ -56,7 +56,7 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
     command = wall.command(__name__, str(path.resolve()), str(memory_mb))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     late = threading.Event()
-    with tempfile.TemporaryFile() as printed, subprocess.Popen(
+    with tempfile.TemporaryFile() as printed, cpu_time.CountedProcess(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, env=environment
     ) as process:  # fmt: skip
         assert process.stdout is not None

@@ -65,14 +65,15 @@ class RewardLink(WorkerLink):
         self.loaded = m.RewardsLoaded((), ())
 
     @classmethod
-    async def start(cls, request: m.LoadRewards, log: Path | None) -> RewardLink:
-        """Start a process and load its rewards.
+    async def start(cls, request: m.LoadRewards, log: Path | None, charge: Callable[[float], None]) -> RewardLink:
+        """Start a process and load its rewards; its CPU seconds are charged from its start on.
 
         Raises:
             RewardError: the rewards do not load; the text is for a person.
             ProcessDiedError, ClockLimitError: loading ended the process or took too long.
         """
         link = await cls.spawn(log, walled=request.walled)
+        link.charge = charge
         try:
             reply = await link.exchange(request, m.RewardsLoaded | m.LoadRefused, LOAD_SECONDS)
             if isinstance(reply, m.LoadRefused):
@@ -130,8 +131,8 @@ class WorkerGroup:
     async def open(self) -> None:
         """Load the rewards in a first process."""
         self.workers.append(Worker())
-        link = self.workers[0].link = await start_again(lambda: RewardLink.start(self.request, self.log))
-        self.loaded, link.charge = link.loaded, self.charge
+        link = self.workers[0].link = await start_again(lambda: RewardLink.start(self.request, self.log, self.charge))
+        self.loaded = link.loaded
         self.give_back(self.workers[0])
         if self.loaded.waits:
             self.wait_together()
@@ -167,10 +168,9 @@ class WorkerGroup:
     async def start(self) -> RewardLink:
         """A new process. Raises ProcessDiedError if the job has ended or the rewards no longer load, and as `exchange`."""
         try:
-            link = await RewardLink.start(self.request, self.log)
+            link = await RewardLink.start(self.request, self.log, self.charge)
         except RewardError as error:
             raise ProcessDiedError(f"could not be loaded again: {error}") from error
-        link.charge = self.charge
         if self.closed:  # while the process started
             await link.kill()
             raise ProcessDiedError("was not called: its job has ended")

@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, ChannelMessage, ProcessFault, decode, encode
+from motet.process.cpu_time import cpu_seconds_of
 from motet.process.piped import Piped
 from motet.tasks.sandbox import PLACE
 
@@ -174,15 +175,6 @@ def _keep(sandboxes: str) -> subprocess.Popen[bytes]:
     """Start what removes a worker's sandboxes when its input ends."""
     command = [sys.executable, "-IS", _REMAINS, sandboxes]
     return subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", start_new_session=True)
-
-
-def cpu_seconds_of(pid: int) -> float | None:
-    """CPU seconds of a process and of those that it has waited for; None if the system does not say."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def import_path() -> list[str]:

@@ -236,5 +236,6 @@ class Submissions:
         self._adapters.forget_shares(job.id)
         self._storage.job(job.id).delete()  # files first: after a crash, the job can be deleted again
         self._recorder.delete_observed(job)
+        self._ledger.keep_owner(job)
         self._store.delete_job(job.id)
         self._quotas.stored.forget(job.id)

@@ -24,7 +24,7 @@ from motet.service.composition import Service
 from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import UploadedAdapter, new_id
 from motet.service.database.tenants import Principal
-from motet.service.depends import After, Asker, NamedJob, ServiceDep, worked
+from motet.service.depends import After, Asker, NamedJob, ServiceDep, read, worked
 from motet.service.errors import Refusal, existing
 from motet.service.http.pages import page
 from motet.service.routing import TenantRoute
@@ -101,7 +101,7 @@ async def upload(
     adding: asyncio.Task[UploadedAdapter] | None = None
     try:
         limit = int(service.settings.config.max_adapter_mb * 2**20)
-        size = await service.read_threads.run(who.tenant_id, lambda: _unpack(file, directory, limit))
+        size = await read(service, who, lambda: _unpack(file, directory, limit))
         await asyncio.to_thread(service.quotas.check_storage, who.tenant_id, size)  # before the engine has work with it
         shape = await _examined(service.hosts, directory, of_base, who.tenant_id)
         adapter = UploadedAdapter(

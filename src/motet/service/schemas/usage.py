@@ -33,7 +33,7 @@ class UsageLine(Answer):
     device_seconds: float
     """Device time. An admin's lines, including idle ones, sum to the time that the engine was running."""
     cpu_seconds: float = 0.0
-    """CPU time of rewards, graders and preparations of jobs."""
+    """CPU time of rewards, graders, schemas, uploads and preparations of jobs."""
     base: str | None = None
     """The base; with `by=base`, and for each job if the service has several."""
 
@@ -63,7 +63,7 @@ class TenantInfo(Answer):
     """Tokens sampled, trained and read as prompts of completions."""
     device_seconds_today: float
     cpu_seconds_today: float = 0.0
-    """CPU time of rewards, graders and preparations of jobs."""
+    """CPU time of rewards, graders, schemas, uploads and preparations of jobs."""
     stored_bytes: int
     """All stored data of the tenant, as counted by `storage_mb`."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import Any, Literal
 
-from sqlalchemy import bindparam, case, event, func, select, tuple_, update
+from sqlalchemy import bindparam, case, event, func, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -157,6 +157,13 @@ class Ledger:
         with self._counting:
             self._graded[tenant_id] += round(1e6 * seconds)
 
+    def keep_owner(self, job: StoredJob) -> None:
+        """Store a line without usage of a job that is deleted: what is reported later finds its tenant by it."""
+        with self._store.transaction() as session:
+            owner = {"tenant_id": job.tenant_id, "job_id": job.id, "job_name": job.name, "base": job.base or ""}
+            line = _insert(session)(Usage).values(day=self.day(), **owner, **dict.fromkeys(_COUNTS, 0))
+            session.execute(line.on_conflict_do_nothing())
+
     def flush(self) -> None:
         """Store the counted completions and graders."""
         with self._counting:
@@ -241,6 +248,7 @@ class Ledger:
         `after` matches `PLACE`.
         """
         wanted = [
+            or_(*(getattr(Usage, name) > 0 for name in _COUNTS)),  # other lines keep owners of jobs that did nothing
             *([] if tenant_id is None else [Usage.tenant_id == tenant_id]),
             *([] if since is None else [Usage.day >= str(since)]),
             *([] if until is None else [Usage.day <= str(until)]),
