@@ -27,6 +27,7 @@ from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
 from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers, OfferedEpisode
+from motet.service.workers.attached import MOST_LEASED
 from motet.tasks.episode import GroupContext
 from tests.support.captured import none_scored
 from tests.support.house import open_house
@@ -86,10 +87,10 @@ class Bench:
         self.workers, self.engine = workers, Engine()
         self.offers: list[asyncio.Task[EpisodeEnded]] = []
 
-    async def offer(self, n: int = 1, seconds: float = PATIENCE) -> None:
+    async def offer(self, n: int = 1, seconds: float = PATIENCE, row: str = "") -> None:
         """More episodes of the job."""
         for _ in range(n):
-            one = OfferEpisode(len(self.offers), "job", {}, {}, 0, seconds)
+            one = OfferEpisode(len(self.offers), "job", {"metadata": {"text": row}}, {}, 0, seconds)
             self.offers.append(asyncio.create_task(self.workers.run(self.engine, one)))
         await asyncio.sleep(0)
 
@@ -200,6 +201,16 @@ def test_a_result_counts_once_for_the_job_and_the_lease_that_it_is_of(tmp_path: 
         ended = await on.offers[1]
         assert (ended.episode, ended.reward) == (1, 1.0)
         assert not on.offers[0].done()
+
+    bench(tmp_path, work)
+
+
+def test_one_answer_hands_out_rows_of_so_many_characters_and_at_least_one(tmp_path: Path) -> None:
+    async def work(on: Bench) -> None:
+        await on.offer(3, row="x" * (MOST_LEASED // 2 - 100))
+        await on.offer(row="x" * (2 * MOST_LEASED))
+        await on.offer(5)
+        assert [len(await on.lease("w", 9)) for _ in range(4)] == [2, 1, 1, 5]
 
     bench(tmp_path, work)
 

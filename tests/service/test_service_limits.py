@@ -21,19 +21,23 @@ from motet.cluster.messages import Answer, Complete, ExamineAdapter, HostReady, 
 from motet.config import JobConfig
 from motet.config.chain import take_shape
 from motet.config.jobfile import load_service
-from motet.config.service import LimitsConfig, RateConfig
+from motet.config.service import HttpConfig, LimitsConfig, RateConfig
 from motet.core.errors import ConfigError, LimitError, ServiceError
 from motet.core.types import JobState, SamplingParams
 from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
 from motet.service.answers import Asks, ask
 from motet.service.database.store import Store
+from motet.service.events import EventBus
 from motet.service.http.auth import RateLimit
+from motet.service.http.open_bytes import OpenBytes
 from motet.service.jobs.handover import Handover
 from motet.service.schemas.usage import UsageLine
 from motet.service.tenants.ledger import Ledger, today
 from motet.service.tenants.quotas import QuotaEnforcer
 from motet.service.tinker.futures import Futures
+from motet.service.tinker.requests import Sample
+from motet.service.tinker.samplers import Samplers
 from tests.support.database import person, queued
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import Json, tiny
@@ -683,7 +687,7 @@ def test_what_open_requests_may_sample_counts_against_the_day(house: House, tmp_
 
     async def go() -> list[int]:
         hosts = Held(tmp_path)
-        asks = Asks(hosts, house.service._tokens_left)
+        asks = Asks(hosts, house.service.quotas.tokens_left)
 
         def question(most: int, n: int = 1) -> Complete:
             return Complete(known["id"], None, n, 0, False, False, SamplingParams(max_tokens=most), prompt="a")
@@ -705,4 +709,50 @@ def test_what_open_requests_may_sample_counts_against_the_day(house: House, tmp_
         return hosts.asked
 
     assert asyncio.run(go()) == [30, 20, 100]
+    limit(house)
+
+
+def test_what_open_samples_may_sample_counts_against_the_day(house: House, tmp_path: Path) -> None:
+    """Of several at once, as many are sampled as the day has room for; the others wait until these end."""
+    service, tinker = house.service, house.app.state.tinker
+    who = house.store.tenants.who(house.keys["ours"])
+    assert who is not None
+    limit(house, tokens_per_day=service.ledger.used_lately(who.tenant_id).tokens + 100)
+
+    def wanted(number: int, **most: int) -> Sample:
+        asked = {"prompt": {"chunks": [{"tokens": [number]}]}, "num_samples": 4, "sampling_params": most}
+        return Sample.model_validate(asked)
+
+    async def go() -> list[int]:
+        hosts = Held(tmp_path)
+        hosts.there = {service.bases.first: asyncio.Event()}
+        hosts.there[service.bases.first].set()
+        asks = Asks(hosts, service.quotas.tokens_left)
+        samplers = Samplers(tinker.models, tinker.checkpoints, service.storage, hosts, asks)
+        room, turns = OpenBytes(HttpConfig()), service.write_threads
+        bus = EventBus()
+        futures = Futures(tinker.models, samplers, service.quotas, service.store, bus, service.storage, room, turns)
+        names = [await futures.begin(who, wanted(number, max_tokens=10)) for number in range(6)]
+
+        async def states() -> list[str]:
+            """Why each has no answer; empty if it has one."""
+            answers = await asyncio.gather(*(futures.wait(who, name, 0.3) for name in names))
+            assert not any("error" in one for one in answers if isinstance(one, dict)), answers
+            return [str(one["queue_state_reason"]) if isinstance(one, dict) else "" for one in answers]
+
+        words = "besides 80 that open requests may sample; lower max_tokens or n, wait until these end"
+        while sum(words in one for one in await states()) < 4:
+            assert len(hosts.asked) <= 2
+        assert len(hosts.asked) == 2
+        hosts.may.set()
+        while any(await states()):
+            pass
+        with pytest.raises(LimitError, match=r"40000 tokens, and a day of this tenant has .*num_samples"):
+            await futures.begin(who, wanted(7, max_tokens=10_000))
+        last = await futures.begin(who, wanted(8))  # whose length nobody set
+        while not isinstance(await futures.wait(who, last, 0.01), bytes):
+            pass
+        return hosts.asked
+
+    assert asyncio.run(go()) == [10] * 6 + [25]
     limit(house)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from motet.chat.completer import AnswerPiece, Conversation, Reply, whole
 from motet.chat.spoken import SpokenPart
+from motet.cluster.charged import Charged
 from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
 from motet.core.errors import ConfigError, LimitError
 from motet.core.types import FinishReason
+from motet.service.tenants.ledger import until_tomorrow
 
 _CHAT_TOKENS = 512
-_LATER = 30
+_SOON = 30
 """Seconds after which open requests may have ended."""
 
 
@@ -29,27 +32,35 @@ class Asks:
         self._hosts, self._left = hosts, left
         self._open = Counter[str]()
 
-    async def __call__(self, question: Complete, *, cut: bool) -> AsyncIterator[Answer]:
+    @contextlib.contextmanager
+    def open(self, tenant: str, n: int) -> Iterator[None]:
+        """Count tokens that an answer may still sample, until it ends."""
+        self._open[tenant] += n
+        try:
+            yield
+        finally:
+            self._open[tenant] -= n
+
+    async def __call__(self, question: Complete, charged: Charged | None = None, *, cut: bool) -> AsyncIterator[Answer]:
         """Yield the answers; with `cut`, a completion ends where the day does. Raises as `Hosts.ask`, and LimitError."""
         tenant, n = question.tenant, question.n * question.sampling.max_tokens
-        left = await asyncio.to_thread(self._left, tenant) - self._open[tenant]
+        of_day = await asyncio.to_thread(self._left, tenant)
+        left = of_day - self._open[tenant]
         if n > left >= question.n and cut:
             sampling = dataclasses.replace(question.sampling, max_tokens=int(left) // question.n)
             question, n = replace(question, sampling=sampling), sampling.max_tokens * question.n
         if n > left:
+            until, seconds = ("these end", _SOON) if n <= of_day else ("00:00 UTC", until_tomorrow())
             raise LimitError(
                 f"tokens_per_day: this request may sample {n} tokens, and {max(0, int(left))} are left today besides "
-                f"{self._open[tenant]} that open requests may sample; lower max_tokens or n, wait until 00:00 UTC, or an admin "
+                f"{self._open[tenant]} that open requests may sample; lower max_tokens or n, wait until {until}, or an admin "
                 "raises it with motet tenants limit --tokens-per-day",
                 429,
-                _LATER,
+                seconds,
             )
-        self._open[tenant] += n
-        try:
-            async for answer in self._hosts.ask(question):
+        with self.open(tenant, n):
+            async for answer in self._hosts.ask(question, charged):
                 yield answer
-        finally:
-            self._open[tenant] -= n
 
 
 async def ask(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter, defaultdict
 from dataclasses import asdict
 
@@ -85,7 +84,7 @@ class Service:
         self.enforcer = QuotaEnforcer(self.quotas, self.ledger, self.hosts)
         self.reward_workers = RewardWorkers(store, self.bus, config.lease_seconds, self.quotas)
         self.agent_workers = AgentWorkers(store, self.bus, config.lease_seconds)
-        self.asks = Asks(self.hosts, self._tokens_left)
+        self.asks = Asks(self.hosts, self.quotas.tokens_left)
         self.grading = Grading(self.asks, self.adapters, self.ledger.count_cpu)
         allowed = Allowed.by(settings)
         asking = secrets.asking(HttpRewards(allowed.addresses))
@@ -123,10 +122,6 @@ class Service:
         rate = RateLimit(config.rate, restarted=settings.restarted)
         self.access = Access(store.tenants, rate, self.agent_workers, settings.open_to_all)
         self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)
-
-    def _tokens_left(self, tenant_id: str) -> float:
-        most = self.quotas.of(tenant_id).tokens_per_day
-        return math.inf if most is None else most - self.ledger.used_lately(tenant_id).tokens
 
     def handlers(self) -> HostHandlers:
         """Callbacks for reports of hosts."""

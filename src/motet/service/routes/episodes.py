@@ -50,6 +50,8 @@ async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob
             request.is_disconnected,
             room,
         )
+        for episode in leased:
+            episode.tokens = int(job.spec["sampling"]["max_tokens"])
         held, state = service.agent_workers.held(job.id, asked.worker), await service.agent_workers.state(job.id)
     episodes = [
         {
@@ -82,7 +84,7 @@ class EpisodeAnswers:
     """Answers agents under the key of their episode."""
 
     def __init__(self, request: Request, service: Service) -> None:
-        self._request, self._workers = request, service.agent_workers
+        self._request, self._workers, self._asks = request, service.agent_workers, service.asks
 
     async def __call__(self, episode: str, route: str) -> Response:
         """Ask the host that has the episode."""
@@ -92,8 +94,11 @@ class EpisodeAnswers:
         except UnicodeDecodeError as error:
             raise Refusal(400, f"the body is not UTF-8: {error}") from error
         again = request.headers.get(RETRY, "0") != "0"
+        leased = self._workers.leased(episode, key)
+        tenant, tokens = ("", 0) if leased is None or route == MODELS else (leased.tenant, leased.tokens)
         try:
-            answer = await self._workers.answer(episode, key, AskEpisode(episode, route, body, again))
+            with self._asks.open(tenant, tokens):  # a call is never refused for it: its job's step goes on
+                answer = await self._workers.answer(episode, key, AskEpisode(episode, route, body, again))
         except HostGone as error:  # its conversation is lost too; 404, because stock clients retry other statuses
             raise Refusal(404, f"this episode is over: {error}") from error
         return Response(answer.body, answer.status, media_type=answer.media_type)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ _WORKED = "worked/"
 """Prefix of a job's id in the name of a reading: a step, and its tokens counted so far."""
 _SAMPLED = "sampled/"
 """Prefix of a job's id in the name of a reading: tokens counted as sampled that are in no finished step."""
-_MOST_TOKENS = 2**40
+_MOST_TOKENS, _DAY = 2**40, 86_400
 _KNOWN_SECONDS = 1.0
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds", "cpu_microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
@@ -49,6 +49,11 @@ _PLACE = ("day", "whose", "job", "called")
 def today() -> str:
     """The current day in UTC."""
     return datetime.now(UTC).date().isoformat()
+
+
+def until_tomorrow() -> int:
+    """Seconds until 00:00 UTC."""
+    return int(_DAY - time.time() % _DAY) + 1
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,9 @@ class Ledger:
             read = time.monotonic()
             used = self.used_today(tenant_id).get(tenant_id, UsedToday())
             self._lately[tenant_id] = read, state, used
-        return used
+        with self._counting:  # else they would be neither open nor used
+            counted = sum(sum(tokens) for (whose, _), tokens in self._counted.items() if whose == tenant_id)
+        return replace(used, tokens=used.tokens + counted)
 
     def _add(self, session: Session, more: Sequence[tuple[_Owner, Mapping[str, int]]]) -> None:
         """Add to rows in this order, creating those that are not there: one statement for all of them."""

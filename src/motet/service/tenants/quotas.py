@@ -28,14 +28,13 @@ from motet.core.errors import LimitError, StoreError
 from motet.core.types import JobState
 from motet.runtime.slots import Rule
 from motet.service.database.store import OPEN, Store
-from motet.service.database.tables import OF_CLIENTS, StoredJob, Tenant, TenantLimits, now
+from motet.service.database.tables import OF_CLIENTS, StoredJob, Tenant, TenantLimits
 from motet.service.schemas.usage import TenantInfo
-from motet.service.tenants.ledger import Ledger, UsedToday
+from motet.service.tenants.ledger import Ledger, UsedToday, until_tomorrow
 from motet.service.tenants.stored import StoredBytes
 
 _log = logging.getLogger(__name__)
 _MB = 2**20
-_DAY = 86_400
 _GIVEN = select(TenantLimits.given).where(TenantLimits.tenant_id == bindparam("tenant_id"))
 _SECONDS, _AGAIN_SECONDS = 1.0, 5.0
 _KNOWN_SECONDS = 1.0
@@ -226,8 +225,12 @@ class Quotas:
                 _MODELS_SECONDS,
             )
 
-    def check_samples(self, tenant_id: str, count: int, more: int = 1) -> None:
-        """Check whether a sample of `more` completions may be open besides `count`; one alone may be of any size."""
+    def check_samples(self, tenant_id: str, count: int, more: int = 1, tokens: int = 0) -> None:
+        """Check whether a sample of `more` completions and so many `tokens` may be open besides `count`; one always may."""
+        day = self.of(tenant_id).tokens_per_day
+        if day is not None and tokens > day:
+            may = f"this sample may have {tokens} tokens, and a day of this tenant has {day}"
+            raise LimitError(f"tokens_per_day: {may}; lower max_tokens or num_samples, or {_ASK} --tokens-per-day", 403)
         most = self.of(tenant_id).open_samples
         if most is not None and count and count + more > most:
             raise LimitError(
@@ -269,33 +272,34 @@ class Quotas:
         """Check the daily limits: those of tokens and of device time, with `cpu` that of CPU time."""
         if spent := _spent(self.of(tenant_id), self._ledger.used_lately(tenant_id), device=device, cpu=cpu):
             reason, option = spent
-            raise LimitError(f"{reason}; new ones come at 00:00 UTC, or {_ASK} {option}", 429, _until_tomorrow())
+            raise LimitError(f"{reason}; new ones come at 00:00 UTC, or {_ASK} {option}", 429, until_tomorrow())
 
     def counted(self, job_id: str) -> int:
         """Tokens of a job in the ledger."""
         return self._ledger.tokens_of(job_id)
+
+    def tokens_left(self, tenant_id: str) -> float:
+        """Tokens that a tenant may still have charged today."""
+        most = self.of(tenant_id).tokens_per_day
+        return math.inf if most is None else most - self._ledger.used_lately(tenant_id).tokens
 
     def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "") -> None:
         """Check whether a request (or `what`) of `work` tokens may wait besides others.
 
         Without tokens left, all wait for the next day.
         """
-        most = self.of(tenant_id).tokens_per_day
-        if most is None:
-            return
-        used = self._ledger.used_today(tenant_id).get(tenant_id, UsedToday()).tokens
-        used = 0 if used >= most else used
-        if used + waiting + work <= most:
+        most, left = self.of(tenant_id).tokens_per_day, self.tokens_left(tenant_id)
+        if most is None or waiting + work <= (left := left if left > 0 else most):
             return
         needs = f"tokens_per_day: {what or 'this request'} takes {work} tokens, with each target counted"
         less = "" if what else "send fewer data at a time, or "
         if work > most:
             raise LimitError(f"{needs}, and a day of this tenant has {most}; {less}{_ASK}", 403)
         raise LimitError(
-            f"{needs}; {used} of {most} are used and {waiting} are promised to requests that wait; {less}wait until "
+            f"{needs}; {most - left:.0f} of {most} are used and {waiting} are promised to requests that wait; {less}wait until "
             f"00:00 UTC, or {_ASK} --tokens-per-day",
             429,
-            _until_tomorrow(),
+            until_tomorrow(),
         )
 
 
@@ -326,7 +330,7 @@ class QuotaEnforcer:
     def check_resume(self, job: StoredJob) -> None:
         """Check that a job may resume. Raises LimitError for a limit, StoreError if its budget is spent."""
         if reason := self.rule(job.tenant_id).hold:
-            seconds = None if reason.startswith("storage_mb") else _until_tomorrow()
+            seconds = None if reason.startswith("storage_mb") else until_tomorrow()
             raise LimitError(f"job {job.name!r} stays paused: {reason}", 429, seconds)
         budget = job.spec.get("budget")
         if budget is not None and (used := self._ledger.tokens_of(job.id)) >= budget:
@@ -378,11 +382,6 @@ def _rule(limits: LimitsConfig, used: UsedToday, stored: int) -> Rule:
     return Rule(limits.running_jobs, hold, limits.share, limits.highest_priority or 0, near, limits.step_tokens)
 
 
-def _until_tomorrow() -> int:
-    """Seconds until 00:00 UTC."""
-    return int(_DAY - now() % _DAY) + 1
-
-
 def _spent(limits: LimitsConfig, used: UsedToday, *, device: bool = True, cpu: bool = True) -> tuple[str, str] | None:
     """Why a tenant must wait for the next day, and the option that raises its limit."""
     most, seconds = (limits.tokens_per_day, limits.device_seconds_per_day) if device else (None, None)
@@ -393,6 +392,6 @@ def _spent(limits: LimitsConfig, used: UsedToday, *, device: bool = True, cpu: b
         reason = f"device_seconds_per_day: the {seconds:g} device seconds of this tenant for this day are spent"
         return reason, "--device-seconds-per-day"
     if processor is not None and used.cpu_seconds >= processor:
-        reason = f"cpu_seconds_per_day: the {processor:g} CPU seconds of this tenant's rewards for this day are spent"
+        reason = f"cpu_seconds_per_day: the {processor:g} CPU seconds of this tenant for this day are spent"
         return reason, "--cpu-seconds-per-day"
     return None

@@ -95,7 +95,8 @@ class Futures:
         count, sample = self.open(who), self._opened(who, name, wanted)  # at once, for concurrent requests
 
         def accept() -> str:
-            self._quotas.check_samples(who.tenant_id, count, sample.rows)
+            least = sample.rows * (wanted.sampling_params.max_tokens or 1)
+            self._quotas.check_samples(who.tenant_id, count, sample.rows, least)
             sample.stored = self._keep(who, name, asked)
             return self._held(who)
 
@@ -143,7 +144,14 @@ class Futures:
         if held:
             sample.since = time.monotonic()
         elif sample.task is None and not sample.cancelled and sample.wanted is not None:
-            self._samples.started(sample, asyncio.create_task(self._samplers.sample(who, sample.wanted, source)))
+            task = asyncio.create_task(self._samplers.sample(who, sample.wanted, source))
+            self._samples.started(sample, task)
+            task.add_done_callback(functools.partial(self._ended, f"{_HELD} {who.tenant_id}"))
+
+    def _ended(self, topic: str, task: asyncio.Task[bytes]) -> None:
+        """What it did not sample is left for others of its tenant."""
+        if task.cancelled() or not isinstance(task.exception(), LimitError):
+            self._bus.publish(topic)
 
     def open(self, who: Principal) -> int:
         """Completions of a tenant's samples that are running or not fetched yet."""
@@ -234,25 +242,27 @@ class Futures:
             await self._bus.wait(changed, min(left, again))
 
     async def _sample(self, who: Principal, request_id: str, seconds: float) -> Answer:
+        until = time.monotonic() + seconds
         sample = self._samples.by_name.get(request_id) or self._once_more(who, request_id)
         if sample is None or sample.tenant_id != who.tenant_id:
             raise Refusal(410, f"there is no request {request_id!r} any more; sample again")
         if sample.task is None:
             self._start(who, sample, held := await asyncio.to_thread(self._held, who))
             if held:
-                if not self._bus.closed:
-                    await self._bus.wait(self._bus.next(_HELD), seconds)
-                return _try_again(request_id, "paused_rate_limit", held)
-        if sample.task is not None:
-            await asyncio.wait([sample.task], timeout=0 if self._bus.closed else seconds)
+                return await self._later(sample, held, until)
+        if (task := sample.task) is not None:
+            await asyncio.wait([task], timeout=0 if self._bus.closed else seconds)
             await self._bus.turns.enter()
-            if not sample.task.done():
+            if not task.done():
                 reason = self._samplers.waits
                 return _try_again(request_id, "paused_capacity" if reason else "active", reason)
-        if sample.cancelled or sample.task is None:
+        if sample.cancelled or task is None:
             raise Refusal(410, f"{request_id!r} was cancelled; sample again")
+        if not task.cancelled() and isinstance(error := task.exception(), LimitError):  # until the next poll
+            self._samples.hold(sample, task)
+            return await self._later(sample, str(error), until)
         try:
-            answer = sample.task.result()
+            answer = task.result()
             self._samples.shrink(sample, len(answer))
             return answer
         except ConfigError as error:
@@ -263,6 +273,12 @@ class Futures:
             return {"error": self._storage.without_places(str(error)), "category": "server"}
         finally:
             self._samples.shrink(sample, 0)
+
+    async def _later(self, sample: OpenSample, reason: str, until: float) -> Answer:
+        """The answer for a sample that its tenant's limits hold, once another one of the tenant has ended."""
+        if not self._bus.closed:
+            await self._bus.wait(self._bus.next(f"{_HELD} {sample.tenant_id}"), max(0.0, until - time.monotonic()))
+        return _try_again(sample.name, "paused_rate_limit", reason)
 
     def forget_old(self) -> None:
         """Drop samples that no client fetched in time."""

@@ -36,7 +36,7 @@ class Tinker:
         store, storage, hosts, quotas = service.store, service.storage, service.hosts, service.quotas
         self.models = Models(service.bases, store, storage, service.submissions, quotas, hosts, service.secrets)
         self.checkpoints = Checkpoints(self.models, storage)
-        self.samplers = Samplers(self.models, self.checkpoints, storage, hosts)
+        self.samplers = Samplers(self.models, self.checkpoints, storage, hosts, service.asks)
         self.write_threads = service.write_threads
         self.futures = Futures(
             self.models, self.samplers, quotas, store, service.bus, storage, service.open_bytes, self.write_threads

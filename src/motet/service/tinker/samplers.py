@@ -25,6 +25,7 @@ from motet.cluster.messages import Complete, PromptScored, Tokens
 from motet.core import seeds
 from motet.core.errors import EngineError, HostGone
 from motet.core.types import FinishReason, SamplingParams
+from motet.service.answers import Asks
 from motet.service.bases import Bases
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
@@ -138,8 +139,9 @@ def _rewrite(file: Path, known: OrderedDict[str, dict[int, int]]) -> int:
 class Samplers:
     """Resolves sampling ids, and samples."""
 
-    def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, hosts: Hosts) -> None:
-        self._models, self._checkpoints, self._storage, self._hosts = models, checkpoints, storage, hosts
+    def __init__(self, models: Models, checkpoints: Checkpoints, storage: Storage, hosts: Hosts, asks: Asks) -> None:
+        self._models, self._checkpoints, self._storage = models, checkpoints, storage
+        self._hosts, self._asks = hosts, asks
         self.sessions = SamplingSessions(storage)
 
     @property
@@ -207,6 +209,7 @@ class Samplers:
 
         Raises:
             Refusal, EngineError, ConfigError: it cannot be answered; the message says why.
+            LimitError: the tenant has not so many tokens left besides what is open.
         """
         charged = Charged()
         for left in reversed(range(_TRIES)):
@@ -227,7 +230,8 @@ class Samplers:
         scores, top = None, None
         last = wanted.prompt_logprobs_last_n
         hidden = slice(1 if last is None else -last)
-        async for answer in self._hosts.ask(question(who, sampler, wanted), charged):
+        cut = wanted.sampling_params.max_tokens is None
+        async for answer in self._asks(question(who, sampler, wanted), charged, cut=cut):
             if isinstance(answer, PromptScored):
                 scores = answer.logprobs.copy()
                 scores[hidden] = np.nan

@@ -73,6 +73,11 @@ class OpenSamples:
         sample.since, sample.task = None, task
         task.add_done_callback(lambda _: self._ended(sample, task))
 
+    def hold(self, sample: OpenSample, task: asyncio.Task[bytes]) -> None:
+        """Let a sample begin again whose task found that its tenant has not so many tokens left."""
+        if sample.task is task and self.by_name.get(sample.name) is sample:
+            sample.task, self.running[sample.name] = None, sample
+
     def _ended(self, sample: OpenSample, task: asyncio.Task[bytes]) -> None:
         """Account for a finished answer even without room; no further sample starts then."""
         sample.since = time.monotonic()

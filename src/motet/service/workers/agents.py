@@ -19,10 +19,11 @@ from msgspec.structs import replace
 
 from motet.agents import episode_messages as m
 from motet.agents.messages import LATE
+from motet.core.json_text import rough_size
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.workers.attached import AttachedWorkers, Gone, Room
+from motet.service.workers.attached import MOST_LEASED, AttachedWorkers, Gone, Room
 
 KEY_PREFIX = "ek-"
 """Prefix of episode keys."""
@@ -63,6 +64,8 @@ class OfferedEpisode:
     """Id of the API key that leased it."""
     tenant: str = ""
     """Id of its job's tenant, known from the first lease on."""
+    tokens: int = 0
+    """Most tokens that a call samples."""
     leased_until: float = 0.0
     """On the monotonic clock, as is `deadline`."""
     deadline: float = 0.0
@@ -70,6 +73,8 @@ class OfferedEpisode:
     """Running calls of the agent."""
     handed_out: int = 0
     lost: int = 0
+    size: int = 0
+    """About the characters of its row."""
 
 
 class AgentWorkers(AttachedWorkers):
@@ -94,7 +99,8 @@ class AgentWorkers(AttachedWorkers):
         if self._closing:
             return m.EpisodeEnded(offer.episode, away=True)
         self._start_checking()
-        one = OfferedEpisode(host, offer, asyncio.get_running_loop().create_future())
+        size = rough_size((offer.problem, offer.args), MOST_LEASED)
+        one = OfferedEpisode(host, offer, asyncio.get_running_loop().create_future(), size=size)
         self._waiting[offer.job].append(one)
         self._publish(offer.job)
         try:
@@ -131,7 +137,14 @@ class AgentWorkers(AttachedWorkers):
     def _lease(self, job_id: str, tenant: str, worker: str, owner: str, most: int) -> list[OfferedEpisode]:
         until = time.monotonic() + self.lease_seconds
         room = min(most, MOST_OPEN - sum(one.tenant == tenant for one in self._open.values()))
-        free = [one for one in self._waiting.get(job_id, ()) if not one.name and not one.ended.done()][: max(0, room)]
+        free, size = list[OfferedEpisode](), 0
+        for one in self._waiting.get(job_id, ()):
+            if one.name or one.ended.done():
+                continue
+            if len(free) >= room or (free and size + one.size > MOST_LEASED):
+                break
+            free.append(one)
+            size += one.size
         for one in free:
             one.name, one.key = f"ep-{secrets.token_hex(8)}", f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
             one.worker, one.owner, one.tenant, one.calls = worker, owner, tenant, 0
