@@ -14,6 +14,7 @@ from sqlalchemy import select
 from motet.agents.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
 from motet.runtime.meter import COMPLETIONS
+from motet.service.answers import Asks
 from motet.service.database.tables import ScoringUnit
 from motet.service.workers.agents import OfferedEpisode
 from motet.service.workers.attached import MOST_LEASED
@@ -37,6 +38,37 @@ class Engine:
         if not self._answer:
             await asyncio.Event().wait()
         yield EpisodeAnswered(question.key, 200, self._answer, "text/plain")
+
+
+class Counting(Engine):
+    """Sees what is open while it answers."""
+
+    def __init__(self, asks: Asks) -> None:
+        super().__init__("done")
+        self._asks, self.seen = asks, list[dict[str, int]]()
+
+    async def ask(self, question: AskEpisode, /) -> AsyncGenerator[EpisodeAnswered, None]:
+        """Answer."""
+        self.seen.append(dict(self._asks._open))
+        async for answer in super().ask(question):
+            yield answer
+
+
+def test_what_a_call_of_an_episode_may_sample_counts_against_the_day(tmp_path: Path) -> None:
+    with open_house(tmp_path) as house:
+        job = house.ask("POST", "/v1/jobs", json={**tiny("asks"), "environment": "agent"}).json()["id"]
+        tenant = house.store.tenants.made("us").id
+        tokens = house.ask("GET", f"/v1/jobs/{job}").json()["spec"]["sampling"]["max_tokens"]
+        engine = Counting(house.service.asks)
+        run = house.service.agent_workers.run(engine, OfferEpisode(0, job, {}, {}, 0, 600.0))
+        asyncio.run_coroutine_threadsafe(run, house.app.state.loop)
+        answer = house.ask("POST", f"/v1/jobs/{job}/episodes/lease", json={"worker": "w", "most": 1})
+        (leased,) = answer.json()["episodes"]
+        house.keys["episode"] = leased["key"]
+        for path in ("models", "chat/completions"):
+            house.ask("GET" if path == "models" else "POST", f"{leased['path']}/{path}", "episode").raise_for_status()
+        assert engine.seen == [{"": 0}, {"": 0, tenant: tokens}]
+        assert not house.service.asks._open.total()
 
 
 def more_keys(house: House, number: int) -> list[str]:
@@ -150,7 +182,10 @@ def test_room_for_work_is_taken_before_it_is_leased(tmp_path: Path) -> None:
         house.service.open_answers.take(us, 40 * 2**20, always=True)
         assert "unread answers" in house.refused(429, "POST", "/v1/keys", json={"name": "a"})["message"]
         house.service.open_answers.take("others", 96 * 2**20, always=True)
-        assert house.ask("POST", "/v1/jobs", "theirs", json=tiny("theirs")).status_code == 201, "they read theirs"
+        made = house.ask("POST", "/v1/jobs", "theirs", json={**tiny("theirs"), "reward": "worker"})
+        assert made.status_code == 201, "they read theirs"
+        leased = house.ask("POST", f"/v1/jobs/{made.json()['id']}/scoring/lease", "theirs", json=asked)
+        assert leased.status_code == 200, "one answer of each tenant has room"
 
 
 def test_whoever_asks_an_adapter_that_another_tenant_shares_pays(tmp_path: Path) -> None:

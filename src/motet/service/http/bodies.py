@@ -348,9 +348,9 @@ class _Body:
         self._taken += size
 
     def hold(self, room: OpenBytes, payer: str, size: int, *, always: bool = False) -> Callable[[], None]:
-        """Count memory of the answer until it is sent. Raises HTTPException without room; one answer always fits."""
+        """Count memory of the answer until it is sent. Raises HTTPException without room; one of a tenant always fits."""
         size = min(size, room.most_of_one)
-        room.take(payer, size, always=always)
+        room.take(payer, size, always=always or not room.holds(payer))
         self.held = True
         held = self.answer.enter_context(contextlib.ExitStack())
         held.callback(room.give_back, payer, size)

@@ -48,6 +48,11 @@ class OpenBytes:
             if not self._taken[payer]:
                 del self._taken[payer]
 
+    def holds(self, payer: str) -> bool:
+        """Whether a tenant has taken anything."""
+        with self._lock:
+            return self._taken[payer] > 0
+
     def full(self, payer: str) -> bool:
         """Whether a tenant has taken all of its own room, whatever others have."""
         with self._lock:
