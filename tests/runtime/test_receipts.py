@@ -29,7 +29,7 @@ from motet.hosting.running import run_config
 from motet.model.find import SMALL_BASE
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
-from motet.runtime.receipts import Materials, dependencies_of, receipt_numbers, subjects_of, version_before
+from motet.runtime.receipts import RECEIPT, Materials, dependencies_of, receipt_numbers, subjects_of, version_before
 from motet.service.storage import Storage
 from motet.tasks.dataset import load_dataset
 
@@ -363,6 +363,21 @@ def test_damaged_receipts_stop_the_next_step_and_are_put_back_where_there_are_co
     assert receipt_numbers(folder) == [*range(first, STEPS + 2)]
     (folder / f"v{first}.json").unlink()
     assert verify(project / "run") == 1
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_receipt_that_is_lost_with_its_commits_copy_has_the_commits_remedy(killed: bool, project: Path) -> None:
+    run, jobs = project / "run/words", load_jobs(project / "jobs.yaml")
+    if killed:  # its manifest was not closed
+        manifest = JobDirectory(run).manifest.path
+        manifest.write_bytes(b"".join(manifest.read_bytes().splitlines(keepends=True)[:-1]))
+    for path in (f"receipts/v{STEPS}.json", f"state/{STEPS}/{RECEIPT}"):
+        (run / path).unlink()
+    with pytest.raises(RunError, match=rf"remove .*state/{STEPS} and use --accept-changes"):
+        run_config(jobs)
+    shutil.rmtree(run / f"state/{STEPS}")
+    run_config(jobs, accept_changes=True)
+    assert verify(project / "run") == 0
 
 
 def test_receipts_of_steps_that_were_gone_back_from_do_not_hold_up_a_job(project: Path) -> None:

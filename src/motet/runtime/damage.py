@@ -230,7 +230,11 @@ def _chain_damages(directory: JobDirectory, committed: Committed) -> Iterator[Da
     """Damage to the receipts up to the newest commit's; that one is linked after its commit."""
     newest, wanted = committed.step, committed.sums.get(RECEIPT)
     if wanted is not None and not (is_closed(directory) or (directory.receipts / f"v{newest}.json").exists()):
-        newest, wanted = version_before(read_receipt(directory.path / "state" / str(newest) / RECEIPT)) or (0, None)
+        try:
+            copy = read_receipt(directory.path / "state" / str(newest) / RECEIPT)
+        except RunError:  # a file of the commit, which is told with what to do
+            return
+        newest, wanted = version_before(copy) or (0, None)
     if wanted is None:
         return
     goes_on = not is_closed(directory) or any(lost_commits(directory))  # which removes receipts of later steps

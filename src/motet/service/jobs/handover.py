@@ -125,16 +125,25 @@ class Handover:
 
     def _fail_unreadable(self) -> int:
         """Fail open jobs whose rows the database cannot search, as after damage; returns how many."""
-        failed = 0
-        for job_id in self._store.scalars(select(StoredJob.id).where(StoredJob.state.in_(OPEN))):
-            try:
-                self._store.scalar(select(_PRIORITY).where(StoredJob.id == job_id))
-            except DBAPIError as error:
-                if not isinstance(error, DataError) and _DAMAGED not in str(error.orig):
-                    raise
-                self._recorder.record_state(job_id, JobState.FAILED, _UNREADABLE)
-                failed += 1
-        return failed
+        still_open = select(StoredJob.number).where(StoredJob.state.in_(OPEN)).order_by(StoredJob.number)
+        found = self._unreadable(self._store.scalars(still_open))
+        for job_id in self._store.scalars(select(StoredJob.id).where(StoredJob.number.in_(found))):
+            self._recorder.record_state(job_id, JobState.FAILED, _UNREADABLE)
+        return len(found)
+
+    def _unreadable(self, numbers: Sequence[int]) -> list[int]:
+        """Those of these open jobs that the database cannot search; it is asked about all of them, then about halves."""
+        if not numbers:
+            return []
+        these = StoredJob.number.between(numbers[0], numbers[-1]) & StoredJob.state.in_(OPEN)
+        try:
+            self._store.scalar(select(func.sum(_PRIORITY)).where(these))
+        except DBAPIError as error:
+            if not isinstance(error, DataError) and _DAMAGED not in str(error.orig):
+                raise
+            half = len(numbers) // 2
+            return self._unreadable(numbers[:half]) + self._unreadable(numbers[half:]) if half else list(numbers)
+        return []
 
     def reconcile(self, held: Sequence[Held]) -> dict[str, list[ToHost]]:
         """Messages for jobs that hosts already had under an earlier service, by job: their wanted state may have changed."""
