@@ -149,7 +149,7 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
         "/v1/chat/completions": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 64}],
         "/v1/messages": [{**chat, "messages": [user]}, {**chat, "messages": [parts] * 64}],
         "/v1/responses": [{"model": "small", "input": text}],
-        "/v1/completions": [{"model": "small", "prompt": ids[:190_000]}, {"model": "small", "prompt": [text[:190_000]] * 16}],
+        "/v1/completions": [{"model": "small", "prompt": ids}, {"model": "small", "prompt": [text[:190_000]] * 16}],
         "/v1/submissions": [
             {"jobs": [{"job": tiny(f"job-{one}")} for one in range(400)]},
             *({"jobs": [{"job": {"args": values}}]} for values in _values(*most_values(route, "us")).values()),
@@ -172,7 +172,7 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
             {"grader": grader, "model_sample": "x" * 90_000, "item": {"a": [0.5] * 30_000, "b": text[:800_000]}},
         ],
         "/tinker/api/v1/asample": [
-            {"prompt": {"chunks": [{"tokens": ids[:200_000]}]}, "sampling_params": {"max_tokens": 1}},
+            {"prompt": {"chunks": [{"tokens": ids}]}, "sampling_params": {"max_tokens": 1}},
             {"prompt": {"chunks": [{"tokens": [7]}] * 8000}, "sampling_params": {"max_tokens": 1}},
         ],
     }  # fmt: skip

@@ -100,5 +100,5 @@ def test_each_route_stands_in_the_table_with_the_most_of_its_body() -> None:
     bodies = {route: (body, values) for route, body, values in told}
     assert bodies["POST /v1/files"] == ("64 MB", "")
     assert bodies["POST /v1/keys"] == ("1 MB", "32,768")
-    assert bodies["POST /tinker/api/v1/asample"][1] == "262,144"
+    assert bodies["POST /tinker/api/v1/asample"][1] == "201,024"
     assert bodies["GET /v1/me"] == ("none", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -10,17 +12,21 @@ import pytest
 from sqlalchemy import event
 
 import motet
+from motet.config.service import RateConfig
 from motet.runtime.client_loop import ABOUT
 from motet.service.adapters.adapters import ALL
 from motet.service.database.store import MOST_OF_A_PAGE
 from motet.service.database.tables import Share, StoredJob, UploadedAdapter
 from motet.service.database.tenants import Principal
+from motet.service.errors import Refusal
+from motet.service.http.auth import SECONDS_OF_A_REQUEST, Access, RateLimit, _admitted
 from motet.service.routes.adapters import list_versions
-from motet.service.tinker.checkpoints import Checkpoints
+from motet.service.tinker.checkpoints import MOST_CHECKPOINTS, Checkpoints
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.runs import _run
 from tests.support.counting import calls
+from tests.support.database import queued
 from tests.support.house import House
 from tests.support.service_run import Json
 
@@ -174,6 +180,54 @@ def test_accounts_tenants_and_keys_come_in_pages(house: House) -> None:
     with calls(own_thread=True) as counted:
         assert len(service.ledger.page(None, limit=2)[0]) == len(service.quotas.used(limit=2)) == 2
     assert (counted["_line"], counted["Quotas._with"]) == (2, 2)
+
+
+def test_a_chart_has_no_more_evaluations_than_points(house: House) -> None:
+    job = queued(house.store, Principal.member_of(house.store.tenants.made("us").id), "evaluated", {}, 1, None).id
+    for step in range(MANY):
+        house.recorder.record_step(job, {"step": step, "loss": 0.5, "eval": {"loss": step / MANY}})
+    whole = house.ask("GET", f"/v1/jobs/{job}/steps").json()["data"]
+    thin = house.ask("GET", f"/v1/jobs/{job}/steps?points=10").json()["data"]
+    assert [line["step"] for line in thin] == [*range(0, MANY, MANY // 10), MANY - 1]
+    assert thin[1] == whole[MANY // 10]
+    with calls(own_thread=True) as counted:
+        house.service.log.steps(job, 2)
+    assert counted["to_json"] == 0
+
+
+def test_a_read_that_takes_long_counts_as_many_requests(house: House) -> None:
+    """What it costs to look at everything, for an answer of one line."""
+    rate, scope = RateLimit(RateConfig()), dict[str, Any]()
+    access = Access(house.store.tenants, rate, house.service.agent_workers, open_to_all=False)
+    _admitted(scope).counted_as = "somebody"
+    rate.wait("somebody")
+    (left, _) = rate._buckets["somebody"]
+
+    def work(seconds: float) -> str:
+        began = time.thread_time()
+        while time.thread_time() < began + seconds:
+            pass
+        return "done"
+
+    assert access.timed(scope, lambda: work(0.0)) == "done"
+    assert rate._buckets["somebody"][0] == left, "most reads are one request"
+    assert access.timed(scope, lambda: work(11 * SECONDS_OF_A_REQUEST)) == "done"
+    assert rate._buckets["somebody"][0] <= left - 10
+
+
+def test_a_model_has_as_many_checkpoints_as_a_list_shows(house: House) -> None:
+    (job,) = jobs(house, "kept", "session-0:train:{}")[:1]
+    stored = house.store.job_by_id(job)
+    assert stored is not None
+    checkpoints, place = house.part(Checkpoints), house.storage.job(job).path / "checkpoints" / "weights"
+    for n in range(MOST_CHECKPOINTS):
+        (place / f"{n}").mkdir(parents=True)
+        (place / f"{n}" / ABOUT).write_text("{}")
+    checkpoints.check_free(stored, "weights", "7", 1, overwrite=True)
+    with pytest.raises(Refusal, match=r"has 1000 checkpoints.*delete some"):
+        checkpoints.check_free(stored, "weights", "another", 1)
+    shutil.rmtree(place / "7")
+    checkpoints.check_free(stored, "weights", "another", 1)
 
 
 def filtered(house: House, path: str, key: str = "ours") -> list[Json]:

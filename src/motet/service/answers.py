@@ -17,7 +17,7 @@ from motet.cluster.hosts import Hosts
 from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
 from motet.core.errors import ConfigError, LimitError
 from motet.core.types import FinishReason
-from motet.service.tenants.ledger import until_tomorrow
+from motet.service.database.tables import until_tomorrow
 
 _CHAT_TOKENS = 512
 _SOON = 30

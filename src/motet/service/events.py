@@ -107,8 +107,10 @@ class _Steps:
 
     last: int = 0
     """The id of the job's newest event when they were read."""
-    lines: Sequence[tuple[bytes, bool]] = ()
-    """Each as JSON, and whether it has an evaluation."""
+    lines: Sequence[bytes] = ()
+    """As JSON."""
+    evaluated: Sequence[int] = ()
+    """Places of those with an evaluation."""
     size: int = 0
     """Bytes of the lines."""
 
@@ -147,16 +149,12 @@ class EventLog:
     def steps(self, job_id: str, points: int, fields: Collection[str] = ()) -> tuple[list[bytes], int]:
         """About `points` steps of a job, and the id of its newest event, from which a stream can continue.
 
-        Steps are evenly spaced, with the last one and all that have an evaluation. `fields` are those of metrics.jsonl
+        Steps are evenly spaced, with the last one, and as many that have an evaluation. `fields` are those of metrics.jsonl
         besides `step`; all if empty. The steps are JSON; each is read from the database once, and kept for a while.
         """
         steps = self._read_steps(job_id)
-        stride, end = -(-len(steps.lines) // points), len(steps.lines) - 1
-        kept = [
-            line
-            for place, (line, evaluated) in enumerate(steps.lines)
-            if place % stride == 0 or place == end or evaluated
-        ]
+        places = _spaced(range(len(steps.lines)), points) | _spaced(steps.evaluated, points)
+        kept = [steps.lines[place] for place in sorted(places)]
         if fields:
             wanted = ("step", *fields)
             parsed = map(from_json, kept)
@@ -169,17 +167,18 @@ class EventLog:
             known = self._steps.pop(job_id, None) or _Steps()
         with self._store.transaction() as session:
             last = session.scalar(select(func.max(Event.id)).where(Event.job_id == job_id)) or 0
-        lines, size, after = list(known.lines), known.size, known.last
+        lines, evaluated, size, after = list(known.lines), list(known.evaluated), known.size, known.last
         while after < last:
             steps = select(Event.id, Event.data).where(Event.job_id == job_id, Event.kind == "step")
             page = steps.where(Event.id > after, Event.id <= last).order_by(Event.id).limit(_PAGE)
             with self._store.transaction() as session:
                 rows = session.execute(page).all()
             for _, data in rows:
-                lines.append((to_json(data, inf_nan_mode="null"), bool(data.get("eval"))))
-                size += len(lines[-1][0])
+                evaluated += [len(lines)] if data.get("eval") else []
+                lines.append(to_json(data, inf_nan_mode="null"))
+                size += len(lines[-1])
             after = rows[-1][0] if len(rows) == _PAGE else last
-        found = _Steps(last, lines, size)
+        found = _Steps(last, lines, evaluated, size)
         with self._lock:
             self._steps[job_id] = found
             while len(self._steps) > 1 and sum(one.size for one in self._steps.values()) > _MOST_KEPT:
@@ -216,6 +215,11 @@ class EventLog:
             query = query.where(StoredJob.tenant_id == tenant_id)
         with self._store.transaction() as session:
             return [_entry(row[0], str(row[1])) for row in session.execute(query)]
+
+
+def _spaced(places: Sequence[int], points: int) -> set[int]:
+    """About as many of these places, with the last one."""
+    return {*places[:: -(-len(places) // points) or 1], *places[-1:]}
 
 
 def _entry(event: Event, tenant_id: str) -> Entry:

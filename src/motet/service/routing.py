@@ -109,9 +109,15 @@ class TenantRoute(APIRoute):
             assert request is not None  # its handler waits for this
             service: Service = request.app.state.service
             whose = asked_of(request.scope).tenant_id or address(request)
-            turns = service.answer_threads if request.method in ("GET", "HEAD") else service.write_threads
+            reads, scope = request.method in ("GET", "HEAD"), request.scope
             changed = next((one for one in given.values() if isinstance(one, Response)), None)
-            return await turns.run(whose, lambda: self._answer(endpoint(**given), changed))
+
+            def work() -> Any:
+                return self._answer(endpoint(**given), changed)
+
+            if not reads:
+                return await service.write_threads.run(whose, work)
+            return await service.answer_threads.run(whose, lambda: service.access.timed(scope, work))
 
         return run
 

@@ -14,9 +14,17 @@ OF_CLIENTS = "session-"
 """How the idempotency keys of jobs begin that clients of the Tinker protocol drive: their models' ids."""
 
 
+_DAY = 86_400
+
+
 def now() -> float:
     """Unix seconds."""
     return datetime.now(UTC).timestamp()
+
+
+def until_tomorrow() -> int:
+    """Seconds until 00:00 UTC."""
+    return int(_DAY - now() % _DAY) + 1
 
 
 def new_id(kind: str) -> str:

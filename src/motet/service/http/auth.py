@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import Request, Response
 from starlette.types import Scope
@@ -25,7 +26,10 @@ from motet.service.http.opened import opened_by
 from motet.service.request_log import asked_of
 from motet.service.workers.agents import KEY_PREFIX, AgentWorkers, OfferedEpisode
 
+Result = TypeVar("Result")
 _MOST_BUCKETS = 10_000
+SECONDS_OF_A_REQUEST = 0.01
+"""Of the processor: a read of what was stored that takes longer counts as several requests."""
 FEW_BYTES = 2**16
 """Of an answer that is encoded in the event loop."""
 _REFUSALS = 5
@@ -229,6 +233,14 @@ class Access:
         if whose := _admitted(scope).counted_as:
             self._rate.spend(whose, requests)
         return bool(whose)
+
+    def timed(self, scope: Scope, read: Callable[[], Result]) -> Result:
+        """Do a read in this thread; it counts as one request for each `SECONDS_OF_A_REQUEST` of the processor."""
+        began = time.thread_time()
+        try:
+            return read()
+        finally:
+            self.charge(scope, max(0.0, (time.thread_time() - began) / SECONDS_OF_A_REQUEST - 1))
 
     def _leased(self, request: Request, key: str) -> OfferedEpisode | None:
         """The episode whose model a request asks with its key."""

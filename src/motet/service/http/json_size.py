@@ -6,7 +6,7 @@ from starlette.exceptions import HTTPException
 
 MOST_VALUES, MOST_TEXTS, MOST_CONTAINERS = 2**15, 5 * 2**12, 2**13
 """Limits for JSON, parsed and checked in under 20 ms: values of any kind; texts, including field names; lists and objects."""
-MOST_NUMBERS = 2**18
+MOST_NUMBERS = 200_000 + 2**10
 """Limit of values where prompts are sent as token ids."""
 MOST_VALUES_OF_NOBODY = 2**10
 """Limit of values before the key is checked."""

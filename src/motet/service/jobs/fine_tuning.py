@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from sqlalchemy import select
@@ -180,6 +180,11 @@ class FineTunings:
                 (row for row in every if wanted <= (row[1].request.get("metadata") or {}).items()), limit
             )
         return [(job, made) for job, made in rows], more
+
+    def steps(self, job_id: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl of these steps of a job."""
+        query = select(Event.data).where(Event.job_id == job_id, Event.kind == "step", Event.key.in_(map(str, numbers)))
+        return self._store.scalars(query)
 
     def events(self, job_id: str, before: int | None, limit: int) -> list[Event]:
         """Events of a job before a given one, newest first."""

@@ -33,7 +33,7 @@ from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareReques
 
 router = APIRouter(prefix="/v1", tags=["adapters"], route_class=TenantRoute)
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
-_PIECE = 2**20
+_PIECE, _MOST_MODELS = 2**20, 1000
 WithReceipts = Annotated[
     bool, Query(description="Add the receipts of an own job's version; a tenant with whom it is shared gets none.")
 ]
@@ -222,7 +222,11 @@ class ShareAnswers:
         if not one.name:
             return []
         name = f"{one.owner}/{one.name}"
-        return [f"{name}@{version}" for version in self._versions(one.share.object)] if one.is_job else [name]
+        return (
+            [f"{name}@{version}" for version in self._versions(one.share.object)[-_MOST_MODELS:]]
+            if one.is_job
+            else [name]
+        )
 
 
 @router.post("/shares", status_code=201)

@@ -122,7 +122,7 @@ def steps(
     ] = None,
     points: Annotated[int, Query(ge=2, le=5000, description="Approximate number of steps.")] = 400,
 ) -> Response:
-    """The steps of a job for a chart: lines of metrics.jsonl, thinned evenly; all evaluations are included."""
+    """The steps of a job for a chart: lines of metrics.jsonl, thinned evenly; those with evaluations are thinned apart."""
     lines, last = service.log.steps(job.id, points, field or ())
     return page(Steps(data=[], after=last), lines)
 

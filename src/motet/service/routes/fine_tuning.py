@@ -164,8 +164,7 @@ def checkpoints(
     before = None if after is None else int(after.rpartition("-")[2])
     directory = service.storage.job(job.id)
     numbers = [one for one in reversed(directory.versions()) if one > 0 and (before is None or one < before)]
-    committed = directory.newest() if numbers else None
-    lines = [] if committed is None else directory.read_metrics(committed)
+    lines = service.fine_tunings.steps(job.id, {step for number in numbers[:limit] for step in (number - 1, number)})
     data = [_checkpoint(directory.version(number), job, number, lines) for number in numbers[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return s.Checkpoints(data=data, has_more=len(numbers) > limit, first_id=first, last_id=last)

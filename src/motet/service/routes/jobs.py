@@ -218,7 +218,7 @@ async def rollouts(
         next_page = None if found.next is None else str(found.next)
         return page(Rollouts(step=chosen, steps=steps, data=[], note=note, next=next_page), rows)
 
-    answer = await service.read_threads.run(who.tenant_id, read)
+    answer = await service.read_threads.run(who.tenant_id, lambda: service.access.timed(request.scope, read))
     hold(request, service.open_answers, who.tenant_id, 2 * len(answer.body))
     return answer
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from datetime import date
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from motet.config.service import LimitsConfig
@@ -159,6 +159,7 @@ def own_limits(who: Asker, service: ServiceDep) -> TenantInfo:
     responses={200: {"content": {"text/csv": {}}, "description": "JSON, or CSV."}},
 )
 def usage(
+    request: Request,
     who: Asker,
     service: ServiceDep,
     by: Annotated[
@@ -178,12 +179,13 @@ def usage(
     called = service.bases.called if based else None
 
     def read(after: str) -> tuple[list[UsageLine], str | None]:
-        return service.ledger.page(whose, by, since, until, called, after, limit)
+        return service.ledger.page(whose, by, since, until, called, after, 1000 if form == "csv" else limit)
 
     async def tables() -> AsyncIterator[str]:
         place: str | None = after
         while place is not None:
-            text, place = await service.answer_threads.run(who.tenant_id, functools.partial(_table, read, place))
+            piece = functools.partial(service.access.timed, request.scope, functools.partial(_table, read, place))
+            text, place = await service.answer_threads.run(who.tenant_id, piece)
             yield text
 
     if form == "csv":

@@ -30,7 +30,7 @@ _WORKED = "worked/"
 """Prefix of a job's id in the name of a reading: a step, and its tokens counted so far."""
 _SAMPLED = "sampled/"
 """Prefix of a job's id in the name of a reading: tokens counted as sampled that are in no finished step."""
-_MOST_TOKENS, _DAY = 2**40, 86_400
+_MOST_TOKENS = 2**40
 _KNOWN_SECONDS = 1.0
 _COUNTS = ("tokens_prompt", "tokens_sampled", "tokens_trained", "microseconds", "cpu_microseconds")
 _TOKENS = Usage.tokens_prompt + Usage.tokens_sampled + Usage.tokens_trained
@@ -49,11 +49,6 @@ _PLACE = ("day", "whose", "job", "called")
 def today() -> str:
     """The current day in UTC."""
     return datetime.now(UTC).date().isoformat()
-
-
-def until_tomorrow() -> int:
-    """Seconds until 00:00 UTC."""
-    return int(_DAY - time.time() % _DAY) + 1
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from motet.core.errors import LimitError, StoreError
 from motet.core.types import JobState
 from motet.runtime.slots import Rule
 from motet.service.database.store import OPEN, Store
-from motet.service.database.tables import OF_CLIENTS, StoredJob, Tenant, TenantLimits
+from motet.service.database.tables import OF_CLIENTS, StoredJob, Tenant, TenantLimits, until_tomorrow
 from motet.service.schemas.usage import TenantInfo
-from motet.service.tenants.ledger import Ledger, UsedToday, until_tomorrow
+from motet.service.tenants.ledger import Ledger, UsedToday
 from motet.service.tenants.stored import StoredBytes
 
 _log = logging.getLogger(__name__)
@@ -227,10 +227,7 @@ class Quotas:
 
     def check_samples(self, tenant_id: str, count: int, more: int = 1, tokens: int = 0) -> None:
         """Check whether a sample of `more` completions and so many `tokens` may be open besides `count`; one always may."""
-        day = self.of(tenant_id).tokens_per_day
-        if day is not None and tokens > day:
-            may = f"this sample may have {tokens} tokens, and a day of this tenant has {day}"
-            raise LimitError(f"tokens_per_day: {may}; lower max_tokens or num_samples, or {_ASK} --tokens-per-day", 403)
+        _check_tokens(self.of(tenant_id).tokens_per_day, tokens)
         most = self.of(tenant_id).open_samples
         if most is not None and count and count + more > most:
             raise LimitError(
@@ -280,8 +277,7 @@ class Quotas:
 
     def tokens_left(self, tenant_id: str) -> float:
         """Tokens that a tenant may still have charged today."""
-        most = self.of(tenant_id).tokens_per_day
-        return math.inf if most is None else most - self._ledger.used_lately(tenant_id).tokens
+        return (self.of(tenant_id).tokens_per_day or math.inf) - self._ledger.used_lately(tenant_id).tokens
 
     def check_work(self, tenant_id: str, work: int, waiting: int, what: str = "") -> None:
         """Check whether a request (or `what`) of `work` tokens may wait besides others.
@@ -301,6 +297,12 @@ class Quotas:
             429,
             until_tomorrow(),
         )
+
+
+def _check_tokens(day: int | None, tokens: int) -> None:
+    if day is not None and tokens > day:
+        may = f"this sample may have {tokens} tokens, and a day of this tenant has {day}"
+        raise LimitError(f"tokens_per_day: {may}; lower max_tokens or num_samples, or {_ASK} --tokens-per-day", 403)
 
 
 class QuotaEnforcer:

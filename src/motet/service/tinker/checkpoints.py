@@ -30,6 +30,8 @@ from motet.service.tinker.requests import NAME
 WEIGHTS, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 _TYPES = {WEIGHTS: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 _SNAPSHOT = re.compile(r"snapshot-\d+")
+MOST_CHECKPOINTS = 1000
+"""Named checkpoints of a model: a client's list has all of them."""
 COMPLETE = "checkpoint_complete"
 """An empty file that older clients download last."""
 
@@ -199,6 +201,9 @@ class Checkpoints:
         there = self._there(job, kind, name)
         if there is not None and not overwrite and there.about().get("number") != number:
             raise Refusal(400, f"path: there is a checkpoint {name!r} already; give another name")
+        if there is None and len(_saved(self._models.directory(job), _TYPES)) >= MOST_CHECKPOINTS:
+            most = f"this model has {MOST_CHECKPOINTS} checkpoints, the most that a list shows"
+            raise Refusal(400, f"path: {most}; delete some, or save with ttl_seconds")
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Delete one."""

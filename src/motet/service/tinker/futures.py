@@ -95,8 +95,7 @@ class Futures:
         count, sample = self.open(who), self._opened(who, name, wanted)  # at once, for concurrent requests
 
         def accept() -> str:
-            least = sample.rows * (wanted.sampling_params.max_tokens or 1)
-            self._quotas.check_samples(who.tenant_id, count, sample.rows, least)
+            self._quotas.check_samples(who.tenant_id, count, sample.rows, _tokens(wanted))
             sample.stored = self._keep(who, name, asked)
             return self._held(who)
 
@@ -144,14 +143,8 @@ class Futures:
         if held:
             sample.since = time.monotonic()
         elif sample.task is None and not sample.cancelled and sample.wanted is not None:
-            task = asyncio.create_task(self._samplers.sample(who, sample.wanted, source))
-            self._samples.started(sample, task)
-            task.add_done_callback(functools.partial(self._ended, f"{_HELD} {who.tenant_id}"))
-
-    def _ended(self, topic: str, task: asyncio.Task[bytes]) -> None:
-        """What it did not sample is left for others of its tenant."""
-        if task.cancelled() or not isinstance(task.exception(), LimitError):
-            self._bus.publish(topic)
+            task = self._samples.started(sample, self._samplers.sample(who, sample.wanted, source))
+            task.add_done_callback(functools.partial(_wake, self._bus, f"{_HELD} {who.tenant_id}"))
 
     def open(self, who: Principal) -> int:
         """Completions of a tenant's samples that are running or not fetched yet."""
@@ -341,6 +334,16 @@ def _of_job(request_id: str, job: StoredJob) -> dict[str, Any]:
 def _try_again(request_id: str, state: QueueState, reason: str | None) -> dict[str, Any]:
     """The response that the package shows its user once a minute if the state is not `active`."""
     return {"type": "try_again", "request_id": request_id, "queue_state": state, "queue_state_reason": reason or None}
+
+
+def _wake(bus: EventBus, topic: str, task: asyncio.Task[bytes]) -> None:
+    """What a sample did not take is left for others of its tenant."""
+    if task.cancelled() or not isinstance(task.exception(), LimitError):
+        bus.publish(topic)
+
+
+def _tokens(wanted: Sample) -> int:
+    return wanted.num_samples * (wanted.sampling_params.max_tokens or 1)
 
 
 def _memory(wanted: Sample) -> int:

@@ -44,6 +44,8 @@ MOST_COMMANDS = 2**13
 MISSING_SECONDS = 60.0
 """Wait of a command for one with a smaller number, which its client may still send again."""
 _LOOK_SECONDS = 10.0
+_MOST_IDS = 1000
+"""Models of a session in a list."""
 MOST_AHEAD = 2**10
 """Numbers between a command and the last one before it: each that is missing gets an outcome."""
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -169,9 +171,9 @@ class Models:
         return self._store.scalars(query), self._store.scalar(select(func.count()).where(*_models(who))) or 0
 
     def ids(self, who: Principal, session_id: str) -> list[str]:
-        """Ids of the models of one session, newest first."""
+        """Ids of the newest models of one session, newest first."""
         of = select(StoredJob.idempotency_key).where(*_models(who, f"{session_id}:train:"))
-        return list(filter(None, self._store.scalars(of.order_by(_NEWEST))))
+        return list(filter(None, self._store.scalars(of.order_by(_NEWEST).limit(_MOST_IDS))))
 
     def sessions(self, who: Principal, limit: int, offset: int) -> list[str]:
         """Some ids of a tenant's sessions with models, that of the newest model first."""

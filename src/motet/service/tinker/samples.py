@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from motet.service.http.open_bytes import OpenBytes
 from motet.service.tinker.requests import Sample
@@ -68,10 +70,12 @@ class OpenSamples:
         sample.size = 0
         return sample
 
-    def started(self, sample: OpenSample, task: asyncio.Task[bytes]) -> None:
-        """Record that a sample runs; its end is recorded with its task's."""
+    def started(self, sample: OpenSample, work: Coroutine[Any, Any, bytes]) -> asyncio.Task[bytes]:
+        """Run a sample in a task, with whose end its own is recorded."""
+        task = asyncio.create_task(work)
         sample.since, sample.task = None, task
         task.add_done_callback(lambda _: self._ended(sample, task))
+        return task
 
     def hold(self, sample: OpenSample, task: asyncio.Task[bytes]) -> None:
         """Let a sample begin again whose task found that its tenant has not so many tokens left."""
