@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, SEEDS, GROUPS, EACH, TOKENS, RANK, ALPHA, RATE = 40, 3, 4, 8, 24, 16, 32, 3e-4
+STEPS, SEEDS, GROUPS, EACH, TOKENS, RANK, ALPHA, RATE = 20, 3, 4, 8, 24, 16, 32, 3e-4
 DATA = {
     "source": "reasoning-gym:products",
     "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},

@@ -420,7 +420,8 @@ def test_figures_of_learning_say_at_which_commit_they_were_made() -> None:
 def test_the_pages_about_the_house_name_what_exists(page: str) -> None:
     text = page_text(page)
     source = ROOT / "src" / "motet"
-    code = {file: file.read_text(encoding="utf-8") for file in source.rglob("*.py")}
+    files = [*source.rglob("*.py"), *(ROOT / "tests" / "support").glob("fake_*.py")]
+    code = {file: file.read_text(encoding="utf-8") for file in files}
     quoted = re.findall(r"`([^`\n]+)`", text)
     for name in quoted:
         if match := re.fullmatch(r"([\w/]+\.py)(?:::(\w+))?", name):
