@@ -59,11 +59,11 @@ export async function ask(method, path, body, headers) {
 /** URL of a job's resources. */
 export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${rest}`;
 
-/** The rows of a list, page by page, until there are `most`; `path` has a query. */
+/** The rows of a list, page by page, until there are `most`. */
 export async function rowsOf(path, most = Infinity) {
-  const all = [];
+  const all = [], more = path.includes("?") ? "&" : "?";
   for (let after = ""; after !== null && all.length < most;) {
-    const {data, next} = await ask("GET", `${path}${after && `&after=${encodeURIComponent(after)}`}`);
+    const {data, next} = await ask("GET", `${path}${after && `${more}after=${encodeURIComponent(after)}`}`);
     all.push(...data);
     after = next;
   }
@@ -71,7 +71,7 @@ export async function rowsOf(path, most = Infinity) {
 }
 
 /** All stored versions of a job, oldest first. */
-export const versionsOf = id => rowsOf(jobPath(id, "/versions?limit=200"));
+export const versionsOf = id => rowsOf(jobPath(id, "/versions"));
 
 /** Yield the server-sent events of a response as {id, event, data}; a keep-alive has no data. */
 export async function* streamed(response) {
