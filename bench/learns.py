@@ -157,7 +157,8 @@ def main() -> None:
     theirs = [trained_by_trl(given.directory, seed, Path(find_base("smollm2")[0])) for seed in range(SEEDS)]
     seconds.append(time.monotonic())
     models = [f"seed-{seed}@latest" for seed in range(SEEDS)]
-    subprocess.run([*motet, "eval", jobs, *models, *theirs, "--samples", "8"], check=True)
+    where = ("--set", f"run={given.directory / 'motet'}")
+    subprocess.run([*motet, "eval", jobs, *models, *theirs, "--samples", "8", *where], check=True)
     rewards = [json.loads((out / "rewards.json").read_text()) for out in theirs]
     print("TRL, mean reward of the last five steps:", [round(fmean(line[-5:]), 3) for line in rewards])
     print("seconds of Motet (all at once) and TRL (in turn):", [round(b - a) for a, b in itertools.pairwise(seconds)])
