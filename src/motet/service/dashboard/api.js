@@ -62,7 +62,7 @@ export const jobPath = (id, rest = "") => `v1/jobs/${encodeURIComponent(id)}${re
 /** The rows of a list, page by page, until there are `most`. */
 export async function rowsOf(path, most = Infinity) {
   const all = [], more = path.includes("?") ? "&" : "?";
-  for (let after = ""; after !== null && all.length < most;) {
+  for (let after = ""; after != null && all.length < most;) {
     const {data, next} = await ask("GET", `${path}${after && `${more}after=${encodeURIComponent(after)}`}`);
     all.push(...data);
     after = next;
