@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -296,8 +296,8 @@ class RewardPool:
             scores = await self._call(group, reward, request, last=group.loaded.compares[own])
             if scores is not None:
                 return scores
-        single = lambda place: self._call(group, reward, request.only(place), last=True)  # noqa: E731
-        return await _each(single, n, AT_ONCE if group.waits else self._workers)
+        single = (self._call(group, reward, request.only(place), last=True) for place in range(n))
+        return await _each(single, AT_ONCE if group.waits else self._workers)
 
     async def _call(
         self, group: WorkerGroup, reward: RewardConfig, request: ScoreCompletions, last: bool = False
@@ -349,18 +349,16 @@ class RewardPool:
                 return reply
 
 
-async def _each(
-    call: Callable[[int], Awaitable[list[ScoreOrReason] | None]], n: int, at_once: int
-) -> list[ScoreOrReason]:
-    """The scores of n calls for one answer each, in order; few begin at once, whatever n is."""
-    scored, places = dict[int, ScoreOrReason](), iter(range(n))
+async def _each(calls: Iterator[Awaitable[list[ScoreOrReason] | None]], at_once: int) -> list[ScoreOrReason]:
+    """The scores of calls for one answer each, in order; few begin at once, however many there are."""
+    scored, waiting = dict[int, ScoreOrReason](), enumerate(calls)
 
     async def call_some() -> None:
-        for place in places:  # that nobody took
-            if (scores := await call(place)) is not None:
+        for place, call in waiting:  # that nobody took
+            if (scores := await call) is not None:
                 scored[place] = scores[0]
 
-    await asyncio.gather(*(call_some() for _ in range(min(n, at_once))))
+    await asyncio.gather(*(call_some() for _ in range(at_once)))
     return [scored[place] for place in sorted(scored)]
 
 
