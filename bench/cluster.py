@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from bench.speed.table import markdown
 
 from motet.cluster.placement import HostLoad, moved, placed
-from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import LOOK_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share
@@ -468,7 +467,7 @@ class Simulation:
         async with asyncio.TaskGroup() as self._tasks:
             for job in self.jobs:
                 self._tasks.create_task(self._arrive(job))
-            endless = [*map(self._live, self.hosts), self._watch(), self._share()]
+            endless = [*map(self._live, self.hosts), self._watch()]
             others = [self._tasks.create_task(one) for one in endless]
             await self._done.wait()
             for task in others:
@@ -618,16 +617,6 @@ class Simulation:
         await asyncio.gather(*ending, return_exceptions=True)
         for job in jobs:
             self._place(job)
-
-    async def _share(self) -> None:
-        """Let tenants have their shares over all hosts, as `Hosts` does."""
-        account, shares = ClusterShares(), {tenant: rule.share for tenant, rule in self._rules.items()}
-        while len(self.hosts) > 1 and len(shares) > 1:
-            await asyncio.sleep(EVEN_SECONDS)
-            used = {host.number: host.scheduler.used for host in self.hosts}
-            factors = account.update(used, self._come().keys(), shares)
-            for host in self.hosts:
-                host.scheduler.even_out(factors)
 
     def _come(self) -> Counter[str]:
         """Jobs that have come and not ended, by tenant."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import bench.cluster
 import pytest
 from bench.cluster import Costs, Hosts, Jobs, Simulation, simulate, under_virtual_clock
 
-from motet.cluster import placement, shares
+from motet.cluster import placement
 from motet.runtime import scheduler, slot_turns, slots
 
 COSTS = Costs(0.01, 1000, publish_seconds=0.5)
@@ -21,7 +22,6 @@ STEP = 100 * 0.01 + 4 * 8 * 125 / 1000 + 0.5
 def test_simulation_decides_with_the_functions_of_the_product() -> None:
     for module, names in (
         (placement, ("HostLoad", "moved", "placed")),
-        (shares, ("ClusterShares", "EVEN_SECONDS")),
         (scheduler, ("FairScheduler",)),
         (slot_turns, ("LOOK_SECONDS", "SlotTurns")),
         (slots, ("Claim", "Rule", "admitted", "preempted_for_share")),
@@ -64,6 +64,23 @@ def test_hosts_that_die_lose_no_step() -> None:
     ended = under_virtual_clock(run())
     assert all(job.done == job.steps and job.ended for job in ended.jobs)
     assert sum(job.starts for job in ended.jobs) > 24
+
+
+def test_shares_hold_on_each_host_by_itself() -> None:
+    """One tenant's only job shares its host with those of a crowd, which has the other host to itself."""
+    crowd = Jobs(7, "crowd", steps=(20, 20), groups_per_step=16, group_size=8, completion_tokens=(100, 100))
+    hosts = Hosts(2, Costs(token_seconds=0.01, train_tokens_per_second=100_000), slots=8, rows=16)
+
+    async def run() -> float:
+        simulation = Simulation(hosts, [crowd, replace(crowd, tenant="few", count=1)])
+        running = asyncio.create_task(simulation.run())
+        while not simulation.used["few"] or simulation.jobs[-1].ended is None:
+            await asyncio.sleep(1.0)
+        had = simulation.used["crowd"] / simulation.used["few"]
+        await running
+        return had
+
+    assert 3 < under_virtual_clock(run()) < 4.5  # half of one host, and one and a half of them
 
 
 def test_tenants_get_tokens_by_their_shares() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from dataclasses import dataclass, replace
 from motet.cluster import messages as m
 from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, moved, placed, speeds
-from motet.cluster.shares import EVEN_SECONDS, ClusterShares
 from motet.core.types import JobState, Wanted
 from motet.process.alive import NO_MEMORY, SILENT
 from motet.runtime.slots import FREE, Claim, Rule, taken
@@ -82,10 +80,6 @@ class Assignments:
         waiting = sum(claim.tenant == tenant for host in same for claim in host.fresh)
         free = sum(max(0, host.slots - taken(host.jobs)) for host in same)
         return max(0, free + self.ahead * len(same) - waiting)
-
-    def tenants(self) -> set[str]:
-        """Tenants with jobs that run or wait."""
-        return {job.claim.tenant for job in self._jobs.values() if job.state in _OPEN}
 
     def place(self, message: m.AddJob, loads: dict[int, HostLoad]) -> HostLink | None:
         """Choose the host of a job and count it in the loads; None if none can take it, or if one has it already."""
@@ -214,15 +208,3 @@ class Assignments:
             )
             for host in hosts
         }  # fmt: skip
-
-
-async def even_out(hosts: Sequence[HostLink], jobs: Assignments) -> None:
-    """Apply tenants' shares over all hosts together."""
-    account, shared = ClusterShares(), False
-    while len(hosts) > 1:
-        await asyncio.sleep(EVEN_SECONDS)
-        used = {host.number: host.used for host in hosts if host.ready}
-        factors = account.update(used, jobs.tenants(), {tenant: rule.share for tenant, rule in jobs.rules.items()})
-        for host in hosts if len(factors) > 1 or shared else ():
-            host.send(m.EvenOut(factors))
-        shared = len(factors) > 1

@@ -126,8 +126,6 @@ class HostLink:
         self.progress: dict[str, m.JobStanding] = {}
         self.prepared: Mapping[str, int] = {}  # bytes of rows, by tenant
         self.device: dict[str, float] = {}
-        self.used: dict[str, float] = {}
-        """Tokens by tenant since its start, each divided by the weight of its job."""
         self.speed = ("", 0.0)  # its device, and tokens a second as it measured them at its start
         self.step_tokens = 0  # most tokens of a step there by default; 0 before they are known
         self.starts, self.told = 0, m.HostReady([])
@@ -284,7 +282,7 @@ class HostLink:
         self.ready, self.away = False, ""
         self._readied.clear()
         self._stopped.set()
-        self.progress, self.used, self._payers, self.prepared = {}, {}, {}, {}
+        self.progress, self._payers, self.prepared = {}, {}, {}
         for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
@@ -311,7 +309,7 @@ class HostLink:
                 if self._child is not None:  # one with another configuration ends though nobody has stopped it
                     self._child.close_input()
             case m.Progress():
-                self.progress, self.device, self.used = message.jobs, message.device, message.used
+                self.progress, self.device = message.jobs, message.device
                 self.prepared, self.step_tokens = message.prepared, message.step_tokens
                 before, self.away = self.away, message.away
                 if bool(before) != bool(self.away):

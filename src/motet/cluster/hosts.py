@@ -17,7 +17,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from motet.cluster import messages as m
-from motet.cluster.assignments import Assignments, even_out
+from motet.cluster.assignments import Assignments
 from motet.cluster.charged import Charged
 from motet.cluster.host_link import HostChild, HostHandlers, HostLink, Launch, OfHost
 from motet.cluster.placement import HostLoad
@@ -114,8 +114,7 @@ class Hosts:
         self._handlers, self._loop = handlers, asyncio.get_running_loop()
         for host in self.hosts:
             host.start(handlers, self._hear)
-        work = self._keep_placed(handlers), even_out(self.hosts, self.jobs)
-        self._tasks = [asyncio.create_task(one) for one in work]
+        self._tasks = [asyncio.create_task(self._keep_placed(handlers))]
 
     async def stop(self) -> None:
         """Let every job finish its step and save, then end the processes."""

@@ -107,12 +107,6 @@ class SetRule(ChannelMessage, frozen=True):
     rule: Rule
 
 
-class EvenOut(ChannelMessage, frozen=True):
-    """Factors on the shares of tenants that have had less than others over all hosts."""
-
-    factors: dict[str, float]
-
-
 class Complete(ChannelMessage, frozen=True):
     """A question: complete a conversation or a plain prompt. Answered by `PromptRead`, `PromptScored` if asked, `Tokens`."""
 
@@ -173,7 +167,7 @@ class ScoresAnswered(ChannelMessage, frozen=True):
 
 Question = Complete | ExamineAdapter | e.AskEpisode
 ToHost = (
-    StartHost | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule | EvenOut
+    StartHost | Stop | AddJob | SteerJob | ChangeJob | ReleaseJob | ForgetJob | Nudge | SetRule
     | Complete | ExamineAdapter | Abandon | ScoresAnswered | e.AskEpisode | e.BeginEpisode | e.EpisodeEnded | EventKept
 )  # fmt: skip
 # --- from a host -------------------------------------------------------------------------------------------------------
@@ -236,8 +230,6 @@ class Progress(ChannelMessage, frozen=True):
 
     jobs: dict[str, JobStanding]
     device: dict[str, float]
-    used: dict[str, float] = {}
-    """Tokens by tenant since the start, divided by the weights of their jobs."""
     away: str = ""  # why no question can be answered now: no server of this host is available
     prepared: dict[str, int] = {}  # by tenant: bytes of the rows of its jobs here, in memory and in unlinked files
     step_tokens: int = 0  # most tokens of a step by default; 0 before they are known

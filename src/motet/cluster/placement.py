@@ -78,7 +78,7 @@ def placed(claim: Claim, hosts: Sequence[HostLoad], rules: Mapping[str, Rule], a
     With `ahead`, also None if so many jobs of its tenant wait on every host that it would not run soon.
 
     Hosts with free slots come first, then the emptiest for its slots and speed. Among equals, the host with the fewest
-    jobs of the tenant is chosen, so that tenants compete on each host as they do over all hosts.
+    jobs of the tenant is chosen, so that tenants compete on each host alike.
     """
     limit = rules.get(claim.tenant, FREE).running
     if limit is not None and sum(host.tenants[claim.tenant] for host in hosts) >= limit:

@@ -164,11 +164,10 @@ class HostProcess:
         self._episodes.offer_again()
 
     def _wait_for_service(self) -> None:
-        """Continue without a service: cancel answers and stop sharing over hosts."""
+        """Continue without a service: cancel answers."""
         self._alone = True
         self._answers.abandon_all()
         self._episodes.hang_up()
-        self._shared.scheduler.even_out({})
 
     def handle(self, message: m.ToHost | Gone) -> None:
         """Start handling one message."""
@@ -189,8 +188,6 @@ class HostProcess:
                 self._steer(message.job, message.wanted)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
-            case m.EvenOut():
-                self._shared.scheduler.even_out(message.factors)
             case m.ChangeJob():
                 self._change(message)
             case m.Nudge():
@@ -310,7 +307,7 @@ class HostProcess:
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)
             rows, usual = bytes_of_rows(self.pipeline.jobs.values()), self._shared.steps.usual
-            self._parent.send(m.Progress(jobs, device, dict(self._shared.scheduler.used), away, rows, usual))
+            self._parent.send(m.Progress(jobs, device, away, rows, usual))
 
 
 def _rewards(

@@ -12,8 +12,8 @@ import contextlib
 import heapq
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from motet.algorithms.packing import Standing
@@ -130,10 +130,6 @@ class FairScheduler:
         self._accounts: dict[str, Account] = {}
         self._tenants: dict[str, TenantAccount] = {}
         self._shares: dict[str, float] = {}
-        self._factors: Mapping[str, float] = {}
-        """Factors on tenants' shares on this host."""
-        self.used: defaultdict[str, float] = defaultdict(float)
-        """Tokens by tenant, each divided by the weight of its job."""
         self.read = Counter[str]()
         """Tokens of prompts by job, and all those of its judges, since whoever counts them last took them."""
         self._waiting = Least()
@@ -158,7 +154,7 @@ class FairScheduler:
         """Open an account for a job, and for its tenant if that has none."""
         self._accounts[job] = Account(tenant, weight)
         if tenant not in self._tenants:
-            self._tenants[tenant] = TenantAccount(self._share_here(tenant))
+            self._tenants[tenant] = TenantAccount(self._shares.get(tenant, 1.0))
         self._tenants[tenant].jobs += 1
 
     def leave(self, job: str) -> None:
@@ -175,20 +171,7 @@ class FairScheduler:
     def share(self, tenant: str, share: float) -> None:
         """Set a tenant's share, now and for later jobs; its consumption per share stays the same."""
         self._shares[tenant] = share
-        self._share_again(tenant)
-
-    def even_out(self, factors: Mapping[str, float]) -> None:
-        """Multiply tenants' shares on this host by factors, to balance their consumption on other hosts."""
-        self._factors = factors
-        for tenant in self._tenants:
-            self._share_again(tenant)
-
-    def _share_here(self, tenant: str) -> float:
-        return self._shares.get(tenant, 1.0) * self._factors.get(tenant, 1.0)
-
-    def _share_again(self, tenant: str) -> None:
         if (account := self._tenants.get(tenant)) is not None:
-            share = self._share_here(tenant)
             account.consumed *= share / account.share
             account.share = share
             self._waiting.add(tenant, self.tenant_order(account))  # it may have fallen by rounding
@@ -215,7 +198,6 @@ class FairScheduler:
         """Charge tokens to a job and its tenant."""
         if (account := self._accounts.get(job)) is not None:
             account.consumed += tokens
-            self.used[account.tenant] += tokens / account.weight
             self._tenants[account.tenant].consumed += tokens / account.weight
             self._tenants[account.tenant].spent_at = self._clock()
 
@@ -229,7 +211,7 @@ class FairScheduler:
         since = self._clock() - _MOMENT
         busy = [one for name, one in self._tenants.items() if name != tenant and (one.active or one.spent_at > since)]
         whole = sum(one.share for one in busy)
-        return whole / self._share_here(tenant)
+        return whole / self._shares.get(tenant, 1.0)
 
     def standing(self, job: str) -> Standing:
         """Consumption and weights of a job and its tenant."""
