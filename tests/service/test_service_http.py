@@ -39,9 +39,9 @@ from motet.core.errors import ConfigError
 from motet.core.json_text import storable
 from motet.core.section import Described, described
 from motet.core.types import JobState
+from motet.process.apart import ThreadTurns
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.tables import StoredJob, StoredRace, UploadedAdapter
-from motet.service.http.auth import AnswerThreads, ReadThreads
 from motet.service.http.downloads import MOST_OPEN, Packing
 from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
@@ -417,11 +417,10 @@ def test_rollouts_take_a_tenants_memory_until_they_are_sent(house: House) -> Non
     assert len(house.ask("GET", "/v1/jobs/ended/rollouts?step=0").json()["data"]) == 4
 
 
-@pytest.mark.parametrize(("turns", "path"), [(ReadThreads, "rollouts?step=9"), (AnswerThreads, "versions/9/download")])
-def test_what_a_job_has_is_looked_up_in_the_turn_of_its_tenant(
-    house: House, turns: type[AnswerThreads | ReadThreads], path: str
-) -> None:
-    who, waiting, may = house.store.tenants.who(house.keys["ours"]), house.part(turns), threading.Event()
+@pytest.mark.parametrize(("turns", "path"), [("read", "rollouts?step=9"), ("answer", "versions/9/download")])
+def test_what_a_job_has_is_looked_up_in_the_turn_of_its_tenant(house: House, turns: str, path: str) -> None:
+    who, may = house.store.tenants.who(house.keys["ours"]), threading.Event()
+    waiting: ThreadTurns = getattr(house.service, f"{turns}_threads")
     assert who is not None
     directory = house.storage.job(house.job["id"])
     asyncio.run_coroutine_threadsafe(waiting.run(who.tenant_id, may.wait), house.app.state.loop)
@@ -439,7 +438,7 @@ def test_what_a_job_has_is_looked_up_in_the_turn_of_its_tenant(
 
 
 def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(house: House) -> None:
-    who, reading, may = house.store.tenants.who(house.keys["ours"]), house.part(ReadThreads), threading.Event()
+    who, reading, may = house.store.tenants.who(house.keys["ours"]), house.service.read_threads, threading.Event()
     assert who is not None
     kept = house.storage.job(house.job["id"]).path / "rollouts" / "0.jsonl"
     asyncio.run_coroutine_threadsafe(reading.run(who.tenant_id, may.wait), house.app.state.loop)
@@ -508,7 +507,7 @@ def test_an_open_upload_holds_up_no_smaller_files_and_no_requests(tmp_path: Path
 
 
 def test_few_downloads_of_a_tenant_are_packed_and_not_sent_yet(house: House) -> None:
-    who, reading, may = house.store.tenants.who(house.keys["ours"]), house.part(ReadThreads), threading.Event()
+    who, reading, may = house.store.tenants.who(house.keys["ours"]), house.service.read_threads, threading.Event()
     assert who is not None
     path, packing = "/v1/adapters/brought/download", house.part(Packing)
     asyncio.run_coroutine_threadsafe(reading.run(who.tenant_id, may.wait), house.app.state.loop)

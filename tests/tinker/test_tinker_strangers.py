@@ -31,7 +31,6 @@ from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.http.auth import ReadThreads, WriteThreads
 from motet.service.http.open_bytes import OpenBytes
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import Quotas
@@ -311,7 +310,7 @@ def test_an_archive_is_not_made_of_what_is_deleted_while_it_waits_for_its_turn(h
     model, who = made(house), house.store.tenants.who(house.keys["ours"])
     assert who is not None
     place, adapter = saved(house, model), house.part(Adapters).path("adapter-brought")
-    may, reading = threading.Event(), house.part(ReadThreads)
+    may, reading = threading.Event(), house.service.read_threads
     waits = asyncio.run_coroutine_threadsafe(reading.run(who.tenant_id, may.wait), house.app.state.loop)
     link = house.ask("GET", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w/archive").headers["location"]
     with ThreadPoolExecutor(2) as threads:
@@ -365,7 +364,7 @@ def test_a_sample_is_begun_again_by_the_next_process(house: House) -> None:
     assert who is not None
     assert other is not None
     parts = (house.part(Models), house.part(Samplers), house.part(Quotas), house.part(Store), house.part(EventBus))
-    fresh = Futures(*parts, house.storage, house.part(OpenBytes), house.part(WriteThreads))
+    fresh = Futures(*parts, house.storage, house.part(OpenBytes), house.service.write_threads)
 
     async def asked() -> Any:
         with pytest.raises(Refusal, match="sample again"):

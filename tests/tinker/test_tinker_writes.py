@@ -18,7 +18,6 @@ from motet.config.service import LimitsConfig, RateConfig
 from motet.core.errors import LimitError
 from motet.service.database.store import Store
 from motet.service.events import EventBus
-from motet.service.http.auth import WriteThreads
 from motet.service.http.open_bytes import OpenBytes
 from motet.service.tenants.quotas import Quotas
 from motet.service.tinker.futures import Futures
@@ -214,7 +213,7 @@ def test_a_sample_that_is_sent_again_is_one(tmp_path: Path) -> None:
         assert (len(names), futures.open(who)) == (8, 9), "one of them has two completions"
 
         parts = (house.part(Models), house.part(Samplers), house.part(Quotas), house.part(Store), house.part(EventBus))
-        fresh = Futures(*parts, house.storage, house.part(OpenBytes), house.part(WriteThreads))
+        fresh = Futures(*parts, house.storage, house.part(OpenBytes), house.service.write_threads)
         wanted = Samplers.seeded(Sample.model_validate(body))
         again = asyncio.run_coroutine_threadsafe(fresh.begin(who, wanted), house.app.state.loop)
         assert (again.result(PATIENCE), fresh.open(who)) == (name, 1), "the next process knows it"

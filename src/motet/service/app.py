@@ -16,6 +16,7 @@ from fastapi import FastAPI, Response
 from starlette.routing import BaseRoute
 
 from motet.cluster.hosts import longest_sequence
+from motet.process.apart import ThreadTurns
 from motet.service.composition import Service
 from motet.service.database.store import AWAY, Store
 from motet.service.errors import error_body, handle_errors
@@ -100,16 +101,9 @@ class Lifecycle:
         await asyncio.to_thread(service.ledger.flush)
         await asyncio.to_thread(service.followers.close, _OBSERVERS_SECONDS)
         service.queue.close()
-        for threads in (
-            service.check_threads,
-            service.answer_threads,
-            service.encode_threads,
-            service.read_threads,
-            service.write_threads,
-            service.stream_threads,
-            service.apart,
-        ):
-            threads.close()
+        for part in vars(service).values():
+            if isinstance(part, ThreadTurns):
+                part.close()
         service.request_files.close()
         service.store.close()
 

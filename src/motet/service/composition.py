@@ -12,7 +12,7 @@ from motet.cluster.local_hosts import code_of, lasting
 from motet.cluster.messages import StartHost
 from motet.cluster.starts import launcher, starts_of
 from motet.native.choice import of_tenants
-from motet.process.apart import Apart, WorkLimits
+from motet.process.apart import Apart, ThreadTurns, WorkLimits
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
@@ -20,16 +20,7 @@ from motet.service.adapters.listing import Listing
 from motet.service.answers import Asks
 from motet.service.database.store import Store
 from motet.service.events import EventBus, EventLog
-from motet.service.http.auth import (
-    Access,
-    AnswerThreads,
-    CheckThreads,
-    EncodeThreads,
-    RateLimit,
-    ReadThreads,
-    StreamThreads,
-    WriteThreads,
-)
+from motet.service.http.auth import Access, EncodeThreads, RateLimit
 from motet.service.http.downloads import Packing
 from motet.service.http.open_bytes import OpenBytes
 from motet.service.http.sign_in import SignIns
@@ -106,12 +97,17 @@ class Service:
         )  # fmt: skip
         self.erasure = Erasure(store, self.storage, self.adapters, self.submissions, self.followers.home)
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)
-        self.check_threads = CheckThreads(_CHECKING, http.waiting_per_tenant)
-        self.read_threads = ReadThreads(_READING, http.waiting_per_tenant)
-        self.write_threads = WriteThreads(_WRITING, http.requests_per_tenant)
-        self.answer_threads = AnswerThreads(_ANSWERING, http.requests_per_tenant)
+        self.check_threads = ThreadTurns(_CHECKING, http.waiting_per_tenant)
+        """For checks of jobs."""
+        self.read_threads = ThreadTurns(_READING, http.waiting_per_tenant)
+        """For files of rows and archives, which may take minutes."""
+        self.write_threads = ThreadTurns(_WRITING, http.requests_per_tenant)
+        """For writes, which wait for others of their tenant."""
+        self.answer_threads = ThreadTurns(_ANSWERING, http.requests_per_tenant)
+        """For what is read at once: lists and charts."""
         self.encode_threads = EncodeThreads(_ENCODING, http.requests_per_tenant)
-        self.stream_threads = StreamThreads(_STREAMING, _MOST_STREAMS)
+        self.stream_threads = ThreadTurns(_STREAMING, _MOST_STREAMS)
+        """For reads of event streams: all those of a tenant read whenever there is an event."""
         self.streams = Counter[str]()
         """Open event streams, by tenant."""
         self.packing = Packing(self.storage.directory, self.read_threads)

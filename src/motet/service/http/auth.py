@@ -266,14 +266,6 @@ class Access:
         _admitted(request.scope).counted_as = whose
 
 
-class CheckThreads(ThreadTurns):
-    """For checks of jobs."""
-
-
-class AnswerThreads(ThreadTurns):
-    """For what is read at once: lists and charts."""
-
-
 class EncodeThreads(ThreadTurns):
     """For large answers of models and large leases, which wait for no reads."""
 
@@ -285,15 +277,3 @@ class EncodeThreads(ThreadTurns):
 
         body = text() if size <= FEW_BYTES else await self.run(tenant_id, text)
         return Response(body, media_type="application/json")
-
-
-class ReadThreads(ThreadTurns):
-    """For files of rows and archives, which may take minutes."""
-
-
-class WriteThreads(ThreadTurns):
-    """For writes, which wait for others of their tenant."""
-
-
-class StreamThreads(ThreadTurns):
-    """For reads of event streams: all those of a tenant read whenever there is an event."""

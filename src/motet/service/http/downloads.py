@@ -13,8 +13,8 @@ from typing import IO
 from fastapi import Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
+from motet.process.apart import ThreadTurns
 from motet.service.errors import Refusal
-from motet.service.http.auth import ReadThreads
 from motet.service.http.bodies import when_sent
 
 MOST_OPEN = 16
@@ -30,7 +30,7 @@ class Download(FileResponse):
 class Packing:
     """Packs downloads in the turns of their tenants. A tenant may have few, because each is on the disk until it is sent."""
 
-    def __init__(self, scratch: Path, turns: ReadThreads) -> None:
+    def __init__(self, scratch: Path, turns: ThreadTurns) -> None:
         self._scratch, self._turns = scratch, turns
         self._open = Counter[str]()
         """Downloads by tenant."""
