@@ -149,15 +149,11 @@ async def _first_turn(context: GroupContext) -> list[Rollout]:
     messages = chat.with_tools(problem.messages, tools)
     opening = () if messages == problem.messages else messages
     chunks = await whole(context.generate(prompt, indices, 0), context.group_size)
-    return [
-        extended(
-            Rollout(problem, index, (), (), opening=opening),
-            prompt,
-            chunk,
-            said=await heard(context, prompt, chunk, tools),
-        )
-        for index, chunk in enumerate(chunks)
-    ]
+    rollouts = []
+    for index, chunk in enumerate(chunks):
+        said = await heard(context, prompt, chunk, tools)
+        rollouts.append(extended(Rollout(problem, index, (), (), opening=opening), prompt, chunk, said=said))
+    return rollouts
 
 
 async def _second_turn(rollout: Rollout, context: GroupContext) -> Rollout:
