@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+import itertools
+import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,10 @@ from motet.cluster.host_link import HostLink
 from motet.cluster.placement import HostLoad, placed
 from motet.config.service import Largest
 from motet.core.types import JobState, Wanted
+from motet.process.apart import ThreadTurns
 from motet.runtime.scheduler import FairScheduler
+from motet.runtime.slot_turns import MOST_REST, StartTurns
 from motet.runtime.slots import FREE, Claim
-from motet.runtime.start_turns import MOST_REST, StartTurns
 from motet.service.database.store import Store
 from motet.service.jobs.handover import Handover, in_turn
 from tests.support.database import person, queued
@@ -30,52 +33,71 @@ from tests.support.waiting import PATIENCE
 
 
 def test_a_tenant_with_many_waiters_gets_one_turn_and_then_the_others() -> None:
-    order: list[str] = []
+    order, all_wait = list[str](), threading.Event()
 
-    async def work(turns: StartTurns, tenant: str, number: int) -> None:
-        async with turns.preparing(tenant):
-            order.append(f"{tenant}{number}")
-            await asyncio.sleep(0)
+    def prepare(name: str) -> None:
+        assert all_wait.wait(PATIENCE)
+        order.append(name)
+
+    async def work(turns: StartTurns, threads: ThreadTurns, tenant: str, number: int) -> None:
+        async with turns.turn("prepare", tenant):
+            await threads.run(tenant, lambda: prepare(f"{tenant}{number}"))
 
     async def run() -> None:
-        turns = StartTurns(lambda _: 0.0)
-        many = [asyncio.create_task(work(turns, "a", number)) for number in range(5)]
-        await asyncio.sleep(0)
-        few = [asyncio.create_task(work(turns, tenant, 0)) for tenant in ("b", "c")]
-        await asyncio.sleep(0)
+        parts = StartTurns(lambda _: 0.0), ThreadTurns(1, 9)
+        many = [asyncio.create_task(work(*parts, "a", number)) for number in range(5)]
+        await until_all_wait()
+        few = [asyncio.create_task(work(*parts, tenant, 0)) for tenant in ("b", "c")]
+        await until_all_wait()
         many[2].cancel()  # one that gives up takes nobody's turn
+        all_wait.set()
         await asyncio.gather(*many, *few, return_exceptions=True)
-        await work(turns, "d", 0)
+        await work(*parts, "d", 0)
+        parts[1].close()
 
     asyncio.run(run())
     assert order == ["a0", "b0", "c0", "a1", "a3", "a4", "d0"]
 
 
+async def until_all_wait() -> None:
+    """Let the event loop turn until everybody waits for a lock or a thread."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 class _Starts:
-    """Starts of tenants by a clock of their own: those that wait are the only ones that let it go on."""
+    """Starts of tenants by a clock of their own, which goes on while they work, and while all wait for one that rests."""
 
     def __init__(self, seconds: float, others: float) -> None:
         self.now, self.others, self.started = 0.0, others, list[tuple[str, float]]()
-        self.turns, self._seconds = StartTurns(lambda _: self.others, lambda: self.now, self._sleep), seconds
+        self.turns, self._seconds = StartTurns(lambda _: self.others, self._later, lambda: self.now), seconds
+        self._rests = list[tuple[float, Callable[[], None]]]()
 
-    async def _sleep(self, seconds: float) -> None:
-        self.now += seconds
-        await asyncio.sleep(0)
+    def _later(self, seconds: float, release: Callable[[], None]) -> None:
+        self._rests.append((self.now + seconds, release))
 
     async def prepare(self, tenant: str, *, free: bool = False) -> None:
-        async with self.turns.preparing(tenant, free=free):
-            self.started.append((tenant, self.now))
-            self.now += self._seconds
-            await asyncio.sleep(0)
+        await self._start("prepare", tenant, free)
 
     async def open(self, tenant: str, *, free: bool = False) -> None:
-        async with self.turns.opening(tenant, free=free):
+        await self._start("open", tenant, free)
+
+    async def _start(self, what: str, tenant: str, free: bool) -> None:
+        async with self.turns.turn(what, tenant, free=free):
             self.started.append((tenant, self.now))
             self.now += self._seconds
 
     def run(self, *works: Coroutine[None, None, None]) -> list[tuple[str, float]]:
         async def all_of_them() -> None:
-            await asyncio.gather(*works)
+            starts = asyncio.gather(*works)
+            while not starts.done():
+                await until_all_wait()
+                if self._rests and not starts.done():
+                    self._rests.sort(key=lambda rest: rest[0])
+                    until, release = self._rests.pop(0)
+                    self.now = max(self.now, until)
+                    release()
+            await starts
 
         asyncio.run(all_of_them())
         return [(tenant, round(at, 6)) for tenant, at in self.started]
@@ -85,20 +107,37 @@ def test_while_others_train_starting_jobs_takes_no_more_than_a_tenant_s_share_of
     beside = _Starts(1.0, others=2.0)
     assert beside.run(*(beside.prepare("a") for _ in range(3))) == [("a", 0.0), ("a", 3.0), ("a", 6.0)]
     opened = _Starts(1.0, others=1.0)
-    assert opened.run(opened.open("a"), opened.prepare("a")) == [("a", 0.0), ("a", 2.0)]  # each waits for both
-    assert opened.run(opened.open("a"))[2:] == [("a", 4.0)]
+    assert opened.run(*(opened.open("a") for _ in range(3))) == [("a", 0.0), ("a", 2.0), ("a", 4.0)]
     alone = _Starts(1.0, others=0.0)
     assert alone.run(*(alone.prepare("a") for _ in range(3))) == [("a", 0.0), ("a", 1.0), ("a", 2.0)]
     slow = _Starts(1000.0, others=5.0)
     assert slow.run(slow.open("a"), slow.open("a")) == [("a", 0.0), ("a", 1000.0 + MOST_REST)]
 
 
-def test_jobs_of_a_host_that_died_start_without_a_rest_and_in_turns_of_tenants() -> None:
+def test_the_time_in_which_a_preparation_waits_for_others_is_not_charged() -> None:
+    rests = list[float]()
+
+    def later(seconds: float, release: Callable[[], None]) -> None:
+        rests.append(seconds)
+
+    async def prepare() -> None:
+        turns = StartTurns(lambda _: 1.0, later, iter([0.0, 9.0, 12.0]).__next__)
+        async with turns.turn("prepare", "a") as seconds:
+            assert seconds is not None
+            seconds.append(2.0)
+        async with turns.turn("open", "a"):
+            pass
+
+    asyncio.run(prepare())
+    assert rests == [2.0, 3.0]
+
+
+def test_jobs_of_a_host_that_died_start_without_a_rest() -> None:
     died = _Starts(1.0, others=9.0)
-    order = died.run(*(died.prepare(tenant, free=True) for tenant in "aaabb"))
-    assert order == [("a", 0.0), ("b", 1.0), ("a", 2.0), ("b", 3.0), ("a", 4.0)]
-    assert died.run(died.open("a", free=True), died.open("a", free=True))[5:] == [("a", 5.0), ("a", 6.0)]
-    assert died.run(died.open("a"), died.prepare("a"))[7:] == [("a", 7.0), ("a", 17.0)], "a new start rests as before"
+    order = died.run(*(died.prepare("a", free=True) for _ in range(3)))
+    assert order == [("a", 0.0), ("a", 1.0), ("a", 2.0)]
+    assert died.run(died.open("a", free=True), died.open("a", free=True))[3:] == [("a", 3.0), ("a", 4.0)]
+    assert died.run(died.open("a"), died.open("a"))[5:] == [("a", 5.0), ("a", 15.0)], "a new start rests as before"
 
 
 @pytest.mark.parametrize("what", ["prepare", "open"])
@@ -112,17 +151,23 @@ def test_a_job_that_had_a_slot_does_not_wait_behind_a_new_one_that_rests(what: s
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_job_that_had_a_slot_is_opened_once_without_a_rest(tmp_path: Path, resumes: bool) -> None:
+    rests = list[float]()
+
+    def later(seconds: float, release: Callable[[], None]) -> None:
+        rests.append(seconds)
+
     async def adds(run: FakeRun) -> None:
         while run.jobs["other"].progress.step == 0:  # its tenant works, and starts nothing more
             await asyncio.sleep(0.001)
         run.jobs["one"].resumes = resumes
+        run.services.starts = StartTurns(run.services.scheduler.others, later)
         run.pipeline.add(run.jobs["one"])
 
     tenants = {"one": "us", "other": "them"}
     setting = Setting(tenants=tenants, late=frozenset({"one"}))
     run = run_jobs(tmp_path, [job(name, steps=3) for name in tenants], setting, adds)
     assert {run.state(name) for name in tenants} == {JobState.SUCCEEDED}
-    assert ("us" in run.services.starts._rests) is not resumes
+    assert bool(rests) is not resumes
     assert not run.jobs["one"].resumes
 
 
@@ -261,16 +306,20 @@ def test_what_was_asked_before_a_crash_is_recorded_and_no_host_hears_of_it(house
 def test_who_gives_up_while_it_waits_to_be_opened_has_no_turn_and_frees_it() -> None:
     """Behind another job of its tenant, and while the tenant rests."""
 
+    ends, clock = list[Callable[[], None]](), itertools.count()
+
     async def wait() -> list[bool]:
-        turns, found = StartTurns(lambda tenant: 1.0, clock=lambda: 0.0), list[bool]()
-        async with turns.opening("us"), turns.opening("us", lambda: True) as turn:
-            found.append(turn)
-        turns._rests["us"] = 10.0
-        async with turns.opening("us", lambda: True) as turn:
-            found.append(turn)
-        turns._rests.clear()
-        async with asyncio.timeout(PATIENCE), turns.opening("us", lambda: False) as turn:
-            found.append(turn)
+        turns = StartTurns(
+            lambda tenant: 1.0, lambda seconds, release: ends.append(release), lambda: float(next(clock))
+        )
+        found = list[bool]()
+        async with turns.turn("open", "us"), turns.turn("open", "us", lambda: True) as turn:
+            found.append(turn is not None)
+        async with turns.turn("open", "us", lambda: True) as turn:
+            found.append(turn is not None)
+        ends.pop()()
+        async with asyncio.timeout(PATIENCE), turns.turn("open", "us", lambda: False) as turn:
+            found.append(turn is not None)
         return found
 
     assert asyncio.run(wait()) == [False, False, True]

@@ -13,7 +13,7 @@ from msgspec.msgpack import encode
 from motet.config import OF_CLIENT, JobConfig
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import AnyOutcome, Done, Failed, Journal, JournalError, Nothing, OptimStep, Save
-from motet.runtime.start_turns import StartTurns
+from motet.runtime.slot_turns import StartTurns
 from motet.service.tinker.requests import FinishSession
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, run_jobs
@@ -138,7 +138,7 @@ def test_jobs_of_a_tenant_begin_one_after_another_and_hold_nobody_else_up() -> N
     turns, now, seen = StartTurns(lambda tenant: 0), {"a": 0, "b": 0, "": 0}, []
 
     async def begin(tenant: str) -> None:
-        async with turns.opening(tenant):
+        async with turns.turn("open", tenant):
             now[tenant] += 1
             await asyncio.sleep(0)
             seen.append(dict(now))

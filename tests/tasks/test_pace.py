@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow
@@ -16,7 +16,7 @@ import pytest
 from motet.config import DataConfig
 from motet.core.errors import DataError
 from motet.core.types import Message, Problem
-from motet.runtime.start_turns import StartTurns
+from motet.tasks import parquet_rows
 from motet.tasks.dataset import read_source
 from motet.tasks.pace import Pace
 from motet.tasks.problems import Problems
@@ -36,72 +36,53 @@ def endless(until: threading.Event) -> Iterator[Problem]:
         number += 1
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_a_short_preparation_ends_in_the_middle_of_a_long_one(free: bool) -> None:
-    short_is_done = threading.Event()
+def test_a_short_preparation_ends_in_the_middle_of_a_long_one() -> None:
+    short_is_done, long_begins = threading.Event(), threading.Event()
 
-    def prepared(pace: Pace, rows: Iterator[Problem] | list[Problem]) -> int:
-        with pace.kept():
+    def rows_of_a_long_one() -> Iterator[Problem]:
+        long_begins.set()
+        yield from endless(short_is_done)
+
+    def prepared(rows: Iterator[Problem] | list[Problem]) -> int:
+        with Pace().kept():
             return len(Problems.of(rows))
 
-    async def prepare(turns: StartTurns, tenant: str, rows: Iterator[Problem] | list[Problem]) -> int:
-        async with turns.preparing(tenant, free=free) as turn:
-            loop = asyncio.get_running_loop()
-            pace = Pace(lambda: asyncio.run_coroutine_threadsafe(turn.give_way(), loop).result())
-            return await asyncio.to_thread(prepared, pace, rows)
-
-    async def scenario() -> None:
-        turns = StartTurns(lambda _: 0.0)
-        long = [asyncio.create_task(prepare(turns, f"long-{n}", endless(short_is_done))) for n in range(3)]
-        while not turns._preparing.locked():
-            await asyncio.sleep(0)
-        rows = [Problem(0, (Message("user", "what?"),), "that")]
-        async with asyncio.timeout(PATIENCE):  # without a turn, the others never end
-            assert await prepare(turns, "short", rows) == 1
+    with ThreadPoolExecutor(4) as threads:
+        try:
+            long = [threads.submit(prepared, rows_of_a_long_one()) for _ in range(3)]
+            assert long_begins.wait(PATIENCE)
+            short = threads.submit(prepared, [Problem(0, (Message("user", "what?"),), "that")])
+            assert short.result(PATIENCE) == 1, "without a turn, the others never end"
             assert not any(one.done() for one in long)
+        finally:
             short_is_done.set()
-            await asyncio.gather(*long)
-
-    try:
-        asyncio.run(scenario())
-    finally:
-        short_is_done.set()
 
 
-def test_the_time_of_others_is_not_charged() -> None:
-    clock = [0.0]
+def test_one_preparation_works_at_a_time() -> None:
+    working, most = [0], [0]
 
-    async def scenario() -> None:
-        turns = StartTurns(lambda _: 1.0, lambda: clock[0])
+    def prepare() -> None:
+        with Pace().kept():
+            working[0] += 1
+            most[0] = max(most[0], working[0])
+            time.sleep(0.001)
+            working[0] -= 1
 
-        async def other() -> None:
-            async with turns.preparing("other"):
-                clock[0] += 7.0
-
-        async with turns.preparing("us") as turn:
-            clock[0] += 1.0
-            waiting = asyncio.create_task(other())
-            await asyncio.sleep(0)
-            await turn.give_way()
-            clock[0] += 1.0
-        await waiting
-        assert turns._rests["us"] - clock[0] == 2.0
-
-    asyncio.run(scenario())
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(prepare) for _ in range(16)]:
+            done.result(PATIENCE)
+    assert most == [1]
 
 
-def test_a_pause_that_is_under_way_counts_as_the_time_of_others() -> None:
-    """A file's timer asks in the middle of a pause."""
-    seen: list[float] = []
-
-    def others() -> None:
-        time.sleep(0.02)
-        seen.append(pace.away)
-
-    pace = Pace(others)
-    while not seen:
-        pace.step(0)
-    assert 0.02 <= seen[0] <= pace.away
+def test_a_file_that_takes_more_time_of_the_processor_is_refused(tmp_path: Path) -> None:
+    """A few kilobytes that stand for very much, and a process that may compute for a second."""
+    table = pyarrow.table(
+        {"prompt": pyarrow.array(["what?" * 20_000] * 30_000).dictionary_encode(), "answer": ["b"] * 30_000}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"cannot be read within 1 s of the processor"):
+        for _ in parquet_rows.read_apart(tmp_path / "rows.parquet", 1.0, 4096, MB):
+            pass
 
 
 def test_rows_that_grow_beyond_a_tenants_room_are_refused_while_they_are_read(tmp_path: Path) -> None:
@@ -137,7 +118,7 @@ def _read_for_ever(problems: Problems) -> None:
 
 def test_the_processes_that_read_for_a_preparation_count(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a?"], "answer": ["b"]}), tmp_path / "rows.parquet")
-    pace, begun = Pace(), time.thread_time()
-    with pace.kept():
+    seconds, begun = list[float](), time.thread_time()
+    with Pace().kept(seconds.append):
         assert len(list(rows_of(tmp_path / "rows.parquet", OF_A_JOB))) == 1
-    assert pace.used > time.thread_time() - begun + 0.03, "a Python has started"
+    assert sum(seconds) > time.thread_time() - begun + 0.03, "a Python has started"

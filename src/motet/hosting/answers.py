@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -25,7 +26,7 @@ from motet.core.stops import met
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, Message
 from motet.hosting.loaded_versions import LoadedVersions
-from motet.runtime.alternating import Alternating
+from motet.process.apart import ThreadTurns
 from motet.runtime.generation import together
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS
@@ -67,7 +68,7 @@ class Answers:
         """The engine's requests of each question that is being sampled, by its key."""
         self._asking: Counter[str] = Counter()
         """Answers that wait or are given, by account."""
-        self._examining = Alternating()  # one at a time: each is half a gigabyte or so
+        self._examining = ThreadTurns(1, sys.maxsize, "motet-examining")  # each is half a gigabyte or so
         self._room = room
         self._letters = max(map(len, info.tokenizer.get_vocab()))
         """Characters of the longest token."""
@@ -231,8 +232,8 @@ class Answers:
         """Examine an adapter; sends its shape, or why it does not fit the base."""
         key = question.key
         try:
-            async with self._examining.turn(question.tenant):
-                adapter = await asyncio.to_thread(_examined, self._base, Path(question.directory))
+            work = functools.partial(_examined, self._base, Path(question.directory))
+            adapter = await self._examining.run(question.tenant, work)
             shape = adapter.model_dump(mode="json", exclude={"init"})
             self._send(m.AdapterExamined(key, shape["rank"], shape["alpha"], shape["target_modules"]))
             self._send(m.Answered(key))

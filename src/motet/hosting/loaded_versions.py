@@ -7,10 +7,10 @@ import contextlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from motet.core.types import ADAPTER_WEIGHTS, AdapterRef
 from motet.protocols import RolloutEngine
-from motet.runtime.alternating import Alternating
 from motet.runtime.uninterrupted import uninterrupted
 
 CACHED_VERSIONS = 8
@@ -37,7 +37,7 @@ class LoadedVersions:
         """Answers that a tenant's versions give now."""
         self._freed: dict[str, asyncio.Event] = {}
         """Set when a tenant that waits uses a version less."""
-        self._turns = Alternating()
+        self._loading, self._own = asyncio.Lock(), WeakValueDictionary[str, asyncio.Lock]()
 
     @contextlib.asynccontextmanager
     async def hold(self, tenant: str, directory: Path) -> AsyncIterator[AdapterRef]:
@@ -58,7 +58,8 @@ class LoadedVersions:
 
     async def _loaded(self, tenant: str, contents: str, directory: Path) -> AdapterRef:
         if contents not in self._refs:
-            async with self._turns.turn(tenant):
+            # one load of each tenant waits for the second lock, which is given in order
+            async with self._own.setdefault(tenant, asyncio.Lock()), self._loading:
                 if contents not in self._refs:  # another request has loaded it meanwhile
                     self._numbers += 1
                     ref = AdapterRef(self._name, self._numbers)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import math
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +27,12 @@ from motet.hosting.base_speed import measure_steps
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
 from motet.hosting.line import Gone, ServiceLine
-from motet.hosting.preparers import Preparers
 from motet.hosting.preparing import ReadData, Sources, bytes_of_rows, first_notes, prepare
 from motet.hosting.reports import CpuTime, EveryStep, HandedOver, JobReports, UsageReports, standing
 from motet.hosting.scores import AskedOfService
 from motet.hosting.workshop import Workshop
 from motet.process.alive import Pulse
+from motet.process.apart import ThreadTurns
 from motet.process.channel import Parent
 from motet.protocols import RolloutEngine
 from motet.runtime.beginning import clock_at
@@ -40,6 +43,7 @@ from motet.runtime.pipeline import Pipeline
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
 from motet.tasks.clock import moment
+from motet.tasks.pace import Pace
 from motet.tasks.reward_elsewhere import ELSEWHERE
 from motet.tasks.reward_installed import Installed
 from motet.tasks.reward_pool import RewardPool
@@ -58,6 +62,8 @@ _AWAY_SECONDS = 60.0
 _THREADS = 32
 """That write files and wait for disks, begun as they are needed. Beside 31 jobs that commit at once, another's commit of 20 kB
 takes 0.16 s in the middle; with 16 threads 0.56 s, with 8 it is 0.97 s. The last 16 take 9 MiB."""
+_PREPARING = 16
+"""Preparations that have begun; one of them works, the others have given way."""
 _OF_PATIENCE = 0.9
 """A host that starts its servers itself ends before its jobs have waited for one in vain."""
 
@@ -96,7 +102,7 @@ class HostProcess:
         self._changes: dict[str, m.ChangeJob] = {}  # of jobs that are being prepared: another budget or priority
         self._leaving: set[str] = set()  # jobs that are to save and go to another host
         self._read = WeakValueDictionary[str, ReadData]()  # of the jobs that are here: those of a sweep share it
-        self._preparers = Preparers(directory, self._shared.room, self._cpu.add, own_jobs=start.own_jobs)
+        self._preparing = ThreadTurns(_PREPARING, sys.maxsize, "motet-preparing")
         self._wanted: dict[str, Wanted] = {}  # of jobs that are being prepared
         self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
         self._resting = set[str]()  # jobs that stop waiting as soon as no scorer is connected
@@ -144,7 +150,7 @@ class HostProcess:
 
     def close(self) -> None:
         """Release the resources of `serve`."""
-        self._preparers.close()
+        self._preparing.close()
         self.host.close()
         self._opened.close()
 
@@ -227,11 +233,16 @@ class HostProcess:
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
             await asyncio.shield(self._measuring)  # chats are answered meanwhile
-            async with self._shared.starts.preparing(message.tenant, free=message.resumes) as turn:
-                if name not in self._wanted:  # cancelled
+            cancelled, free = lambda: name not in self._wanted, message.resumes
+            async with self._shared.starts.turn("prepare", message.tenant, cancelled, free=free) as seconds:
+                if seconds is None:
                     return
                 held = bytes_of_rows(self.pipeline.jobs.values()).get(message.tenant, 0)
-                job = await self._preparers.run(message, turn, held, lambda: self._prepared(message))
+                work = functools.partial(self._paced, message, held, seconds)
+                try:
+                    job = await self._preparing.run(f"{message.tenant} {free}", work)
+                finally:
+                    self._cpu.add(name, sum(seconds))
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._changes.pop(name, None)
             if self._wanted.pop(name, None) is not None:
@@ -243,6 +254,16 @@ class HostProcess:
             if (change := self._changes.pop(name, None)) is not None:
                 self._change(change)
             self._steer(name, self._wanted.pop(name))
+
+    def _paced(self, message: m.AddJob, held: int, seconds: list[float]) -> Job:
+        """Prepare within limits; the rows of its tenant's other jobs take `held` bytes. Runs in a thread.
+
+        A job that has done a step keeps what it began with, whatever it takes.
+        """
+        endless = self._start.own_jobs or self.directory.job(str(message.job["name"])).newest() is not None
+        pace = Pace(seconds=math.inf) if endless else Pace(self._shared.room.of(message.tenant) - held)
+        with pace.kept(seconds.append):
+            return self._prepared(message)
 
     def _prepared(self, message: m.AddJob) -> Job:
         start, info = self._start, self.base.info

@@ -43,8 +43,8 @@ class Driver:
         scheduler.join(job.name, weight_of(job.config.priority), job.tenant)
         try:
             free, starts = job.resumes, self.services.starts
-            async with starts.opening(job.tenant, lambda: self._pause, free=free) as turn:
-                if not turn:
+            async with starts.turn("open", job.tenant, lambda: self._pause, free=free) as turn:
+                if turn is None:
                     return JobState.PAUSED
                 job.resumes = False
                 await self.begin()

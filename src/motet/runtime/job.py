@@ -25,7 +25,7 @@ from motet.runtime.learner import Learner
 from motet.runtime.open_work import OpenWork
 from motet.runtime.progress import JobProgress
 from motet.runtime.scheduler import FairScheduler
-from motet.runtime.start_turns import StartTurns
+from motet.runtime.slot_turns import StartTurns
 from motet.runtime.storage_room import StorageRoom
 from motet.tasks.chat import Chat
 from motet.tasks.dataset import Dataset

@@ -1,13 +1,16 @@
-"""How long jobs keep their slots.
+"""How long jobs keep their slots, and when they start.
 
 Tenants take turns if slots are scarce. A job that only waits loses its slot, and one whose step lasts, its step.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from motet.core import seeds
 from motet.core.device import BusyTime
@@ -25,6 +28,10 @@ STEP_SECONDS = 60.0
 """Seconds that a step may go on after its job must give the slot away."""
 MAX_IDLE = 120.0
 """Seconds that a job keeps its slot while it waits for scores without using the device."""
+MOST_REST = 10.0
+"""Longest wait of a tenant after a start, in seconds."""
+_LOOKS = 0.5
+"""Seconds between checks whether a start that waits was given up."""
 
 
 class SlotTurns:
@@ -184,3 +191,50 @@ class StepTurns:
         """Device seconds of a job in its step; at least an even share of the time, because servers sample elsewhere."""
         turn = self._turns[job]
         return max(self._busy.of(job) - turn.device_seconds, (self._clock() - turn.begun) / self._slots)
+
+
+class StartTurns:
+    """Prepares and opens one job of each tenant at a time, because neither is device time. Use it in one event loop.
+
+    While other tenants' jobs run, a tenant's next start waits as long as its share of the time allows. Starts are `free`
+    for jobs that had a slot when their host ended: nobody asked for them, so their tenants do not rest. They only wait for
+    each other. Jobs of a run, which have no tenant, are opened at once.
+    """
+
+    def __init__(
+        self,
+        others: Callable[[str], float],
+        later: Callable[[float, Callable[[], None]], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`others` returns the shares of other tenants with running jobs, divided by the tenant's own."""
+        self._others, self._later, self._clock = others, later, clock
+        self._locks: WeakValueDictionary[tuple[str, str, bool], asyncio.Lock] = WeakValueDictionary()
+
+    @contextlib.asynccontextmanager
+    async def turn(
+        self, what: str, tenant: str, gives_up: Callable[[], bool] = lambda: False, *, free: bool = False
+    ) -> AsyncIterator[list[float] | None]:
+        """Wait for the turn to `prepare` or `open` a job, and hold it during the block, and while the tenant rests.
+
+        Yields None after `gives_up` returned True. The block may add its seconds to the list, if it waited for others.
+        """
+        lock = asyncio.Lock()
+        if tenant or what != "open":
+            lock = self._locks.setdefault((what, tenant, free), lock)
+        turn, seconds, begun = asyncio.ensure_future(lock.acquire()), list[float](), None
+        try:
+            while not turn.done() and not gives_up():
+                await asyncio.wait({turn}, timeout=_LOOKS)
+            if not turn.done() or gives_up():
+                yield None
+                return
+            begun = self._clock()
+            yield seconds
+        finally:
+            if not turn.cancel() and not turn.cancelled():
+                worked = 0.0 if free or begun is None else sum(seconds) if seconds else self._clock() - begun
+                if rest := min(MOST_REST, worked * self._others(tenant)):
+                    (self._later or asyncio.get_running_loop().call_later)(rest, lock.release)
+                else:
+                    lock.release()

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from motet.core.errors import DataError
 from motet.process import cpu_time, ending, wall
-from motet.tasks import pace
 from motet.tasks.plain_json import as_json
 from motet.tasks.tables import of_arrow
 
@@ -51,44 +51,23 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
     """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
-    Raises DataError if it cannot be read, or not within the limits.
+    `seconds` are of the processor. Raises DataError if it cannot be read, or not within the limits.
     """
-    command = wall.command(__name__, str(path.resolve()), str(memory_mb))
+    command = wall.command(__name__, str(path.resolve()), str(memory_mb), str(math.ceil(seconds)))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
-    late = threading.Event()
     with tempfile.TemporaryFile() as printed, cpu_time.CountedProcess(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, env=environment
     ) as process:  # fmt: skip
         assert process.stdout is not None
-
-        kept, given = pace.current(), 0.0
-        timer = threading.Timer(seconds, lambda: None)
-
-        def begin(seconds: float) -> None:
-            nonlocal timer
-            timer = threading.Timer(seconds, end)
-            timer.daemon = True
-            timer.start()
-
-        def end() -> None:
-            nonlocal given
-            if kept is not None and kept.away > given:  # others had their turn, or have it now
-                more = max(pace.SLICE_SECONDS, kept.away - given)
-                given += more
-                begin(more)
-                return
-            late.set()
-            process.kill()
-
-        begin(seconds)
         try:
             while line := process.stdout.readline(longest):
                 if line.startswith(b'"'):  # a row is an object; a text says what is wrong
                     raise DataError(json.loads(line))
                 yield line
             if (status := process.wait()) != 0:
-                if late.is_set() or status == _NO_MEMORY or -status in _CRASHES:
-                    limit = f"{seconds:g} s" if late.is_set() else f"{memory_mb} MB of memory"
+                late = status == -signal.SIGXCPU
+                if late or status == _NO_MEMORY or -status in _CRASHES:
+                    limit = f"{seconds:g} s of the processor" if late else f"{memory_mb} MB of memory"
                     raise DataError(
                         f"{path} cannot be read within {limit}, the limit here; split it, or make it .jsonl"
                     )
@@ -98,7 +77,6 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
                 _log.warning("%s %s:\n%s", __name__, how, said[-2000:])
                 raise DataError(f"{path} cannot be read: the process that reads it {how}")
         finally:
-            timer.cancel()
             process.kill()
 
 
@@ -114,6 +92,7 @@ def _write(path: Path, target: IO[str]) -> None:
 
 if __name__ == "__main__":
     wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], most_written=_PRINTED, where_possible=True)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[3]), int(sys.argv[3]) + 1))
     try:
         _write(Path(sys.argv[1]), sys.stdout)
     except MemoryError:
