@@ -22,8 +22,7 @@ from motet.protocols import RolloutEngine, Trainer, WeightSync
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.finished_groups import FinishedGroups
 from motet.runtime.learner import Learner
-from motet.runtime.open_work import OpenWork
-from motet.runtime.progress import JobProgress
+from motet.runtime.progress import JobProgress, OpenWork
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import StartTurns
 from motet.runtime.storage_room import StorageRoom

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_traine
 """Fields of a job's last line, which belongs to no step."""
 STOPPED_EARLY = "stopped early"
 """What the message of a job begins with that a rule of `stop_when` ended."""
+_REPORT_SECONDS = 1.0
+"""Seconds between reports of open work, because each is written to a database."""
 
 
 @dataclass
@@ -178,3 +180,37 @@ class JobProgress:
         if not self.started or done <= 0:
             return None
         return (time.monotonic() - self.started) / done * (self.steps - self.step)
+
+
+class OpenWork:
+    """Tokens of a job in no finished step yet. They are charged when they are done, also if their step never ends."""
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        """`report` is called when there is more, at intervals."""
+        self._report = report
+        self.sampled = 0
+        """For any step or evaluation that is not finished."""
+        self.trained = 0
+        """In the current step."""
+        self._reported = (0, 0)
+        self._at = time.monotonic()
+
+    def add(self, *, sampled: int = 0, trained: int = 0) -> None:
+        """Count tokens that were just sampled or trained."""
+        self.sampled += sampled
+        self.trained += trained
+        if time.monotonic() - self._at >= _REPORT_SECONDS:
+            self.report()
+
+    def finished(self, sampled: int) -> None:
+        """A step or an evaluation is recorded, with all tokens that were sampled for it."""
+        self.sampled = max(0, self.sampled - sampled)
+        self.trained = 0
+        self._reported = (self.sampled, self.trained)
+
+    def report(self) -> None:
+        """Report what is not reported."""
+        self._at = time.monotonic()
+        if (now := (self.sampled, self.trained)) != self._reported:
+            self._reported = now
+            self._report()
