@@ -160,7 +160,7 @@ def test_a_job_that_had_a_slot_is_opened_once_without_a_rest(tmp_path: Path, res
         while run.jobs["other"].progress.step == 0:  # its tenant works, and starts nothing more
             await asyncio.sleep(0.001)
         run.jobs["one"].resumes = resumes
-        run.services.starts = StartTurns(run.services.scheduler.others, later)
+        vars(run.services)["starts"] = StartTurns(run.services.scheduler.others, later)
         run.pipeline.add(run.jobs["one"])
 
     tenants = {"one": "us", "other": "them"}
