@@ -545,10 +545,10 @@ def test_tenants_take_turns_at_loading_and_a_loaded_version_waits_for_no_turn() 
         versions = versions_of(engine := Slow())
         await use(versions, "us", "ours")
         queue = [asyncio.create_task(use(versions, "greedy", f"greedy-{number}")) for number in range(6)]
-        while not versions._turns._now.locked():
+        while not versions._loading.locked():
             await asyncio.sleep(0.001)
         queue.append(asyncio.create_task(use(versions, "us", "our second")))
-        while "us" not in versions._turns._own:
+        while "us" not in versions._own:
             await asyncio.sleep(0.001)
         await use(versions, "us", "ours")
         for _ in range(7):

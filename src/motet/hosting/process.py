@@ -22,7 +22,7 @@ from motet.cluster import messages as m
 from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
 from motet.core.errors import EngineError
 from motet.core.types import JobState, Wanted
-from motet.hosting.answers import Answers, reason
+from motet.hosting.answers import Answers, Send, reason
 from motet.hosting.base_speed import measure_steps
 from motet.hosting.host import Host
 from motet.hosting.launch import open_base
@@ -169,17 +169,13 @@ class HostProcess:
         self._scores.ask_again()
         self._episodes.offer_again()
 
-    def _wait_for_service(self) -> None:
-        """Continue without a service: cancel answers."""
-        self._alone = True
-        self._answers.abandon_all()
-        self._episodes.hang_up()
-
     def handle(self, message: m.ToHost | Gone) -> None:
         """Start handling one message."""
         match message:
             case Gone():
-                self._wait_for_service()
+                self._alone = True
+                self._answers.abandon_all()
+                self._episodes.hang_up()
             case m.StartHost():
                 self._attach()
             case m.AddJob():
@@ -215,14 +211,7 @@ class HostProcess:
             case e.BeginEpisode() | e.EpisodeEnded():
                 self._episodes.hear(message)
             case e.AskEpisode():
-                self._begin(self._answer_agent(message))
-
-    async def _answer_agent(self, question: e.AskEpisode) -> None:
-        try:
-            self._parent.send(await self._episodes.answer(question))
-            self._parent.send(m.Answered(question.key))
-        except Exception as error:  # reported to the requester
-            self._parent.send(m.QuestionRefused(question.key, reason(error)))
+                self._begin(_answer_agent(self._episodes, message, self._parent.send))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -238,8 +227,9 @@ class HostProcess:
                 if seconds is None:
                     return
                 held = bytes_of_rows(self.pipeline.jobs.values()).get(message.tenant, 0)
-                work = functools.partial(self._paced, message, held, seconds)
+                room = self._shared.room.of(message.tenant) - held
                 try:
+                    work = functools.partial(self._prepared, message, room, seconds.append)
                     job = await self._preparing.run(f"{message.tenant} {free}", work)
                 finally:
                     self._cpu.add(name, sum(seconds))
@@ -255,28 +245,21 @@ class HostProcess:
                 self._change(change)
             self._steer(name, self._wanted.pop(name))
 
-    def _paced(self, message: m.AddJob, held: int, seconds: list[float]) -> Job:
-        """Prepare within limits; the rows of its tenant's other jobs take `held` bytes. Runs in a thread.
-
-        A job that has done a step keeps what it began with, whatever it takes.
-        """
-        endless = self._start.own_jobs or self.directory.job(str(message.job["name"])).newest() is not None
-        pace = Pace(seconds=math.inf) if endless else Pace(self._shared.room.of(message.tenant) - held)
-        with pace.kept(seconds.append):
-            return self._prepared(message)
-
-    def _prepared(self, message: m.AddJob) -> Job:
-        start, info = self._start, self.base.info
-        sources = Sources(None if start.own_jobs else OF_A_JOB)
-        config = JobConfig.model_validate(message.job)
-        known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
-        clock = clock_at(self.directory.job(config.name), known, moment())
-        most = self._shared.steps.of(message.tenant)
-        job, need = prepare(config, info, self.directory, sources, clock, self._read, step_tokens=most)
-        accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
-        self.host.take(job, known, [need], **accepts)
-        committed = job.directory.newest()
-        job.progress.step, job.notes = (0, first_notes(job)) if committed is None else (committed.step, ())
+    def _prepared(self, message: m.AddJob, room: float, charge: Callable[[float], None]) -> Job:
+        """A job that has done a step keeps what it began with, whatever it takes. Runs in a thread."""
+        start, info, name = self._start, self.base.info, str(message.job["name"])
+        endless = start.own_jobs or self.directory.job(name).newest() is not None
+        with (Pace(seconds=math.inf) if endless else Pace(room)).kept(charge):
+            sources = Sources(None if start.own_jobs else OF_A_JOB)
+            config = JobConfig.model_validate(message.job)
+            known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
+            clock = clock_at(self.directory.job(config.name), known, moment())
+            most = self._shared.steps.of(message.tenant)
+            job, need = prepare(config, info, self.directory, sources, clock, self._read, step_tokens=most)
+            accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
+            self.host.take(job, known, [need], **accepts)
+            committed = job.directory.newest()
+            job.progress.step, job.notes = (0, first_notes(job)) if committed is None else (committed.step, ())
         report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731
         job.observer = EveryStep(job.directory, message.first_step, report)
         return job
@@ -329,6 +312,14 @@ class HostProcess:
                 self._rest(name, True)
             rows, usual = bytes_of_rows(self.pipeline.jobs.values()), self._shared.steps.usual
             self._parent.send(m.Progress(jobs, device, away, rows, usual))
+
+
+async def _answer_agent(episodes: EpisodesElsewhere, question: e.AskEpisode, send: Send) -> None:
+    try:
+        send(await episodes.answer(question))
+        send(m.Answered(question.key))
+    except Exception as error:  # reported to the requester
+        send(m.QuestionRefused(question.key, reason(error)))
 
 
 def _rewards(

@@ -98,13 +98,11 @@ class Service:
         self.erasure = Erasure(store, self.storage, self.adapters, self.submissions, self.followers.home)
         self.fine_tunings = FineTunings(store, self.storage, self.adapters)
         self.check_threads = ThreadTurns(_CHECKING, http.waiting_per_tenant)
-        """For checks of jobs."""
         self.read_threads = ThreadTurns(_READING, http.waiting_per_tenant)
         """For files of rows and archives, which may take minutes."""
         self.write_threads = ThreadTurns(_WRITING, http.requests_per_tenant)
         """For writes, which wait for others of their tenant."""
         self.answer_threads = ThreadTurns(_ANSWERING, http.requests_per_tenant)
-        """For what is read at once: lists and charts."""
         self.encode_threads = EncodeThreads(_ENCODING, http.requests_per_tenant)
         self.stream_threads = ThreadTurns(_STREAMING, _MOST_STREAMS)
         """For reads of event streams: all those of a tenant read whenever there is an event."""

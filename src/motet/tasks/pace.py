@@ -35,7 +35,7 @@ class Pace:
         self._begun = self._since = 0.0
 
     @contextlib.contextmanager
-    def kept(self, charge: Callable[[float], object] = lambda seconds: None) -> Iterator[None]:
+    def kept(self, charge: Callable[[float], None] = lambda seconds: None) -> Iterator[None]:
         """Keep this pace in the block; `charge` is told its CPU seconds, with those of processes that read for it."""
         with _WORKING, cpu_time.counted(charge):
             before, self._begun, self._since = _PACE.set(self), time.thread_time(), time.monotonic()
