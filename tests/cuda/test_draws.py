@@ -25,7 +25,7 @@ from motet.cuda.kernels.weights import number_of
 from motet.cuda.launches import count
 from motet.cuda.math import CudaMath
 from motet.model import distribution
-from motet.model.logits import LogitChanges
+from motet.model.distribution import LogitChanges
 from tests.support.cases import few
 from tests.support.draw_cases import head_of, settings_of
 

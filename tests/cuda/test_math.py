@@ -18,7 +18,7 @@ from motet.core.types import SamplingParams
 from motet.cuda import draws
 from motet.cuda.draws import Drawn, Head, RowSettings
 from motet.cuda.math import CudaMath
-from motet.model.logits import LogitChanges
+from motet.model.distribution import LogitChanges
 from motet.model.lora import make_layout
 from motet.training.arena import AdapterArena
 from motet.training.head import Targets, head_logprobs, whole

@@ -14,7 +14,7 @@ from torch import Tensor
 from motet.core.types import SamplingParams
 from motet.cuda.draws import Drawn, Head, RowSettings, Truncation, draw
 from motet.cuda.math import CudaMath
-from motet.model.logits import LogitChanges
+from motet.model.distribution import LogitChanges
 
 CPU = torch.device("cpu")
 

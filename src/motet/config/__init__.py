@@ -26,7 +26,7 @@ from motet.config.optimizers import OptimizerConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.config.stopping import StopConfig
 from motet.config.team import NOT_ON_HOSTS, RoleConfig
-from motet.core.doubles import doubled_in
+from motet.core.near import doubled_in
 from motet.core.section import Config, named
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from motet.core.doubles import doubled_in
+from motet.core.near import doubled_in
 from motet.core.section import Config
 
 GENERATED_ROWS = 4096

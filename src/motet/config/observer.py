@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from motet.core.doubles import doubled_in
+from motet.core.near import doubled_in
 from motet.core.section import Config
 
 

@@ -9,8 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from motet.config.dialects import DIALECTS
 from motet.config.engine import EngineConfig
 from motet.config.urls import parse_url
-from motet.core.doubles import doubled_in
-from motet.core.near import close_matches
+from motet.core.near import close_matches, doubled_in
 from motet.core.section import Config
 
 VERSIONS_BESIDES = 2

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
-from motet.core.doubles import doubled_in
+from motet.core.near import doubled_in
 from motet.core.section import Config
 from motet.core.types import MOST_ROLES
 

@@ -1,8 +1,9 @@
-"""Suggestions for misspelt names."""
+"""Names that people write: suggestions for misspelt ones, and those that are given twice."""
 
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterable
 
 
@@ -12,3 +13,8 @@ def close_matches(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0
     for one in known:
         by_fold.setdefault(one.casefold(), one)
     return [by_fold[fold] for fold in difflib.get_close_matches(name.casefold(), by_fold, n, cutoff)]
+
+
+def doubled_in(names: Iterable[str]) -> list[str]:
+    """The names that occur more than once, in the order of their first occurrences."""
+    return [name for name, count in Counter(names).items() if count > 1]

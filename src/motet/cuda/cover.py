@@ -12,8 +12,7 @@ from torch import Tensor
 
 from motet.core.errors import BaseModelError
 from motet.core.model_info import TRITON
-from motet.model.accelerator import Recorder, device_of, processor_of
-from motet.model.kernel_failures import reason_of
+from motet.model.accelerator import Recorder, device_of, processor_of, reason_of
 from motet.model.lora_model import Kernels, LoraModel
 from motet.model.own_kernels import INSTEAD, compute_by
 from motet.model.own_kernels import refusal as refusal_of_all

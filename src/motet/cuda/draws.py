@@ -21,7 +21,7 @@ from motet.cuda.kernels.truncation import pick_truncated
 from motet.cuda.kernels.weights import BLOCK
 from motet.cuda.launches import launch
 from motet.model.accelerator import send
-from motet.model.logits import LogitChanges
+from motet.model.distribution import LogitChanges
 
 _BLOCKS = 8
 """Blocks of ids of one program."""

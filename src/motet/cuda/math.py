@@ -21,7 +21,7 @@ from motet.cuda import adapter_steps
 from motet.cuda.draws import Drawn, Head, Rows, Truncation
 from motet.model.accelerator import send
 from motet.model.adapter_step import AdapterStep, StepNorms
-from motet.model.logits import LogitChanges
+from motet.model.distribution import LogitChanges
 
 _UNITS = 2.0**32
 """Whole numbers in 1, of which fp64 adds up to 2²¹ without rounding."""

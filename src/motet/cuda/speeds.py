@@ -30,8 +30,7 @@ from motet.cuda.ways import (
     Way,
     WayTable,
 )
-from motet.model.accelerator import cuda_versions, microseconds, multiprocessors, processor_of
-from motet.model.kernel_failures import kernel_failures
+from motet.model.accelerator import cuda_versions, kernel_failures, microseconds, multiprocessors, processor_of
 
 _log = logging.getLogger(__name__)
 _REPEATS = 5

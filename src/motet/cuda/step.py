@@ -29,11 +29,10 @@ from motet.cuda.launches import launch
 from motet.cuda.layers import DecoderPlan
 from motet.cuda.step_memory import AdapterSlots, Changes, StepMemory
 from motet.cuda.ways import ROWS_OF_DECODING
-from motet.model.accelerator import Recorder, WorkQueue, device_of
+from motet.model.accelerator import Recorder, WorkQueue, cause_of, device_of, kernel_failures, reason_of
 from motet.model.arithmetic import round_up
 from motet.model.attention import AttentionBackend
 from motet.model.device_steps import BLOCKS, GROUPS, MASKED, DeviceStep, DrawnTokens, StepLayout
-from motet.model.kernel_failures import cause_of, kernel_failures, reason_of
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel

@@ -36,7 +36,7 @@ from motet.cuda.ways import (
     shrink,
     table_for,
 )
-from motet.model.kernel_failures import kernel_failures, reason_of
+from motet.model.accelerator import kernel_failures, reason_of
 
 _KINDS = 3
 _OUTLIERS, _SMALL = 300.0, 0.001

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from motet.model.accelerator import Recorder
+from motet.model.accelerator import Recorder, cause_of, kernel_failures
 from motet.model.arithmetic import round_up
 from motet.model.attention import ReplayablePass, Span
-from motet.model.kernel_failures import cause_of, kernel_failures
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears
 from motet.model.lora_model import LoraModel

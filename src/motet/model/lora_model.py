@@ -21,16 +21,14 @@ from motet.core.errors import BaseModelError
 from motet.core.model_info import ModelInfo
 from motet.core.token_ids import TokenIds
 from motet.model import attention
-from motet.model.accelerator import processor_of
+from motet.model.accelerator import processor_of, reason_of
 from motet.model.arithmetic import Arithmetic
 from motet.model.attention import AttentionBackend, AttentionPass, attention_backend
 from motet.model.device_steps import DeviceSteps
-from motet.model.distribution import MathKernels
+from motet.model.distribution import LogitChanges, MathKernels
 from motet.model.experts import adaptable_experts, compute_experts, has_experts
 from motet.model.frozen_weight import FrozenWeight, reorder_all
-from motet.model.kernel_failures import reason_of
 from motet.model.kv_cache import KVCache
-from motet.model.logits import LogitChanges
 from motet.model.lora import AdapterLayout, LoraContext, LoraLinear, NoAdapters, Routing, make_layout, walk_linears
 from motet.model.lora_products import LoraProducts, products_backend
 from motet.model.mixers import StatefulBackend, replace_mixers

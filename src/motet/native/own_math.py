@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from motet.core.batch import AdamW, Optimizer
 from motet.core.types import SamplingParams
 from motet.model.adapter_step import AdapterStep, StepNorms
-from motet.model.logits import LogitChanges
+from motet.model.distribution import LogitChanges
 from motet.model.lora import AdapterWeights
 from motet.native.library import Product
 from motet.native.plan import TYPES

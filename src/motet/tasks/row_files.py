@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.core.doubles import doubled_in
 from motet.core.errors import DataError
+from motet.core.near import doubled_in
 from motet.process import wall
 from motet.tasks import parquet_rows
 

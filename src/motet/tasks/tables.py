@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from motet.core.doubles import doubled_in
 from motet.core.errors import DataError
+from motet.core.near import doubled_in
 
 if TYPE_CHECKING:
     import pyarrow

@@ -18,7 +18,7 @@ from torch import nn
 from motet.core.errors import BaseModelError
 from motet.model.attention import INSTEAD
 from motet.model.mixers.functions import MixerFunctions
-from motet.model.mixers.passes import StatefulBackend, StatefulPass
+from motet.model.mixers.stretches import StatefulBackend, StatefulPass
 
 __all__ = ["StatefulBackend", "StatefulPass", "in_plain_torch", "replace_mixers"]
 

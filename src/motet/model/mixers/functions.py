@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from motet.core.errors import BaseModelError
-from motet.model.mixers.passes import StatefulPass
 from motet.model.mixers.recurrence import RecurrentRows, recur
-from motet.model.mixers.stretches import Stretches
+from motet.model.mixers.stretches import StatefulPass, Stretches
 
 _LANES = 32
 """fp32 numbers that a CPU processes at a time; `softplus` of a remainder has other bits."""
