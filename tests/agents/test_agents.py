@@ -1040,19 +1040,19 @@ def test_a_problem_that_cannot_be_sent_is_not_waited_for(tmp_path):
     """A process that is given up ends when none of its agents is waited for."""
     (tmp_path / "agents.py").write_text(AGENTS)
 
-    async def main() -> tuple[str, int]:
+    async def main() -> tuple[str, bool]:
         processes = AgentProcesses(f"{tmp_path}/agents.py:silent", {}, tmp_path / "log")
         try:
             process = await processes.usable()
             problem = Problem(0, (Message("user", "x" * LONGEST_LINE),), "")
             returned = await processes.run(process, problem, "", "", time.time() + 60, 0)
-            return returned.error, len(process.returned)
+            return returned.error, process.waits
         finally:
             await processes.close()
 
     error, waiting = asyncio.run(main())
     assert "was given a problem of 65 MB" in error
-    assert waiting == 0
+    assert not waiting
 
 
 def test_an_agent_that_hangs_in_a_thread_is_left_with_its_process(tmp_path):

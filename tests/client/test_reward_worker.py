@@ -37,7 +37,7 @@ def processes() -> set[int]:
     found = set()
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "motet.tasks.reward_process" in one.cmdline():
+            if "motet.tasks.worker" in one.cmdline():
                 found.add(one.pid)
     return found
 

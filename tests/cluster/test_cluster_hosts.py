@@ -363,7 +363,7 @@ def test_a_job_in_whose_turn_the_engine_died_twice_above_its_memory_limit_fails_
 
         async def launch(start: StartHost, log: Path) -> HostChild:
             path = {"PYTHONPATH": str(Path(__file__).parents[2])}
-            return await Child.start("tests.support.hungry_host", FromHost, log, variables=path)
+            return await Child.start("tests.support.hungry_host", FromHost, log, **path)
 
         def open_jobs() -> list[AddJob]:
             missing = {"hungry", "neighbour"} - {one.job for one in ended} - set(client.jobs.all())

@@ -20,8 +20,8 @@ from motet.process.apart import Apart
 from motet.process.ending import how_it_ended, size_of
 from motet.process.piped import Piped
 from motet.tasks.environments import EnvironmentWorkers
-from motet.tasks.reward_workers import RewardLink, load_request
-from motet.tasks.worker_link import ProcessDiedError
+from motet.tasks.reward_workers import load_request
+from motet.tasks.worker_link import ProcessDiedError, WorkerLink
 from motet.tasks.worker_messages import EnvironmentStep, Reset, ScoreCompletions
 from tests.support.waiting import PATIENCE, until
 
@@ -66,8 +66,8 @@ class Fails:
         return "and"
 
 async def agent(problem):
-    from motet.agents import messages
-    del messages.RunAgent
+    from motet.tasks import worker_messages
+    del worker_messages.StopAgent
     return 1.0
 """
 
@@ -121,10 +121,10 @@ def test_a_process_that_was_stopped_here_is_not_said_to_have_been_killed(tmp_pat
 def test_an_exception_outside_a_rewards_call_is_told_as_what_it_is(own: Path, name: str, told: str) -> None:
     async def main() -> str:
         request = load_request([RewardConfig(name=f"{own}:{name}")], None, walled=False)
-        link = await RewardLink.start(request, own.parent / "log", lambda _: None)
+        link = await WorkerLink.start(request, own.parent / "log")
         try:
             while True:  # the first may be answered
-                await link.ask(ScoreCompletions(0, PROBLEM, ["text"], 60, 1024), PATIENCE)
+                await link.call(ScoreCompletions(0, PROBLEM, ["text"], 60, 1024), PATIENCE, 60)
         except ProcessDiedError as error:
             return str(error)
         finally:
@@ -150,7 +150,7 @@ def test_an_exception_outside_an_environments_call_is_told_as_what_it_is(own: Pa
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("agent", "its process failed outside an episode: AttributeError: .*RunAgent.*; see .*/log"),
+        ("agent", "its process failed outside a call: AttributeError: .*StopAgent.*; see .*/log"),
         ("leaves", r"its process ended with exit status 4 \(an agent must return, not exit\)"),
         ("dies", f"its process {re.escape(KILLED)}"),
     ],

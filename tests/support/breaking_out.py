@@ -40,12 +40,13 @@ def _flood():
 
 
 LIES = {
-    "two": b'{"type": "Scores", "values": [9.0, 9.0], "errors": ["", ""], "failed": false}\n',
-    "infinite": b'{"type": "Scores", "values": [Infinity], "errors": [""], "failed": false}\n',
-    "another": b'{"type": "RewardsLoaded", "together": [true], "sees_all": [true]}\n',
+    "two": b'{"type": "Scores", "call": 1, "values": [9.0, 9.0], "errors": ["", ""], "failed": false}\n',
+    "infinite": b'{"type": "Scores", "call": 1, "values": [Infinity], "errors": [""], "failed": false}\n',
+    "another": b'{"type": "RewardsLoaded", "call": 1, "together": [true], "sees_all": [true]}\n',
     "deep": b"[" * 200_000 + b"\n",
+    "early": b'{"type": "Scores", "call": 2, "values": [9.0], "errors": [""], "failed": false}\n',
 }
-"""Replies to a request about one completion."""
+"""Replies to the first request, about one completion."""
 
 
 def _lie(which):

@@ -26,7 +26,8 @@ from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_answers import AnswerContext
 from motet.tasks.reward_elsewhere import from_wire, to_wire
 from motet.tasks.reward_pool import RewardPool
-from motet.tasks.reward_workers import RewardLink, Worker, WorkerGroup, load_request
+from motet.tasks.reward_workers import WorkerGroup, load_request
+from motet.tasks.worker_link import WorkerLink, WorkerSlot
 from motet.tasks.worker_messages import LoadRewards
 from tests.support.faulty_rewards import (
     computes,
@@ -240,7 +241,7 @@ def test_a_cancelled_caller_leaves_no_late_reply_behind():
 
 def test_a_process_whose_killer_is_cancelled_ends_all_the_same():
     async def scenario(_):
-        link = await RewardLink.start(load_request([reward()], None, walled=False), None, lambda _: None)
+        link = await WorkerLink.start(load_request([reward()], None, walled=False), None)
         killing = asyncio.create_task(link.kill())
         await asyncio.sleep(0)
         killing.cancel()
@@ -536,7 +537,7 @@ def test_the_datas_own_scorer():
 
 def test_a_process_loads_little():
     """Every job has one, and a host that takes over hundreds of jobs starts them all."""
-    code = "import sys, motet.tasks.reward_process; print(*sorted(sys.modules))"
+    code = "import sys, motet.tasks.worker, motet.tasks.reward_calls; print(*sorted(sys.modules))"
     loaded = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -589,7 +590,7 @@ def test_a_reward_may_compare_all_answers_to_a_problem():
 def test_the_call_that_waits_longest_gets_the_next_process() -> None:
     async def work() -> list[str]:
         group = WorkerGroup(LoadRewards([], [], None, walled=False, memory_mb=1), None, {}, lambda: False)
-        group.give_back(Worker())
+        group.give_back(WorkerSlot())
         order: list[str] = []
 
         async def call(name: str, times: int) -> None:

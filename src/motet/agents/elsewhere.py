@@ -17,7 +17,6 @@ import msgspec
 
 from motet.agents import episode_messages as m
 from motet.agents.episode import AgentEpisode, rewarded
-from motet.agents.messages import of_agent
 from motet.agents.served_episode import OVER, ServedEpisode, refusal
 from motet.config import EnvironmentConfig
 from motet.core.errors import EngineError, ScorerAway
@@ -198,4 +197,4 @@ class AgentsElsewhere(OwnEnvironment):
         finally:
             await context.release(index)
         self.clock_limited = self.clock_limited or ended.late
-        return rewarded(episode, ended.reward, ended.rewards, of_agent(ended.error))
+        return rewarded(episode, ended.reward, ended.rewards, ended.error)

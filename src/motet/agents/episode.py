@@ -315,6 +315,7 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
     parts, rewards = {}, {id_of_call(name): worth for name, worth in rewards.items()}
     if error and episode.full:  # the agent did not handle it
         error, reward = "", None if episode.context.judged else 0.0
+    error = error and f"the agent{':' * error.startswith('its ')} {error}"
     if reward is not None:
         parts["agent"] = reward
     if rewards:

@@ -21,7 +21,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from motet.agents.episode import AgentEpisode, rewarded
-from motet.agents.messages import of_agent
 from motet.agents.processes import AgentProcesses
 from motet.agents.served_episode import MODELS, OVER, RETRY, ROUTES, ServedEpisode, refusal
 from motet.config import EnvironmentConfig
@@ -155,4 +154,4 @@ class AgentRunner(OwnEnvironment):
         finally:
             await context.release(index)
         self.clock_limited = self.clock_limited or returned.late or returned.killed
-        return rewarded(episode, returned.reward, returned.rewards, of_agent(returned.error))
+        return rewarded(episode, returned.reward, returned.rewards, returned.error)

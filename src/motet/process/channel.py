@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Generic, TypeVar, get_args
 
@@ -105,35 +105,29 @@ class Child(Generic[Received]):
         """
         self._kinds, self._reader, self._writer, self._end, self._how = kinds, reader, writer, end, how
         self._said_all = False
-        self.killed: Callable[[], bool] = lambda: False
-        """Whether a signal that Motet did not send has ended it."""
         self.over_network = False
         """Whether its messages may stay away for a while although it works."""
         self.translate: Callable[[ChannelMessage], ChannelMessage] = lambda message: message
         """Replaces each message before it is sent."""
 
     @classmethod
-    async def start(
-        cls, module: str, kinds: Any, log: Path | None, *, without: Collection[str] = (),
-        variables: Mapping[str, str] | None = None,
-    ) -> Child[Received]:  # fmt: skip
+    async def start(cls, module: str, kinds: Any, log: Path | None, **variables: str) -> Child[Received]:
         """Start `python -m module`; its standard error is appended to `log`, or inherited if None.
 
-        The child gets this process's environment with these `variables`, except those in `without`.
+        The child gets this process's environment with these `variables`.
         """
-        environment = {
-            name: value for name, value in {**os.environ, **(variables or {})}.items() if name not in without
-        }
-        piped = await Piped.start(wall.command(module), log, environment, LONGEST_LINE)
+        return cls.of(await Piped.start(wall.command(module), log, {**os.environ, **variables}, LONGEST_LINE), kinds)
+
+    @classmethod
+    def of(cls, piped: Piped, kinds: Any) -> Child[Received]:
+        """The channel to a process that was started for messages of at most `LONGEST_LINE` bytes."""
         hanging_up = asyncio.create_task(piped.hang_up())
 
         async def end() -> None:
             await piped.kill()
             hanging_up.cancel()
 
-        child = cls(kinds, piped.output, piped.input, end, piped.how_it_ended)
-        child.killed = lambda: piped.killed
-        return child
+        return cls(kinds, piped.output, piped.input, end, piped.how_it_ended)
 
     def send(self, message: ChannelMessage) -> None:
         """Send one message; does nothing if the process is gone."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,38 +22,21 @@ from motet.tasks import worker_messages as m
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, heard, judged, read_next, whole
 from motet.tasks.team import TeamEpisode, begun
-from motet.tasks.worker_link import (
-    AGAIN,
-    LOAD_SECONDS,
-    NO_REPLY,
-    ClockLimitError,
-    ProcessDiedError,
-    WorkerLink,
-    import_path,
-    start_again,
-)
+from motet.tasks.worker_link import ClockLimitError, ProcessDiedError, WorkerLink, WorkerSlot, import_path
 
 Result = TypeVar("Result")
 _NAMES = itertools.count()
 _NO_TEAM = "the environment rewards roles, and the job has no team: return a number, or name the roles in `team`"
 
 
-class _Worker(WorkerLink):
-    """One process with the instances of some episodes."""
+class _Slot(WorkerSlot):
+    """The process of some episodes. After it dies, the next one repeats their calls."""
 
-    module = "motet.tasks.environment_process"
-    kind = "environment"
-
-
-@dataclass(eq=False)
-class _WorkerSlot:
-    """Holds a process, or none yet. After a process dies, the next one repeats the calls of its episodes."""
-
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    worker: _Worker | None = None
-    episodes: int = 0
-    seen: set[str] = field(default_factory=set)
-    """Episodes that the process had."""
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+        self.episodes = 0
+        self.seen = set[str]()
+        """Episodes that the process had."""
 
 
 class EnvironmentWorkers(OwnEnvironment):
@@ -62,22 +44,20 @@ class EnvironmentWorkers(OwnEnvironment):
 
     def __init__(self, config: EnvironmentConfig, log: Path | None, n_workers: int = 2) -> None:
         self.config, self._log = config, log
-        self._slots = [_WorkerSlot() for _ in range(n_workers)]
-        self.info = m.EnvironmentLoaded()
+        self._slots = [_Slot() for _ in range(n_workers)]
+        self.info = m.ObjectLoaded()
 
     async def open(self) -> None:
         """Load the class in a first process. Raises EnvironmentFault if it does not load, or is no environment."""
         try:
-            await start_again(lambda: self._start(self._slots[0]))
+            self._slots[0].link = await self._start(self._slots[0])
         except (ProcessDiedError, ClockLimitError) as error:
             raise EnvironmentFault(f"environment {self.config.name!r} cannot be loaded: the process {error}") from error
 
     async def close(self) -> None:
         """End all processes."""
         for slot in self._slots:
-            if slot.worker is not None:
-                await slot.worker.kill()
-                slot.worker = None
+            await slot.clear()
 
     def episode(self, seed: int) -> EnvironmentInstance:
         """A new instance, created later in the process with the fewest; `seed` is for the random numbers that it draws."""
@@ -102,65 +82,43 @@ class EnvironmentWorkers(OwnEnvironment):
         finally:
             await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
 
-    async def _start(self, slot: _WorkerSlot) -> _Worker:
-        worker = await _Worker.spawn(self._log)
-        try:
-            request = m.LoadEnvironment(import_path(), self.config.target, self.config.args)
-            reply = await worker.exchange(request, m.EnvironmentLoaded | m.LoadRefused, LOAD_SECONDS)
-            if isinstance(reply, m.LoadRefused):
-                raise EnvironmentFault(reply.error)
-        except BaseException:
-            await worker.kill()
-            raise
-        self.info, slot.worker, slot.seen = reply, worker, set()
+    async def _start(self, slot: _Slot) -> WorkerLink:
+        worker = await WorkerLink.start(m.LoadObject(import_path(), self.config.target, self.config.args), self._log)
+        assert isinstance(worker.loaded, m.ObjectLoaded)
+        self.info, slot.seen = worker.loaded, set()
         return worker
 
     async def ask(
-        self, slot: _WorkerSlot, done: list[m.EpisodeCall], call: m.EpisodeCall, served: _Worker | None
-    ) -> tuple[m.EpisodeReply, _Worker]:
-        """Call an instance; if its process died, repeat its earlier calls in a new one first.
+        self, slot: _Slot, done: list[m.EpisodeCall], call: m.EpisodeCall, served: WorkerLink | None
+    ) -> tuple[m.EpisodeReply, WorkerLink | None]:
+        """Call an instance, as `WorkerSlot.ask`; if its process died, repeat its earlier calls in a new one first."""
+        asked = served
 
-        A call that runs out of memory or ends its process, which other instances use too, is tried again in a fresh one;
-        so is one whose process is killed by a signal that Motet did not send, at most twice.
-        """
-        kills = 0
-        async with slot.turn:
-            while True:
-                if (worker := slot.worker) is None:
-                    worker = await start_again(lambda: self._start(slot))
-                slot.seen.add(call.episode)
-                alone, reply = len(slot.seen) == 1, m.EpisodeReply()
-                try:
-                    for one in [call] if worker is served else [*done, call]:
-                        reply = await worker.exchange(one, m.EpisodeReply, self.config.wall_seconds, one.cpu_seconds)
-                        if not all(map(math.isfinite, (reply.reward or 0.0, *reply.rewards.values()))):
-                            raise ProcessDiedError(NO_REPLY)
-                        if reply.exceeded:
-                            break
-                except BaseException as error:
-                    # The clock, or a cancelled caller: a late reply must not meet the next call.
-                    await worker.kill()
-                    slot.worker = None
-                    killed = isinstance(error, ProcessDiedError) and error.killed
-                    kills += killed
-                    if not isinstance(error, ProcessDiedError) or (kills > AGAIN if killed else alone):
-                        raise
-                    continue
+        def alone(_: WorkerLink) -> bool:
+            slot.seen.add(call.episode)
+            return len(slot.seen) == 1
+
+        async def repeat(worker: WorkerLink) -> m.EpisodeReply:
+            nonlocal asked
+            reply, asked = m.EpisodeReply(), worker
+            for each in [call] if worker is served else [*done, call]:
+                reply = await worker.call(each, self.config.wall_seconds, each.cpu_seconds)
                 if reply.exceeded:
-                    await worker.kill()
-                    slot.worker = None
-                if alone or reply.exceeded != "memory":
-                    return reply, worker
+                    break
+            return reply
+
+        async with slot.turn:
+            return await slot.ask(lambda: self._start(slot), repeat, alone), asked
 
 
 class EnvironmentInstance:
     """One instance of the class, for one rollout."""
 
-    def __init__(self, workers: EnvironmentWorkers, slot: _WorkerSlot, seed: int) -> None:
+    def __init__(self, workers: EnvironmentWorkers, slot: _Slot, seed: int) -> None:
         self._workers, self._slot, self._seed = workers, slot, seed
         self._name = str(next(_NAMES))
         self._done: list[m.EpisodeCall] = []
-        self._worker: _Worker | None = None
+        self._worker: WorkerLink | None = None
 
     async def do(self, action: m.AnyAction) -> m.EpisodeReply:
         """Run one call; errors are in the reply, never raised."""
@@ -182,7 +140,7 @@ class EnvironmentInstance:
     async def close(self) -> None:
         """Release the instance."""
         self._slot.episodes -= 1
-        if self._slot.worker is not None and self._slot.worker is self._worker:
+        if self._slot.link is not None and self._slot.link is self._worker:
             await self.do(m.Close())
 
 

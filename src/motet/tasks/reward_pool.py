@@ -49,8 +49,8 @@ from motet.tasks.reward_elsewhere import (
 )
 from motet.tasks.reward_installed import Installed, without_folder
 from motet.tasks.reward_walls import Walls
-from motet.tasks.reward_workers import AT_ONCE, Worker, WorkerGroup, load_request
-from motet.tasks.worker_link import AGAIN, ClockLimitError, ProcessDiedError
+from motet.tasks.reward_workers import AT_ONCE, WorkerGroup, load_request
+from motet.tasks.worker_link import ClockLimitError, ProcessDiedError, WorkerLink, WorkerSlot
 from motet.tasks.worker_messages import ScoreCompletions, Scores
 
 
@@ -320,33 +320,20 @@ class RewardPool:
             return None
         return [error or value for value, error in zip(reply.noted(), reply.errors, strict=True)]
 
-    async def _ask(self, group: WorkerGroup, worker: Worker, reward: RewardConfig, request: ScoreCompletions) -> Scores:
+    async def _ask(
+        self, group: WorkerGroup, worker: WorkerSlot, reward: RewardConfig, request: ScoreCompletions
+    ) -> Scores:
         """A reply equal to that of a fresh process."""
-        n, kills = len(request.completions), 0
+        n = len(request.completions)
         request = msgspec.structs.replace(request, cpu_seconds=reward.cpu_seconds * n)
-        while True:
-            fresh = worker.link is None or worker.link.calls == 0
-            try:
-                if worker.link is None:
-                    worker.link = await group.start()
-                with group.timed(group.loaded.together[request.reward]):
-                    reply = await worker.link.ask(request, reward.wall_seconds * n)
-            except ProcessDiedError as error:
-                worker.link = None
-                kills += error.killed
-                if group.closed or (kills > AGAIN if error.killed else fresh):
-                    raise
-                continue
-            except BaseException:  # the clock, or a cancelled caller: a late reply must not meet the next call
-                if worker.link is not None:
-                    await worker.link.kill()
-                worker.link = None
-                raise
-            if reply.exceeded:
-                await worker.link.kill()
-                worker.link = None
-            if reply.exceeded != "memory" or fresh:
-                return reply
+
+        async def call(link: WorkerLink) -> Scores:
+            with group.timed(group.loaded.together[request.reward]):
+                scores: Scores = await link.call(request, reward.wall_seconds * n, request.cpu_seconds)
+                return scores
+
+        reply: Scores = await worker.ask(group.start, call, lambda link: not link.answered)
+        return reply
 
 
 async def _each(calls: Iterator[Awaitable[list[ScoreOrReason] | None]], at_once: int) -> list[ScoreOrReason]:

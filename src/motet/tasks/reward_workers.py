@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +12,9 @@ from pathlib import Path
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
-from motet.process.piped import Piped
 from motet.tasks import worker_messages as m
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_answers import sound
-from motet.tasks.worker_link import LOAD_SECONDS, NO_REPLY, ProcessDiedError, WorkerLink, import_path, start_again
+from motet.tasks.worker_link import ProcessDiedError, WorkerLink, WorkerSlot, import_path
 
 AT_ONCE = 16
 """Most calls at once of rewards that wait rather than compute; each has a process of its own."""
@@ -52,58 +48,6 @@ def _pickled(reward: RewardConfig) -> bytes | None:
     return pickled
 
 
-class RewardLink(WorkerLink):
-    """One reward process."""
-
-    module = "motet.tasks.reward_process"
-    kind = "reward"
-
-    def __init__(self, piped: Piped, remains: subprocess.Popen[bytes]) -> None:
-        super().__init__(piped, remains)
-        self.calls = 0
-        """Number of answered calls."""
-        self.loaded = m.RewardsLoaded((), ())
-
-    @classmethod
-    async def start(cls, request: m.LoadRewards, log: Path | None, charge: Callable[[float], None]) -> RewardLink:
-        """Start a process and load its rewards; its CPU seconds are charged from its start on.
-
-        Raises:
-            RewardError: the rewards do not load; the text is for a person.
-            ProcessDiedError, ClockLimitError: loading ended the process or took too long.
-        """
-        link = await cls.spawn(log, walled=request.walled)
-        link.charge = charge
-        try:
-            reply = await link.exchange(request, m.RewardsLoaded | m.LoadRefused, LOAD_SECONDS)
-            if isinstance(reply, m.LoadRefused):
-                raise RewardError(reply.error)
-        except BaseException:
-            await link.kill()
-            raise
-        link.loaded = reply
-        return link
-
-    async def ask(self, request: m.ScoreCompletions, wall_seconds: float) -> m.Scores:
-        """One request, one reply. Raises as `exchange`."""
-        reply: m.Scores = await self.exchange(request, m.Scores, wall_seconds, request.cpu_seconds)
-        finite = all(value is None or math.isfinite(value) for value in reply.values)
-        n = len(request.completions)
-        logged = len(reply.metrics) in (0, n) and len(reply.extra) in (0, n)
-        logged = logged and all(map(sound, reply.metrics or [{}] * n, reply.extra or [{}] * n))
-        if not finite or not logged or not len(reply.values) == len(reply.errors) == n:
-            await self.kill()
-            raise ProcessDiedError(NO_REPLY)
-        self.calls += 1
-        return reply
-
-
-class Worker:
-    """A slot for one process, which the first call that needs it starts."""
-
-    link: RewardLink | None = None
-
-
 @dataclass(eq=False)
 class WorkerGroup:
     """Processes of one job, all behind a wall or none of them."""
@@ -119,19 +63,20 @@ class WorkerGroup:
     charge: Callable[[float], None] = lambda _: None
     """Called with the CPU seconds that the processes use."""
     loaded: m.RewardsLoaded = field(default_factory=lambda: m.RewardsLoaded((), ()))
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[WorkerSlot] = field(default_factory=list)
     closed: bool = False
     waits: bool = False
     seconds: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
     """Seconds of all calls so far: for one answer, and for all answers of a problem."""
-    _idle: list[Worker] = field(default_factory=list)
+    _idle: list[WorkerSlot] = field(default_factory=list)
     _free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     """Counts the idle workers; the call that has waited longest gets the next."""
 
     async def open(self) -> None:
         """Load the rewards in a first process."""
-        self.workers.append(Worker())
-        link = self.workers[0].link = await start_again(lambda: RewardLink.start(self.request, self.log, self.charge))
+        self.workers.append(WorkerSlot())
+        link = self.workers[0].link = await self._start()
+        assert isinstance(link.loaded, m.RewardsLoaded)
         self.loaded = link.loaded
         self.give_back(self.workers[0])
         if self.loaded.waits:
@@ -151,7 +96,7 @@ class WorkerGroup:
         if not self.waits and not self.closed:
             self.waits = True
             for _ in range(len(self.workers), self.most_waiting()):
-                self.workers.append(Worker())
+                self.workers.append(WorkerSlot())
                 self.give_back(self.workers[-1])
 
     async def close(self) -> None:
@@ -165,26 +110,30 @@ class WorkerGroup:
         """The position of a reward in the process."""
         return list(self.rewards).index(reward)
 
-    async def start(self) -> RewardLink:
-        """A new process. Raises ProcessDiedError if the job has ended or the rewards no longer load, and as `exchange`."""
+    async def start(self) -> WorkerLink:
+        """A new process. Raises ProcessDiedError if the job has ended or the rewards no longer load, and as `call`."""
         try:
-            link = await RewardLink.start(self.request, self.log, self.charge)
+            link = None if self.closed else await self._start()
         except RewardError as error:
             raise ProcessDiedError(f"could not be loaded again: {error}") from error
-        if self.closed:  # while the process started
+        if link is not None and not self.closed:
+            return link
+        if link is not None:  # the job ended while the process started
             await link.kill()
-            raise ProcessDiedError("was not called: its job has ended")
-        return link
+        raise ProcessDiedError("was not called: its job has ended")
 
-    async def take(self) -> Worker:
+    async def _start(self) -> WorkerLink:
+        return await WorkerLink.start(self.request, self.log, charge=self.charge)
+
+    async def take(self) -> WorkerSlot:
         """A free worker: a new one if another may be started, otherwise the next that becomes free."""
         if self._free.locked() and self.may_start_another():
-            self.workers.append(Worker())
+            self.workers.append(WorkerSlot())
             return self.workers[-1]
         await self._free.acquire()
         return self._idle.pop()
 
-    def give_back(self, worker: Worker) -> None:
+    def give_back(self, worker: WorkerSlot) -> None:
         """Give a worker to the call that has waited longest; one that has a process is taken before others."""
         self._idle.insert(0 if worker.link is None else len(self._idle), worker)
         self._free.release()

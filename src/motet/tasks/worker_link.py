@@ -1,34 +1,37 @@
-"""The parent's end of a worker process: starts it, exchanges messages, reports how it ended, and leaves no zombie."""
+"""The parent's end of a worker process: starts it, calls it, reports how it ended, and leaves no zombie."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
+from msgspec import structs
+
+from motet.core.errors import EnvironmentFault, RewardError
 from motet.process import wall
-from motet.process.channel import LONGEST_LINE, ChannelMessage, ProcessFault, decode, encode
+from motet.process.channel import LONGEST_LINE, Child, ProcessFault
 from motet.process.cpu_time import cpu_seconds_of
 from motet.process.piped import Piped
+from motet.tasks import worker_messages as m
 from motet.tasks.sandbox import PLACE
 
 LOAD_SECONDS = 120.0
 """Wall-clock time for loading a user's code."""
-_REMAINS = str(Path(__file__).with_name("worker_remains.py"))
-NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
-
-
 AGAIN = 2
 """How often what a killed process did is tried again, each time in a fresh process."""
-Started = TypeVar("Started")
+_REMAINS = str(Path(__file__).with_name("worker_remains.py"))
+_NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
+Load = m.LoadRewards | m.LoadObject
+Charge = Callable[[float], None]
 
 
 class ProcessDiedError(Exception):
@@ -45,36 +48,59 @@ class ClockLimitError(Exception):
 
 
 class WorkerLink:
-    """One worker process. It handles one call at a time."""
+    """One worker process. Rewards and environments take one call at a time, an agent many."""
 
-    module: str
-    """The module that runs in the process."""
-    kind: str
-    """`reward` or `environment`: the section of a job whose fields limit it."""
-
-    def __init__(self, piped: Piped, remains: subprocess.Popen[bytes]) -> None:
+    def __init__(self, piped: Piped, remains: subprocess.Popen[bytes], load: Load, charge: Charge) -> None:
         """`remains` ends and removes what the process leaves (`worker_remains`)."""
-        self._piped, self._remains = piped, remains
+        self._piped, self._remains, self._charge = piped, remains, charge
+        agent = isinstance(load, m.LoadObject) and load.agent
+        self._kind = "reward" if isinstance(load, m.LoadRewards) else "agent" if agent else "environment"
+        self.child, self.loaded = Child[Any].of(piped, m.FromWorker), m.WorkerReply()
+        self.answered = -1
+        """Number of answered calls, besides the first, which loads."""
+        self.ended = ""
+        """How the process ended; empty while it runs."""
+        self._numbers, self._used, self._killed = itertools.count(), 0.0, False
+        self._waiting: dict[int, tuple[m.WorkerMessage, asyncio.Future[Any], float]] = {}
+        """Calls without a reply, each with its limit of CPU seconds; also those that nobody awaits any more."""
         self._removing: asyncio.Future[tuple[bytes, bytes]] | None = None
-        self.charge: Callable[[float], None] = lambda _: None
-        """Called with the CPU seconds that the process has used more."""
-        self._used = 0.0
+        self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def spawn(cls, log: Path | None, *, walled: bool = False) -> Self:
-        """Start a process; one for behind a wall gets none of this process's environment variables.
+    async def start(
+        cls, load: Load, log: Path | None, charge: Charge = lambda _: None, hidden: Collection[str] = ()
+    ) -> WorkerLink:
+        """Start a process and load what `load` names; `charge` is called with the CPU seconds that it has used more.
 
-        What its code makes of a call depends on the call: random numbers, hashes, encodings and the zone are fixed.
+        A process for behind a wall gets none of this process's environment variables, others all but the `hidden` ones. One
+        that is killed while it loads, by a signal that Motet did not send, is started again at most twice.
+
+        Raises:
+            RewardError, EnvironmentFault: it does not load; the text is for a person.
+            ProcessDiedError, ClockLimitError: loading ended the process or took too long.
         """
-        # The limit is on address space; one arena and one thread keep it close to the memory in use.
-        environment = wall.environment(MALLOC_ARENA_MAX="2")
-        if not walled:
-            own = {name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}
-            environment = {**os.environ, **own}
+        kills = 0
+        while True:
+            link = await cls._spawn(load, log, charge, hidden)
+            try:
+                link.loaded = await link.call(load, LOAD_SECONDS)
+                if isinstance(link.loaded, m.LoadRefused):
+                    fault = RewardError if isinstance(load, m.LoadRewards) else EnvironmentFault
+                    raise fault(link.loaded.error)
+                return link
+            except BaseException as error:
+                await link.kill()
+                kills += 1
+                if not isinstance(error, ProcessDiedError) or not error.killed or kills > AGAIN:
+                    raise
+
+    @classmethod
+    async def _spawn(cls, load: Load, log: Path | None, charge: Charge, hidden: Collection[str]) -> WorkerLink:
         sandboxes = tempfile.mkdtemp(prefix="motet-worker-")
         remains = _keep(sandboxes)
+        environment = {name: value for name, value in _environment(load).items() if name not in hidden}
         try:
-            command = wall.command(cls.module, str(os.getpid()))
+            command = wall.command("motet.tasks.worker", str(os.getpid()))
             piped = await Piped.start(command, log, {**environment, PLACE: sandboxes}, LONGEST_LINE)
             assert remains.stdin is not None
             remains.stdin.write(b"%d" % piped.process.pid)
@@ -82,93 +108,145 @@ class WorkerLink:
         except BaseException:
             remains.communicate()
             raise
-        return cls(piped, remains)
+        return cls(piped, remains, load, charge)
 
     async def kill(self) -> None:
         """Kill the process and all that it started, wait for the end, and remove its sandboxes.
 
         A caller that is cancelled no longer waits; the rest is done all the same.
         """
+        await self._end()
+        await asyncio.shield(self._reading)
+
+    async def _end(self) -> None:
         if self._removing is None:
             self._removing = asyncio.get_running_loop().run_in_executor(None, self._remains.communicate)
-        await self._piped.kill()
+        await self.child.kill()
         await asyncio.shield(self._removing)
 
-    async def exchange(self, message: ChannelMessage, kinds: Any, wall_seconds: float, cpu_seconds: float = 0) -> Any:
-        """Send one message and wait for the reply, one of `kinds`; `cpu_seconds` is the limit that may end the process.
+    async def call(self, request: m.WorkerMessage, wall_seconds: float, cpu_seconds: float = 0) -> Any:
+        """The reply to a request; `cpu_seconds` is the limit that may end the process.
 
-        After any exception the process must be killed or is dead already.
+        After any exception, a process that takes one call at a time must be killed or is dead already.
 
         Raises:
             ProcessDiedError: the process ended instead of answering, or wrote something else.
             ClockLimitError: no answer within `wall_seconds`.
+            EngineError: the request is too long.
         """
-        line = await self._exchange(encode(message), wall_seconds, cpu_seconds)
+        number, began = next(self._numbers), time.monotonic()
+        if self.ended:
+            raise self._died(cpu_seconds)
+        self.child.send(structs.replace(request, call=number))
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting[number] = request, waiting, cpu_seconds
         try:
-            reply = decode(line, kinds | ProcessFault)
-        except (ValueError, RecursionError) as error:  # a user's code may write anything to the pipe
-            await self.kill()
-            raise ProcessDiedError(NO_REPLY) from error
-        if isinstance(reply, ProcessFault):
-            await self.kill()
-            where = f"; see {self._piped.log}" if self._piped.log is not None else ""
-            raise ProcessDiedError(f"failed outside a call: {reply.error}{where}")
-        return reply
-
-    async def _exchange(self, line: bytes, wall_seconds: float, cpu_seconds: float) -> bytes:
-        begun = time.monotonic()
-        answering = asyncio.ensure_future(self._answer(line))
-        ending = asyncio.ensure_future(self._piped.hang_up())
-        try:
-            # Also wait for the end of the process: a forked child may hold its output open.
-            done, _ = await asyncio.wait({answering, ending}, timeout=wall_seconds, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise ClockLimitError(
-                    f"gave no answer in {wall_seconds:g} s by the clock ({self.kind} field wall_seconds)"
-                )
-            if answering in done and (reply := answering.result()).endswith(b"\n"):  # else it ended while it wrote
-                return reply
+            async with asyncio.timeout(wall_seconds):
+                return await waiting
+        except TimeoutError as error:
+            limit = f"{wall_seconds:g} s by the clock ({self._kind} field wall_seconds)"
+            raise ClockLimitError(f"gave no answer in {limit}") from error
+        except asyncio.CancelledError:
+            if isinstance(request, m.RunAgent):
+                self.child.send(m.StopAgent(call=number))
+            raise
         finally:
-            self._count(min(cpu_seconds, time.monotonic() - begun))
-            answering.cancel()
-            ending.cancel()
-            await asyncio.gather(answering, ending, return_exceptions=True)
-        article = "an" if self.kind[0] in "aeiou" else "a"
-        how = await self._piped.how_it_ended(f" ({article} {self.kind} must return, not exit)")
-        killed = self._piped.killed
-        await self.kill()
+            self._count(min(cpu_seconds, time.monotonic() - began))
+
+    @property
+    def waits(self) -> bool:
+        """Whether a reply is awaited."""
+        return any(not waiting.done() for _, waiting, _ in self._waiting.values())
+
+    async def _read(self) -> None:
+        fault = ""
+        try:
+            async for reply in self.child.messages():
+                if isinstance(reply, ProcessFault):
+                    where = f"; see {self._piped.log}" if self._piped.log is not None else ""
+                    fault = f"failed outside a call: {reply.error}{where}"
+                    break
+                # A user's code may write anything to the pipe: each call has one reply, of its kind.
+                if reply.call not in self._waiting or not reply.fits(self._waiting[reply.call][0]):
+                    raise ValueError(_NO_REPLY)
+                _, waiting, _ = self._waiting.pop(reply.call)
+                self.answered += 1
+                if not waiting.done():
+                    waiting.set_result(reply)
+        except (ValueError, RecursionError):
+            fault = _NO_REPLY
+        article = "an" if self._kind[0] in "aeiou" else "a"
+        hint = f" ({article} {self._kind} must return, not exit)"
+        self.ended = fault or await self._piped.how_it_ended(hint)
+        self._killed = not fault and self._piped.killed
+        await self._end()
+        for _, waiting, cpu_seconds in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self._died(cpu_seconds))
+
+    def _died(self, cpu_seconds: float) -> ProcessDiedError:
         if self._piped.process.returncode == -signal.SIGXCPU:
-            limit = f"{cpu_seconds:g} s of CPU time ({self.kind} field cpu_seconds)"
-            how = f"took more than {limit} and could not be interrupted"
-        raise ProcessDiedError(how, killed=killed)
+            limit = f"{cpu_seconds:g} s of CPU time ({self._kind} field cpu_seconds)"
+            return ProcessDiedError(f"took more than {limit} and could not be interrupted")
+        return ProcessDiedError(self.ended, killed=self._killed)
 
     def _count(self, most: float) -> None:
         """Charge what the process has used since the last call; `most` for one that is gone and cannot be asked."""
         used = cpu_seconds_of(self._piped.process.pid)
-        self.charge(most if used is None else max(0.0, used - self._used))
+        self._charge(most if used is None else max(0.0, used - self._used))
         self._used = used or self._used
 
-    async def _answer(self, line: bytes) -> bytes:
-        try:
-            with contextlib.suppress(ConnectionError):  # it has ended, perhaps with a last message
-                self._piped.input.write(line)
-                await self._piped.input.drain()
-            return await self._piped.output.readline()
-        except ConnectionError:
-            return b""
-        except ValueError:  # longer than any reply
-            return b"\n"
+
+class WorkerSlot:
+    """A place for one process, which the first call that needs it starts."""
+
+    link: WorkerLink | None = None
+
+    async def ask(
+        self, start: Callable[[], Awaitable[WorkerLink]], call: Callable[[WorkerLink], Awaitable[Any]],
+        fresh: Callable[[WorkerLink], bool],
+    ) -> Any:  # fmt: skip
+        """The reply to a call, equal to that of a fresh process.
+
+        The process is replaced after any exception, and after a call that hit a limit. A call that runs out of memory or ends
+        its process is tried again in another one, unless the process was `fresh`; so is one whose process is killed by a signal
+        that Motet did not send, at most twice. Raises as `start` and `call`.
+        """
+        kills = 0
+        while True:
+            if self.link is None:
+                self.link = await start()
+            alone = fresh(self.link)
+            try:
+                reply = await call(self.link)
+            except BaseException as error:  # the clock, or a cancelled caller: a late reply must not meet the next call
+                await self.clear()
+                killed = isinstance(error, ProcessDiedError) and error.killed
+                kills += killed
+                if not isinstance(error, ProcessDiedError) or (kills > AGAIN if killed else alone):
+                    raise
+                continue
+            if reply.exceeded:
+                await self.clear()
+            if reply.exceeded != "memory" or alone:
+                return reply
+
+    async def clear(self) -> None:
+        """End the process."""
+        if (link := self.link) is not None:
+            self.link = None
+            await link.kill()
 
 
-async def start_again(start: Callable[[], Awaitable[Started]]) -> Started:
-    """Start a process, and again, at most `AGAIN` times, if it is killed. Raises as `start`."""
-    for _ in range(AGAIN):
-        try:
-            return await start()
-        except ProcessDiedError as error:
-            if not error.killed:
-                raise
-    return await start()
+def _environment(load: Load) -> dict[str, str]:
+    """What a user's code makes of a call depends on the call: random numbers, hashes, encodings and the zone are fixed."""
+    if isinstance(load, m.LoadObject) and load.agent:
+        return {**os.environ, **wall.FIXED}
+    # The limit is on address space; one arena and one thread keep it close to the memory in use.
+    environment = wall.environment(MALLOC_ARENA_MAX="2")
+    if isinstance(load, m.LoadRewards) and load.walled:
+        return environment
+    return {**os.environ, **{name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}}
 
 
 def _keep(sandboxes: str) -> subprocess.Popen[bytes]:

@@ -1,24 +1,47 @@
-"""Messages to and from processes that run a user's code."""
+"""Messages to and from processes that run a user's code: it is loaded once, then called; each call has one reply."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from msgspec import structs
 
 from motet.core.types import Problem, TurnParts
-from motet.process.channel import ChannelMessage
+from motet.process.channel import ChannelMessage, ProcessFault
 from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_answers import Noted, TrainerState
+from motet.tasks.reward_answers import Noted, TrainerState, sound
 
 Limit = Literal["", "cpu", "memory"]
 """The limit that a call hit; its process should get no further calls then."""
 
 
-class LoadRefused(ChannelMessage, frozen=True):
+LATE = "did not return in time (environment.wall_seconds)"
+
+
+class WorkerMessage(ChannelMessage, frozen=True, kw_only=True):
+    """A message of one call."""
+
+    call: int = 0
+    """Number of the call; its reply has the same."""
+
+
+class WorkerReply(WorkerMessage, frozen=True):
+    """The reply to a call."""
+
+    def fits(self, request: WorkerMessage) -> bool:
+        """Whether it can be a reply to `request`: a user's code may write anything to the pipe."""
+        return isinstance(self, _REPLIES[type(request)])
+
+
+class LoadRefused(WorkerReply, frozen=True):
     """Loading failed; the text says why."""
 
     error: str
+
+    def fits(self, request: WorkerMessage) -> bool:
+        """Whether something was to be loaded."""
+        return isinstance(request, LoadRewards | LoadObject)
 
 
 # --- rewards -------------------------------------------------------------------------------------------------------------
@@ -33,7 +56,7 @@ class RewardSource(ChannelMessage, frozen=True):
     """A function object."""
 
 
-class LoadRewards(ChannelMessage, frozen=True):
+class LoadRewards(WorkerMessage, frozen=True):
     """The first message to a process."""
 
     import_path: list[str]
@@ -45,7 +68,7 @@ class LoadRewards(ChannelMessage, frozen=True):
     """Those that every row of the data has, if they are known."""
 
 
-class RewardsLoaded(ChannelMessage, frozen=True):
+class RewardsLoaded(WorkerReply, frozen=True):
     """One entry for each reward, in order."""
 
     together: tuple[bool, ...]
@@ -62,7 +85,7 @@ class RewardsLoaded(ChannelMessage, frozen=True):
     """Whether it takes `trainer_state`."""
 
 
-class ScoreCompletions(ChannelMessage, frozen=True):
+class ScoreCompletions(WorkerMessage, frozen=True):
     """Score the completions of one problem."""
 
     reward: int
@@ -85,7 +108,7 @@ class ScoreCompletions(ChannelMessage, frozen=True):
         return structs.replace(self, **{name: getattr(self, name)[place : place + 1] for name in each})
 
 
-class Scores(ChannelMessage, frozen=True):
+class Scores(WorkerReply, frozen=True):
     """A reward's score of each completion."""
 
     values: list[float | None]
@@ -102,6 +125,14 @@ class Scores(ChannelMessage, frozen=True):
     waits: bool = False
     """Whether the call waited longer than it computed, as far as the system tells."""
 
+    def fits(self, request: WorkerMessage) -> bool:
+        """Whether it has a finite score, or none, of each completion."""
+        n = len(request.completions) if isinstance(request, ScoreCompletions) else -1
+        finite = all(value is None or math.isfinite(value) for value in self.values)
+        logged = len(self.metrics) in (0, n) and len(self.extra) in (0, n)
+        logged = logged and all(map(sound, self.metrics or [{}] * n, self.extra or [{}] * n))
+        return super().fits(request) and finite and logged and len(self.values) == len(self.errors) == n
+
     def noted(self) -> list[float | None]:
         """The values, with what was logged."""
         n = len(self.values)
@@ -112,16 +143,18 @@ class Scores(ChannelMessage, frozen=True):
 # --- environments --------------------------------------------------------------------------------------------------------
 
 
-class LoadEnvironment(ChannelMessage, frozen=True):
-    """The first message to a process: a class by its name."""
+class LoadObject(WorkerMessage, frozen=True):
+    """The first message to a process: an environment's class, or an agent's function, by its name."""
 
     import_path: list[str]
     name: str
     args: dict[str, Any]
+    agent: bool = False
+    """Whether it is called as an agent, many times at once; otherwise it has episodes."""
 
 
-class EnvironmentLoaded(ChannelMessage, frozen=True):
-    """Description of the class."""
+class ObjectLoaded(WorkerReply, frozen=True):
+    """Description of a class."""
 
     tools: tuple[dict[str, Any], ...] = ()
     steps: bool = False
@@ -129,7 +162,7 @@ class EnvironmentLoaded(ChannelMessage, frozen=True):
     judges: bool = False
     """Whether it has `get_reward`."""
     agent: bool = False
-    """It is not a class, but an agent's function, which runs elsewhere."""
+    """It is not a class, but an agent's function."""
 
 
 class Reset(ChannelMessage, frozen=True, tag="reset"):
@@ -162,7 +195,7 @@ class Close(ChannelMessage, frozen=True, tag="close"):
 AnyAction = Reset | EnvironmentStep | CallTool | JudgeEpisode | Close
 
 
-class EpisodeCall(ChannelMessage, frozen=True):
+class EpisodeCall(WorkerMessage, frozen=True):
     """One call of an episode; each episode has an instance of the class."""
 
     episode: str
@@ -174,7 +207,7 @@ class EpisodeCall(ChannelMessage, frozen=True):
     action: AnyAction
 
 
-class EpisodeReply(ChannelMessage, frozen=True):
+class EpisodeReply(WorkerReply, frozen=True):
     """Result of a call in an episode."""
 
     error: str = ""
@@ -187,3 +220,50 @@ class EpisodeReply(ChannelMessage, frozen=True):
     """The role of a team with the next turn."""
     done: bool = False
     exceeded: Limit = ""
+
+    def fits(self, request: WorkerMessage) -> bool:
+        """Whether its rewards are finite."""
+        return super().fits(request) and all(map(math.isfinite, (self.reward or 0.0, *self.rewards.values())))
+
+
+# --- agents --------------------------------------------------------------------------------------------------------------
+
+
+class RunAgent(WorkerMessage, frozen=True):
+    """Run one episode."""
+
+    problem: Problem
+    base_url: str
+    api_key: str
+    deadline: float
+    """On the clock of this machine, comparable to `time.time`."""
+    seed: int
+    """Random seed for the agent: the same whenever this rollout is run again."""
+
+
+class StopAgent(WorkerMessage, frozen=True):
+    """Stop a call that is no longer awaited; only that call has a reply."""
+
+
+class AgentReturned(WorkerReply, frozen=True):
+    """The result of an episode."""
+
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    """Rewards by the ids of calls."""
+    error: str = ""
+    late: bool = False
+    """Whether the clock ended it."""
+    hangs: bool = False
+    """Whether it still runs, in a thread that cannot be ended."""
+    killed: bool = False
+    """Whether its process was killed by a signal that Motet did not send."""
+
+
+ToWorker = LoadRewards | ScoreCompletions | LoadObject | EpisodeCall | RunAgent | StopAgent
+FromWorker = LoadRefused | RewardsLoaded | Scores | ObjectLoaded | EpisodeReply | AgentReturned | ProcessFault
+_REPLIES: dict[type[WorkerMessage], type[WorkerReply]] = {
+    LoadRewards: RewardsLoaded, ScoreCompletions: Scores, LoadObject: ObjectLoaded, EpisodeCall: EpisodeReply,
+    RunAgent: AgentReturned,
+}  # fmt: skip
+"""The kind of reply to each call."""

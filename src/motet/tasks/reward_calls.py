@@ -1,7 +1,4 @@
-"""The process in which rewards run: `python -m motet.tasks.reward_process PARENT_PID`.
-
-It loads the rewards of the first message, then answers each request with one reply until the input ends.
-"""
+"""Calls of rewards, in the process that runs them."""
 
 from __future__ import annotations
 
@@ -14,20 +11,20 @@ import resource
 import sys
 import time
 import zlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
 
-from motet.core.errors import RewardError, WallError
+from motet.core.errors import RewardError
 from motet.process import wall
 from motet.process.own_code import describe
 from motet.tasks import worker_messages as m
 from motet.tasks.reward_answers import Answer, Logs
 from motet.tasks.reward_forms import Asked, LoadedReward, alone, scored
 from motet.tasks.reward_loading import OWN, resolve
-from motet.tasks.worker_process import Read, WorkerLimits, Write, over_limit, run, seed_random
+from motet.tasks.worker_limits import WorkerLimits, over_limit, seed_random
 
 _LOADING_MB = 4096
 """Limit of address space while loading behind a wall."""
@@ -144,11 +141,7 @@ def _reason(outcome: BaseException) -> str:
     return text if text.startswith("returned ") else describe(outcome)
 
 
-def load(request: m.LoadRewards) -> list[LoadedReward]:
-    """Load the rewards of the first message: files of functions before entering the wall, a job's arguments after it.
-
-    Raises RewardError if one cannot be loaded, WallError if it has to be loaded behind a wall and there is none.
-    """
+def _load(request: m.LoadRewards) -> list[LoadedReward]:
     sys.path[:] = request.import_path
     functions = [_function(source) for source in request.rewards]
     if request.walled:
@@ -175,24 +168,24 @@ def _function(source: m.RewardSource) -> Any:
         raise RewardError(f"reward {source.name!r} cannot be unpickled: {describe(error)}") from error
 
 
-def serve(read: Read, write: Write) -> None:
-    """Load, then answer calls until the input ends."""
-    try:
-        rewards = load(read(m.LoadRewards))
-    except (RewardError, WallError) as error:
-        write(m.LoadRefused(str(error)))
-        return
+def load(first: m.LoadRewards) -> tuple[m.RewardsLoaded, Callable[[m.ScoreCompletions], m.Scores]]:
+    """Load rewards: files of functions before entering the wall, a job's arguments after it.
+
+    Raises RewardError if one cannot be loaded, WallError if it has to be loaded behind a wall and there is none.
+    """
+    rewards, limits = _load(first), WorkerLimits()
+
+    def answer(request: m.ScoreCompletions) -> m.Scores:
+        idle, used = _idle_seconds(), _used_seconds()
+        reply = answer_call(rewards, limits, request)
+        waited = _idle_seconds() - idle
+        return structs.replace(reply, waits=waited > max(_WAITS_SECONDS, _used_seconds() - used))
+
     together = tuple(reward.batched or reward.is_async for reward in rewards)
     sees_all = tuple(reward.sees_all for reward in rewards)
     compares, waits = tuple(reward.compares for reward in rewards), any(reward.is_async for reward in rewards)
     tokens, state = tuple(reward.reads_tokens for reward in rewards), tuple(reward.reads_state for reward in rewards)
-    write(m.RewardsLoaded(together, sees_all, compares, waits, tokens, state))
-    limits = WorkerLimits()
-    while request := read(m.ScoreCompletions):
-        idle, used = _idle_seconds(), _used_seconds()
-        reply = answer_call(rewards, limits, request)
-        waited = _idle_seconds() - idle
-        write(structs.replace(reply, waits=waited > max(_WAITS_SECONDS, _used_seconds() - used)))
+    return m.RewardsLoaded(together, sees_all, compares, waits, tokens, state), answer
 
 
 def _idle_seconds() -> float:
@@ -212,7 +205,3 @@ def _used_seconds() -> float:
     """Seconds of the processor that this process and its children had."""
     used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-if __name__ == "__main__":
-    run(serve)

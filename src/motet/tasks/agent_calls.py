@@ -1,4 +1,4 @@
-"""The process in which an agent runs: `python -m motet.agents.process`. Many episodes run in it at once.
+"""Calls of an agent, in the process that runs it: many episodes at once.
 
 An agent is a user's function, `async` or not, with any of the parameters `problem`, `base_url`, `api_key`, `deadline`,
 `seed` and the job's `args`. It returns a number, rewards by the ids of calls, or None.
@@ -7,74 +7,36 @@ An agent is a user's function, `async` or not, with any of the parameters `probl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import math
-import os
-import signal
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from motet.agents import messages as m
-from motet.core.errors import EnvironmentFault
-from motet.process.channel import Parent, ProcessFault
-from motet.process.ending import last_words
-from motet.process.own_code import OwnCode, describe
+from motet.process.own_code import describe
+from motet.tasks import worker_messages as m
 
-OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _THREADS = 256
 """Most agents that run at once and are not coroutines."""
 
 
-def main() -> None:
-    """Load the agent, then run episodes until the input ends."""
-    parent: Parent[m.ToProcess] = Parent(m.ToProcess)
-    first = parent.first()
-    if not isinstance(first, m.LoadAgent):
-        return
-    sys.path[:] = first.import_path
-    try:
-        agent = OWN.find(first.name)
-    except EnvironmentFault as error:
-        parent.send(m.AgentRefused(str(error)))
-        return
-    parent.send(m.AgentLoaded())
-    said = "its input ended"
-    try:
-        asyncio.run(_serve(parent, agent, first.args))
-    except BaseException as error:  # outside an episode, so nobody else reports it
-        said = last_words(error)
-        raise
-    finally:
-        with contextlib.suppress(OSError, ValueError):  # usually nobody reads any more
-            parent.send(ProcessFault(said))
-    sys.stderr.flush()
-    # end although threads of agents may still run, and with all that agents started
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-async def _serve(parent: Parent[m.ToProcess], agent: Callable[..., Any], args: Mapping[str, Any]) -> None:
-    requests, running = parent.queue(), dict[int, asyncio.Task[None]]()
+def answering(
+    agent: Callable[..., Any], args: Mapping[str, Any]
+) -> Callable[[m.RunAgent], Coroutine[Any, Any, m.AgentReturned]]:
+    """What answers the calls of an agent."""
     threads = ThreadPoolExecutor(_THREADS, "motet-agent")
-    while isinstance(request := await requests.get(), m.RunAgent | m.StopAgent):
-        if isinstance(request, m.RunAgent):
-            task = running[request.episode] = asyncio.create_task(_run(parent, agent, args, request, threads))
-            task.add_done_callback(lambda _, episode=request.episode: running.pop(episode))  # type: ignore[misc]
-        elif (unwanted := running.get(request.episode)) is not None:
-            unwanted.cancel()
+
+    async def answer(request: m.RunAgent) -> m.AgentReturned:
+        return await _run(agent, args, request, threads)
+
+    return answer
 
 
 async def _run(
-    parent: Parent[m.ToProcess],
-    agent: Callable[..., Any],
-    args: Mapping[str, Any],
-    request: m.RunAgent,
-    threads: ThreadPoolExecutor,
-) -> None:
+    agent: Callable[..., Any], args: Mapping[str, Any], request: m.RunAgent, threads: ThreadPoolExecutor
+) -> m.AgentReturned:
     offered = {
         "problem": request.problem,
         "base_url": request.base_url,
@@ -94,16 +56,15 @@ async def _run(
         if time_left.expired():  # it was interrupted, but continued
             raise TimeoutError
         reward, rewards = _reward(returned)
-        parent.send(m.AgentReturned(request.episode, reward, rewards))
+        return m.AgentReturned(reward, rewards)
     except BaseException as error:  # whatever an agent raises, or the end of its time
         me = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
             raise  # nobody waits for it
         if isinstance(error, TimeoutError) and time.time() >= request.deadline:
             hangs = thread is not None and thread.running()
-            parent.send(m.AgentReturned(request.episode, error=m.LATE, late=True, hangs=hangs))
-        else:
-            parent.send(m.AgentReturned(request.episode, error=describe(error)))
+            return m.AgentReturned(error=m.LATE, late=True, hangs=hangs)
+        return m.AgentReturned(error=describe(error))
 
 
 def _called(call: Callable[[], Any]) -> Any:
@@ -135,7 +96,3 @@ def _number(value: Any) -> float:
             f"returned {value!r:.80}: an agent returns a finite number, rewards by the ids of calls, or None"
         )
     return number
-
-
-if __name__ == "__main__":
-    main()

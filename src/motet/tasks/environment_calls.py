@@ -1,7 +1,6 @@
-"""The process in which environments run: `python -m motet.tasks.environment_process PARENT_PID`.
+"""Calls of an environment, in the process that runs it. Each episode has an instance of the user's class.
 
-It loads a class, then handles calls of episodes, one reply per call; each episode has an instance. A user's class
-implements one or both of two forms:
+The class implements one or both of two forms:
 
     def reset(self, **row) -> str | None      # columns of the row; the result is added to the prompt
     def any_public_method(self, x: int) -> str    # a tool, by its signature and docstring (TRL's environments)
@@ -30,12 +29,13 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 
-from motet.core.errors import EngineError, EnvironmentFault
+from motet.core.errors import EnvironmentFault
 from motet.core.types import MOST_ROLES
 from motet.process.own_code import OwnCode, describe
+from motet.tasks import agent_calls
 from motet.tasks import worker_messages as m
 from motet.tasks.plain_json import as_json
-from motet.tasks.worker_process import Read, WorkerLimits, Write, run, seed_random
+from motet.tasks.worker_limits import WorkerLimits, seed_random
 
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})
@@ -47,16 +47,11 @@ _ARGS = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 class Environments:
     """Instances of one class, by the names of their episodes."""
 
-    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
-        """Load the class. Raises EnvironmentFault if it does not exist or is not an environment."""
-        self._class, self._args = OWN.find(name), dict(args)
-        self._agent = inspect.isfunction(self._class)
-        if self._agent:
-            return
-        if not isinstance(self._class, type):
-            raise EnvironmentFault(
-                f"environment {name!r} is {type(self._class).__name__}, neither a class nor a function"
-            )
+    def __init__(self, name: str, own: Any, args: Mapping[str, Any]) -> None:
+        """Raises EnvironmentFault if the class is not an environment."""
+        self._class, self._args = own, dict(args)
+        if not isinstance(own, type):
+            raise EnvironmentFault(f"environment {name!r} is {type(own).__name__}, neither a class nor a function")
         self._tools = {
             tool: member
             for tool, member in inspect.getmembers(self._class, callable)
@@ -70,10 +65,8 @@ class Environments:
             )
         self._instances: dict[str, Any] = {}
 
-    def about(self) -> m.EnvironmentLoaded:
+    def about(self) -> m.ObjectLoaded:
         """Description of the class for the parent."""
-        if self._agent:
-            return m.EnvironmentLoaded(agent=True)
         tools = tuple(_schema(name, function) for name, function in self._tools.items())
         first = self._class(**self._args)  # report invalid arguments before the first episode
         try:
@@ -82,7 +75,7 @@ class Environments:
             with contextlib.suppress(Exception):  # it may close what `reset` opens
                 _close(first)
         steps, judges = (hasattr(self._class, name) for name in ("step", "get_reward"))
-        return m.EnvironmentLoaded(tools, steps, judges)
+        return m.ObjectLoaded(tools, steps, judges)
 
     def answer(self, episode: str, action: m.AnyAction) -> m.EpisodeReply:
         """One call of an episode."""
@@ -204,37 +197,29 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": arguments}}
 
 
-def answer_call(environments: Environments, limits: WorkerLimits, call: m.EpisodeCall) -> m.EpisodeReply:
-    """One call of an episode, within its limits."""
-    seed_random(zlib.crc32(json.dumps([call.seed, call.number]).encode()))
-    reply, error, exceeded = limits.run(
-        lambda: environments.answer(call.episode, call.action), "environment", call.cpu_seconds, call.memory_mb
-    )
-    if reply is not None:
-        return reply
-    where = "" if exceeded else f"{call.action.__struct_config__.tag}: "
-    return m.EpisodeReply(error=f"{where}{error}", exceeded=exceeded)
-
-
-def serve(read: Read, write: Write) -> None:
-    """Load the class, then answer calls until the input ends."""
-    first: m.LoadEnvironment = read(m.LoadEnvironment)
+def load(first: m.LoadObject) -> tuple[m.ObjectLoaded, Callable[[Any], Any]]:
+    """Load the class or the agent. Raises EnvironmentFault if it does not load, or is neither."""
     sys.path[:] = first.import_path
+    own = OWN.find(first.name)
+    if first.agent or inspect.isfunction(own):
+        return m.ObjectLoaded(agent=True), agent_calls.answering(own, first.args)
     try:
-        environments = Environments(first.name, first.args)
+        environments = Environments(first.name, own, first.args)
         about = environments.about()
+    except EnvironmentFault:
+        raise
     except Exception as error:  # the file's own, a signature that has no schema
-        message = str(error) if isinstance(error, EnvironmentFault) else describe(error)
-        write(m.LoadRefused(message))
-        return
-    write(about)
+        raise EnvironmentFault(describe(error)) from error
     limits = WorkerLimits()
-    while call := read(m.EpisodeCall):
-        try:
-            write(answer_call(environments, limits, call))
-        except EngineError as error:
-            write(m.EpisodeReply(error=f"{call.action.__struct_config__.tag}: returned {error}"))
 
+    def answer(call: m.EpisodeCall) -> m.EpisodeReply:
+        seed_random(zlib.crc32(json.dumps([call.seed, call.number]).encode()))
+        reply, error, exceeded = limits.run(
+            lambda: environments.answer(call.episode, call.action), "environment", call.cpu_seconds, call.memory_mb
+        )
+        if reply is not None:
+            return reply
+        where = "" if exceeded else f"{call.action.__struct_config__.tag}: "
+        return m.EpisodeReply(error=f"{where}{error}", exceeded=exceeded)
 
-if __name__ == "__main__":
-    run(serve)
+    return about, answer

@@ -1,26 +1,17 @@
-"""A process that runs a user's code with limits: one reply to each message, until the input ends.
-
-The code's output goes to standard error, so it cannot be mistaken for replies. Calls are limited in CPU time and
-memory. If Python cannot be interrupted, the kernel ends the process; if a call hangs without using either, the parent
-does (`worker_link`).
-"""
+"""Limits of one call of a user's code in CPU time and memory, inside the process that runs it."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import random
 import resource
 import signal
-import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from numpy import random as numpy_random  # numpy 2.5 imports it when it is first used, which may be behind the wall
 
-from motet.process import ending, wall
-from motet.process.channel import ChannelMessage, ProcessFault, decode, encode
+from motet.process import wall
 from motet.process.own_code import describe
 from motet.tasks.worker_messages import Limit
 
@@ -28,9 +19,6 @@ _GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
 _AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
 
 Result = TypeVar("Result")
-Read = Callable[[Any], Any]
-"""The next message, of one of the given kinds; None at the end of the input."""
-Write = Callable[[ChannelMessage], None]
 
 
 class CpuLimitError(BaseException):
@@ -110,37 +98,3 @@ def seed_random(seed: int) -> None:
     """Seed the random generators, so that equal calls draw equal numbers, whatever was called before."""
     random.seed(seed)
     numpy_random.seed(seed)  # noqa: NPY002  # the global state is the one that such code uses
-
-
-def run(serve: Callable[[Read, Write], None]) -> None:
-    """Keep the pipes for the protocol; a user's code prints to standard error and has an empty standard input."""
-    wall.end_with(int(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr
-    process = os.getpid()
-
-    def read(kinds: Any) -> Any:
-        line = requests.readline()
-        return decode(line, kinds) if line else None
-
-    def write(reply: ChannelMessage) -> None:
-        if os.getpid() != process:  # a child that the code forked, which returned here
-            os._exit(0)
-        replies.write(encode(reply))
-        replies.flush()
-
-    said = "its input ended"
-    try:
-        serve(read, write)
-    except BaseException as error:  # outside a call, so nobody else reports it
-        said = ending.last_words(error)
-        raise
-    finally:
-        with contextlib.suppress(OSError, ValueError, MemoryError):  # usually nobody reads any more
-            write(ProcessFault(said))
-    sys.stderr.flush()
-    with contextlib.suppress(PermissionError):  # behind a wall it started nothing
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # whatever the code started ends with it

@@ -1,0 +1,117 @@
+"""The program in which a user's code runs: `python -m motet.tasks.worker PARENT_PID`.
+
+It loads what the first message names (rewards, an environment, an agent), then sends one reply to each call until the
+input ends. The code's output goes to standard error, so it cannot be mistaken for replies, and its input is empty. If a
+call of a reward or an environment cannot be interrupted at its limit (`worker_limits`), the kernel ends the process; if
+it hangs, the parent does (`worker_link`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import resource
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from msgspec import structs
+
+from motet.core.errors import EngineError, EnvironmentFault, RewardError, WallError
+from motet.process import ending, wall
+from motet.process.channel import Parent, ProcessFault
+from motet.tasks import worker_messages as m
+
+Write = Callable[[m.WorkerMessage, m.WorkerReply], None]
+"""Sends the reply to a call."""
+
+
+def main() -> None:
+    """Load, then answer until the input ends; then end with all that the code started."""
+    wall.end_with(int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    process, requests, replies = os.getpid(), os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    parent = Parent[m.WorkerMessage](m.ToWorker, requests, replies)
+    sys.stdout = sys.stderr
+
+    def send(message: m.WorkerReply | ProcessFault) -> None:
+        if os.getpid() != process:  # a child that the code forked, which returned here
+            os._exit(0)
+        parent.send(message)
+
+    def write(request: m.WorkerMessage, reply: m.WorkerReply) -> None:
+        try:
+            send(structs.replace(reply, call=request.call))
+        except EngineError as error:  # too long
+            if not isinstance(reply, m.EpisodeReply | m.AgentReturned):
+                raise
+            send(type(reply)(call=request.call, error=f"returned {error}"))
+
+    said = "its input ended"
+    try:
+        _serve(parent, write)
+    except BaseException as error:  # outside a call, so nobody else reports it
+        said = ending.last_words(error)
+        raise
+    finally:
+        with contextlib.suppress(OSError, ValueError, MemoryError):  # usually nobody reads any more
+            send(ProcessFault(said))
+    sys.stderr.flush()
+    with contextlib.suppress(PermissionError):  # behind a wall it started nothing
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # also threads of agents that still run
+
+
+def _serve(parent: Parent[m.WorkerMessage], write: Write) -> None:
+    if (first := parent.first()) is None:
+        return
+    try:
+        loaded, answer = _load(first)
+    except (RewardError, EnvironmentFault, WallError) as error:
+        write(first, m.LoadRefused(str(error)))
+        return
+    write(first, loaded)
+    if inspect.iscoroutinefunction(answer):
+        asyncio.run(_answer_at_once(parent, write, answer))
+        return
+    while (request := parent.first()) is not None:
+        write(request, answer(request))
+
+
+def _load(first: m.WorkerMessage) -> tuple[m.WorkerReply, Callable[[Any], Any]]:
+    """The reply to the first message, and what answers the others. What one kind needs is not imported for the others."""
+    if isinstance(first, m.LoadRewards):
+        from motet.tasks import reward_calls
+
+        return reward_calls.load(first)
+    assert isinstance(first, m.LoadObject)
+    from motet.tasks import environment_calls
+
+    return environment_calls.load(first)
+
+
+async def _answer_at_once(
+    parent: Parent[m.WorkerMessage], write: Write, answer: Callable[[Any], Awaitable[m.WorkerReply]]
+) -> None:
+    requests, running = parent.queue(), dict[int, asyncio.Task[None]]()
+
+    async def call(request: m.WorkerMessage) -> None:
+        reply: m.WorkerReply = m.AgentReturned(error="was stopped")
+        with contextlib.suppress(asyncio.CancelledError):
+            reply = await answer(request)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            write(request, reply)
+
+    while (request := await requests.get()) is not None:
+        if not isinstance(request, m.StopAgent):
+            task = running[request.call] = asyncio.create_task(call(request))
+            task.add_done_callback(lambda _, number=request.call: running.pop(number))  # type: ignore[misc]
+        elif (unwanted := running.get(request.call)) is not None:
+            unwanted.cancel()
+
+
+if __name__ == "__main__":
+    main()
