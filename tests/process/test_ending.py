@@ -19,10 +19,11 @@ from motet.core.types import Message, Problem
 from motet.process.apart import Apart
 from motet.process.ending import how_it_ended, size_of
 from motet.process.piped import Piped
+from motet.tasks.environment_messages import EnvironmentStep, Reset
 from motet.tasks.environments import EnvironmentWorkers
+from motet.tasks.reward_messages import REWARD_CALLS, ScoreCompletions
 from motet.tasks.reward_workers import load_request
 from motet.tasks.worker_link import ProcessDiedError, WorkerLink
-from motet.tasks.worker_messages import EnvironmentStep, Reset, ScoreCompletions
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.tier1
@@ -67,7 +68,7 @@ class Fails:
 
 async def agent(problem):
     from motet.tasks import worker_messages
-    del worker_messages.StopAgent
+    del worker_messages.StopCall
     return 1.0
 """
 
@@ -121,7 +122,7 @@ def test_a_process_that_was_stopped_here_is_not_said_to_have_been_killed(tmp_pat
 def test_an_exception_outside_a_rewards_call_is_told_as_what_it_is(own: Path, name: str, told: str) -> None:
     async def main() -> str:
         request = load_request([RewardConfig(name=f"{own}:{name}")], None, walled=False)
-        link = await WorkerLink.start(request, own.parent / "log")
+        link = await WorkerLink.start(REWARD_CALLS, request, own.parent / "log")
         try:
             while True:  # the first may be answered
                 await link.call(ScoreCompletions(0, PROBLEM, ["text"], 60, 1024), PATIENCE, 60)
@@ -150,7 +151,7 @@ def test_an_exception_outside_an_environments_call_is_told_as_what_it_is(own: Pa
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("agent", "its process failed outside a call: AttributeError: .*StopAgent.*; see .*/log"),
+        ("agent", "its process failed outside a call: AttributeError: .*StopCall.*; see .*/log"),
         ("leaves", r"its process ended with exit status 4 \(an agent must return, not exit\)"),
         ("dies", f"its process {re.escape(KILLED)}"),
     ],

@@ -370,9 +370,10 @@ def test_a_group_that_fails_leaves_no_episode_at_work(file: Path) -> None:
             await workers.open()
             with pytest.raises(RuntimeError, match="put aside"):
                 await workers.run_group(GroupContext(PROBLEM, CHAT, 2, generate, no_score, judged=False))
-            return asyncio.all_tasks() - {asyncio.current_task()}
         finally:
             await workers.close()
+        await asyncio.sleep(0)
+        return asyncio.all_tasks() - {asyncio.current_task()}
 
     script = Script(lambda index, turn, read: "go on")
     assert asyncio.run(main()) == set()

@@ -25,10 +25,10 @@ from motet.process.channel import LONGEST_LINE
 from motet.tasks.dataset import load_dataset
 from motet.tasks.reward_answers import AnswerContext
 from motet.tasks.reward_elsewhere import from_wire, to_wire
+from motet.tasks.reward_messages import REWARD_CALLS, LoadRewards
 from motet.tasks.reward_pool import RewardPool
 from motet.tasks.reward_workers import WorkerGroup, load_request
 from motet.tasks.worker_link import WorkerLink, WorkerSlot
-from motet.tasks.worker_messages import LoadRewards
 from tests.support.faulty_rewards import (
     computes,
     counting,
@@ -241,7 +241,7 @@ def test_a_cancelled_caller_leaves_no_late_reply_behind():
 
 def test_a_process_whose_killer_is_cancelled_ends_all_the_same():
     async def scenario(_):
-        link = await WorkerLink.start(load_request([reward()], None, walled=False), None)
+        link = await WorkerLink.start(REWARD_CALLS, load_request([reward()], None, walled=False), None)
         killing = asyncio.create_task(link.kill())
         await asyncio.sleep(0)
         killing.cancel()
@@ -491,7 +491,8 @@ def test_functions_that_compute_get_no_more_processes():
 def test_what_a_process_behind_a_wall_says_of_its_waiting_is_not_believed(tmp_path, walled, at_once):
     """Its code may set its clock: it would get more processes, each with limits of its own."""
     (tmp_path / "hurries.py").write_text(
-        "import itertools, __main__\nhours = itertools.count()\n__main__._idle_seconds = lambda: 3600.0 * next(hours)\n"
+        "import itertools\nfrom motet.tasks import reward_calls\nhours = itertools.count()\n"
+        "reward_calls._idle_seconds = lambda: 3600.0 * next(hours)\n"
         "def score(problem, completion): return 1.0\n"
     )
 
@@ -589,7 +590,7 @@ def test_a_reward_may_compare_all_answers_to_a_problem():
 
 def test_the_call_that_waits_longest_gets_the_next_process() -> None:
     async def work() -> list[str]:
-        group = WorkerGroup(LoadRewards([], [], None, walled=False, memory_mb=1), None, {}, lambda: False)
+        group = WorkerGroup(LoadRewards([], None, 1, import_path=[]), None, {}, lambda: False)
         group.give_back(WorkerSlot())
         order: list[str] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from motet.core.errors import EngineError, EnvironmentFault
 from motet.core.types import Problem
-from motet.tasks import worker_messages as m
+from motet.tasks import environment_messages as m
 from motet.tasks.worker_link import LOAD_SECONDS, ClockLimitError, ProcessDiedError, WorkerLink, import_path
 
 GRACE_SECONDS = 5.0
@@ -43,13 +43,13 @@ class AgentProcesses:
         One that is killed while it loads, by a signal that Motet did not send, is started again at most twice.
         """
         async with self._starting:
-            if self._process is not None and self._process.usable:
+            if self._process is not None and not self._process.ended:
                 return self._process
             if self._process is not None:
                 await self._process.kill()
-            load = m.LoadObject(import_path(), self._name, self._args, agent=True)
+            load = m.LoadObject(self._name, self._args, agent=True, import_path=import_path())
             try:
-                self._process = await WorkerLink.start(load, self._log, hidden=self._hidden)
+                self._process = await WorkerLink.start(m.AGENT_CALLS, load, self._log, hidden=self._hidden)
             except ProcessDiedError as error:
                 raise EnvironmentFault(f"its process {error}") from error
             except ClockLimitError as error:

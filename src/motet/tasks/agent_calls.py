@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from motet.process.own_code import describe
-from motet.tasks import worker_messages as m
+from motet.tasks import environment_messages as m
 
 _THREADS = 256
 """Most agents that run at once and are not coroutines."""
@@ -29,7 +29,10 @@ def answering(
     threads = ThreadPoolExecutor(_THREADS, "motet-agent")
 
     async def answer(request: m.RunAgent) -> m.AgentReturned:
-        return await _run(agent, args, request, threads)
+        try:
+            return await _run(agent, args, request, threads)
+        except asyncio.CancelledError:  # nobody waits for it, but each call has a reply
+            return m.AgentReturned(error="was stopped")
 
     return answer
 

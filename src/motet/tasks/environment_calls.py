@@ -33,10 +33,12 @@ from motet.core.errors import EnvironmentFault
 from motet.core.types import MOST_ROLES
 from motet.process.own_code import OwnCode, describe
 from motet.tasks import agent_calls
-from motet.tasks import worker_messages as m
+from motet.tasks import environment_messages as m
 from motet.tasks.plain_json import as_json
 from motet.tasks.worker_limits import WorkerLimits, seed_random
+from motet.tasks.worker_messages import StopCall
 
+MESSAGES = m.LoadObject | m.EpisodeCall | m.RunAgent | StopCall
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})
 _LONGEST_ROLE = 100

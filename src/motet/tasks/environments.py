@@ -18,7 +18,7 @@ import numpy as np
 from motet.config import EnvironmentConfig
 from motet.core.errors import BaseModelError, ContextFull, EngineError, EnvironmentFault
 from motet.core.types import Chunk, FinishReason, IntArray, Message, Rollout, TurnParts
-from motet.tasks import worker_messages as m
+from motet.tasks import environment_messages as m
 from motet.tasks.chat import Chat
 from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended, heard, judged, read_next, whole
 from motet.tasks.team import TeamEpisode, begun
@@ -83,7 +83,8 @@ class EnvironmentWorkers(OwnEnvironment):
             await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
 
     async def _start(self, slot: _Slot) -> WorkerLink:
-        worker = await WorkerLink.start(m.LoadObject(import_path(), self.config.target, self.config.args), self._log)
+        load = m.LoadObject(self.config.target, self.config.args, import_path=import_path())
+        worker = await WorkerLink.start(m.ENVIRONMENT_CALLS, load, self._log)
         assert isinstance(worker.loaded, m.ObjectLoaded)
         self.info, slot.seen = worker.loaded, set()
         return worker

@@ -20,12 +20,13 @@ from msgspec import structs
 from motet.core.errors import RewardError
 from motet.process import wall
 from motet.process.own_code import describe
-from motet.tasks import worker_messages as m
+from motet.tasks import reward_messages as m
 from motet.tasks.reward_answers import Answer, Logs
 from motet.tasks.reward_forms import Asked, LoadedReward, alone, scored
 from motet.tasks.reward_loading import OWN, resolve
 from motet.tasks.worker_limits import WorkerLimits, over_limit, seed_random
 
+MESSAGES = m.LoadRewards | m.ScoreCompletions
 _LOADING_MB = 4096
 """Limit of address space while loading behind a wall."""
 _WAITS_SECONDS = 0.5

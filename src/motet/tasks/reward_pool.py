@@ -48,10 +48,10 @@ from motet.tasks.reward_elsewhere import (
     to_send,
 )
 from motet.tasks.reward_installed import Installed, without_folder
+from motet.tasks.reward_messages import ScoreCompletions, Scores
 from motet.tasks.reward_walls import Walls
 from motet.tasks.reward_workers import AT_ONCE, WorkerGroup, load_request
 from motet.tasks.worker_link import ClockLimitError, ProcessDiedError, WorkerLink, WorkerSlot
-from motet.tasks.worker_messages import ScoreCompletions, Scores
 
 
 @dataclass(frozen=True)

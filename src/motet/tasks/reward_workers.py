@@ -12,7 +12,7 @@ from pathlib import Path
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
-from motet.tasks import worker_messages as m
+from motet.tasks import reward_messages as m
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.worker_link import ProcessDiedError, WorkerLink, WorkerSlot, import_path
 
@@ -30,7 +30,7 @@ def load_request(
         raise RewardError(f"args of a reward must be JSON values (text, numbers, lists, mappings): {error}") from error
     sources = [m.RewardSource(reward.name, reward.args, _pickled(reward)) for reward in rewards]
     memory, known = max(reward.memory_mb for reward in rewards), None if columns is None else list(columns)
-    return m.LoadRewards(import_path(), sources, scorer, walled, memory, known)
+    return m.LoadRewards(sources, scorer, memory, known, import_path=import_path(), walled=walled)
 
 
 def _pickled(reward: RewardConfig) -> bytes | None:
@@ -123,7 +123,7 @@ class WorkerGroup:
         raise ProcessDiedError("was not called: its job has ended")
 
     async def _start(self) -> WorkerLink:
-        return await WorkerLink.start(self.request, self.log, charge=self.charge)
+        return await WorkerLink.start(m.REWARD_CALLS, self.request, self.log, charge=self.charge)
 
     async def take(self) -> WorkerSlot:
         """A free worker: a new one if another may be started, otherwise the next that becomes free."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from motet.core.errors import BaseModelError, ContextFull, EngineError
 from motet.core.types import Chunk, FinishReason, Group, IntArray, Message, Rollout, Turn
-from motet.tasks import worker_messages as m
+from motet.tasks import environment_messages as m
 from motet.tasks.episode import GroupContext, answered, extended, heard, read_next, whole
 
 Act = Callable[[m.AnyAction], Awaitable[m.EpisodeReply]]

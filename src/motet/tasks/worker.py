@@ -1,9 +1,8 @@
-"""The program in which a user's code runs: `python -m motet.tasks.worker PARENT_PID`.
+"""The program in which a user's code runs: `python -m motet.tasks.worker MODULE PARENT_PID`.
 
-It loads what the first message names (rewards, an environment, an agent), then sends one reply to each call until the
-input ends. The code's output goes to standard error, so it cannot be mistaken for replies, and its input is empty. If a
-call of a reward or an environment cannot be interrupted at its limit (`worker_limits`), the kernel ends the process; if
-it hangs, the parent does (`worker_link`).
+The module loads what the first message names; then the program sends one reply to each call until the input ends. The
+code's output goes to standard error, so it cannot be mistaken for replies, and its input is empty. If a call cannot be
+interrupted at its limit (`worker_limits`), the kernel ends the process; if it hangs, the parent does (`worker_link`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from importlib import import_module
 from typing import Any
 
 from msgspec import structs
@@ -31,11 +31,12 @@ Write = Callable[[m.WorkerMessage, m.WorkerReply], None]
 
 def main() -> None:
     """Load, then answer until the input ends; then end with all that the code started."""
-    wall.end_with(int(sys.argv[1]))
+    wall.end_with(int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     process, requests, replies = os.getpid(), os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    parent = Parent[m.WorkerMessage](m.ToWorker, requests, replies)
+    calls = import_module(sys.argv[1])
+    parent = Parent[m.WorkerMessage](calls.MESSAGES, requests, replies)
     sys.stdout = sys.stderr
 
     def send(message: m.WorkerReply | ProcessFault) -> None:
@@ -47,13 +48,13 @@ def main() -> None:
         try:
             send(structs.replace(reply, call=request.call))
         except EngineError as error:  # too long
-            if not isinstance(reply, m.EpisodeReply | m.AgentReturned):
+            if (told := reply.too_long(request, error)) is None:
                 raise
-            send(type(reply)(call=request.call, error=f"returned {error}"))
+            send(structs.replace(told, call=request.call))
 
     said = "its input ended"
     try:
-        _serve(parent, write)
+        _serve(calls.load, parent, write)
     except BaseException as error:  # outside a call, so nobody else reports it
         said = ending.last_words(error)
         raise
@@ -65,11 +66,11 @@ def main() -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)  # also threads of agents that still run
 
 
-def _serve(parent: Parent[m.WorkerMessage], write: Write) -> None:
+def _serve(load: Callable[[Any], Any], parent: Parent[m.WorkerMessage], write: Write) -> None:
     if (first := parent.first()) is None:
         return
     try:
-        loaded, answer = _load(first)
+        loaded, answer = load(first)
     except (RewardError, EnvironmentFault, WallError) as error:
         write(first, m.LoadRefused(str(error)))
         return
@@ -81,32 +82,17 @@ def _serve(parent: Parent[m.WorkerMessage], write: Write) -> None:
         write(request, answer(request))
 
 
-def _load(first: m.WorkerMessage) -> tuple[m.WorkerReply, Callable[[Any], Any]]:
-    """The reply to the first message, and what answers the others. What one kind needs is not imported for the others."""
-    if isinstance(first, m.LoadRewards):
-        from motet.tasks import reward_calls
-
-        return reward_calls.load(first)
-    assert isinstance(first, m.LoadObject)
-    from motet.tasks import environment_calls
-
-    return environment_calls.load(first)
-
-
 async def _answer_at_once(
     parent: Parent[m.WorkerMessage], write: Write, answer: Callable[[Any], Awaitable[m.WorkerReply]]
 ) -> None:
     requests, running = parent.queue(), dict[int, asyncio.Task[None]]()
 
     async def call(request: m.WorkerMessage) -> None:
-        reply: m.WorkerReply = m.AgentReturned(error="was stopped")
-        with contextlib.suppress(asyncio.CancelledError):
-            reply = await answer(request)
         with contextlib.suppress(OSError):  # nobody reads any more
-            write(request, reply)
+            write(request, await answer(request))
 
     while (request := await requests.get()) is not None:
-        if not isinstance(request, m.StopAgent):
+        if not isinstance(request, m.StopCall):
             task = running[request.call] = asyncio.create_task(call(request))
             task.add_done_callback(lambda _, number=request.call: running.pop(number))  # type: ignore[misc]
         elif (unwanted := running.get(request.call)) is not None:

@@ -16,7 +16,6 @@ from typing import Any
 
 from msgspec import structs
 
-from motet.core.errors import EnvironmentFault, RewardError
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, Child, ProcessFault
 from motet.process.cpu_time import cpu_seconds_of
@@ -30,7 +29,6 @@ AGAIN = 2
 """How often what a killed process did is tried again, each time in a fresh process."""
 _REMAINS = str(Path(__file__).with_name("worker_remains.py"))
 _NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
-Load = m.LoadRewards | m.LoadObject
 Charge = Callable[[float], None]
 
 
@@ -50,12 +48,10 @@ class ClockLimitError(Exception):
 class WorkerLink:
     """One worker process. Rewards and environments take one call at a time, an agent many."""
 
-    def __init__(self, piped: Piped, remains: subprocess.Popen[bytes], load: Load, charge: Charge) -> None:
+    def __init__(self, calls: m.Calls, piped: Piped, remains: subprocess.Popen[bytes], charge: Charge) -> None:
         """`remains` ends and removes what the process leaves (`worker_remains`)."""
-        self._piped, self._remains, self._charge = piped, remains, charge
-        agent = isinstance(load, m.LoadObject) and load.agent
-        self._kind = "reward" if isinstance(load, m.LoadRewards) else "agent" if agent else "environment"
-        self.child, self.loaded = Child[Any].of(piped, m.FromWorker), m.WorkerReply()
+        self._calls, self._piped, self._remains, self._charge = calls, piped, remains, charge
+        self.child, self.loaded = Child[Any].of(piped, calls.replies), m.WorkerReply()
         self.answered = -1
         """Number of answered calls, besides the first, which loads."""
         self.ended = ""
@@ -68,25 +64,25 @@ class WorkerLink:
 
     @classmethod
     async def start(
-        cls, load: Load, log: Path | None, charge: Charge = lambda _: None, hidden: Collection[str] = ()
-    ) -> WorkerLink:
+        cls, calls: m.Calls, load: m.Load, log: Path | None, *, charge: Charge = lambda _: None,
+        hidden: Collection[str] = (),
+    ) -> WorkerLink:  # fmt: skip
         """Start a process and load what `load` names; `charge` is called with the CPU seconds that it has used more.
 
         A process for behind a wall gets none of this process's environment variables, others all but the `hidden` ones. One
         that is killed while it loads, by a signal that Motet did not send, is started again at most twice.
 
         Raises:
-            RewardError, EnvironmentFault: it does not load; the text is for a person.
+            MotetError: it does not load, as `calls.refused`; the text is for a person.
             ProcessDiedError, ClockLimitError: loading ended the process or took too long.
         """
         kills = 0
         while True:
-            link = await cls._spawn(load, log, charge, hidden)
+            link = await cls._spawn(calls, load, log, charge, hidden)
             try:
                 link.loaded = await link.call(load, LOAD_SECONDS)
                 if isinstance(link.loaded, m.LoadRefused):
-                    fault = RewardError if isinstance(load, m.LoadRewards) else EnvironmentFault
-                    raise fault(link.loaded.error)
+                    raise calls.refused(link.loaded.error)
                 return link
             except BaseException as error:
                 await link.kill()
@@ -95,12 +91,15 @@ class WorkerLink:
                     raise
 
     @classmethod
-    async def _spawn(cls, load: Load, log: Path | None, charge: Charge, hidden: Collection[str]) -> WorkerLink:
+    async def _spawn(
+        cls, calls: m.Calls, load: m.Load, log: Path | None, charge: Charge, hidden: Collection[str]
+    ) -> WorkerLink:
         sandboxes = tempfile.mkdtemp(prefix="motet-worker-")
         remains = _keep(sandboxes)
-        environment = {name: value for name, value in _environment(load).items() if name not in hidden}
+        all_variables = _environment(load, limited=not calls.at_once)
+        environment = {name: value for name, value in all_variables.items() if name not in hidden}
         try:
-            command = wall.command("motet.tasks.worker", str(os.getpid()))
+            command = wall.command("motet.tasks.worker", calls.module, str(os.getpid()))
             piped = await Piped.start(command, log, {**environment, PLACE: sandboxes}, LONGEST_LINE)
             assert remains.stdin is not None
             remains.stdin.write(b"%d" % piped.process.pid)
@@ -108,7 +107,7 @@ class WorkerLink:
         except BaseException:
             remains.communicate()
             raise
-        return cls(piped, remains, load, charge)
+        return cls(calls, piped, remains, charge)
 
     async def kill(self) -> None:
         """Kill the process and all that it started, wait for the end, and remove its sandboxes.
@@ -144,11 +143,11 @@ class WorkerLink:
             async with asyncio.timeout(wall_seconds):
                 return await waiting
         except TimeoutError as error:
-            limit = f"{wall_seconds:g} s by the clock ({self._kind} field wall_seconds)"
+            limit = f"{wall_seconds:g} s by the clock ({self._calls.kind} field wall_seconds)"
             raise ClockLimitError(f"gave no answer in {limit}") from error
         except asyncio.CancelledError:
-            if isinstance(request, m.RunAgent):
-                self.child.send(m.StopAgent(call=number))
+            if self._calls.at_once:
+                self.child.send(m.StopCall(call=number))
             raise
         finally:
             self._count(min(cpu_seconds, time.monotonic() - began))
@@ -175,8 +174,8 @@ class WorkerLink:
                     waiting.set_result(reply)
         except (ValueError, RecursionError):
             fault = _NO_REPLY
-        article = "an" if self._kind[0] in "aeiou" else "a"
-        hint = f" ({article} {self._kind} must return, not exit)"
+        article = "an" if self._calls.kind[0] in "aeiou" else "a"
+        hint = f" ({article} {self._calls.kind} must return, not exit)"
         self.ended = fault or await self._piped.how_it_ended(hint)
         self._killed = not fault and self._piped.killed
         await self._end()
@@ -186,7 +185,7 @@ class WorkerLink:
 
     def _died(self, cpu_seconds: float) -> ProcessDiedError:
         if self._piped.process.returncode == -signal.SIGXCPU:
-            limit = f"{cpu_seconds:g} s of CPU time ({self._kind} field cpu_seconds)"
+            limit = f"{cpu_seconds:g} s of CPU time ({self._calls.kind} field cpu_seconds)"
             return ProcessDiedError(f"took more than {limit} and could not be interrupted")
         return ProcessDiedError(self.ended, killed=self._killed)
 
@@ -238,13 +237,13 @@ class WorkerSlot:
             await link.kill()
 
 
-def _environment(load: Load) -> dict[str, str]:
+def _environment(load: m.Load, *, limited: bool) -> dict[str, str]:
     """What a user's code makes of a call depends on the call: random numbers, hashes, encodings and the zone are fixed."""
-    if isinstance(load, m.LoadObject) and load.agent:
+    if not limited:
         return {**os.environ, **wall.FIXED}
     # The limit is on address space; one arena and one thread keep it close to the memory in use.
     environment = wall.environment(MALLOC_ARENA_MAX="2")
-    if isinstance(load, m.LoadRewards) and load.walled:
+    if load.walled:
         return environment
     return {**os.environ, **{name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}}
 

@@ -23,7 +23,7 @@ from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
 from motet.service.workers.attached import MOST_LEASED, AttachedWorkers, Gone, Room
-from motet.tasks.worker_messages import LATE
+from motet.tasks.environment_messages import LATE
 
 KEY_PREFIX = "ek-"
 """Prefix of episode keys."""
