@@ -1,6 +1,9 @@
-"""Calls of an environment, in the process that runs it. Each episode has an instance of the user's class.
+"""Calls of an environment or an agent, in the process that runs it.
 
-The class implements one or both of two forms:
+An agent is a user's function, `async` or not, with any of the parameters `problem`, `base_url`, `api_key`, `deadline`,
+`seed` and the job's `args`. It returns a number, rewards by the ids of calls, or None. Many run at once.
+
+An environment is a user's class; each episode has an instance. It implements one or both of two forms:
 
     def reset(self, **row) -> str | None      # columns of the row; the result is added to the prompt
     def any_public_method(self, x: int) -> str    # a tool, by its signature and docstring (TRL's environments)
@@ -15,6 +18,7 @@ The class implements one or both of two forms:
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import inspect
@@ -22,9 +26,11 @@ import json
 import math
 import re
 import sys
+import time
 import typing
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
@@ -32,7 +38,6 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 from motet.core.errors import EnvironmentFault
 from motet.core.types import MOST_ROLES
 from motet.process.own_code import OwnCode, describe
-from motet.tasks import agent_calls
 from motet.tasks import environment_messages as m
 from motet.tasks.plain_json import as_json
 from motet.tasks.worker_limits import WorkerLimits, seed_random
@@ -41,6 +46,9 @@ from motet.tasks.worker_messages import StopCall
 MESSAGES = m.LoadObject | m.EpisodeCall | m.RunAgent | StopCall
 OWN = OwnCode("environment", EnvironmentFault, ("single", "retry"))
 _NOT_TOOLS = frozenset({"reset", "step", "get_reward", "close", "list_tools", "call_tool"})
+_THREADS = 256
+"""Most agents that run at once and are not coroutines."""
+_OF_AN_AGENT = ": an agent returns a finite number, rewards by the ids of calls, or None"
 _LONGEST_ROLE = 100
 """Characters of a role that are kept."""
 _ARGS = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
@@ -173,10 +181,10 @@ def _done(instance: Any) -> bool:
     return getattr(instance, "done", False) is True
 
 
-def _number(value: Any, of: str) -> float:
+def _number(value: Any, of: str, but: str = ", not a finite number") -> float:
     number = float(value) if hasattr(value, "__float__") and not isinstance(value, str) else math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{of} {value!r:.80}, not a finite number")
+        raise ValueError(f"{of} {value!r:.80}{but}")
     return number
 
 
@@ -204,7 +212,8 @@ def load(first: m.LoadObject) -> tuple[m.ObjectLoaded, Callable[[Any], Any]]:
     sys.path[:] = first.import_path
     own = OWN.find(first.name)
     if first.agent or inspect.isfunction(own):
-        return m.ObjectLoaded(agent=True), agent_calls.answering(own, first.args)
+        threads = ThreadPoolExecutor(_THREADS, "motet-agent")
+        return m.ObjectLoaded(agent=True), functools.partial(_run_agent, own, first.args, threads)
     try:
         environments = Environments(first.name, own, first.args)
         about = environments.about()
@@ -225,3 +234,55 @@ def load(first: m.LoadObject) -> tuple[m.ObjectLoaded, Callable[[Any], Any]]:
         return m.EpisodeReply(error=f"{where}{error}", exceeded=exceeded)
 
     return about, answer
+
+
+# --- agents --------------------------------------------------------------------------------------------------------------
+
+
+async def _run_agent(
+    agent: Callable[..., Any], args: Mapping[str, Any], threads: ThreadPoolExecutor, request: m.RunAgent
+) -> m.AgentReturned:
+    offered = {
+        "problem": request.problem,
+        "base_url": request.base_url,
+        "api_key": request.api_key,
+        "deadline": request.deadline,
+        "seed": request.seed,
+        **args,
+    }
+    thread: Future[Any] | None = None
+    try:
+        async with asyncio.timeout(max(0.0, request.deadline - time.time())) as time_left:
+            call = functools.partial(agent, **_taken(agent, offered))
+            if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+                returned = await call()
+            else:
+                returned = await asyncio.wrap_future(thread := threads.submit(_called, call))
+        if time_left.expired():  # it was interrupted, but continued
+            raise TimeoutError
+        by_id = returned if isinstance(returned, Mapping) else {}
+        rewards = {str(name): _number(value, "returned", _OF_AN_AGENT) for name, value in by_id.items()}
+        whole = None if returned is by_id or returned is None else _number(returned, "returned", _OF_AN_AGENT)
+        return m.AgentReturned(whole, rewards)
+    except BaseException as error:  # whatever an agent raises, or the end of its time
+        me = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
+            return m.AgentReturned(error="was stopped")  # nobody waits for it, but each call has a reply
+        if isinstance(error, TimeoutError) and time.time() >= request.deadline:
+            hangs = thread is not None and thread.running()
+            return m.AgentReturned(error=m.LATE, late=True, hangs=hangs)
+        return m.AgentReturned(error=describe(error))
+
+
+def _called(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except StopIteration as error:  # no future takes it: its rollout would wait until the end of its time
+        raise RuntimeError("agent raised StopIteration").with_traceback(error.__traceback__) from error
+
+
+def _taken(agent: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(agent).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}
