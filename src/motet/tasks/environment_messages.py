@@ -8,12 +8,12 @@ from typing import Any
 from motet.core.errors import EnvironmentFault
 from motet.core.types import Problem
 from motet.process.channel import ChannelMessage, ProcessFault
-from motet.tasks.worker_messages import Calls, Limit, Load, LoadRefused, WorkerMessage, WorkerReply
+from motet.tasks.worker_messages import Calls, Limit, LoadCode, LoadRefused, WorkerMessage, WorkerReply
 
 LATE = "did not return in time (environment.wall_seconds)"
 
 
-class LoadObject(Load, frozen=True):
+class LoadObject(LoadCode, frozen=True):
     """The first message to a process: an environment's class, or an agent's function, by its name."""
 
     name: str

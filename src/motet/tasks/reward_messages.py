@@ -12,7 +12,7 @@ from motet.core.types import Problem, TurnParts
 from motet.process.channel import ChannelMessage, ProcessFault
 from motet.tasks.reasoning import ScorerSpec
 from motet.tasks.reward_answers import Noted, TrainerState, sound
-from motet.tasks.worker_messages import Calls, Limit, Load, LoadRefused, WorkerMessage, WorkerReply
+from motet.tasks.worker_messages import Calls, Limit, LoadCode, LoadRefused, WorkerMessage, WorkerReply
 
 
 class RewardSource(ChannelMessage, frozen=True):
@@ -24,7 +24,7 @@ class RewardSource(ChannelMessage, frozen=True):
     """A function object."""
 
 
-class LoadRewards(Load, frozen=True):
+class LoadRewards(LoadCode, frozen=True):
     """The first message to a process."""
 
     rewards: list[RewardSource]

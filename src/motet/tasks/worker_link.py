@@ -64,7 +64,7 @@ class WorkerLink:
 
     @classmethod
     async def start(
-        cls, calls: m.Calls, load: m.Load, log: Path | None, *, charge: Charge = lambda _: None,
+        cls, calls: m.Calls, load: m.LoadCode, log: Path | None, *, charge: Charge = lambda _: None,
         hidden: Collection[str] = (),
     ) -> WorkerLink:  # fmt: skip
         """Start a process and load what `load` names; `charge` is called with the CPU seconds that it has used more.
@@ -92,7 +92,7 @@ class WorkerLink:
 
     @classmethod
     async def _spawn(
-        cls, calls: m.Calls, load: m.Load, log: Path | None, charge: Charge, hidden: Collection[str]
+        cls, calls: m.Calls, load: m.LoadCode, log: Path | None, charge: Charge, hidden: Collection[str]
     ) -> WorkerLink:
         sandboxes = tempfile.mkdtemp(prefix="motet-worker-")
         remains = _keep(sandboxes)
@@ -237,7 +237,7 @@ class WorkerSlot:
             await link.kill()
 
 
-def _environment(load: m.Load, *, limited: bool) -> dict[str, str]:
+def _environment(load: m.LoadCode, *, limited: bool) -> dict[str, str]:
     """What a user's code makes of a call depends on the call: random numbers, hashes, encodings and the zone are fixed."""
     if not limited:
         return {**os.environ, **wall.FIXED}

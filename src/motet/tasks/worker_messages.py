@@ -19,7 +19,7 @@ class WorkerMessage(ChannelMessage, frozen=True, kw_only=True):
     """Number of the call; its reply has the same."""
 
 
-class Load(WorkerMessage, frozen=True, kw_only=True):
+class LoadCode(WorkerMessage, frozen=True, kw_only=True):
     """The first message: what is to be called."""
 
     import_path: list[str]
@@ -50,7 +50,7 @@ class LoadRefused(WorkerReply, frozen=True):
 
     def fits(self, request: WorkerMessage) -> bool:
         """Whether something was to be loaded."""
-        return isinstance(request, Load)
+        return isinstance(request, LoadCode)
 
 
 @dataclass(frozen=True)
