@@ -449,7 +449,7 @@ def test_sampling_that_fails_is_the_rollouts_and_a_prompt_that_is_too_long_the_a
         asyncio.run(one.complete([user("a")], (), CallLimits()))
     assert one.rollout({}).error == "the agent never called the model"
     assert rewarded(one, 1.0, {}, "").error == "the agent never called the model"
-    assert rewarded(one, None, {}, "it raised").error == "it raised"
+    assert rewarded(one, None, {}, "it raised").error == "the agent it raised"
     assert "return a number, or give the job a reward" in rewarded(one, None, {}, "").error
 
 
@@ -466,14 +466,14 @@ def test_an_episode_that_fills_the_context_ends_as_truncated_with_what_it_earned
     with pytest.raises(ChatRefusal, match="maximum context length is 1024") as refused:
         asyncio.run(one.complete([user("b")], (), CallLimits()))
     assert refused.value.code == "context_length_exceeded"
-    handled, unhandled = rewarded(one, 0.5, {}, ""), rewarded(one, None, {}, "the agent raised BadRequestError")
+    handled, unhandled = rewarded(one, 0.5, {}, ""), rewarded(one, None, {}, "raised BadRequestError")
     assert (handled.error, handled.reward_parts, handled.truncated) == ("", {"agent": 0.5}, True)
     assert (unhandled.error, unhandled.truncated, len(unhandled.turns)) == ("", True, 1)
     assert unhandled.reward_parts == ({} if one.context.judged else {"agent": 0.0})
     script.says = lambda *_: "y"
     asyncio.run(one.complete([user("shorter")], (), CallLimits()))
     assert not rewarded(one, 0.5, {}, "").truncated, "the agent went on with less"
-    assert rewarded(one, None, {}, "it raised").error == "it raised"
+    assert rewarded(one, None, {}, "it raised").error == "the agent it raised"
 
 
 def test_a_full_context_is_told_by_its_code_to_the_stock_client() -> None:
