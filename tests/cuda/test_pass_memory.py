@@ -10,8 +10,8 @@ import torch
 import tests.support.triton_on_cpu
 from motet.cuda.adapters import AdapterTables, runs_of
 from motet.cuda.attention import CudaPass
+from motet.cuda.decoder_shape import kept_bytes
 from motet.cuda.forward import KeptLayer
-from motet.cuda.pass_memory import kept_bytes
 from motet.model.routing import TrainerRouting, TrainSegment
 from tests.support import cuda_bases as cuda
 from tests.support import tiny_models as tiny

@@ -12,8 +12,7 @@ from motet.commands.answers import print_table
 from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError
 from motet.core.model_info import ALL_LINEAR
-from motet.cuda.decoder_shape import DecoderShape, widths_of_rank
-from motet.cuda.pass_memory import kept_bytes, passing_bytes
+from motet.cuda.decoder_shape import DecoderShape, kept_bytes, passing_bytes, widths_of_rank
 from motet.hosting.slot_memory import SlotMemory
 from motet.view.text import plain_console
 

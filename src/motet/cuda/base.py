@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 from motet.cuda.adapters import AdapterTables, Places, runs_of, widths_of
 from motet.cuda.attention import CudaAttention, CudaPass
 from motet.cuda.backward import DecoderBackward
+from motet.cuda.decoder_shape import kept_bytes, passing_bytes
 from motet.cuda.forward import DecoderForward, KeptLayer
 from motet.cuda.layers import DecoderPlan
 from motet.cuda.math import CudaMath
-from motet.cuda.pass_memory import kept_bytes, passing_bytes
 from motet.cuda.products import Products, ProductWeight
 from motet.cuda.step import CudaSteps
 from motet.model.accelerator import Recorder
