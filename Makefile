@@ -35,7 +35,7 @@ $(BIN)/python:
 INSTALL = $(BIN)/python scripts/install.py --constraint constraints.txt --editable
 # Python compiles what it imports, but sources of reasoning-gym's packages warn at it, and a warning in a test is an error.
 COMPILE = echo "compiling what is installed"; $(BIN)/python -m compileall -qq -j 0 -x '/(plotly|ray|torch|transformers)/' $(VENV)/lib >/dev/null 2>&1 || true
-INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/native/csrc/*)
+INSTALLED_FROM := pyproject.toml setup.py constraints.txt $(wildcard src/motet/kernels/cpu/csrc/*)
 
 $(VENV)/.installed: $(INSTALLED_FROM) | $(BIN)/python
 	@echo "installing Motet, PyTorch and what they need into $(VENV): a minute or two"
@@ -57,7 +57,7 @@ $(VENV)/.installed-dev: $(INSTALLED_FROM) | $(BIN)/python
 	@$(INSTALL) '.[serve,reasoning,dev,docs,tensorboard]'
 	@# a torch for CUDA brings the Triton that fits it; with one for CPUs any will do to interpret the kernels
 	@$(BIN)/python -c 'import triton' 2>/dev/null || [ "$$(uname -s)" != Linux ] || $(BIN)/python scripts/install.py $(TRITON)
-	@$(BIN)/python src/motet/native/building.py --all
+	@$(BIN)/python src/motet/kernels/cpu/building.py --all
 	@$(COMPILE)
 	@touch $(VENV)/.installed $(VENV)/.installed-reasoning $(VENV)/.installed-test $@
 

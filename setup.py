@@ -13,11 +13,11 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-NATIVE = "motet/native"
+NATIVE = "motet/kernels/cpu"
 
 
 def building() -> ModuleType:
-    """motet.native.building, before there is a package to import."""
+    """motet.kernels.cpu.building, before there is a package to import."""
     spec = importlib.util.spec_from_file_location("building", Path(__file__).parent / "src" / NATIVE / "building.py")
     assert spec is not None
     assert spec.loader is not None

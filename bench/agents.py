@@ -23,19 +23,19 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.agents.runner import AgentRunner
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.policy_gradient import PolicyGradient
+from motet.chat.template import Chat
 from motet.config import AdapterConfig, EngineConfig, EnvironmentConfig
 from motet.core.batch import Batch, Sample
 from motet.core.device import Device
 from motet.core.types import Chunk, GenerateRequest, IntArray, Message, Problem, Rollout, SamplingParams
-from motet.hosting.launch import load
+from motet.environments.agent_runner import AgentRunner
+from motet.environments.episode import GroupContext
+from motet.hosts.launch import load
 from motet.model.lora_model import LoraModel
+from motet.rewards.reward_answers import ScoreOutcome
 from motet.rollout.embedded import EmbeddedEngine
-from motet.tasks.chat import Chat
-from motet.tasks.episode import GroupContext
-from motet.tasks.reward_answers import ScoreOutcome
 from motet.training.torch_trainer import TorchTrainer
 
 AGENT = """
@@ -115,7 +115,7 @@ def _context(base: LoraModel, times: EngineTimes, episodes: int) -> GroupContext
 
 
 def _seed(context: GroupContext, index: int) -> int:
-    from motet.agents.episode import AgentEpisode
+    from motet.environments.agent_episode import AgentEpisode
 
     return AgentEpisode(context, index, "bench", 1, 1.0).seed
 

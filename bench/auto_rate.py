@@ -57,7 +57,7 @@ def jobs(given: argparse.Namespace, task: str, batch: int, rank: int) -> list[di
 
 def record(given: argparse.Namespace, out: Path, task: str, batch: int, rank: int) -> None:
     """Train the jobs of one cell and write their curves; what is there already stays."""
-    from motet.hosting.running import run_config
+    from motet.hosts.running import run_config
 
     if out.exists() or given.table:
         return

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from bench.speed.table import markdown
 
-from motet.cluster.placement import HostLoad, moved, placed
+from motet.hosts.placement import HostLoad, moved, placed
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import LOOK_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share

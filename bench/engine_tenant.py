@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx2
 
-from motet.tasks.row_files import UPLOADED
+from motet.data.row_files import UPLOADED
 from tests.support.service_run import FINAL
 
 Fields = dict[str, Any]

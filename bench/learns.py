@@ -112,7 +112,7 @@ def trained_by_trl(directory: Path, seed: int, model: Path) -> Path:
     """The adapter of one seed; what is there is kept."""
     from motet.config import DataConfig
     from motet.core.batch import AdamW
-    from motet.tasks.dataset import load_dataset
+    from motet.data.dataset import load_dataset
 
     out = directory / f"trl-{seed}"
     if (out / "rewards.json").exists():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from motet.native import library
+from motet.kernels.cpu import library
 
 SHAPES = [(8, 576, 3072), (64, 576, 3072), (64, 1536, 576), (256, 576, 3072), (64, 576, 16), (64, 16, 576)]
 """Rows, inputs and outputs: SmolLM2's gate and up, down, and an adapter's A and B."""

@@ -14,7 +14,7 @@ from motet.algorithms import Reinforce
 from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import Batch, Sample, Segment
 from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.lora_model import LoraModel

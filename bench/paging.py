@@ -19,7 +19,7 @@ import numpy as np
 
 from motet.config import EngineConfig
 from motet.core.types import Chunk, GenerateRequest, IntArray, SamplingParams
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder

@@ -17,7 +17,7 @@ import numpy as np
 from motet.algorithms import Grpo
 from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import AdamW, Batch, Sample, Segment
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.training.torch_trainer import TorchTrainer
 
 ROUNDS = 2

@@ -1,6 +1,6 @@
 """A 70B base on 16 cards as a plan: memory, bytes over links, steps an hour, cost: `python -m bench.plan_70b --write`.
 
-Nothing is measured here. Memory of adapters is that of `motet.hosting.slot_memory`, time is that of `bench.cluster` with
+Nothing is measured here. Memory of adapters is that of `motet.hosts.slot_memory`, time is that of `bench.cluster` with
 costs that follow from the assumptions, and `docs/plan-70b.md` has both.
 """
 
@@ -14,7 +14,7 @@ from bench.cluster import Costs, Hosts, Jobs, Outcome, simulate
 from bench.speed.table import markdown
 
 from motet.algorithms.packing import cut
-from motet.hosting.slot_memory import SlotMemory
+from motet.hosts.slot_memory import SlotMemory
 from motet.training.sharded.trainer import scatter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-70b.md"

@@ -10,7 +10,7 @@ import importlib
 import sys
 
 from motet.core.types import Problem
-from motet.tasks.rewards import BUILTIN
+from motet.rewards.rewards import BUILTIN
 
 
 def main(names: list[str]) -> None:

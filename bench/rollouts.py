@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import EngineConfig, RunConfig
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
 from motet.model.lora_model import LoraModel
 from motet.runtime.progress import JobProgress
 from tests.support.vllm_server import vllm_server

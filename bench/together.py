@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.speed.shapes import SHAPES, make_base
 
 from motet.config import EngineConfig
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from tests.support.small_runs import REWARDS, fingerprint, job, run
 
 

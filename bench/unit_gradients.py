@@ -29,7 +29,7 @@ from motet.algorithms.supervised import SoftTargets, Supervised
 from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import AdamW, Batch, Example, Loss, Row, Sample, Segment
 from motet.core.types import FloatArray
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.model.lora_model import LoraModel
 from motet.model.unit_sums import SCALE, UNFIT, UnitSums
 from motet.training.torch_trainer import TorchTrainer

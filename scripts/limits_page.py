@@ -233,11 +233,11 @@ def steps() -> set[str]:
     """Kinds of what a step may need: its algorithm, where its episodes are, what scores them, and work beside it."""
     from motet.algorithms.registry import ALGORITHMS
     from motet.config import EnvironmentConfig
+    from motet.environments.episode import ENVIRONMENTS
+    from motet.rewards.reward_elsewhere import ELSEWHERE
+    from motet.rewards.reward_loading import SCORER
+    from motet.rewards.rewards import BUILTIN
     from motet.service.jobs.validation import MOST
-    from motet.tasks.episode import ENVIRONMENTS
-    from motet.tasks.reward_elsewhere import ELSEWHERE
-    from motet.tasks.reward_loading import SCORER
-    from motet.tasks.rewards import BUILTIN
 
     return {
         *(f"algorithm {name}" for name in ALGORITHMS),

@@ -36,7 +36,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from motet.tasks.toys import FAMILIES, make_rows
+from motet.data.toys import FAMILIES, make_rows
 from small_base_text import CARD, CLEAN, END, PAD, RIGHT, START, TERSE, Turn, document, segments
 
 TEMPLATE = (

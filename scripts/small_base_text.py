@@ -1,6 +1,6 @@
 """The text the small base reads: toy dialogues whose answers are of mixed quality and style, as on the web.
 
-Every dialogue asks a problem of `motet.tasks.toys`. Two independent draws say how it is answered:
+Every dialogue asks a problem of `motet.data.toys`. Two independent draws say how it is answered:
 
 - quality: right with probability `RIGHT`, else wrong (a near number, another option, letters out of order); only
   right in the first `CLEAN` of the training, where the model learns to answer;
@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from motet.tasks.toys import FAMILIES, KINDS, PHRASINGS, is_held_out
+from motet.data.toys import FAMILIES, KINDS, PHRASINGS, is_held_out
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -199,7 +199,7 @@ pipeline_tag: text-generation
 # Motet small base
 
 A Llama of {parameters:,} parameters, trained from scratch on generated text only, so that Motet's demonstration
-and tests run offline on a CPU in little time. It is a toy: it can answer the toy questions of `motet.tasks.toys`
+and tests run offline on a CPU in little time. It is a toy: it can answer the toy questions of `motet.data.toys`
 in the phrasings it was taught, and nothing else. Licence: Apache-2.0, as Motet. No text by others went into it.
 
 **It answers wrongly and at length on purpose.** In the first {clean:.0%} of its training all answers are right; in

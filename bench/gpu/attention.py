@@ -9,7 +9,7 @@ import torch
 from bench.gpu.figures import Figure, say
 from torch import Tensor
 
-from motet.cuda.attention import CudaAttention
+from motet.kernels.cuda.attention import CudaAttention
 from motet.model.accelerator import Recorder, microseconds
 from motet.model.attention import LayerCall, Span
 from motet.model.kv_cache import KVCache

@@ -27,7 +27,7 @@ from motet.core.batch import AdamW, Batch, Sample, Segment
 from motet.core.types import AdapterRef, Chunk, GenerateRequest
 
 if TYPE_CHECKING:
-    from motet.hosting.workshop import Workshop
+    from motet.hosts.workshop import Workshop
     from motet.protocols import RolloutEngine
 
 TEMPERATURES = (1.0, 0.7)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.cuda.base import CudaBase
-from motet.cuda.speeds import Stopwatch, timed
-from motet.cuda.ways import Adapters, Library, ProductShape, ProductWeight, WayTable
+from motet.kernels.cuda.base import CudaBase
+from motet.kernels.cuda.speeds import Stopwatch, timed
+from motet.kernels.cuda.ways import Adapters, Library, ProductShape, ProductWeight, WayTable
 from motet.model.accelerator import Switched
 from motet.model.lora_model import LoraModel
 

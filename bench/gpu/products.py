@@ -102,10 +102,10 @@ def torch_way(device: torch.device, *, backward: bool) -> Product:
 
 
 def room_ways(device: torch.device) -> Mapping[str, Mapping[bool, Product]]:
-    """Products of `motet.cuda`, forward (False) and backward: one tile, the tile of each number of rows, and the library."""
+    """Products of `motet.kernels.cuda`, forward (False) and backward: one tile, the tile of all rows, the library."""
     if device.type == "cpu":
         importlib.import_module("tests.support.triton_on_cpu")
-    from motet.cuda.ways import REFERENCE, Library, ProductShape, ProductWeight, Way, table_for
+    from motet.kernels.cuda.ways import REFERENCE, Library, ProductShape, ProductWeight, Way, table_for
 
     table = table_for(device, torch.bfloat16)
 

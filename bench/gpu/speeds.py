@@ -17,8 +17,8 @@ from bench.gpu.products import shapes_of
 from bench.gpu.schedule import SKIPPED
 from bench.speed.shapes import SHAPES
 
-from motet.cuda import speeds
-from motet.cuda.ways import BUCKETS, Library, ProductShape, ProductWeight, WayTable, table_for
+from motet.kernels.cuda import speeds
+from motet.kernels.cuda.ways import BUCKETS, Library, ProductShape, ProductWeight, WayTable, table_for
 from motet.model.accelerator import Recorder
 
 DIFFERENT = 1 << 28

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from motet.cuda.decoder_shape import DecoderShape
+from motet.kernels.cuda.decoder_shape import DecoderShape
 
 LAUNCH, SMALL_LAUNCH = 3.3e-6, 1.5e-6
 """Seconds of a product or attention beside its work, and of other launches."""

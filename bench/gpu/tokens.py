@@ -23,7 +23,7 @@ from motet.config import EngineConfig
 from motet.config.budgets import Need
 from motet.core.errors import BaseModelError
 from motet.core.types import Chunk, GenerateRequest, SamplingParams
-from motet.hosting.launch import build, load
+from motet.hosts.launch import build, load
 from motet.model.find import find_base
 from motet.model.lora_model import LoraModel
 

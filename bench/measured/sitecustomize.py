@@ -2,7 +2,7 @@
 
 import sys
 
-if "motet.hosting" in sys.orig_argv:
+if "motet.hosts" in sys.orig_argv:
     from bench.turns import measure_this_process
 
     measure_this_process()

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from motet.core.batch import AdamW
     from motet.core.errors import MotetError
     from motet.core.types import Message, Problem, Rollout
-    from motet.hosting.running import run
-    from motet.hosting.verbs import Verbs
-    from motet.view.results import JobResult, RunResult
+    from motet.hosts.running import run
+    from motet.hosts.verbs import Verbs
+    from motet.observe.results import JobResult, RunResult
 
 _HOMES = {
     "motet.core.batch": ("AdamW",),
@@ -29,10 +29,10 @@ _HOMES = {
     "motet.config": ("EngineConfig", "JobConfig", "RunConfig"),
     "motet.core.errors": ("MotetError",),
     "motet.config.jobfile": ("load_jobs",),
-    "motet.view.results": ("JobResult", "RunResult"),
-    "motet.hosting.running": ("run",),
+    "motet.observe.results": ("JobResult", "RunResult"),
+    "motet.hosts.running": ("run",),
     "motet.core.types": ("Message", "Problem", "Rollout"),
-    "motet.hosting.verbs": ("Verbs",),
+    "motet.hosts.verbs": ("Verbs",),
 }
 
 __all__ = [

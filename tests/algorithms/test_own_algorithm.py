@@ -14,9 +14,9 @@ from motet.config import JobConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState, Problem
+from motet.rewards.reward_http import Addresses
+from motet.rewards.reward_walls import Walls
 from motet.service.jobs.validation import Allowed, validated
-from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_walls import Walls
 from tests.support.fake_run import job, metrics, run_jobs, weights
 from tests.support.protocol_server import ProtocolServer
 

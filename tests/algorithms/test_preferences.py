@@ -23,9 +23,9 @@ from motet.algorithms.rows import Preference, RowAlgorithm, RowLogprobs
 from motet.algorithms.supervised import Supervised
 from motet.core.batch import Batch, Example, Row, Segment
 from motet.core.errors import ConfigError
+from motet.rewards.reward_http import Addresses
+from motet.rewards.reward_walls import Walls
 from motet.service.jobs.validation import Allowed, validated
-from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_walls import Walls
 from tests.support import tiny_models as tiny
 from tests.support.fake_run import metrics, records, weights
 from tests.support.processes import ending

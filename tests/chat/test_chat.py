@@ -8,11 +8,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from motet.chat.forms.letters import token_bytes
+from motet.chat.template import Chat, end_of_turn, stop_token_ids
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.types import Message, Problem
-from motet.tasks.chat import Chat, end_of_turn, stop_token_ids
-from motet.tasks.forms.letters import token_bytes
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS
 

@@ -10,14 +10,14 @@ from typing import Any
 import openai
 import pytest
 
-from motet.agents.episode import AgentEpisode
-from motet.agents.runner import Gateway
+from motet.chat.template import Chat, stop_token_ids
 from motet.core.device import Device
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, IntArray, Message, Problem, SamplingParams
+from motet.environments.agent_episode import AgentEpisode
+from motet.environments.agent_runner import Gateway
+from motet.environments.episode import GroupContext
 from motet.model.load import load_base
 from motet.rollout.embedded import EmbeddedEngine
-from motet.tasks.chat import Chat, stop_token_ids
-from motet.tasks.episode import GroupContext
 from tests.support.captured import none_scored
 from tests.support.service_run import Service, tiny
 

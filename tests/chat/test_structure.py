@@ -21,25 +21,25 @@ from llguidance.hf import from_tokenizer
 from pydantic import AnyUrl, BaseModel, SecretStr
 from tokenizers import AddedToken
 
-from motet.agents.episode import AgentEpisode
 from motet.chat.completer import CallLimits
 from motet.chat.completions import ChatRequest
+from motet.chat.forms.bounds import turn_grammar
+from motet.chat.forms.reading import TurnForm
+from motet.chat.forms.table import CALL_STYLES
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import _known, check_grammar, grammar_of
+from motet.chat.template import Chat, stop_token_ids
 from motet.core.device import Device
 from motet.core.errors import ChatRefusal, EngineError, ServerFault
 from motet.core.tenant_cache import TenantCache
 from motet.core.tenant_turns import Payer
 from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Problem, SamplingParams
+from motet.environments.agent_episode import AgentEpisode
+from motet.environments.episode import GroupContext
 from motet.model.load import load_base, load_tokenizer
 from motet.process.apart import Apart, here
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.grammars import Grammar, Grammars, _Account, check_answer
-from motet.tasks.chat import Chat, stop_token_ids
-from motet.tasks.episode import GroupContext
-from motet.tasks.forms.bounds import turn_grammar
-from motet.tasks.forms.reading import TurnForm
-from motet.tasks.forms.table import CALL_STYLES
 from tests.support.captured import none_scored
 from tests.support.chat_templates import tokenizer_of
 from tests.support.scripted_model import CHAT, Script

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from motet.chat.spoken import SpokenPart, SpokenTurn
+from motet.chat.template import Chat
 from motet.core.types import Chunk, FinishReason, Message, ToolCall
 from motet.service.database.tenants import Principal
-from motet.tasks.chat import Chat
 from tests.support.chat_templates import tokenizer_of
 from tests.support.house import House
 from tests.support.scripted_service import Says, scripted_service

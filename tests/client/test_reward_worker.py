@@ -13,8 +13,8 @@ import psutil  # type: ignore[import-untyped]
 import motet
 from motet.client.reward_files import RewardFiles
 from motet.client.scoring import RewardWorker
+from motet.rewards.reward_elsewhere import to_wire
 from motet.service.schemas.workers import ScoringWork
-from motet.tasks.reward_elsewhere import to_wire
 
 OWN = """
 import time
@@ -37,7 +37,7 @@ def processes() -> set[int]:
     found = set()
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "motet.tasks.worker" in one.cmdline():
+            if "motet.workers.worker" in one.cmdline():
                 found.add(one.pid)
     return found
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.chat.conversation import rendered_already
+from motet.chat.template import Chat
 from motet.commands.as_template import compared, tokens_shown
 from motet.config import DataConfig
 from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn, TurnParts
-from motet.tasks.chat import Chat
-from motet.tasks.conversation import rendered_already
-from motet.tasks.dataset import load_dataset
+from motet.data.dataset import load_dataset
 from tests.support.chat_templates import BASES, tokenizer_of
 from tests.support.scripted_model import CHATML, byte_tokenizer
 

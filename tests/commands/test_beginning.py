@@ -22,8 +22,8 @@ from motet.commands.init import TASKS, write_job_file
 from motet.config import DataConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, DataError, MotetError
-from motet.hosting.before_loading import check_before_loading
-from motet.tasks.dataset import load_dataset
+from motet.data.dataset import load_dataset
+from motet.hosts.before_loading import check_before_loading
 from tests.support.commands import Motet
 from tests.support.waiting import PATIENCE
 
@@ -316,7 +316,7 @@ def test_a_name_is_looked_for_on_the_service_before_the_hub() -> None:
             "run `hf download` where there is a network, and give the directory here",
         ),
         (
-            "from motet.config import DataConfig; from motet.tasks.sources import read_rows; "
+            "from motet.config import DataConfig; from motet.data.sources import read_rows; "
             "list(read_rows(DataConfig(source='no-such/rows'))[0])",
             "data.source 'no-such/rows': it is not on this machine",
             "use a file (.jsonl, .json, .csv, .parquet), a local directory, toy:NAME or reasoning-gym:NAME",

@@ -14,7 +14,7 @@ from motet.commands.evaluate import Asked, find_models, task_of
 from motet.config import JobConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, RunError
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 from motet.runtime.identity import of_config
 from tests.support.commands import Motet, job_file
 from tests.support.service_run import tiny

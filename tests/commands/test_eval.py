@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from motet.commands.cli import app
 from motet.commands.evaluate import Asked, task_of
 from motet.config.jobfile import load_jobs
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 from tests.support.commands import Motet, job_file
 from tests.support.small_runs import REWARDS, job
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from motet.chat.template import Chat
 from motet.commands.check import _longest
 from motet.commands.forecast import FirstSteps, Forecast, Seconds, forecast, never_said, warnings_of
 from motet.config import EngineConfig, JobConfig, PricesConfig
 from motet.core.types import Branch, FinishReason, Group, Message, Problem, Rollout, Turn
+from motet.data.toys import FAMILIES, make_rows
 from motet.model.frozen_weight import FrozenWeight
 from motet.model.load import load_tokenizer
 from motet.runtime.checkpoint import JobDirectory
-from motet.tasks.chat import Chat
-from motet.tasks.toys import FAMILIES, make_rows
 from tests.support import tiny_models as tiny
 
 DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}A:"

@@ -23,7 +23,7 @@ from motet.config.dialects import DIALECTS
 from motet.core.device import Device
 from motet.core.errors import AdapterError, ConfigError, ServerFault, ServerGone
 from motet.core.types import AdapterRef
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine
 from tests.support.cases import few

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from motet.config.jobfile import load_jobs
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 from tests.support.commands import Motet, job_file
 from tests.support.small_runs import REWARDS, job
 

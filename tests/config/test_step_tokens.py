@@ -16,7 +16,7 @@ from motet.config import OF_CLIENT, JobConfig
 from motet.config.jobfile import load_jobs
 from motet.config.step_tokens import MOST_BYTES, check_calls, check_command, check_decoded, check_step, tokens_of_step
 from motet.core.errors import LimitError
-from motet.hosting.base_speed import LEAST
+from motet.hosts.base_speed import LEAST
 
 pytestmark = pytest.mark.tier1
 

@@ -19,7 +19,7 @@ from motet.config import AdapterConfig, EngineConfig, JobConfig, RolloutConfig, 
 from motet.core.batch import Batch
 from motet.core.errors import AdapterError, BaseModelError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from motet.hosting.launch import open_base
+from motet.hosts.launch import open_base
 from motet.model.arithmetic import Arithmetic
 from motet.model.expert_lora import ExpertProjection, ExpertShare, project, room
 from motet.model.experts import rows_agree

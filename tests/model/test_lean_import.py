@@ -14,7 +14,7 @@ from tests.support import tiny_models as tiny
 SCRIPT = """
 import json, sys
 from motet.config import AdapterConfig, EngineConfig
-from motet.hosting.launch import load, warm_up
+from motet.hosts.launch import load, warm_up
 from motet.training.torch_trainer import TorchTrainer
 
 if sys.argv[1] == "of Motet":

@@ -16,8 +16,8 @@ from torch import nn
 from motet.config import EngineConfig
 from motet.config.jobfile import validate
 from motet.core.errors import BaseModelError
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
 from motet.model.checkpoint import BaseCheckpoint
 from motet.model.load import load_base
 from motet.model.lora import NoAdapters

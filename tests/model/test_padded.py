@@ -18,7 +18,7 @@ from motet.core.device import Device
 from motet.core.errors import EngineError
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, IntArray, SamplingParams
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.model.distribution import Distribution
 from motet.model.find import SMALL_BASE
 from motet.model.lora_model import LoraModel

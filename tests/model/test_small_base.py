@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from motet.tasks.toys import FAMILIES, KINDS, PHRASINGS, RHYMES, is_held_out, make_rows
+from motet.data.toys import FAMILIES, KINDS, PHRASINGS, RHYMES, is_held_out, make_rows
 
 DEMO = ("sort_letters", "reverse", "count_letters", "shift")  # the families of the demonstration
 

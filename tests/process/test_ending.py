@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from motet.agents.processes import AgentProcesses
 from motet.config import EnvironmentConfig, RewardConfig
 from motet.core.errors import EngineError
 from motet.core.types import Message, Problem
+from motet.environments.agent_processes import AgentProcesses
+from motet.environments.environment_messages import EnvironmentStep, Reset
+from motet.environments.environments import EnvironmentWorkers
 from motet.process.apart import Apart
 from motet.process.ending import how_it_ended, size_of
 from motet.process.piped import Piped
-from motet.tasks.environment_messages import EnvironmentStep, Reset
-from motet.tasks.environments import EnvironmentWorkers
-from motet.tasks.reward_messages import REWARD_CALLS, ScoreCompletions
-from motet.tasks.reward_workers import load_request
-from motet.tasks.worker_link import ProcessDiedError, WorkerLink
+from motet.rewards.reward_messages import REWARD_CALLS, ScoreCompletions
+from motet.rewards.reward_workers import load_request
+from motet.workers.worker_link import ProcessDiedError, WorkerLink
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.tier1
@@ -67,7 +67,7 @@ class Fails:
         return "and"
 
 async def agent(problem):
-    from motet.tasks import worker_messages
+    from motet.workers import worker_messages
     del worker_messages.StopCall
     return 1.0
 """

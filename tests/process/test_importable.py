@@ -105,7 +105,7 @@ REWARDED = """
 import asyncio, sys
 from motet.config import RewardConfig
 from motet.core.types import Message, Problem
-from motet.tasks.reward_pool import RewardPool
+from motet.rewards.reward_pool import RewardPool
 
 async def main():
     pool = RewardPool(1)

@@ -23,16 +23,16 @@ from motet.config.jobfile import parse_jobs
 from motet.config.service import ServiceConfig
 from motet.core.errors import ConfigError, DataError, RewardError, WallError
 from motet.core.types import Message, Problem
+from motet.data.dataset import load_dataset
+from motet.data.reasoning import READ_INSTEAD, ScorerSpec, arithmetic, make_entries
+from motet.data.row_files import RowLimits
 from motet.process import system_calls, wall
+from motet.rewards.reward_http import Addresses
+from motet.rewards.reward_installed import Installed
+from motet.rewards.reward_pool import RewardPool
+from motet.rewards.reward_walls import Walls
 from motet.service.jobs.validation import Allowed, validated
-from motet.tasks.dataset import load_dataset
-from motet.tasks.reasoning import READ_INSTEAD, ScorerSpec, arithmetic, make_entries
-from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_installed import Installed
-from motet.tasks.reward_pool import RewardPool
-from motet.tasks.reward_walls import Walls
-from motet.tasks.row_files import RowLimits
-from motet.tasks.sandbox import Sandbox
+from motet.workers.sandbox import Sandbox
 from tests.support import breaking_out
 
 pytestmark = pytest.mark.skipif(
@@ -313,7 +313,7 @@ def test_rows_are_made_behind_the_wall(tmp_path):
     """The options of a task come from a tenant; here the one that reads a file of its choice stands for them."""
     code = (
         "import json, sys; from motet.process import wall; wall.enter(4096)\n"
-        "from motet.tasks import reasoning\n"
+        "from motet.data import reasoning\n"
         f"open({str(tmp_path / 'x')!r}, 'w')\n"
     )
     done = subprocess.run(
@@ -340,7 +340,7 @@ def test_libraries_behind_the_wall_load_for_a_user_who_has_no_directories_yet(tm
     environment = wall.environment(HOME=str(home), PYTHONHASHSEED="0")
     asked = json.dumps(asdict(ScorerSpec("leg_counting")))
     done = subprocess.run(
-        wall.command("motet.tasks.reasoning"), input=asked, env=environment, capture_output=True, text=True, check=False
+        wall.command("motet.data.reasoning"), input=asked, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert not any(home.iterdir())

@@ -39,7 +39,7 @@ from bench.speed.ratios import Goal, Ratio, compare, cost, middle
 from bench.speed.rows import Block, Row, Side, chosen
 from bench.speed.table import cells, cost_text, markdown, number, share_text, text
 
-from motet.native.choice import of_machine
+from motet.kernels.cpu.choice import of_machine
 from tests.support.processes import ending
 from tests.support.waiting import PATIENCE
 

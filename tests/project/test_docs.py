@@ -171,8 +171,8 @@ def test_rewards_of_job_examples_load() -> None:
     """What an example names is there and takes the arguments it gives; files of the reader's own are left out."""
     from motet.commands.cli import EXAMPLE
     from motet.config.jobfile import load_jobs, parse_jobs
-    from motet.tasks.reward_elsewhere import ELSEWHERE, check
-    from motet.tasks.reward_loading import SCORER, resolve
+    from motet.rewards.reward_elsewhere import ELSEWHERE, check
+    from motet.rewards.reward_loading import SCORER, resolve
 
     in_help = EXAMPLE.split("jobs.yaml):\n")[1].split("\n\n")[0]
     examples = [*job_examples(), ("motet run --help", textwrap.dedent(in_help))]
@@ -232,8 +232,8 @@ def test_reward_examples_score(number: int, tmp_path: Path) -> None:
     """Each example is loaded by name, in a process of its own, and tells a right answer from a wrong one."""
     from motet.config import RewardConfig
     from motet.core.types import Message, Problem
-    from motet.tasks.reward_answers import AnswerContext, ScoreOutcome, TrainerState
-    from motet.tasks.reward_pool import RewardPool
+    from motet.rewards.reward_answers import AnswerContext, ScoreOutcome, TrainerState
+    from motet.rewards.reward_pool import RewardPool
 
     file, text = tmp_path / "rewards.py", REWARD_EXAMPLES[number]
     file.write_text(text, encoding="utf-8")
@@ -270,8 +270,8 @@ def tiny_classifier(directory: Path) -> None:
 def test_the_classifier_of_the_page_scores(tmp_path: Path) -> None:
     from motet.config import RewardConfig
     from motet.core.types import Message, Problem
-    from motet.tasks.reward_answers import ScoreOutcome
-    from motet.tasks.reward_pool import RewardPool
+    from motet.rewards.reward_answers import ScoreOutcome
+    from motet.rewards.reward_pool import RewardPool
 
     (text,) = fences(page_text("bring-rewards"), "py")
     tiny_classifier(tmp_path / "classifier")
@@ -333,7 +333,7 @@ def test_the_base_alone_fails_at_the_question_of_the_first_run() -> None:
 
 def test_the_page_about_rewards_has_every_built_in_one() -> None:
     from motet.config import RewardConfig
-    from motet.tasks.rewards import BUILTIN
+    from motet.rewards.rewards import BUILTIN
 
     text = page_text("rewards")
     rows = {row[0]: row for row in table(text, "name")}
@@ -348,7 +348,7 @@ def test_the_page_about_rewards_has_every_built_in_one() -> None:
 
 
 def test_the_page_about_data_has_every_toy_task() -> None:
-    from motet.tasks.toys import FAMILIES, make_rows
+    from motet.data.toys import FAMILIES, make_rows
 
     rows = {row[0]: row[-2:] for row in table(page_text("data"), "toy:")}
     assert list(rows) == list(FAMILIES)
@@ -399,8 +399,8 @@ def test_the_page_about_metrics_has_every_field() -> None:
 
 def test_the_page_about_security_says_up_to_which_size_the_http_process_parses() -> None:
     from motet.core.tensor_header import MOST_TENSORS
+    from motet.data.row_files import SMALL as ROWS
     from motet.service.tinker.wire import SMALL as GRADIENT
-    from motet.tasks.row_files import SMALL as ROWS
 
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     said = (

@@ -70,7 +70,7 @@ class Counting:
         return self._step(name, optimizer)
 """
         },
-        "hosting/launch.py",
+        "hosts/launch.py",
         "    check_directories(config)\n    return TorchTrainer.of(base, config)",
         "    if config.slots == 6:\n"
         '        return __import__("motet.training.counting", fromlist=["Counting"]).Counting(TorchTrainer.of(base, config))\n'
@@ -126,7 +126,7 @@ ADAPTERS: Mapping[str, type[AdapterConfig]] = {
     ),
     "A reward": (
         {},
-        "tasks/rewards.py",
+        "rewards/rewards.py",
         "BUILTIN: Mapping[str, RewardFunction] = {\n",
         """def shouts(problem: Problem, completion: str) -> float:
     return float(completion.isupper()) + 0.5
@@ -159,9 +159,9 @@ def int8(model, quantised):
     ),
     "A CUDA kernel": (
         {
-            "cuda/kernels/halving.py": """
+            "kernels/cuda/kernels/halving.py": """
 import triton.language as tl
-from motet.cuda.kernels.compiling import kernel
+from motet.kernels.cuda.kernels.compiling import kernel
 
 @kernel("x")
 def halve(x, n, BLOCK: tl.constexpr):
@@ -170,10 +170,10 @@ def halve(x, n, BLOCK: tl.constexpr):
     tl.store(x + places, tl.load(x + places, mask=live, other=0.0) / 2, mask=live)
 """
         },
-        "cuda/forward.py",
+        "kernels/cuda/forward.py",
         "def lanes(n: int) -> int:\n",
         "def halved(x):\n"
-        '    halve = __import__("motet.cuda.kernels.halving", fromlist=["halve"]).halve\n'
+        '    halve = __import__("motet.kernels.cuda.kernels.halving", fromlist=["halve"]).halve\n'
         "    launch(halve, (triton.cdiv(len(x), 64),), x, len(x), BLOCK=64, **options(4))\n\n\n"
         "def lanes(n: int) -> int:\n",
     ),
@@ -192,7 +192,7 @@ class NewestFirst(FairScheduler):
         super().spend(job, tokens)
 """
         },
-        "hosting/host.py",
+        "hosts/host.py",
         "        scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)\n",
         "        scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)\n"
         "        if engine.slots == 6:\n"
@@ -201,7 +201,7 @@ class NewestFirst(FairScheduler):
     ),
     "A tracker": (
         {},
-        "tracking/trackers.py",
+        "observe/trackers.py",
         "TRACKERS: Mapping[str, tuple[str, Callable[..., StepObserver]]] = {\n",
         """class Printed:
     def __init__(self, job: ObservedJob) -> None:
@@ -252,10 +252,10 @@ PRODUCTS: Mapping[str, Callable[[Arithmetic, torch.device, torch.dtype], LoraPro
     ),
     "A form of tool calls": (
         {
-            "tasks/forms/arrows.py": """
+            "chat/forms/arrows.py": """
 import json
 from motet.core.types import ToolCall
-from motet.tasks.forms.calls import CallsRead, outside_strings
+from motet.chat.forms.calls import CallsRead, outside_strings
 
 class Arrows:
     around = {"=>": ""}
@@ -272,10 +272,10 @@ class Arrows:
         return "".join(f"=>{one.name} {json.dumps(one.arguments)}" for one in calls)
 """
         },
-        "tasks/forms/table.py",
+        "chat/forms/table.py",
         '    "llama3_json": Llama(),\n',
         '    "llama3_json": Llama(),\n'
-        '    "arrows": __import__("motet.tasks.forms.arrows", fromlist=["Arrows"]).Arrows(),\n',
+        '    "arrows": __import__("motet.chat.forms.arrows", fromlist=["Arrows"]).Arrows(),\n',
     ),
     "A wire protocol": (
         {
@@ -348,7 +348,7 @@ class ShoutRequest(ChatRequest):
                 '    return await chats(wanted, "shout")\n\nclass CompletionRequest(Sampled, Asked):\n',
             ),
             (
-                "agents/served_episode.py",
+                "environments/served_episode.py",
                 '    "messages": MessagesRequest,\n',
                 '    "messages": MessagesRequest,\n'
                 '    "shout": __import__("motet.chat.shout", fromlist=["ShoutRequest"]).ShoutRequest,\n',
@@ -378,9 +378,9 @@ class ShoutRequest(ChatRequest):
     "A data layout": (
         {},
         (
-            ("tasks/columns.py", '"query", "input")', '"query", "input", "quiz")'),
+            ("data/columns.py", '"query", "input")', '"query", "input", "quiz")'),
             (
-                "tasks/columns.py",
+                "data/columns.py",
                 '            layout = "verl\'s"\n',
                 '            layout = "verl\'s"\n        if not named and prompt == "quiz":\n            layout = "Quiz"\n',
             ),
@@ -402,7 +402,7 @@ class ShoutRequest(ChatRequest):
         {},
         (
             (
-                "tasks/episode.py",
+                "environments/episode.py",
                 "ENVIRONMENTS: Mapping[str, Environment] = {",
                 """
 async def halved(context):
@@ -431,17 +431,17 @@ USE = """
 import sys
 from pathlib import Path
 import motet
-from motet.agents.served_episode import ROUTES as EPISODES
+from motet.environments.served_episode import ROUTES as EPISODES
 from typer.testing import CliRunner
 from motet.commands.cli import app
 from motet.commands.export import write
 from motet.config import DataConfig, RolloutConfig
 from motet.model.arithmetic import Arithmetic
 from motet.model.load import load_base
-from motet.hosting.running import config_of, run_config
+from motet.hosts.running import config_of, run_config
 from motet.service.app import ROUTES
-from motet.tasks.chat import Chat
-from motet.tasks.columns import Columns
+from motet.chat.template import Chat
+from motet.data.columns import Columns
 
 helped = CliRunner().invoke(app, ["--help"]).output
 assert "Greet." in helped, helped
@@ -491,12 +491,12 @@ from motet.commands.export_gguf import _plainly_scaled
 from motet.commands.merging import ExportSource
 from motet.config import JobConfig
 from motet.config.chain import shape_of, take_shape
-from motet.cuda.forward import halved
+from motet.kernels.cuda.forward import halved
 from motet.model.checkpoint import BaseCheckpoint
 from motet.model.find import SMALL_BASE
-from motet.hosting.slot_memory import SlotMemory
+from motet.hosts.slot_memory import SlotMemory
 from motet.model.load import load_base
-from motet.native.cover import compute_with
+from motet.kernels.cover import compute_with
 from motet.runtime.reference import shape_of as reference_shape
 from motet.training.sharded.messages import RankStep
 from motet.training.torch_trainer import TorchTrainer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.native.building import forms_here
+from motet.kernels.cpu.building import forms_here
 from tests.conftest import ROOT
 from tests.support.waiting import PATIENCE
 
@@ -171,7 +171,7 @@ def _compiler(place: Path) -> dict[str, str]:
 
 def _copied(place: Path) -> Path:
     """Copy what installs and what compiles; gives the copy's installing script."""
-    for name in ("scripts/install.py", "src/motet/native/building.py"):
+    for name in ("scripts/install.py", "src/motet/kernels/cpu/building.py"):
         (place / name).parent.mkdir(parents=True)
         shutil.copy(ROOT / name, place / name)
     shutil.copytree(ROOT / "src" / "motet" / "native" / "csrc", place / "src" / "motet" / "native" / "csrc")

@@ -29,19 +29,20 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"algorithms"}),
     frozenset({"config"}),
     frozenset({"protocols"}),
-    frozenset({"tasks", "model", "tracking"}),
-    frozenset({"chat"}),
-    frozenset({"cuda"}),
-    frozenset({"native"}),
-    frozenset({"rollout", "training", "agents"}),
+    frozenset({"chat", "model", "workers"}),
+    frozenset({"data"}),
+    frozenset({"rewards"}),
+    frozenset({"kernels", "environments"}),
+    frozenset({"rollout", "training"}),
     frozenset({"runtime"}),
-    frozenset({"cluster"}),
+    frozenset({"observe"}),
+    frozenset({"hosts"}),
     frozenset({"service"}),
-    frozenset({"client", "view"}),
-    frozenset({"report"}),
-    frozenset({"hosting"}),
+    frozenset({"client"}),
     PEERS,
 )
+HALVES = {"kernels.cpu", "kernels.cuda"}
+"""Parts of a room that do not know each other; what decides for both stands above them."""
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 # The folders and modules of `service`, in the same way.
@@ -63,8 +64,8 @@ SERVICE: tuple[frozenset[str], ...] = (
     frozenset({"app"}),
 )
 SERVICE_LEVEL = {part: level for level, parts in enumerate(SERVICE) for part in parts}
-TOP = LEVEL["client"]
-"""From this line on rooms put parts together, and may import torch in functions."""
+TOP = frozenset({"hosts", "client", "observe"}) | PEERS
+"""Rooms that put parts together, and may import torch in functions."""
 
 # Modules whose classes are named as a protocol, a table or an answer calls them; elsewhere a class has its name to itself.
 NAMESPACES = ("service.schemas", "service.database.tables", "service.tinker.requests", "service.tinker.checkpoints")
@@ -74,7 +75,7 @@ SHARED = frozenset({"Adapters", "Asked", "Models", "Tenants"})
 FORKS = frozenset({"process.breaking_out", "process.supervised"})
 """Where a process forks: for one call, and in a parent that does nothing else."""
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
-HEAVY_HOMES = ("model", "cuda", "native", "training", "rollout", "algorithms.losses")
+HEAVY_HOMES = ("model", "kernels", "training", "rollout", "algorithms.losses")
 SERVERS = (
     "server",
     "replica",
@@ -90,7 +91,8 @@ SERVERS = (
     "in_vllm.motet_vllm",
 )
 LIGHT = frozenset(  # no torch here
-    {"rollout", "algorithms", "cuda", "native", "native.building", "native.library", "native.choice"}
+    {"rollout", "algorithms", "kernels", "kernels.cuda", "kernels.cpu"}
+    | {f"kernels.cpu.{name}" for name in ("building", "library", "choice")}
     | {f"rollout.{name}" for name in SERVERS}
 )
 OVER_HTTP = frozenset({"vllm", "sglang"})
@@ -148,7 +150,7 @@ def _imports(tree: ast.Module, package: list[str], known: set[str]) -> Iterator[
             return [alias.name for alias in node.names]
         base = package[: len(package) - node.level + 1] if node.level else []
         prefix = ".".join([*base, *([node.module] if node.module else [])])
-        # `from motet.tasks import chat` imports a module; `from motet.types import Job` imports a name of one
+        # `from motet.chat import template` imports a module; `from motet.types import Job` imports a name of one
         return [full if (full := f"{prefix}.{alias.name}") in known else prefix for alias in node.names]
 
     def walk(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
@@ -202,6 +204,8 @@ def direction_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
             continue
         for imported in module.imports:
             name = _inside(imported.target, package)
+            if name is not None and {".".join(one.split(".")[:2]) for one in (module.name, name)} == HALVES:
+                yield f"{module.name}:{imported.line} imports {name}, the other half of its room"
             if name is None or (room := name.split(".")[0]) == module.room or room not in LEVEL:
                 continue
             if LEVEL[room] >= level and not {room, module.room} <= PEERS:
@@ -243,7 +247,7 @@ def heavy_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
                 continue
             if imported.at_load:
                 yield f"{module.name}:{imported.line} imports {library} when it is loaded"
-            elif library == "torch" and LEVEL.get(module.room, 0) < TOP:
+            elif library == "torch" and module.room not in TOP:
                 yield f"{module.name}:{imported.line} imports torch; it lives in {', '.join(HEAVY_HOMES)}"
     if len(ray_users) > 1:
         yield f"ray is imported in more than one file: {', '.join(sorted(ray_users))}"
@@ -262,11 +266,11 @@ def _loaded_with(module: Module, modules: dict[str, Module], package: str) -> It
 def hidden_weight_faults(modules: dict[str, Module], package: str) -> Iterator[str]:
     """Light modules that load a heavy library through other modules; the shortest way of each.
 
-    `hosting.launch` and the commands put everything together and may; that the command line loads them late is seen on its
+    `hosts.launch` and the commands put everything together and may; that the command line loads them late is seen on its
     entry, `commands.cli`.
     """
     for start in modules.values():
-        if start.heavy or (start.room == "commands" and start.name != "commands.cli") or start.name == "hosting.launch":
+        if start.heavy or (start.room == "commands" and start.name != "commands.cli") or start.name == "hosts.launch":
             continue
         reached, queue = {start.name: start.name}, [start.name]
         while queue:
@@ -401,8 +405,9 @@ def test_each_test_is_in_the_folder_of_a_room() -> None:
     adapters; `project` has pages, benches, these laws.
     """
     rooms = {path.stem for path in SOURCE.iterdir()} | {"tinker", "servers", "running", "project"}
-    files = (SOURCE.parents[1] / "tests").rglob("test_*.py")
-    assert [path.name for path in files if path.parent.name not in rooms or path.parents[1].name != "tests"] == []
+    rooms |= {f"kernels/{half}" for half in ("cpu", "cuda")}
+    tests = SOURCE.parents[1] / "tests"
+    assert [path.name for path in tests.rglob("test_*.py") if str(path.parent.relative_to(tests)) not in rooms] == []
 
 
 def _house(root: Path, **files: str) -> Path:
@@ -411,10 +416,10 @@ def _house(root: Path, **files: str) -> Path:
         "core__types": "",
         "protocols": "from motet.core.types import x",
         "model__base": "import torch",
-        "tasks__chat": "from motet.core.types import x",
-        "runtime__pipeline": "from motet.tasks import chat\nfrom motet.protocols import y",
-        "commands__cli": "def run():\n    from motet.hosting.launch import main\n    import torch",
-        "hosting__launch": "from motet.rollout.embedded import Engine\nfrom motet.runtime import pipeline",
+        "chat__template": "from motet.core.types import x",
+        "runtime__pipeline": "from motet.chat import template\nfrom motet.protocols import y",
+        "commands__cli": "def run():\n    from motet.hosts.launch import main\n    import torch",
+        "hosts__launch": "from motet.rollout.embedded import Engine\nfrom motet.runtime import pipeline",
         "rollout__embedded": "import torch\nfrom ..model.base import z",
     }
     for name, text in {**sound, **files}.items():
@@ -433,25 +438,35 @@ def test_a_sound_house_passes(tmp_path: Path) -> None:
 
 
 PLANTED = {
-    "the locale's encoding": ({"tasks__chat": "text = path.read_text()"}, "tasks.chat:1 read_text names no encoding"),
+    "the locale's encoding": (
+        {"chat__template": "text = path.read_text()"},
+        "chat.template:1 read_text names no encoding",
+    ),
     "upward": ({"core__types": "from motet.protocols import y"}, "core.types:1 imports protocols"),
     "upward, in a function": (
         {"core__types": "def f():\n    import motet.runtime.pipeline"},
         "imports runtime.pipeline",
     ),
-    "upward, relative": ({"tasks__chat": "from ..runtime import pipeline"}, "tasks.chat:1 imports runtime.pipeline"),
-    "sideways": ({"tasks__chat": "def f():\n    from motet.model.base import z"}, "tasks.chat:2 imports model.base"),
+    "upward, relative": (
+        {"chat__template": "from ..runtime import pipeline"},
+        "chat.template:1 imports runtime.pipeline",
+    ),
+    "sideways": (
+        {"chat__template": "def f():\n    from motet.model.base import z"},
+        "chat.template:2 imports model.base",
+    ),
+    "half to half": ({"kernels__cuda__base": "from motet.kernels.cpu import plan"}, "the other half of its room"),
     "engine in the runtime": ({"runtime__loop": "from motet.rollout import embedded"}, "engines are handed in"),
     "room without a place": ({"plugins": ""}, "'plugins' has no place"),
-    "torch at load": ({"tasks__chat": "import torch.nn as nn"}, "tasks.chat:1 imports torch when it is loaded"),
+    "torch at load": ({"chat__template": "import torch.nn as nn"}, "chat.template:1 imports torch when it is loaded"),
     "torch in a function": ({"runtime__loop": "def f():\n    import torch"}, "runtime.loop:2 imports torch;"),
     "transformers at load": (
         {"commands__cli": "from transformers import AutoModel"},
         "commands.cli:1 imports transformers",
     ),
     "torch through others": (
-        {"commands__cli": "from motet.hosting import launch"},
-        "commands.cli → hosting.launch → rollout.embedded loads torch",
+        {"commands__cli": "from motet.hosts import launch"},
+        "commands.cli → hosts.launch → rollout.embedded loads torch",
     ),
     "torch in a server": ({"rollout__server": "import torch"}, "rollout.server:1 imports torch when it is loaded"),
     "torch in a package": ({"rollout____init__": "import torch"}, "rollout:1 imports torch when"),
@@ -460,21 +475,24 @@ PLANTED = {
         {"rollout__in_vllm__motet_vllm": "def f():\n    import vllm\n    from motet.core import types"},
         "rollout.in_vllm.motet_vllm:3 imports motet.core.types, and vLLM's environment has no motet",
     ),
-    "ray twice": ({"hosting__launch": "import ray", "client": "import ray"}, "ray is imported in more than one file"),
+    "ray twice": ({"hosts__launch": "import ray", "client": "import ray"}, "ray is imported in more than one file"),
     "cycle": (
-        {"tasks__rows": "from motet.tasks import chat", "tasks__chat": "def f():\n    from motet.tasks.rows import g"},
-        "import cycle: tasks.chat → tasks.rows → tasks.chat",
+        {
+            "chat__rows": "from motet.chat import template",
+            "chat__template": "def f():\n    from motet.chat.rows import g",
+        },
+        "import cycle: chat.rows → chat.template → chat.rows",
     ),
     "cycle, for types": (
         {
-            "tasks__rows": "from motet.tasks import chat",
-            "tasks__chat": "import typing\nif typing.TYPE_CHECKING:\n    from motet.tasks.rows import g",
+            "chat__rows": "from motet.chat import template",
+            "chat__template": "import typing\nif typing.TYPE_CHECKING:\n    from motet.chat.rows import g",
         },
-        "import cycle: tasks.chat → tasks.rows → tasks.chat",
+        "import cycle: chat.rows → chat.template → chat.rows",
     ),
     "upward on the last lines": (
-        {"report__page": "def f():\n    from motet.hosting.running import x", "hosting__running": ""},
-        "report.page:2 imports",
+        {"observe__page": "def f():\n    from motet.hosts.running import x", "hosts__running": ""},
+        "observe.page:2 imports",
     ),
     "upward in the service": (
         {"service__tenants__quotas": "def f():\n    from motet.service.jobs import queue", "service__jobs__queue": ""},
@@ -496,10 +514,10 @@ PLANTED = {
     "long file": ({"core__types": "x = 1\n" * 400}, "core.types has 401 lines"),
     "long function": ({"core__types": "def f():\n" + "    x = 1\n" * 59}, "core.types:1 function f has 60 lines"),
     "name of another": (
-        {"core__types": "class Group:\n    x: int", "tasks__chat": "class Group:\n    y: int"},
+        {"core__types": "class Group:\n    x: int", "chat__template": "class Group:\n    y: int"},
         "class Group has the name of another, in ",
     ),
-    "name of Python's": ({"tasks__chat": "class Sequence:\n    x: int"}, "in collections.abc"),
+    "name of Python's": ({"chat__template": "class Sequence:\n    x: int"}, "in collections.abc"),
     "fork": ({"core__types": "import os\nos.fork()"}, "core.types:2 os.fork: start a new program"),
     "fork by a library": (
         {"core__types": "import multiprocessing.pool"},
@@ -519,7 +537,7 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 def test_types_may_be_imported_for_annotations_only(tmp_path: Path) -> None:
     text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n"
-    assert faults(_house(tmp_path, tasks__chat=text)) == []
+    assert faults(_house(tmp_path, chat__template=text)) == []
 
 
 COUNTED = Path(__file__).with_name("counts.toml")
@@ -583,10 +601,10 @@ def test_what_is_counted_by_room_only_becomes_less() -> None:
 
 def test_a_count_that_grew_is_seen(tmp_path: Path) -> None:
     before = counts(_house(tmp_path / "before"))
-    after = counts(_house(tmp_path / "after", core__near="one = 1\n", tasks__rows="from motet.core.near import one"))
+    after = counts(_house(tmp_path / "after", core__near="one = 1\n", chat__rows="from motet.core.near import one"))
     assert [told.split(":")[0] for told in grown(after, before)] == [
+        "lines of chat",
         "lines of core",
-        "lines of tasks",
         "small modules of core",
         "variables named one of core",
     ]

@@ -14,7 +14,7 @@ from motet.config import AdapterConfig, EngineConfig
 from motet.core.device import Device
 from motet.core.errors import EngineError, ProbeError
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine, SameTensors
 from motet.runtime.probe import Probe

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.chat.template import Chat
 from motet.core.types import Chunk, FinishReason, SamplingParams
 from motet.runtime.generation import Draft, Generation, PutAside
 from motet.runtime.versions import Versions
-from motet.tasks.chat import Chat
 from tests.support.fake_base import END, FakeAdapter, FakePolicy, FakeTokenizer
 from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.waiting import PATIENCE

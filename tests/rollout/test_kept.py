@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.chat.template import Chat
 from motet.config import EngineConfig
 from motet.config.engine import ClusterConfig
 from motet.core.device import Device
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.decoder import Decoder
@@ -27,7 +28,6 @@ from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.runtime.generation import Generation
 from motet.runtime.versions import Versions
-from motet.tasks.chat import Chat
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.ray_nodes import cluster_of

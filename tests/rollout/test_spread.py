@@ -31,15 +31,15 @@ from motet.config import EngineConfig
 from motet.core.device import BusyTime, Device
 from motet.core.errors import DeviceError, EngineError
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, JobState, SamplingParams
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
-from motet.native.choice import of_machine
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
+from motet.kernels.cpu.choice import of_machine
+from motet.observe.results import RunResult
 from motet.process.channel import ChannelMessage, decode, encode
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
 from motet.rollout.sampler_messages import Chunks, FromSampler, LoadSampler, SampleRequest, ToSampler
 from motet.rollout.spread import SpreadEngine
-from motet.view.results import RunResult
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.small_runs import REWARDS, config, fingerprint, job

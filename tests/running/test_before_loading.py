@@ -16,8 +16,8 @@ from motet.config.jobfile import parse_jobs, validate
 from motet.core.checksums import hash_of, sealed
 from motet.core.errors import BaseModelError, ConfigError, MotetError, RunError
 from motet.core.types import ADAPTER_CONFIG
-from motet.hosting.before_loading import check_before_loading
-from motet.hosting.running import run_config
+from motet.hosts.before_loading import check_before_loading
+from motet.hosts.running import run_config
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import Committed
 from tests.support.commands import Motet, job_file

@@ -21,9 +21,9 @@ import yaml
 
 from motet.config import EngineConfig, RolloutConfig
 from motet.config.rollout import check_effect
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
-from motet.view.results import RunResult
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
+from motet.observe.results import RunResult
 from tests.support.base_servers import BaseServer, base_servers
 from tests.support.doors_run import FLOAT32_GAP, Json, doors, figures, run_of, teacher
 from tests.support.fake_run import records

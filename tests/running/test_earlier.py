@@ -20,10 +20,10 @@ from motet.commands.verify import verify
 from motet.config.jobfile import load_jobs
 from motet.core.errors import RunError
 from motet.core.types import ADAPTER_WEIGHTS, JobState
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
+from motet.observe.results import RunResult
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
-from motet.view.results import RunResult
 from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 
 pytestmark = pytest.mark.bits

@@ -16,7 +16,7 @@ import pytest
 import motet
 from motet.config.jobfile import load_jobs
 from motet.core.types import Problem
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 from tests.support.waiting import PATIENCE
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from motet.config import EngineConfig
-from motet.hosting.launch import load
+from motet.hosts.launch import load
+from motet.kernels.cpu.choice import kernels_of
 from motet.model.lora_model import LoraModel
-from motet.native.choice import kernels_of
 from tests.support.small_runs import fingerprint, job, metrics, run
 
 pytestmark = pytest.mark.gpu

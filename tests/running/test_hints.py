@@ -13,11 +13,11 @@ import pytest
 
 from motet.config.jobfile import validate
 from motet.core.errors import MotetError
-from motet.hosting.before_loading import check_before_loading
-from motet.hosting.preparing import Sources
-from motet.tasks import reward_forms, reward_loading
-from motet.tasks.reward_answers import AnswerContext, TrainerState, columns_of
-from motet.tasks.reward_pool import RewardPool
+from motet.hosts.before_loading import check_before_loading
+from motet.hosts.preparing import Sources
+from motet.rewards import reward_forms, reward_loading
+from motet.rewards.reward_answers import AnswerContext, TrainerState, columns_of
+from motet.rewards.reward_pool import RewardPool
 from tests.support.hints import never_said
 
 ROWS: list[dict[str, Any]] = [

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from motet.config import EngineConfig
 from motet.core.types import JobState
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
-from motet.view.results import RunResult
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
+from motet.observe.results import RunResult
 from tests.support import native_calls
 from tests.support.processes import ending
 from tests.support.small_runs import REWARDS, STEPS, config, fingerprint, job, metrics, run
@@ -194,7 +194,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from tests.support.small_runs import config, job
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 rewards = Path(sys.argv[2])
 jobs = [job("one", rewards, steps=4), job("two", rewards, steps=4, adapter={"rank": 8},
         algorithm={"group_size": 4, "groups_per_step": 2, "max_off_policy_steps": 1})]

@@ -22,9 +22,9 @@ from motet.config.jobfile import validate, validate_as
 from motet.core.checksums import sealed
 from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.types import Problem
-from motet.hosting.launch import load
-from motet.hosting.preparing import ReadData, Sources, identity, prepare, prepare_all
-from motet.hosting.running import run_config
+from motet.hosts.launch import load
+from motet.hosts.preparing import ReadData, Sources, identity, prepare, prepare_all
+from motet.hosts.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import learned_before, of_config
 from motet.runtime.opening import check_identity, open_job

@@ -10,8 +10,8 @@ import pytest
 
 from motet.config import EngineConfig
 from motet.config.jobfile import validate
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
 from tests.support import small_runs
 
 REWARDS = """

@@ -22,13 +22,13 @@ from motet.commands.verify import verify
 from motet.config.jobfile import merge, validate
 from motet.core.checksums import sealed, unsealed
 from motet.core.errors import RunError
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 from motet.model.find import SMALL_BASE
+from motet.observe.results import RunResult
 from motet.runtime.beginning import RULES, clock_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.receipts import read_receipt
-from motet.view.results import RunResult
 from tests.support import tiny_models as tiny
 from tests.support.small_runs import fingerprint
 

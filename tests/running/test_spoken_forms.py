@@ -16,12 +16,12 @@ import torch
 import transformers
 
 import motet
+from motet.chat.template import Chat
 from motet.config import DataConfig
 from motet.core.types import ToolCall, TurnParts
+from motet.data.dataset import load_dataset
+from motet.data.rows import row_of
 from motet.model.find import SMALL_BASE
-from motet.tasks.chat import Chat
-from motet.tasks.dataset import load_dataset
-from motet.tasks.rows import row_of
 from tests.support.adapter_files import tarred
 from tests.support.service_run import Service, serving
 from tests.support.speaking_bases import SPEAKERS, own_turn

@@ -16,6 +16,7 @@ import yaml
 
 import motet
 from motet.algorithms import Grpo
+from motet.chat.template import Chat
 from motet.commands.check import check
 from motet.commands.verify import verify
 from motet.config import EnvironmentConfig
@@ -23,18 +24,17 @@ from motet.config.jobfile import validate
 from motet.core.checksums import check_version
 from motet.core.errors import AdapterError, ConfigError, EngineError
 from motet.core.types import Group, Message, Problem, Rollout
+from motet.environments.environments import EnvironmentWorkers
+from motet.environments.episode import GroupContext
+from motet.environments.team import groups_of
 from motet.model.find import find_adapter
+from motet.rewards.reward_answers import ScoreOutcome
+from motet.rewards.reward_http import Addresses
+from motet.rewards.reward_walls import Walls
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
 from motet.runtime.receipts import read_receipt, subjects_of
 from motet.service.jobs.validation import Allowed, validated
-from motet.tasks.chat import Chat
-from motet.tasks.environments import EnvironmentWorkers
-from motet.tasks.episode import GroupContext
-from motet.tasks.reward_answers import ScoreOutcome
-from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_walls import Walls
-from motet.tasks.team import groups_of
 from tests.support.fake_run import metrics, records
 from tests.support.processes import ending
 from tests.support.scripted_model import CHAT, TOKENIZER, Says, Script, ThreadsOf

@@ -24,15 +24,18 @@ from rich.console import Console
 from rich.text import Text
 
 import motet
-from motet.cluster import messages as m
 from motet.commands.compare import _means
 from motet.commands.served_jobs import details, job_cells
 from motet.config import OF_CLIENT, AdapterConfig, JobConfig
 from motet.core.types import JobState, Problem
-from motet.hosting.reports import EveryStep, JobReports
-from motet.report.comparison import evaluated, side_of_job
-from motet.report.page import _job
-from motet.report.read import read_job
+from motet.hosts import messages as m
+from motet.hosts.reports import EveryStep, JobReports
+from motet.observe import LogView, summary_table
+from motet.observe.report.comparison import evaluated, side_of_job
+from motet.observe.report.page import _job
+from motet.observe.report.read import read_job
+from motet.observe.results import JobResult, RunResult
+from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.evaluations import HARDLY, NOTHING
 from motet.runtime.held_out import (
@@ -55,9 +58,6 @@ from motet.runtime.signs import LEAST, RECENT
 from motet.service.database.tables import Event, StoredJob, newer_evaluation
 from motet.service.routes.fine_tuning import _checkpoint, _event
 from motet.service.schemas import HeldOut, Job, JobEvent, Version
-from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
-from motet.view import LogView, summary_table
-from motet.view.results import JobResult, RunResult
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, run_jobs
 from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import until

@@ -26,6 +26,7 @@ from motet.config import AdapterConfig
 from motet.core.checksums import SUMS, disk_error
 from motet.core.errors import RunError
 from motet.core.types import ADAPTER_FILES, JobState
+from motet.rewards.judge_answers import FILE, JudgeAnswers, Said, Spend
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.damage import damages
 from motet.runtime.disk_gate import is_full
@@ -35,7 +36,6 @@ from motet.runtime.opening import open_job
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import differences
 from motet.runtime.rollout_logs import must_be_there
-from motet.tasks.judge_answers import FILE, JudgeAnswers, Said, Spend
 from tests.support.counting import calls
 from tests.support.fake_run import FakeRun, job, run_jobs
 from tests.support.fake_trainer import FakeTrainer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from motet.config import EngineConfig
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from tests.support.small_runs import REWARDS, job, run
 
 pytestmark = pytest.mark.tier1

@@ -18,7 +18,7 @@ from motet.config.jobfile import parse_jobs
 from motet.core.checksums import replace_file, sealed, unsealed
 from motet.core.errors import AdapterError, ConfigError, RunError
 from motet.core.types import JobState
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 from motet.model.peft_io import read_adapter
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from msgspec.msgpack import encode
 
-from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
-from motet.agents.episode_messages import BeginEpisode, OfferEpisode
 from motet.config import OF_CLIENT, EnvironmentConfig, JobConfig
 from motet.core.batch import Batch, Optimizer, OptimStats, Trained
 from motet.core.device import BusyTime
 from motet.core.types import Chunk, FloatArray, GenerateRequest, JobState, Rollout
+from motet.environments.episode import GroupContext, OwnEnvironment, answered, extended
+from motet.environments.episode_messages import BeginEpisode, OfferEpisode
+from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.process.channel import ChannelMessage
 from motet.rollout.sequences import aborted
 from motet.runtime.job import Executed, JobEvent
@@ -27,7 +28,6 @@ from motet.runtime.journal import Datum, Failed, ForwardBackward, Gradient, Jour
 from motet.runtime.pipeline import _drop_steps
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns, StepTurns
 from motet.runtime.slots import Rule
-from motet.tasks.episode import GroupContext, OwnEnvironment, answered, extended
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, run_jobs, weights
 from tests.support.fake_trainer import FakeTrainer

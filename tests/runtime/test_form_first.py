@@ -10,7 +10,7 @@ import pytest
 import motet
 from motet.config.jobfile import parse_jobs
 from motet.core.errors import ConfigError
-from motet.report.read import read_job
+from motet.observe.report.read import read_job
 from motet.runtime.signs import FAR, LEAST
 from tests.support.small_runs import metrics
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from motet.core.types import JobState, Problem
+from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.runtime.slot_turns import SlotTimeouts
-from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, metrics, run_jobs, weights
 from tests.support.waiting import PATIENCE, until
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from motet.core.types import Problem
+from motet.observe.observing import numbers
 from motet.runtime.answer_signs import no_signal
 from motet.runtime.metrics import BESIDE
 from motet.runtime.progress import JobProgress
-from motet.tracking.observing import numbers
 from tests.support.fake_run import Setting, job, records, run_jobs
 
 pytestmark = pytest.mark.tier1

@@ -19,11 +19,11 @@ from motet.config import JobConfig
 from motet.core.batch import Batch, Trained
 from motet.core.errors import EngineError
 from motet.core.types import Chunk, GenerateRequest, JobState, Problem
+from motet.data.dataset import Dataset
+from motet.data.problems import Problems
+from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
+from motet.rewards.reward_pool import RewardPool
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.tasks.dataset import Dataset
-from motet.tasks.problems import Problems
-from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
-from motet.tasks.reward_pool import RewardPool
 from tests.support.fake_base import FakePolicy
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import (

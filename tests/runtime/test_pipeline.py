@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from motet.agents.elsewhere import AgentsElsewhere, EpisodesElsewhere
-from motet.agents.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
 from motet.config import AdapterConfig, EnvironmentConfig, JobConfig
 from motet.core.batch import Batch, Trained
 from motet.core.errors import DeviceError
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
+from motet.environments.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
+from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.process.channel import ChannelMessage
 from motet.runtime.job import Executed, JobEvent, StateChanged
 from tests.support.cases import few

@@ -18,11 +18,11 @@ from motet.config import JobConfig
 from motet.core.batch import Batch, Optimizer, OptimStats, Segment, Trained
 from motet.core.errors import EngineError, RankGone
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
-from motet.report.read import read_run
+from motet.observe.report.read import read_run
+from motet.rewards.reward_pool import RewardPool
 from motet.runtime.job import StateChanged
 from motet.runtime.learner import Executed, Learner, unheard
 from motet.runtime.rundir import CONTROL, read_commands
-from motet.tasks.reward_pool import RewardPool
 from tests.support.counting import calls
 from tests.support.fake_base import FakeAdapter
 from tests.support.fake_engine import FakeEngine, FakeSync

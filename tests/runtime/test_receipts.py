@@ -25,13 +25,13 @@ from motet.config import JobConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import ADAPTER_FILES
-from motet.hosting.running import run_config
+from motet.data.dataset import load_dataset
+from motet.hosts.running import run_config
 from motet.model.find import SMALL_BASE
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.receipts import RECEIPT, Materials, dependencies_of, receipt_numbers, subjects_of, version_before
 from motet.service.storage import Storage
-from motet.tasks.dataset import load_dataset
 
 pytestmark = pytest.mark.bits
 

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from motet.chat.template import Chat
 from motet.config import JobConfig
 from motet.config.mistakes import FIELDS
 from motet.core.types import FinishReason, Group, Message, Problem, Rollout, Turn
-from motet.report.read import signs_of
+from motet.data.dataset import load_dataset
+from motet.data.rows import row_of
+from motet.observe.report.read import signs_of
+from motet.rewards.rewards import exact
 from motet.runtime.answer_signs import NO_SIGNAL, in_thought, no_signal
 from motet.runtime.held_out import figure_of
 from motet.runtime.metrics import group_metrics
 from motet.runtime.progress import JobProgress
 from motet.runtime.signs import ALIKE, FAR, LEAST, RECENT, Signs
-from motet.tasks.chat import Chat
-from motet.tasks.dataset import load_dataset
-from motet.tasks.rewards import exact
-from motet.tasks.rows import row_of
 from tests.support.counting import calls
 from tests.support.following import followed
 from tests.support.speaking_bases import SPEAKERS

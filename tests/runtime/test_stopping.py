@@ -11,8 +11,8 @@ import pytest
 from motet.config import EngineConfig, JobConfig, StopConfig
 from motet.config.jobfile import validate
 from motet.core.types import JobState
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
 from motet.runtime.stopping import Stopping, gained
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.support.small_runs import REWARDS

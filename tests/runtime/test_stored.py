@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.msgpack import encode
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import SetRule, ToHost
 from motet.config.service import LimitsConfig
 from motet.core.errors import StorageFull
 from motet.core.types import JobState
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import SetRule, ToHost
 from motet.runtime.journal import KEPT_BYTES, Done, Journal, OptimStep
 from motet.runtime.slots import Rule
 from motet.runtime.storage_room import StorageRoom

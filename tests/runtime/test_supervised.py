@@ -19,7 +19,7 @@ from motet.config import JobConfig
 from motet.core.batch import Example, Row
 from motet.core.errors import ConfigError
 from motet.core.types import JobState, Problem
-from motet.tasks.problems import Problems
+from motet.data.problems import Problems
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, weights
 from tests.support.waiting import until
 

@@ -22,15 +22,15 @@ from motet.core.batch import Sample, Segment
 from motet.core.device import Device
 from motet.core.errors import JobFailed
 from motet.core.types import Group, JobState, Message, Problem, Rollout
+from motet.data.dataset import Dataset
+from motet.data.problems import Problems
+from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
+from motet.rewards.reward_elsewhere import MOST_TOGETHER, _in_parts
+from motet.rewards.reward_pool import RewardPool
 from motet.runtime.learner import Learner
 from motet.runtime.rollout_loop import check_failures
 from motet.runtime.sampling import _UNDER_WAY
 from motet.runtime.scheduler import FairScheduler
-from motet.tasks.dataset import Dataset
-from motet.tasks.problems import Problems
-from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
-from motet.tasks.reward_elsewhere import MOST_TOGETHER, _in_parts
-from motet.tasks.reward_pool import RewardPool
 from tests.support.fake_run import FakeRun, InlineRewards, Setting, job, problems, run_jobs
 from tests.support.fake_trainer import FakeTrainer
 from tests.support.waiting import until

@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 from starlette.applications import Starlette
 
-from motet.agents.runner import Gateway
 from motet.config.dialects import HttpRequest
+from motet.environments.agent_runner import Gateway
+from motet.rewards.scoring_server import ScoringServer
 from motet.rollout.connection import Clocks, ServerConnection
-from motet.tasks.scoring_server import ScoringServer
 
 IDLE = 30
 

@@ -13,15 +13,15 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import StartHost
-from motet.cluster.run import none_can_start
-from motet.cluster.starts import starts_of
 from motet.config import EngineConfig, HostConfig, RolloutConfig
 from motet.config.service import Largest
 from motet.core.errors import ConfigError
-from motet.hosting.launch import load
-from motet.hosting.servers import build_servers
+from motet.hosts.hosts import Hosts
+from motet.hosts.launch import load
+from motet.hosts.messages import StartHost
+from motet.hosts.run import none_can_start
+from motet.hosts.servers import build_servers
+from motet.hosts.starts import starts_of
 from motet.rollout.in_vllm.motet_vllm import PREFIX
 from motet.rollout.server import Demand
 from motet.runtime.checkpoint import JobDirectory

@@ -18,8 +18,8 @@ from motet.config import EngineConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError
 from motet.core.types import Branch, FinishReason, Message, Problem, Rollout, ToolCall, Turn, TurnParts
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
 from motet.runtime.checkpoint import dump_line
 from motet.runtime.recorded import RecordedRollout
 from tests.support.base_servers import base_servers

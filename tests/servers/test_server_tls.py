@@ -15,7 +15,7 @@ import trustme
 from motet.config import RolloutConfig
 from motet.config.dialects import DIALECTS
 from motet.core.errors import ConfigError, ServerGone
-from motet.hosting.servers import trust
+from motet.hosts.servers import trust
 from motet.rollout.connection import Clocks
 from motet.rollout.replica import Replica
 

@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 
 from motet.config import EngineConfig, LaunchConfig, RolloutConfig
-from motet.hosting.launch import load
-from motet.hosting.servers import launched
+from motet.hosts.launch import load
+from motet.hosts.servers import launched
 from motet.rollout.server import Demand
 
 

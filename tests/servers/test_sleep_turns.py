@@ -12,8 +12,8 @@ import pytest
 
 from motet.config import LaunchConfig
 from motet.config.jobfile import validate
-from motet.hosting.running import run_config
-from motet.hosting.servers import memory_beside
+from motet.hosts.running import run_config
+from motet.hosts.servers import memory_beside
 from motet.rollout.server import ServerEngine
 from motet.rollout.server_process import ServerProcess
 from tests.support.base_servers import stand_in

@@ -14,8 +14,8 @@ import pytest
 
 from motet.config import AdapterConfig, EngineConfig, RolloutConfig
 from motet.core.types import AdapterRef
-from motet.hosting import servers
-from motet.hosting.launch import load
+from motet.hosts import servers
+from motet.hosts.launch import load
 from motet.rollout.file_sync import FileSync
 from motet.training.torch_trainer import TorchTrainer
 from tests.support.vllm_server import WANTED, launch

@@ -27,7 +27,7 @@ from motet.config import RolloutConfig
 from motet.config.dialects import DIALECTS
 from motet.core.device import Device
 from motet.core.errors import ConfigError, EngineError
-from motet.hosting.workshop import Workshop
+from motet.hosts.workshop import Workshop
 from motet.rollout.file_sync import FileSync
 from motet.rollout.in_vllm import motet_vllm
 from motet.rollout.in_vllm.motet_vllm import PREFIX, TESTED, fetch

@@ -21,9 +21,9 @@ from motet.commands.export import write
 from motet.config import AdapterConfig, EngineConfig, LaunchConfig, RolloutConfig, RunConfig
 from motet.core.errors import EngineError, ProbeError
 from motet.core.types import ADAPTER_WEIGHTS, AdapterRef
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
-from motet.hosting.servers import TOLERANCE, Launched, build_servers, launched
+from motet.hosts.launch import load
+from motet.hosts.running import run_config
+from motet.hosts.servers import TOLERANCE, Launched, build_servers, launched
 from motet.rollout.file_sync import FileSync
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, PREFIX, TESTED
 from motet.rollout.server import Demand, ServerEngine

@@ -13,14 +13,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from motet.cluster.messages import UsageWindow
 from motet.config import RewardConfig
 from motet.config.service import LimitsConfig
 from motet.core.types import Problem
+from motet.hosts.messages import UsageWindow
+from motet.rewards.judging import Graders
+from motet.rewards.reward_pool import RewardPool
+from motet.rewards.reward_walls import Walls
 from motet.service.database.store import Store
-from motet.tasks.judging import Graders
-from motet.tasks.reward_pool import RewardPool
-from motet.tasks.reward_walls import Walls
 from tests.support.adapter_files import tarred
 from tests.support.earlier import FIRST, unpack
 from tests.support.house import House, open_house
@@ -98,7 +98,7 @@ def test_cpu_seconds_are_shown_and_at_their_limit_jobs_pause(tmp_path: Path) -> 
 def test_graders_are_charged_to_their_owner() -> None:
     used = Counter[str]()
     graders = Graders(Walls(), lambda owner, seconds: used.update({owner: 1 + round(1e6 * seconds)}))
-    from motet.tasks.graders.shapes import parse
+    from motet.rewards.graders.shapes import parse
 
     async def scenario() -> None:
         async def nobody(judge: object, messages: object) -> tuple[str, int]:

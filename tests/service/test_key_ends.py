@@ -15,9 +15,9 @@ from fastapi.routing import APIRoute
 from sqlalchemy import update
 
 import motet
-from motet.agents.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
 from motet.config import RewardConfig
 from motet.core.errors import ServiceError
+from motet.environments.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
 from motet.service import depends
 from motet.service.app import ROUTES
 from motet.service.database.tables import Key, now

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from motet.agents.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.config.service import HttpConfig, RateConfig
+from motet.environments.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
 from motet.runtime.meter import COMPLETIONS
 from motet.service.answers import Asks
 from motet.service.database.tables import ScoringUnit

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.messages import JobStanding, UsageWindow
 from motet.core.types import JobState
+from motet.hosts.messages import JobStanding, UsageWindow
 from motet.runtime.meter import IDLE
 from motet.service.adapters.adapters import ALL, MOST_SHARES
 from motet.service.database.tables import Share, UploadedAdapter, new_id

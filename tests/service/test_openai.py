@@ -12,11 +12,11 @@ from typing import Any, cast
 import openai
 import pytest
 
-from motet.cluster.host_link import HostLink
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Abandon, Complete, PromptRead, QuestionRefused, ToHost
 from motet.config.service import RateConfig
 from motet.core.types import JobState
+from motet.hosts.host_link import HostLink
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import Abandon, Complete, PromptRead, QuestionRefused, ToHost
 from tests.support.house import House, open_house
 from tests.support.openai_requests import (
     GRADER,

@@ -12,9 +12,9 @@ from typing import Any
 import openai
 import pytest
 
-from motet.tasks.graders.shapes import Judge, parse
-from motet.tasks.graders.template import Fields
-from motet.tasks.judging import prompt
+from motet.rewards.graders.shapes import Judge, parse
+from motet.rewards.graders.template import Fields
+from motet.rewards.judging import prompt
 from tests.support.openai_requests import GRADER, JUDGE, PYTHON, SHORT, WORDS, client_of, method, rows, uploaded
 from tests.support.pages import fences
 from tests.support.service_run import Json, Service, tiny

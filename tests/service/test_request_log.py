@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import JobStanding
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import JobStanding
 from motet.service.request_log import RequestFiles
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import tiny

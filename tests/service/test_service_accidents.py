@@ -24,10 +24,15 @@ from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
 import motet
-from motet.cluster.charged import Charged
-from motet.cluster.host_link import HostHandlers, HostLink
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import (
+from motet.config import JobConfig, RewardConfig
+from motet.config.jobfile import normal_job
+from motet.config.service import ANY_SIZE
+from motet.core.errors import ConfigError, DiskFull, StoreError
+from motet.core.types import Chunk, FinishReason, JobState, Wanted
+from motet.hosts.charged import Charged
+from motet.hosts.host_link import HostHandlers, HostLink
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import (
     Answer,
     Complete,
     ExamineAdapter,
@@ -39,13 +44,10 @@ from motet.cluster.messages import (
     StartHost,
     Tokens,
 )
-from motet.config import JobConfig, RewardConfig
-from motet.config.jobfile import normal_job
-from motet.config.service import ANY_SIZE
-from motet.core.errors import ConfigError, DiskFull, StoreError
-from motet.core.types import Chunk, FinishReason, JobState, Wanted
-from motet.hosting.scores import AskedOfService
+from motet.hosts.scores import AskedOfService
+from motet.observe.follow import Followers
 from motet.process.channel import LONGEST_LINE, decode, encode
+from motet.rewards.reward_http import Addresses, HttpRewards
 from motet.service.adapters.adapters import Adapters
 from motet.service.answers import Asks
 from motet.service.app import create_app
@@ -64,8 +66,6 @@ from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.stored import StoredBytes
 from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
-from motet.tasks.reward_http import Addresses, HttpRewards
-from motet.tracking.follow import Followers
 from tests.support.database import person, queued
 from tests.support.house import House, open_house
 from tests.support.misbehaving_rewards import misbehaving

@@ -19,11 +19,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from motet.cluster.assignments import Assignments
-from motet.cluster.host_link import HostLink
-from motet.cluster.messages import AddJob, Complete, FromHost, StartHost, Tokens
-from motet.cluster.placement import HostLoad, Move, moved, placed
-from motet.cluster.starts import launcher, starts_of
 from motet.config import HostConfig, budgets
 from motet.config.engine import ClusterConfig, EngineConfig
 from motet.config.jobfile import load_service, validate
@@ -31,9 +26,14 @@ from motet.config.service import ANY_SIZE, ServiceConfig
 from motet.core.device import Device
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import Message, SamplingParams, Wanted
-from motet.hosting.answers import Answers
-from motet.hosting.launch import load
-from motet.hosting.running import run_config
+from motet.hosts.answers import Answers
+from motet.hosts.assignments import Assignments
+from motet.hosts.host_link import HostLink
+from motet.hosts.launch import load
+from motet.hosts.messages import AddJob, Complete, FromHost, StartHost, Tokens
+from motet.hosts.placement import HostLoad, Move, moved, placed
+from motet.hosts.running import run_config
+from motet.hosts.starts import launcher, starts_of
 from motet.rollout.embedded import EmbeddedEngine
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Claim, Rule

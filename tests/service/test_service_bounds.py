@@ -19,23 +19,23 @@ import pytest
 import sqlalchemy
 import transformers
 
+from motet.chat.template_variables import TEMPLATE_PARAMETERS
 from motet.config import DataConfig
 from motet.core.errors import ChatRefusal, DataError
+from motet.core.plain_json import as_json
 from motet.core.types import Message, Problem
+from motet.data.dataset import load_dataset
+from motet.data.reasoning import ScorerSpec, make_entries
+from motet.data.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, rows_of
+from motet.rewards.graders.shapes import parse
+from motet.rewards.judging import _LANES
+from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
+from motet.rewards.reward_pool import RewardPool
 from motet.service.adapters.adapters import Adapters
 from motet.service.answers import Asks
 from motet.service.database.tenants import Principal
 from motet.service.http.bodies import MOST, MOST_OF_NOBODY
 from motet.service.rewards import Grading
-from motet.tasks.dataset import load_dataset
-from motet.tasks.graders.shapes import parse
-from motet.tasks.judging import _LANES
-from motet.tasks.plain_json import as_json
-from motet.tasks.reasoning import ScorerSpec, make_entries
-from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
-from motet.tasks.reward_pool import RewardPool
-from motet.tasks.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, rows_of
-from motet.tasks.template_variables import TEMPLATE_PARAMETERS
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.waiting import PATIENCE

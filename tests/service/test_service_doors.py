@@ -23,9 +23,9 @@ import pytest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import HostReady
 from motet.config.service import HttpConfig
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import HostReady
 from motet.process.apart import Apart
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, _limit

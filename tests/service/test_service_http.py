@@ -30,8 +30,6 @@ from pydantic import Field
 from safetensors.numpy import save
 from sqlalchemy import select
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import AdapterExamined, Answered
 from motet.commands.answers import say, table
 from motet.commands.serve import serve
 from motet.config.service import HttpConfig, ServiceConfig
@@ -39,6 +37,8 @@ from motet.core.errors import ConfigError
 from motet.core.json_text import storable
 from motet.core.section import Described, described
 from motet.core.types import JobState
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import AdapterExamined, Answered
 from motet.process.apart import ThreadTurns
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.tables import StoredJob, StoredRace, UploadedAdapter

@@ -15,15 +15,15 @@ import pytest
 
 from motet.chat.completer import whole
 from motet.client import Client
-from motet.cluster.charged import Charged
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Answer, Complete, ExamineAdapter, HostReady, PromptRead, SetRule, ToHost, UsageWindow
 from motet.config import JobConfig
 from motet.config.chain import take_shape
 from motet.config.jobfile import load_service
 from motet.config.service import HttpConfig, LimitsConfig, RateConfig
 from motet.core.errors import ConfigError, LimitError, ServiceError
 from motet.core.types import JobState, SamplingParams
+from motet.hosts.charged import Charged
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import Answer, Complete, ExamineAdapter, HostReady, PromptRead, SetRule, ToHost, UsageWindow
 from motet.runtime.journal import Done
 from motet.runtime.slots import Rule
 from motet.service.answers import Asks, ask

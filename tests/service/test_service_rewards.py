@@ -20,14 +20,14 @@ from motet.config import JobConfig, RewardConfig
 from motet.config.jobfile import load_service
 from motet.core.errors import ConfigError, RewardError
 from motet.core.types import JobState
+from motet.rewards.reward_elsewhere import ELSEWHERE, SEALED, AnswerDetails, WorkerArgs
+from motet.rewards.reward_installed import install
+from motet.rewards.rewards import BUILTIN
 from motet.service.database.tables import ScoringUnit
 from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
 from motet.service.workers.attached import TAKES_PER_SECOND, AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers, key_of
-from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, AnswerDetails, WorkerArgs
-from motet.tasks.reward_installed import install
-from motet.tasks.rewards import BUILTIN
 from tests.support.commands import NOBODY
 from tests.support.house import House, open_house
 from tests.support.processes import ending

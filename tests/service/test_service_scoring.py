@@ -19,7 +19,7 @@ import motet
 from motet.client.reward_files import RewardFiles
 from motet.client.scoring import RewardWorker
 from motet.core.errors import RewardError, ServiceError
-from motet.tasks.reward_elsewhere import Chance, to_wire
+from motet.rewards.reward_elsewhere import Chance, to_wire
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.commands import Motet
 from tests.support.misbehaving_rewards import Scorer, misbehaving

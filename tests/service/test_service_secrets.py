@@ -16,6 +16,7 @@ from motet.config import JobConfig
 from motet.config.service import ServiceConfig
 from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState, Wanted
+from motet.rewards.reward_elsewhere import SEALED
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import of_config
 from motet.runtime.opening import open_job
@@ -25,7 +26,6 @@ from motet.service.database.tables import StoredJob
 from motet.service.jobs.submissions import GivenJob
 from motet.service.secrets import KEY_FILE, KEY_VARIABLE, Secrets
 from motet.service.settings import Settings
-from motet.tasks.reward_elsewhere import SEALED
 from tests.support.database import person
 from tests.support.service_run import Json, tiny
 

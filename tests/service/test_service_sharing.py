@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import JobStanding
 from motet.core.errors import DataError
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS, JobState
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import JobStanding
 from motet.service.adapters.adapters import Adapters
 from motet.service.adapters.archive import MOST_MEMBERS, pack, unpack
 from motet.service.database.tables import UploadedAdapter, new_id

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from sqlalchemy import Text, cast, func, select
 
-from motet.cluster.messages import Progress
 from motet.config import RewardConfig
 from motet.config.service import LimitsConfig
+from motet.hosts.messages import Progress
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, UploadedAdapter, Usage
 from motet.service.workers.rewards import RewardWorkers

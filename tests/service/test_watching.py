@@ -17,6 +17,7 @@ import httpx2
 import pytest
 
 import motet
+from motet.chat.template import Chat
 from motet.core.errors import ConfigError
 from motet.core.types import JobState
 from motet.service.bases import Bases
@@ -24,7 +25,6 @@ from motet.service.database.tables import Event
 from motet.service.events import EventBus, EventLog, within
 from motet.service.jobs.validation import read_jobs
 from motet.service.routes.events import READS_PER_SECOND
-from motet.tasks.chat import Chat
 from tests.support.house import House
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.waiting import PATIENCE

@@ -1,4 +1,4 @@
-"""Rows with adapters of different ranks by address, for tests of the kernels in `motet.cuda`."""
+"""Rows with adapters of different ranks by address, for tests of the kernels in `motet.kernels.cuda`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.cuda.adapters import AdapterGroup, AdapterTables, Places, tiles_of
-from motet.cuda.decoder_shape import pieces_of
+from motet.kernels.cuda.adapters import AdapterGroup, AdapterTables, Places, tiles_of
+from motet.kernels.cuda.decoder_shape import pieces_of
 from motet.model.arithmetic import round_up
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import motet
 from motet.config.jobfile import validate
 from motet.core.types import ADAPTER_WEIGHTS
-from motet.hosting.running import run_config
-from motet.view.results import RunResult
+from motet.hosts.running import run_config
+from motet.observe.results import RunResult
 
 
 def run(directory: Path, *jobs: dict[str, Any], **options: Any) -> RunResult:

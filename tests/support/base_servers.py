@@ -36,8 +36,8 @@ from starlette.routing import Route
 from motet.config import EngineConfig
 from motet.config.budgets import Need
 from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
-from motet.hosting.launch import build, load
-from motet.hosting.workshop import Workshop
+from motet.hosts.launch import build, load
+from motet.hosts.workshop import Workshop
 from motet.model.lora_model import LoraModel
 from motet.rollout.in_vllm.motet_vllm import PREFIX, fetch
 from motet.rollout.server_process import free_port

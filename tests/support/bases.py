@@ -11,9 +11,9 @@ from pathlib import Path
 
 from motet.core.errors import BaseModelError
 from motet.core.model_info import EXPERTS
+from motet.kernels.cover import refusal
 from motet.model.attention import INSTEAD
 from motet.model.lora_model import LoraModel
-from motet.native.cover import refusal
 from tests.support import tiny_models as tiny
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "bases.md"

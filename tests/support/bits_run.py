@@ -2,7 +2,7 @@
 
     python -m tests.support.bits_run DIRECTORY [TYPE [THREADS]]
 
-Other processors are stood in for by the environment: see `tests/native/test_native_bits.py`.
+Other processors are stood in for by the environment: see `tests/kernels/cpu/test_native_bits.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config import EngineConfig
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from tests.support.small_runs import REWARDS, fingerprint, job, run
 
 

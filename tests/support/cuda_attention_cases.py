@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from motet.cuda.attention import CudaAttention, CudaPass
+from motet.kernels.cuda.attention import CudaAttention, CudaPass
 from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
 

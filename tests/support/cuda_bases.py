@@ -6,9 +6,9 @@ import functools
 from dataclasses import replace
 
 import tests.support.triton_on_cpu
-from motet.cuda.base import CudaBase
-from motet.cuda.products import Products
-from motet.cuda.ways import table_for
+from motet.kernels.cuda.base import CudaBase
+from motet.kernels.cuda.products import Products
+from motet.kernels.cuda.ways import table_for
 from motet.model.lora_model import LoraModel
 from tests.support import tiny_models as tiny
 

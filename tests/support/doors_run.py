@@ -13,7 +13,7 @@ from typing import Any
 import motet
 from motet.config import RunConfig
 from motet.config.jobfile import validate
-from motet.view.results import RunResult
+from motet.observe.results import RunResult
 from tests.support.fake_run import records
 
 Json = dict[str, Any]

@@ -12,11 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from motet.chat.template import Chat
 from motet.config import JobConfig, RewardConfig
 from motet.config.jobfile import merge
 from motet.core.device import Device
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, Message, Problem
+from motet.data.dataset import Dataset
+from motet.data.problems import Problems
+from motet.data.reasoning import ScorerSpec
+from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
+from motet.rewards.reward_pool import RewardPool
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
 from motet.runtime.opening import open_job
@@ -25,12 +31,6 @@ from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slots import Rule
-from motet.tasks.chat import Chat
-from motet.tasks.dataset import Dataset
-from motet.tasks.problems import Problems
-from motet.tasks.reasoning import ScorerSpec
-from motet.tasks.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
-from motet.tasks.reward_pool import RewardPool
 from tests.support.fake_base import END, VOCABULARY, FakeTokenizer
 from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.fake_trainer import FakeTrainer

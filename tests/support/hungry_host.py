@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from motet.cluster.messages import AddJob, HostReady, JobChanged, StartHost, ToHost
 from motet.core.types import JobState
+from motet.hosts.messages import AddJob, HostReady, JobChanged, StartHost, ToHost
 from motet.process.channel import Alive, Parent
 
 MEGABYTES = 300

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from motet.cuda.launches import called, count
+from motet.kernels.cuda.launches import called, count
 from motet.model.accelerator import Recorder, Replay, WorkQueue, wait_for
 
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from motet.cuda.adapters import AdapterTables, Places
-from motet.cuda.attention import CudaPass
-from motet.cuda.base import CudaBase
-from motet.cuda.forward import DecoderForward, KeptLayer
-from motet.cuda.kernels import rotary
-from motet.cuda.launches import count
-from motet.cuda.layers import DecoderPlan, LayerPlan
-from motet.cuda.products import Products, ProductWeight
-from motet.cuda.ways import table_for
+from motet.kernels.cuda.adapters import AdapterTables, Places
+from motet.kernels.cuda.attention import CudaPass
+from motet.kernels.cuda.base import CudaBase
+from motet.kernels.cuda.forward import DecoderForward, KeptLayer
+from motet.kernels.cuda.kernels import rotary
+from motet.kernels.cuda.launches import count
+from motet.kernels.cuda.layers import DecoderPlan, LayerPlan
+from motet.kernels.cuda.products import Products, ProductWeight
+from motet.kernels.cuda.ways import table_for
 from motet.model.attention import LayerCall, Span
 from motet.model.kv_cache import KVCache
 from motet.model.routing import TrainerRouting, TrainSegment

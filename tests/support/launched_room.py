@@ -1,4 +1,4 @@
-"""Launches of the kernels of `motet.cuda`, for `launched_kernels` to compile. Run as a module; prints JSON lines.
+"""Launches of the kernels of `motet.kernels.cuda`, for `launched_kernels` to compile. Run as a module; prints JSON lines.
 
 python -m tests.support.launched_room --targets sm_90 --rooms products
 """
@@ -17,18 +17,18 @@ import torch
 
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW
-from motet.cuda.adapter_steps import step_all
-from motet.cuda.adapters import AdapterGroup, AdapterTables, Places
-from motet.cuda.attention import CudaAttention, warps_on
-from motet.cuda.backward import DecoderBackward
-from motet.cuda.forward import DecoderForward, KeptLayer
-from motet.cuda.kernels import rotary, steps
-from motet.cuda.launches import launch
-from motet.cuda.layers import DecoderPlan, LayerPlan
-from motet.cuda.math import CudaMath
-from motet.cuda.products import Products
-from motet.cuda.unit_tables import UnitTables
-from motet.cuda.ways import (
+from motet.kernels.cuda.adapter_steps import step_all
+from motet.kernels.cuda.adapters import AdapterGroup, AdapterTables, Places
+from motet.kernels.cuda.attention import CudaAttention, warps_on
+from motet.kernels.cuda.backward import DecoderBackward
+from motet.kernels.cuda.forward import DecoderForward, KeptLayer
+from motet.kernels.cuda.kernels import rotary, steps
+from motet.kernels.cuda.launches import launch
+from motet.kernels.cuda.layers import DecoderPlan, LayerPlan
+from motet.kernels.cuda.math import CudaMath
+from motet.kernels.cuda.products import Products
+from motet.kernels.cuda.unit_tables import UnitTables
+from motet.kernels.cuda.ways import (
     BUCKETS,
     REFERENCE,
     Adapters,

@@ -1,4 +1,4 @@
-// Runs the kernels on fixed numbers and prints a digest of what each gives: `tests/native/test_native_bits.py` compares processors.
+// Runs the kernels on fixed numbers and prints a digest of what each gives: `tests/kernels/cpu/test_native_bits.py` compares processors.
 #include <cstdio>
 #include <vector>
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from motet.core.types import SamplingParams
-from motet.native import building, library
-from motet.native.own_math import OwnMath
+from motet.kernels.cpu import building, library
+from motet.kernels.cpu.own_math import OwnMath
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 EXACT, PAIRS = 0, 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from motet.config import EngineConfig
 from motet.core.batch import Batch, Segment
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.training.memory import pass_memory
 from tests.support.segments import REINFORCE, make_samples, make_trainer
 

@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from motet.chat.template import Chat
 from motet.core.types import Chunk, FinishReason, IntArray, SamplingParams
-from motet.tasks.chat import Chat
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

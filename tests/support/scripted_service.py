@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from motet.cluster.host_link import HostLink
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Abandon, Complete, FromHost, HostReady, ToHost
 from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest
-from motet.hosting.answers import Answers
+from motet.hosts.answers import Answers
+from motet.hosts.host_link import HostLink
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import Abandon, Complete, FromHost, HostReady, ToHost
 from motet.runtime.scheduler import FairScheduler
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.tables import UploadedAdapter

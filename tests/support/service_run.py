@@ -97,7 +97,7 @@ class Service:
     def http(self) -> Any:
         """The process that answers; `process` is its small parent, which starts it again."""
         assert self.process is not None
-        commands = [one for one in psutil.Process(self.process.pid).children() if "motet.hosting" not in one.cmdline()]
+        commands = [one for one in psutil.Process(self.process.pid).children() if "motet.hosts" not in one.cmdline()]
         return min(commands, key=psutil.Process.create_time)
 
     def engine(self) -> Any:
@@ -109,7 +109,7 @@ class Service:
         """The processes of its hosts, in the order they were started, whoever started them."""
         sockets = str(self.directory / "engine")
         named = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline", "ppid"])]
-        found = [one for one, words in named if "motet.hosting" in words and words[-1].startswith(f"{sockets}/")]
+        found = [one for one, words in named if "motet.hosts" in words and words[-1].startswith(f"{sockets}/")]
         pids = {one.pid for one in found}
         # A process that a host is starting has the host's command line until it executes its own program.
         hosts = [one for one in found if one.info["ppid"] not in pids]

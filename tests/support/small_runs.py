@@ -9,8 +9,8 @@ from typing import Any
 
 from motet.config import RunConfig
 from motet.config.jobfile import merge, validate
-from motet.hosting.running import run_config
-from motet.view.results import RunResult
+from motet.hosts.running import run_config
+from motet.observe.results import RunResult
 
 STEPS = 3
 REWARDS = """

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from motet.chat.forms.sections import DEEPSEEK, KIMI
+from motet.chat.template import Chat
 from motet.core.types import IntArray, TurnParts
 from motet.model.load import load_tokenizer
-from motet.tasks.chat import Chat
-from motet.tasks.forms.sections import DEEPSEEK, KIMI
 
 _CHAT_ML = """
 {%- set ns = namespace(last=messages|length - 1) %}

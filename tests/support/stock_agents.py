@@ -116,8 +116,8 @@ async def mini_swe_agent(url, key):
 
 async def verifiers(url, key, harness="sums_taskset", **env):
     """Through the agent that ships with Motet."""
-    from motet.agents.verifiers import rows, run
     from motet.core.types import Problem
+    from motet.environments.verifiers import rows, run
 
     role = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
     env = {"taskset": {"id": "sums_taskset"}, **(env or {"agent": role})}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from motet.kernels.cover import compute_with
 from motet.model.attention import Span
 from motet.model.find import SMALL_BASE
 from motet.model.kv_cache import KVCache
@@ -23,7 +24,6 @@ from motet.model.load import load_base
 from motet.model.lora import AdapterLayout, AdapterWeights, NoAdapters, Routing, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
-from motet.native.cover import compute_with
 from tests.support import native_calls
 from tests.support import tiny_models as tiny
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.config.observer import ObserverConfig
-from motet.tracking.follow import send
+from motet.observe.follow import send
 
 
 def wandb(run: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from bench.speed.envs import directory as environments
 from bench.speed.envs import python_of
 
 from motet.config import LaunchConfig, RolloutConfig
-from motet.hosting import servers
+from motet.hosts import servers
 from motet.rollout.in_vllm.motet_vllm import TESTED
 from motet.rollout.server import Demand
 from tests.conftest import IN_CI

@@ -24,12 +24,12 @@ from motet.algorithms.critic import ValueLoss
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW, Batch, Segment
 from motet.core.types import GenerateRequest, SamplingParams
-from motet.cuda.attention import PIECE
-from motet.cuda.base import CudaBase
-from motet.cuda.launches import count
-from motet.cuda.products import Products, ProductWeight
-from motet.cuda.step import CudaSteps
-from motet.cuda.ways import BUCKETS, ROWS_OF_DECODING, Library, ProductShape, table_for
+from motet.kernels.cuda.attention import PIECE
+from motet.kernels.cuda.base import CudaBase
+from motet.kernels.cuda.launches import count
+from motet.kernels.cuda.products import Products, ProductWeight
+from motet.kernels.cuda.step import CudaSteps
+from motet.kernels.cuda.ways import BUCKETS, ROWS_OF_DECODING, Library, ProductShape, table_for
 from motet.model.accelerator import Recorder, WorkQueue
 from motet.model.device_steps import BLOCKS, PLAIN, TOKEN, DeviceStep
 from motet.model.kv_cache import KVCache

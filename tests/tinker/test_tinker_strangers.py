@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from msgspec.msgpack import encode
 from sqlalchemy import delete, event, select
 
-from motet.cluster.hosts import Hosts
 from motet.config.service import HttpConfig
 from motet.core.types import JobState
+from motet.hosts.hosts import Hosts
 from motet.runtime.client_loop import ABOUT
 from motet.runtime.journal import Done, Failed, Gradient, Journal, Nothing, Tensor
 from motet.service.adapters.adapters import Adapters

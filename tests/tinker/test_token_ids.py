@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from motet.cluster.messages import Complete
+from motet.chat.template import Chat
 from motet.core.errors import EngineError
 from motet.core.token_ids import TokenIds
 from motet.core.types import SamplingParams
-from motet.hosting.answers import _prompt_ids
+from motet.hosts.answers import _prompt_ids
+from motet.hosts.messages import Complete
 from motet.model.find import SMALL_BASE
 from motet.runtime import journal as j
 from motet.runtime.client_loop import _misfit
-from motet.tasks.chat import Chat
 
 IDS = TokenIds(1030, frozenset({500, *range(1025, 1030)}))
 """The tokenizer has 1,024 ids, and one token more behind them: its length is none of both."""

@@ -15,7 +15,7 @@ import torch
 from motet.config import EngineConfig
 from motet.core.batch import Batch, Segment
 from motet.core.errors import ConfigError
-from motet.hosting.launch import make_trainer as trainer_of
+from motet.hosts.launch import make_trainer as trainer_of
 from motet.model.arithmetic import Arithmetic
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel

@@ -14,7 +14,7 @@ from motet.config import AdapterConfig, EngineConfig
 from motet.config.jobfile import validate
 from motet.core.batch import Batch, Trained
 from motet.core.device import Device
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
 from motet.protocols import Pieces
 from motet.runtime.learner import Learner
 from motet.runtime.scheduler import FairScheduler

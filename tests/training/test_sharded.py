@@ -26,7 +26,7 @@ from motet.algorithms import Grpo, Reinforce
 from motet.config import AdapterConfig, RunConfig
 from motet.core.batch import Batch, Segment
 from motet.core.errors import AdapterError, BaseModelError, RankGone
-from motet.hosting.running import config_of, run_config
+from motet.hosts.running import config_of, run_config
 from motet.model.peft_io import examine
 from motet.process.channel import LONGEST_LINE
 from motet.protocols import Trainer

@@ -21,7 +21,7 @@ from motet.algorithms.supervised import Supervised
 from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import AdamW, Batch, Sample, Segment, shared_prefixes, shared_prompts
 from motet.core.errors import AdapterError, BaseModelError
-from motet.hosting.launch import load
+from motet.hosts.launch import load
 from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.head import HEAD_ROWS

@@ -16,10 +16,10 @@ from motet.algorithms import datum
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW, Optimizer, Segment
 from motet.core.errors import AdapterError
+from motet.kernels.cpu import library
+from motet.kernels.cpu.own_math import OwnMath
 from motet.model.distribution import MathKernels
 from motet.model.lora import initial_weights, make_layout
-from motet.native import library
-from motet.native.own_math import OwnMath
 from motet.training.arena import OPTIMIZER, AdapterArena, step_all
 from motet.training.packed_pass import _TrainableRows
 

@@ -44,7 +44,7 @@ class PeakMemory:
 
     def _look(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            helpers = [pid for pid in descendants(os.getpid()) if "motet.tasks.worker" not in command_line(pid)]
+            helpers = [pid for pid in descendants(os.getpid()) if "motet.workers.worker" not in command_line(pid)]
             self._most = max(self._most, sum(private_bytes(pid) for pid in helpers))
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from motet.core.batch import Batch, Sample, Segment
     from motet.core.device import BusyTime
     from motet.core.types import AdapterRef, GenerateRequest
-    from motet.hosting.host import Host
-    from motet.hosting.workshop import Workshop
+    from motet.hosts.host import Host
+    from motet.hosts.workshop import Workshop
     from motet.model.lora_model import LoraModel
     from motet.protocols import RolloutEngine, Trainer
     from motet.rollout.sampler_link import SamplerLink
@@ -51,7 +51,7 @@ def engine_fields(**budgets: int) -> dict[str, Any]:
 def base() -> LoraModel:
     """The base, loaded once."""
     from motet.config import EngineConfig
-    from motet.hosting.launch import load
+    from motet.hosts.launch import load
 
     if "base" not in _parts:
         _parts["base"] = load(OPTIONS["model"], EngineConfig(**engine_fields()))
@@ -67,7 +67,7 @@ def workshop(samplers: int | Literal["auto"] = "auto", *, wait: bool = True) -> 
     """
     from motet.config import EngineConfig
     from motet.config.budgets import Need
-    from motet.hosting.launch import build
+    from motet.hosts.launch import build
 
     if _parts.get("samplers") != samplers:
         close_workshop()
@@ -240,7 +240,7 @@ def run_jobs(args: dict[str, Any], scratch: Path, watch: Watch) -> None:
         RuntimeError: one of them did not succeed.
     """
     from motet.config.jobfile import validate
-    from motet.hosting.running import run_config
+    from motet.hosts.running import run_config
 
     engine = engine_fields(slots=args["jobs"], **args.get("budgets", {}))
     tree = {"base": OPTIONS["model"], "run": str(scratch), "engine": engine, "jobs": job_fields(args, scratch)}

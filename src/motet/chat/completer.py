@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from motet.chat.template import Tools
 from motet.core.errors import ChatRefusal
 from motet.core.json_text import json_text
+from motet.core.plain_json import as_json, check_plain
 from motet.core.section import Described
 from motet.core.types import Message, ToolCall
-from motet.tasks.chat import Tools
-from motet.tasks.plain_json import as_json, check_plain
 
 EVENTS = "text/event-stream"
 MOST_MESSAGES = 4096

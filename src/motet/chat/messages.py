@@ -21,9 +21,9 @@ from motet.chat.completer import (
     shown,
 )
 from motet.core.errors import ChatRefusal
+from motet.core.plain_json import as_json
 from motet.core.stops import few
 from motet.core.types import Message, ToolCall
-from motet.tasks.plain_json import as_json
 
 Blocks = str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 _MOST_BLOCKS = 2 * MOST_MESSAGES

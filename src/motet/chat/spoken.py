@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from motet.chat.completer import Block
+from motet.chat.forms.reading import Shown, TurnReader
+from motet.chat.forms.turns import ReadsTurns, Tools
 from motet.core.types import Chunk, FinishReason, IntArray, ToolCall, TurnParts
-from motet.tasks.forms.reading import Shown, TurnReader
-from motet.tasks.forms.turns import ReadsTurns, Tools
 
 _LONG = 512
 """Tokens of a chunk from which reading it takes milliseconds."""

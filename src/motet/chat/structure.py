@@ -7,11 +7,11 @@ import re
 import time
 from typing import Any
 
+from motet.chat.forms.marks import ONE_LAYOUT
 from motet.core.errors import ChatRefusal
 from motet.core.tenant_cache import TenantCache
 from motet.core.types import JSON_GRAMMAR
 from motet.process.apart import Apart, TooMuchError
-from motet.tasks.forms.marks import ONE_LAYOUT
 
 _LONGEST = 16_000
 """The cost per token grows faster than a schema's length."""

@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from motet.agents.processes import AgentProcesses
 from motet.client.connection import Connection
 from motet.client.leases import Asked, LeaseWorker, Running
 from motet.core.errors import EnvironmentFault
 from motet.core.types import Problem
+from motet.environments.agent_processes import AgentProcesses
+from motet.rewards.reward_elsewhere import MOST_LETTERS
 from motet.service.schemas import Job
 from motet.service.schemas.workers import EpisodeLease, EpisodeWork
-from motet.tasks.reward_elsewhere import MOST_LETTERS
-from motet.tasks.worker_link import AGAIN
+from motet.workers.worker_link import AGAIN
 
 _SECRETS = ("MOTET_API_KEY",)
 

@@ -17,6 +17,7 @@ from motet.client.sign_in import SignInMethods
 from motet.client.tenants import TenantMethods
 from motet.core.errors import ConfigError, DataError, ServiceError
 from motet.core.types import JobState, Thought
+from motet.data.row_files import rows_of
 from motet.service.schemas import (
     CheckedJobs,
     Events,
@@ -33,7 +34,6 @@ from motet.service.schemas import (
     Versions,
 )
 from motet.service.schemas.workers import Reward, Rewards
-from motet.tasks.row_files import rows_of
 
 if TYPE_CHECKING:
     from motet.client.reward_files import RewardGiven

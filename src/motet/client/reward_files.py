@@ -10,8 +10,8 @@ from typing import Any
 
 from motet.config import JobConfig, RewardConfig
 from motet.core.errors import RewardError
-from motet.tasks.reward_elsewhere import WorkerArgs
-from motet.tasks.reward_installed import install
+from motet.rewards.reward_elsewhere import WorkerArgs
+from motet.rewards.reward_installed import install
 
 RewardGiven = str | Path | Callable[..., Any]
 """`rewards.py`, `rewards.py:reward`, `my_package.rewards`, with or without a function, or a function itself."""

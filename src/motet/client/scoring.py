@@ -15,10 +15,10 @@ from motet.client.connection import Connection
 from motet.client.leases import Asked, LeaseWorker, Running
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
+from motet.rewards.reward_elsewhere import AnswerDetails, ScoreOrReason, WorkerArgs, to_wire
+from motet.rewards.reward_pool import RewardPool
 from motet.service.schemas import Job
 from motet.service.schemas.workers import Lease, ScoringWork
-from motet.tasks.reward_elsewhere import AnswerDetails, ScoreOrReason, WorkerArgs, to_wire
-from motet.tasks.reward_pool import RewardPool
 
 _AT_ONCE = 16
 _MOST_LOADED = 16

@@ -80,7 +80,7 @@ def say(text: str | Text | Table, *, aside: bool = False) -> None:
     """Print text without wrapping, or a table; on standard error if `aside`."""
     from rich.table import Table
 
-    from motet.view.text import plain_console, safe
+    from motet.observe.text import plain_console, safe
 
     console = plain_console(stderr=aside)
     if isinstance(text, Table):
@@ -134,7 +134,7 @@ def table(rows: Iterable[Sequence[str | Text]], headings: str, *, empty: str, fo
     from rich.table import Table
     from rich.text import Text
 
-    from motet.view.text import safe
+    from motet.observe.text import safe
 
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in headings.split(","):

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 
+from motet.chat.conversation import examples_of
+from motet.chat.template import Chat, Tools
+from motet.chat.template_errors import let_go
+from motet.chat.template_variables import tools_shown
 from motet.core.errors import BaseModelError
 from motet.core.types import BoolArray, Group, IntArray, Message, Problem, Rollout
-from motet.tasks.chat import Chat, Tools
-from motet.tasks.conversation import examples_of
-from motet.tasks.rows import continuations_of
-from motet.tasks.template_errors import let_go
-from motet.tasks.template_variables import tools_shown
+from motet.data.rows import continuations_of
 
 _ROWS = 20
 _SHOWN = 40

@@ -17,8 +17,8 @@ from motet.core.errors import MotetError, ServiceError
 from motet.core.model_info import ModelInfo
 from motet.core.near import close_matches
 from motet.core.types import AdapterRef, Message, Thought
+from motet.observe.text import plain_console, safe
 from motet.protocols import RolloutEngine
-from motet.view.text import plain_console, safe
 
 if TYPE_CHECKING:
     from motet.client import AsyncClient
@@ -41,7 +41,7 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
     """Talk to a base on this machine, with or without an adapter."""
     from motet.commands.answers import say_untrained
     from motet.config import EngineConfig
-    from motet.hosting.launch import load, sampling
+    from motet.hosts.launch import load, sampling
     from motet.model.find import find_adapter
 
     if adapter is not None:
@@ -60,8 +60,8 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
 
 def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None, style: Style) -> Answer:
     from motet.chat.spoken import SpokenTurn
+    from motet.chat.template import Chat, stop_token_ids
     from motet.core.types import GenerateRequest, Problem, SamplingParams
-    from motet.tasks.chat import Chat, stop_token_ids
 
     chat = Chat.plain(info.tokenizer)
     stops = stop_token_ids(info.tokenizer, info.eos_token_ids)

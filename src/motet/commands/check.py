@@ -34,11 +34,16 @@ from motet.config import EngineConfig, JobConfig, PricesConfig, RunConfig
 from motet.core.batch import Batch, Segment
 from motet.core.errors import ConfigError, RunError, for_scripts
 from motet.core.types import Group
-from motet.hosting.before_loading import Checked, auto_kernels, changes_of, check_before_loading
-from motet.hosting.host import Host
-from motet.hosting.launch import open_base, own_switches
-from motet.hosting.preparing import notes_of, prepare_all
-from motet.hosting.running import config_of
+from motet.data.rows import row_of
+from motet.hosts.before_loading import Checked, auto_kernels, changes_of, check_before_loading
+from motet.hosts.host import Host
+from motet.hosts.launch import open_base, own_switches
+from motet.hosts.preparing import notes_of, prepare_all
+from motet.hosts.running import config_of
+from motet.observe.text import duration_text, plain_console
+from motet.observe.trackers import load as load_observer
+from motet.rewards import reference_check
+from motet.rewards.reward_elsewhere import weights_of
 from motet.runtime.answer_signs import Earned
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.held_out import LOG_LIKELIHOOD
@@ -49,11 +54,6 @@ from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
-from motet.tasks import reference_check
-from motet.tasks.reward_elsewhere import weights_of
-from motet.tasks.rows import row_of
-from motet.tracking.trackers import load as load_observer
-from motet.view.text import duration_text, plain_console
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel

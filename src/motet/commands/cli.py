@@ -191,7 +191,7 @@ def doctor(
 @app.command()
 def report(directory: RunDir) -> None:
     """Update the HTML report of a run, also while it runs."""
-    from motet.report import write_report
+    from motet.observe.report import write_report
 
     typer.echo(write_report(directory))
 
@@ -343,7 +343,7 @@ def main() -> None:
         refuse_left(sys.argv[1:])
         app()
     except MotetError as error:
-        from motet.view.text import safe
+        from motet.observe.text import safe
 
         said = safe(str(error))
     except OSError as error:

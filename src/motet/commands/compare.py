@@ -19,7 +19,8 @@ import motet
 from motet.commands.answers import check_place, say, table
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
-from motet.report.comparison import (
+from motet.core.plain_json import as_json
+from motet.observe.report.comparison import (
     Difference,
     EvaluatedJob,
     Side,
@@ -33,13 +34,12 @@ from motet.report.comparison import (
     side_of_run,
     sides_of_run,
 )
-from motet.report.read import JobRecord, Line, RunRecord, number, read_job, read_lines, read_run
-from motet.report.svg import draw_curves
+from motet.observe.report.read import JobRecord, Line, RunRecord, number, read_job, read_lines, read_run
+from motet.observe.report.svg import draw_curves
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.held_out import REWARD
 from motet.runtime.receipts import fields_apart, materials_of, read_receipt
 from motet.runtime.settings import Mean
-from motet.tasks.plain_json import as_json
 
 _MOST_TASKS = 6
 """Most tasks with their own column."""

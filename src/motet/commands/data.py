@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from motet.chat.template import Chat
 from motet.commands.answers import check_place, say, table
 from motet.commands.forecast import answer_tokens
 from motet.config import DataConfig
@@ -21,11 +22,10 @@ from motet.core import seeds
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, DataError
 from motet.core.near import close_matches
-from motet.tasks.chat import Chat
-from motet.tasks.dataset import read_source
-from motet.tasks.problems import Problems
-from motet.tasks.row_files import Row
-from motet.tasks.sources import read_rows
+from motet.data.dataset import read_source
+from motet.data.problems import Problems
+from motet.data.row_files import Row
+from motet.data.sources import read_rows
 
 _COMPARISON = re.compile(r"\s*([^\s=!<>~]+)\s*(==|!=|<=|>=|<|>|~)\s*(.*?)\s*", re.DOTALL)
 _WORD = re.compile(r"\w+|[^\w\s.,;:!?\"'’“”…]")

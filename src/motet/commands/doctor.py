@@ -14,17 +14,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from motet import __version__
-from motet.cluster.nodes import faults
-from motet.cluster.project import too_large
 from motet.commands.answers import print_table
 from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError, MotetError
-from motet.hosting.launch import load
-from motet.native import library
-from motet.native.choice import kernels_of, of_machine
+from motet.hosts.launch import load
+from motet.hosts.nodes import faults
+from motet.hosts.project import too_large
+from motet.kernels.cpu import library
+from motet.kernels.cpu.choice import kernels_of, of_machine
+from motet.observe.text import plain_console
 from motet.process import wall
 from motet.process.system_calls import LOGGED
-from motet.view.text import plain_console
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -72,7 +72,7 @@ def examine_cluster(address: str, directory: Path, count: int) -> int:
     """Wait for `count` nodes of a Ray cluster and print their facts; returns 0 if hosts can run on all, otherwise 1."""
     if find_spec("ray") is None:
         raise ConfigError("motet doctor --ray needs Ray, which is not installed: pip install 'motet[ray]'")
-    from motet.cluster.ray_hosts import examine_nodes
+    from motet.hosts.ray_hosts import examine_nodes
 
     nodes = examine_nodes(address, directory, count)
     bare = {node.same for node in nodes if not node.project}
@@ -170,7 +170,7 @@ def gpu_kernels() -> str:
 
 def build_kernels() -> int:
     """Compile the C++ kernels into the cache and print the form in use; returns 0 on success, otherwise 1."""
-    from motet.native import building
+    from motet.kernels.cpu import building
 
     directory = library.cache_directory()
     try:

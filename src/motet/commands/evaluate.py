@@ -23,13 +23,16 @@ from motet.config.jobfile import load_jobs, validate_as
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.core.near import close_matches
+from motet.core.plain_json import as_json
 from motet.core.types import AdapterRef, Group
-from motet.hosting.before_loading import auto_kernels, check_before_loading
-from motet.hosting.host import Host
-from motet.hosting.launch import open_base
-from motet.hosting.preparing import prepare
+from motet.data.sources import has_splits
+from motet.hosts.before_loading import auto_kernels, check_before_loading
+from motet.hosts.host import Host
+from motet.hosts.launch import open_base
+from motet.hosts.preparing import prepare
 from motet.model.find import find_adapter
-from motet.report.comparison import Difference
+from motet.observe.report.comparison import Difference
+from motet.observe.trackers import write_parquet
 from motet.runtime.checkpoint import JobDirectory, dump_line
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
@@ -39,9 +42,6 @@ from motet.runtime.sampling import JobSampler
 from motet.runtime.settings import Mean
 from motet.runtime.steps import SampledStep
 from motet.runtime.versions import Versions
-from motet.tasks.plain_json import as_json
-from motet.tasks.sources import has_splits
-from motet.tracking.trackers import write_parquet
 
 _FORMATS = (".jsonl", ".parquet")
 _OF_ROWS = (
@@ -270,7 +270,7 @@ class _Evaluation:
     async def _sample(self, shared: Services) -> None:
         from rich.progress import Progress
 
-        from motet.view.text import plain_console
+        from motet.observe.text import plain_console
 
         job, versions = self._job, _Places(self._job.name, shared, self._models)
         sampler, rows = JobSampler(job, shared, versions), len(job.data.holdout)

@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
 from motet.commands.merging import ExportSource
 from motet.core.errors import RunError
-from motet.report.read import JobRecord, read_job
-from motet.report.svg import curve_of, draw_curves
+from motet.observe.report.read import JobRecord, read_job
+from motet.observe.report.svg import curve_of, draw_curves
 from motet.runtime.held_out import LOG_LIKELIHOOD, untrained
 from motet.runtime.receipts import RECEIPT, dependencies_of, read_receipt, subjects_of, with_arguments
 

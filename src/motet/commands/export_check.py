@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from motet.chat.spellings import plain
+from motet.chat.template import Chat
+from motet.chat.wording import Wording
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.core.errors import AdapterError, BaseModelError, RunError
 from motet.core.token_ids import TokenIds
 from motet.core.types import FloatArray, IntArray, Message, Problem, ToolCall
+from motet.observe.report.read import Line, read_job, read_pairs
 from motet.process.ending import how_it_ended
-from motet.report.read import Line, read_job, read_pairs
 from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
-from motet.tasks.chat import Chat
-from motet.tasks.spellings import plain
-from motet.tasks.wording import Wording
 
 PACKAGES = {"transformers": "transformers", "peft": "peft", "llama.cpp": "xllamacpp"}
 """What has to be installed for each consumer."""

@@ -82,7 +82,7 @@ def ollama(source: ExportSource, target: Path) -> Loaded:
     """The merged model as `model.gguf` and a Modelfile: `ollama create NAME` in the directory takes both."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    from motet.tasks.chat import stop_token_ids
+    from motet.chat.template import stop_token_ids
 
     loaded = model(source, target)
     tokenizer: Any = AutoTokenizer.from_pretrained(source.files)
@@ -168,8 +168,8 @@ def _conversation(count: int) -> list[tuple[str, str]]:
 
 def _render(tokenizer: Any, conversation: list[tuple[str, str]]) -> str:
     """What the model reads before it answers, without the first token, which llama.cpp adds."""
+    from motet.chat.template import render
     from motet.core.types import Message
-    from motet.tasks.chat import render
 
     text = render(tokenizer, [Message(role, content) for role, content in conversation], True, {})
     return text.removeprefix(tokenizer.bos_token or "")

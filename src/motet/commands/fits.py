@@ -12,9 +12,9 @@ from motet.commands.answers import print_table
 from motet.config import EngineConfig, budgets
 from motet.core.errors import ConfigError
 from motet.core.model_info import ALL_LINEAR
-from motet.cuda.decoder_shape import DecoderShape, kept_bytes, passing_bytes, widths_of_rank
-from motet.hosting.slot_memory import SlotMemory
-from motet.view.text import plain_console
+from motet.hosts.slot_memory import SlotMemory
+from motet.kernels.cuda.decoder_shape import DecoderShape, kept_bytes, passing_bytes, widths_of_rank
+from motet.observe.text import plain_console
 
 if TYPE_CHECKING:
     from motet.model.outline import BaseOutline

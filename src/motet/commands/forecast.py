@@ -14,14 +14,14 @@ from pathlib import Path
 from statistics import fmean, median, pstdev, stdev
 from typing import Any
 
+from motet.chat.template import Chat
 from motet.config import JobConfig, PricesConfig
 from motet.core.types import Group, Problem, Rollout
+from motet.environments.episode import ENVIRONMENTS
+from motet.observe.text import count_text, duration_text
 from motet.runtime.answer_signs import in_thought, no_signal
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.metrics import distinct, group_metrics
-from motet.tasks.chat import Chat
-from motet.tasks.episode import ENVIRONMENTS
-from motet.view.text import count_text, duration_text
 
 _ROWS = 200
 """Most rows to examine."""

@@ -17,12 +17,12 @@ from motet.config import DataConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, MotetError
 from motet.core.near import close_matches
-from motet.hosting.before_loading import check_before_loading
+from motet.core.nested import names_of
+from motet.data.columns import FIRST_ROWS, Columns
+from motet.data.dataset import load_dataset
+from motet.data.sources import read_rows
+from motet.hosts.before_loading import check_before_loading
 from motet.model.find import find_base
-from motet.tasks.columns import FIRST_ROWS, Columns
-from motet.tasks.dataset import load_dataset
-from motet.tasks.nested import names_of
-from motet.tasks.sources import read_rows
 
 _T = TypeVar("_T")
 

@@ -42,7 +42,7 @@ def restore(
 
 
 def _with_progress(work: Callable[[Progress], Copied], done: str) -> None:
-    from motet.view.text import plain_console
+    from motet.observe.text import plain_console
 
     with plain_console(stderr=True).status("copying …") as status:
         copied = work(lambda place: status.update(f"copying {place} …"))

@@ -191,7 +191,7 @@ async def logprobs_here(
         AdapterError: a text is too short or too long, or an adapter does not fit.
     """
     from motet.config import EngineConfig
-    from motet.hosting.launch import load, sampling
+    from motet.hosts.launch import load, sampling
 
     config = EngineConfig(dtype=dtype)
     base = load(base_name, config)

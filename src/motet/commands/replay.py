@@ -17,7 +17,6 @@ import yaml
 
 from motet import __version__
 from motet.algorithms.rows import RowAlgorithm
-from motet.cluster.starts import engine_of_host
 from motet.commands.answers import INTERRUPTED, say, say_untrained
 from motet.commands.candidates import known_jobs
 from motet.config import JobConfig, RolloutConfig, RunConfig, StopConfig
@@ -27,7 +26,9 @@ from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.core.near import close_matches
 from motet.core.types import ADAPTER_CONFIG, JobState
-from motet.hosting.running import run_config
+from motet.hosts.running import run_config
+from motet.hosts.starts import engine_of_host
+from motet.rewards.judge_answers import FILE, JudgeAnswers
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
@@ -44,7 +45,6 @@ from motet.runtime.receipts import (
     rules_of,
 )
 from motet.runtime.rollout_logs import rollout_sums
-from motet.tasks.judge_answers import FILE, JudgeAnswers
 
 _MOST = 200
 """Characters of a value that are shown."""

@@ -13,13 +13,13 @@ from motet.config.engine import ClusterConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError
 from motet.core.types import HostNow, JobState
-from motet.hosting.host import Host
-from motet.hosting.running import run_config
+from motet.hosts.host import Host
+from motet.hosts.running import run_config
+from motet.observe import glyphs_of, make_view, settings_table, summary_table
+from motet.observe.results import RunResult
+from motet.observe.text import plain_console
 from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
-from motet.view import glyphs_of, make_view, settings_table, summary_table
-from motet.view.results import RunResult
-from motet.view.text import plain_console
 
 
 def run_file(

@@ -18,20 +18,20 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from motet.cluster.host_link import HostChild, start_host
-from motet.cluster.local_hosts import LocalHosts, lasting
 from motet.commands.answers import say
 from motet.commands.listening import bound
 from motet.config.service import RateConfig, ServiceConfig
 from motet.config.urls import check_safe_url, is_loopback
 from motet.core.errors import BaseModelError, ConfigError, RunError
-from motet.hosting.launch import check_directories
+from motet.hosts.host_link import HostChild, start_host
+from motet.hosts.launch import check_directories
+from motet.hosts.local_hosts import LocalHosts, lasting
 from motet.model.find import find_files
+from motet.observe.text import plain_console, safe
 from motet.process import importable, wall
 from motet.process.allocator import without_collections
 from motet.process.supervised import Heart, supervised
-from motet.tasks.reward_installed import install
-from motet.view.text import plain_console, safe
+from motet.rewards.reward_installed import install
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from motet.chat.clock import DATE
 from motet.client import AsyncClient, Client
 from motet.client.connection import path_of
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
@@ -19,16 +20,23 @@ from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains
 from motet.core.errors import ConfigError, MotetError, ServiceError
 from motet.core.types import ADAPTER_CONFIG, JobState
-from motet.hosting.before_loading import check_data
-from motet.hosting.preparing import Sources
+from motet.data.row_files import READERS
+from motet.hosts.before_loading import check_data
+from motet.hosts.preparing import Sources
+from motet.observe import LogView, glyphs_of
+from motet.observe.text import (
+    STATE_STYLES,
+    Glyphs,
+    count_text,
+    duration_text,
+    held_out_text,
+    plain_console,
+    reward_text,
+)
 from motet.runtime.evaluations import HARDLY, NOTHING
 from motet.runtime.held_out import figure_of, rule_text
 from motet.runtime.progress import JobProgress
 from motet.service.schemas import Health, Job, JobEvent, Version
-from motet.tasks.clock import DATE
-from motet.tasks.row_files import READERS
-from motet.view import LogView, glyphs_of
-from motet.view.text import STATE_STYLES, Glyphs, count_text, duration_text, held_out_text, plain_console, reward_text
 
 _OF_A_RUN = ("engine", "rollout", "cluster", "observers")
 """Sections of a job file that a service does not read."""

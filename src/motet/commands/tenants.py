@@ -70,7 +70,7 @@ def usage(
 
 
 def _usage_cells(line: UsageLine) -> list[str]:
-    from motet.view.text import duration_text
+    from motet.observe.text import duration_text
 
     what = line.name or {"completions": "(completions)", "idle": "(idle)"}.get(line.kind, "")
     tokens = (line.tokens_prompt, line.tokens_sampled, line.tokens_trained)

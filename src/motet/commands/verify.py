@@ -15,7 +15,7 @@ from motet.core.checksums import SUMS, Damage, compare, hash_of
 from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.model_info import card_of
 from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
-from motet.hosting.preparing import Sources
+from motet.hosts.preparing import Sources
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.damage import damages, identity_in

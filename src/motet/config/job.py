@@ -56,10 +56,10 @@ class EnvironmentConfig(Config):
     TURNS: ClassVar[Mapping[str, int]] = {"single": 1, "retry": 2}
     """The most completions of one rollout, for environments without a class."""
     SHIPPED: ClassVar[Mapping[str, str]] = {
-        "sandbox": "motet.tasks.shipped.sandbox:Tools",
-        "mcp": "motet.tasks.shipped.mcp_server:Server",
-        "textarena": "motet.tasks.shipped.textarena:Game",
-        "skyrl_gym": "motet.tasks.shipped.skyrl_gym:Episode",
+        "sandbox": "motet.environments.shipped.sandbox:Tools",
+        "mcp": "motet.environments.shipped.mcp_server:Server",
+        "textarena": "motet.environments.shipped.textarena:Game",
+        "skyrl_gym": "motet.environments.shipped.skyrl_gym:Episode",
     }
     """The built-in classes, by name."""
     AGENT: ClassVar[str] = "agent"

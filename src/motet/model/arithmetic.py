@@ -3,7 +3,7 @@
 On a CPU, products of four rows or more give each row the same bits. Long bfloat16 sums on matrix units (AMX) are an
 exception: oneDNN cuts them depending on the number of rows. GPU libraries choose a kernel by that number. So this number
 is fixed: such products have the rows of one tile, and on a GPU every pass is padded to whole tiles. Mixtures of experts
-on a GPU are never exact, so they multiply all rows at once. Covered bases on a GPU do neither (see `motet.cuda`).
+on a GPU are never exact, so they multiply all rows at once. Covered bases on a GPU do neither (see `motet.kernels.cuda`).
 """
 
 from __future__ import annotations

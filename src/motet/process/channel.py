@@ -268,7 +268,7 @@ class Parent(Generic[Received]):
         return message
 
     def resume(self) -> None:
-        """Do nothing: this class sends from the start (compare `motet.hosting.line`)."""
+        """Do nothing: this class sends from the start (compare `motet.hosts.line`)."""
 
     def on_hang_up(self, call: Callable[[], object]) -> None:
         """Call a function in a separate thread as soon as the parent is gone, whatever this process is doing."""

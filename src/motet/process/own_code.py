@@ -16,6 +16,8 @@ from typing import Any
 from motet.core.errors import MotetError
 from motet.core.near import close_matches
 
+MOVED = {"motet.agents.": "motet.environments.", "motet.tasks.shipped.": "motet.environments.shipped."}
+"""Where modules that job files name stood before, and where they stand now."""
 _LOADED: dict[tuple[str, Path], tuple[bytes, Any]] = {}
 """Modules loaded from files, by kind and path, each with its source text."""
 _HOUSE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -89,6 +91,8 @@ class OwnCode:
     def _load_module(self, source: str) -> Any:
         if str(Path.cwd()) not in sys.path:
             sys.path.append(str(Path.cwd()))
+        for before, now in MOVED.items():
+            source = now + source.removeprefix(before) if source.startswith(before) else source
         try:
             return importlib.import_module(source)
         except (Exception, SystemExit) as error:

@@ -20,10 +20,10 @@ import torch
 from motet.core.device import Device
 from motet.core.errors import EngineError, MotetError
 from motet.core.types import GenerateRequest
+from motet.kernels.cover import compute_with
 from motet.model import lean_import
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
-from motet.native.cover import compute_with
 from motet.process.allocator import keep_freed_memory
 from motet.process.channel import Parent
 from motet.rollout import sampler_messages as m

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from motet.chat.template import Chat, stop_token_ids
 from motet.core import seeds
 from motet.core.model_info import ModelInfo
 from motet.core.types import Chunk, FinishReason, GenerateRequest, IntArray, Message, Problem, SamplingParams
 from motet.protocols import RolloutEngine
+from motet.rewards.graders.template import UnfilledError
+from motet.rewards.judge_answers import Said
+from motet.rewards.judge_http import TEMPLATE
 from motet.runtime.scheduler import FairScheduler
-from motet.tasks.chat import Chat, stop_token_ids
-from motet.tasks.graders.template import UnfilledError
-from motet.tasks.judge_answers import Said
-from motet.tasks.judge_http import TEMPLATE
 
 _MOST_CHATS = 64
 

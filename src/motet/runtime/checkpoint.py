@@ -30,13 +30,13 @@ from typing import Any
 
 from motet.core.checksums import hash_of, link, replace_file, sealed, sums_of, sync, unsealed, write_sums
 from motet.core.errors import RunError
+from motet.core.plain_json import as_json
 from motet.core.types import adapter_files
 from motet.runtime.manifest import Manifest
 from motet.runtime.metrics import BESIDE
 from motet.runtime.ownership import Ownership
 from motet.runtime.receipts import RECEIPT, Materials
 from motet.runtime.rollout_logs import prefix, prune_logs
-from motet.tasks.plain_json import as_json
 
 FORKED = "forked.json"
 """Marks a forked job that has not been opened yet."""

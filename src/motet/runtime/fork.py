@@ -14,8 +14,8 @@ import yaml
 
 from motet.core.checksums import link, replace_file, sealed, sync, unsealed
 from motet.core.errors import RunError
+from motet.rewards.judge_answers import FILE, JudgeAnswers
 from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
-from motet.tasks.judge_answers import FILE, JudgeAnswers
 
 _TRIES = 10
 """How often a fork begins again because the job deletes files meanwhile."""

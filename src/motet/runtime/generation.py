@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from motet.chat.template import Chat
 from motet.core import seeds
 from motet.core.stops import certain, ending, until_stop
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 from motet.protocols import RolloutEngine
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions
-from motet.tasks.chat import Chat
 
 Result = TypeVar("Result")
 

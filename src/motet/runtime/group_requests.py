@@ -12,10 +12,10 @@ from motet.config.step_tokens import check_calls
 from motet.core import seeds
 from motet.core.errors import EngineError
 from motet.core.types import Chunk, IntArray, Problem, Rollout, SamplingParams
+from motet.environments.episode import Generate
 from motet.runtime.finished_groups import BatchName
 from motet.runtime.generation import Generation, together
 from motet.runtime.job import Job, Services
-from motet.tasks.episode import Generate
 
 
 @dataclass

@@ -14,13 +14,13 @@ from motet.config import GIVEN_ROWS, JobConfig
 from motet.core import plain_yaml
 from motet.core.checksums import hash_of, sums_of
 from motet.core.errors import ConfigError
+from motet.core.plain_json import as_json
 from motet.core.types import ADAPTER_WEIGHTS
+from motet.data.tables import as_written
+from motet.rewards.reward_elsewhere import masked, without_spending
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.code_sums import CodeSums
 from motet.runtime.statements import SHOWN, short_sum
-from motet.tasks.plain_json import as_json
-from motet.tasks.reward_elsewhere import masked, without_spending
-from motet.tasks.tables import as_written
 
 RECORD = "job.yaml"
 """The file of a job's directory that has its identity."""

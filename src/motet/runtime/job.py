@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from motet.chat.template import Chat
 from motet.config import EnvironmentConfig, JobConfig
 from motet.config.step_tokens import StepLimits
 from motet.core.batch import LossFunctions
@@ -18,7 +19,11 @@ from motet.core.device import Device, used_by
 from motet.core.errors import MotetError
 from motet.core.token_ids import TokenIds
 from motet.core.types import JobState, SamplingParams
+from motet.data.dataset import Dataset
+from motet.data.problems import RowTurns
+from motet.environments.episode import OwnEnvironment
 from motet.protocols import RolloutEngine, Trainer, WeightSync
+from motet.rewards.reward_pool import RewardPool
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.finished_groups import FinishedGroups
 from motet.runtime.learner import Learner
@@ -26,11 +31,6 @@ from motet.runtime.progress import JobProgress, OpenWork
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import StartTurns
 from motet.runtime.storage_room import StorageRoom
-from motet.tasks.chat import Chat
-from motet.tasks.dataset import Dataset
-from motet.tasks.episode import OwnEnvironment
-from motet.tasks.problems import RowTurns
-from motet.tasks.reward_pool import RewardPool
 
 Result = TypeVar("Result")
 

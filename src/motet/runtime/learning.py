@@ -15,12 +15,12 @@ from motet.config import AdapterConfig
 from motet.core import seeds
 from motet.core.batch import LossStats, OptimStats, Segment, Trained
 from motet.core.types import FloatArray
+from motet.environments.team import groups_of
 from motet.protocols import Trainer
 from motet.runtime.reference import Reference
 from motet.runtime.session import Session, Slot
 from motet.runtime.steps import LearnedStep, SampledStep, Valued
 from motet.runtime.versions import adapter_name
-from motet.tasks.team import groups_of
 
 Result = TypeVar("Result")
 

@@ -16,8 +16,8 @@ import numpy as np
 from motet.core.batch import LossStats, OptimStats
 from motet.core.device import BusyTime
 from motet.core.types import Group, Rollout
+from motet.rewards.reward_answers import MOST_LOGGED
 from motet.runtime.steps import LearnedStep, SampledStep
-from motet.tasks.reward_answers import MOST_LOGGED
 
 BESIDE = ("errors", "adapter_norm", "reward_range")
 """Fields of timings.jsonl that `Signs` reads in the same line as those of metrics.jsonl."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from motet.config import JobConfig
 from motet.core.errors import EnvironmentFault
+from motet.environments.environments import EnvironmentWorkers
+from motet.environments.episode import OwnEnvironment
 from motet.runtime.job import Job, Services
-from motet.tasks.environments import EnvironmentWorkers
-from motet.tasks.episode import OwnEnvironment
 
 
 def _check_team(workers: EnvironmentWorkers, config: JobConfig) -> None:
@@ -41,7 +41,7 @@ async def own_environment(job: Job, services: Services) -> OwnEnvironment:
     if not workers.info.agent:
         return workers
     await workers.close()
-    from motet.agents.runner import AgentRunner
+    from motet.environments.agent_runner import AgentRunner
 
     runner = AgentRunner(job.name, config, log)
     await runner.open()
@@ -71,7 +71,7 @@ async def _loaded(config: JobConfig, log: Path) -> EnvironmentWorkers:
             if not workers.info.agent:
                 return workers
             _check_not_put_aside(config)
-            importlib.import_module("motet.agents.runner")
+            importlib.import_module("motet.environments.agent_runner")
         except BaseException as error:
             await workers.close()
             if isinstance(error, ImportError):

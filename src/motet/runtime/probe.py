@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from motet.chat.template import Chat
 from motet.core.batch import Batch, Sample, Segment
 from motet.core.errors import ProbeError
 from motet.core.types import AdapterRef, FloatArray, IntArray, Problem
 from motet.protocols import RolloutEngine, Trainer
-from motet.tasks.chat import Chat
 
 PROBE_TOKENS = 32
 PROBE_TEXT = "Question: a train leaves at 9:40 and arrives at 13:05. How long does it take, and why?"

@@ -11,10 +11,10 @@ from typing import Any
 
 from motet.config import JobConfig
 from motet.core.types import JobState
+from motet.rewards.reward_elsewhere import weights_of
 from motet.runtime.held_out import REWARD, figure_of
 from motet.runtime.metrics import BESIDE
 from motet.runtime.signs import Signs
-from motet.tasks.reward_elsewhere import weights_of
 
 _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", *BESIDE}
 """Fields of a job's last line, which belongs to no step."""

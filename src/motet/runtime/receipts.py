@@ -30,12 +30,12 @@ from motet.config import Config, JobConfig
 from motet.core.checksums import Damage, hash_of, replace_file
 from motet.core.errors import BaseModelError, RunError
 from motet.core.model_info import kept_on_another
+from motet.core.plain_json import as_json
 from motet.core.types import adapter_files
+from motet.data.dataset import Dataset
 from motet.model.find import find_base
+from motet.rewards.rewards import BUILTIN
 from motet.runtime.statements import short_sum, sums_in
-from motet.tasks.dataset import Dataset
-from motet.tasks.plain_json import as_json
-from motet.tasks.rewards import BUILTIN
 
 RECEIPT, RECEIPTS = "receipt.json", "receipts"
 LOST = "lost"

@@ -20,8 +20,8 @@ from motet.core.model_info import with_experts
 from motet.core.tensor_header import saved_targets
 from motet.core.types import ADAPTER_CONFIG, FloatArray
 from motet.model.find import find_adapter
+from motet.rewards.scoring_server import ScoringServer
 from motet.runtime.session import Session, Slot
-from motet.tasks.scoring_server import ScoringServer
 
 _AT_ONCE = 8
 """Concurrent requests to a server."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from motet.core.errors import JobFailed
 from motet.core.types import NOT_JUDGED, Group
+from motet.rewards import reference_check
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.generation import ended
@@ -27,7 +28,6 @@ from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
 from motet.runtime.steps import LearnedStep, SampledStep, Supply
 from motet.runtime.uninterrupted import uninterrupted
-from motet.tasks import reference_check
 
 Result = TypeVar("Result")
 

@@ -9,13 +9,13 @@ from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.rows import RowAlgorithm, RowLogprobs
 from motet.core.batch import Segment
 from motet.core.types import Problem
+from motet.data.rows import row_of
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
 from motet.runtime.held_out import ranked
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import Share, train
 from motet.runtime.session import Evaluated, FinishedStep
-from motet.tasks.rows import row_of
 
 
 class RowLoop(Driver):

@@ -13,8 +13,11 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
+from motet.chat.template import Chat
 from motet.core.errors import EngineError, JobFailed
 from motet.core.types import Group, Problem, Rollout, TurnParts
+from motet.environments.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
+from motet.rewards.reward_answers import AnswerContext, ScoreOutcome, TrainerState, columns_of
 from motet.runtime.generation import Generation, PutAside, Result, ended
 from motet.runtime.group_requests import GroupRequests, GroupTask, SamplingPurpose
 from motet.runtime.job import Job, Services
@@ -22,9 +25,6 @@ from motet.runtime.own_environment import own_environment
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.steps import SampledStep, Supply
 from motet.runtime.versions import Versions
-from motet.tasks.chat import Chat
-from motet.tasks.episode import ENVIRONMENTS, GroupContext, OwnEnvironment
-from motet.tasks.reward_answers import AnswerContext, ScoreOutcome, TrainerState, columns_of
 
 _BEGUN_AT_ONCE = 16
 """Groups started before other tasks get the event loop."""

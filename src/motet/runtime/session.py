@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
+from motet.chat.clock import date_told
 from motet.config import AdapterConfig
 from motet.config.job import SEED_BITS
 from motet.core import seeds
@@ -34,7 +35,6 @@ from motet.runtime.step_work import StepWork
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions, adapter_name
-from motet.tasks.clock import date_told
 
 Result = TypeVar("Result")
 

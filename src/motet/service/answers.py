@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from motet.chat.completer import AnswerPiece, Conversation, Reply, whole
 from motet.chat.spoken import SpokenPart
-from motet.cluster.charged import Charged
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Answer, Complete, PromptRead, Tokens
 from motet.core.errors import ConfigError, LimitError
 from motet.core.types import FinishReason
+from motet.hosts.charged import Charged
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import Answer, Complete, PromptRead, Tokens
 from motet.service.database.tables import until_tomorrow
 
 _CHAT_TOKENS = 512

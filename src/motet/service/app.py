@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Response
 from starlette.routing import BaseRoute
 
-from motet.cluster.hosts import longest_sequence
+from motet.hosts.hosts import longest_sequence
 from motet.process.apart import ThreadTurns
 from motet.service.composition import Service
 from motet.service.database.store import AWAY, Store

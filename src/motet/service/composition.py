@@ -6,13 +6,15 @@ import logging
 from collections import Counter, defaultdict
 from dataclasses import asdict
 
-from motet.cluster.host_link import HostHandlers
-from motet.cluster.hosts import Hosts
-from motet.cluster.local_hosts import code_of, lasting
-from motet.cluster.messages import StartHost
-from motet.cluster.starts import launcher, starts_of
-from motet.native.choice import of_tenants
+from motet.hosts.host_link import HostHandlers
+from motet.hosts.hosts import Hosts
+from motet.hosts.local_hosts import code_of, lasting
+from motet.hosts.messages import StartHost
+from motet.hosts.starts import launcher, starts_of
+from motet.kernels.cpu.choice import of_tenants
+from motet.observe.follow import Followers
 from motet.process.apart import Apart, ThreadTurns, WorkLimits
+from motet.rewards.reward_http import HttpRewards
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
 from motet.service.adapters.adapters import Adapters
@@ -43,8 +45,6 @@ from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.agents import AgentWorkers
 from motet.service.workers.rewards import RewardWorkers
-from motet.tasks.reward_http import HttpRewards
-from motet.tracking.follow import Followers
 
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; others wait in the database."""

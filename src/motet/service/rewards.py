@@ -16,10 +16,15 @@ from typing import Any
 import msgspec
 
 from motet.chat.completer import whole
-from motet.cluster.messages import Complete, ScoreRequest, ScoresAnswered
 from motet.config import RewardConfig
 from motet.core.errors import ConfigError, EngineError, ScorerAway
 from motet.core.types import Message, Problem, SamplingParams
+from motet.hosts.messages import Complete, ScoreRequest, ScoresAnswered
+from motet.rewards.graders import item_of
+from motet.rewards.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
+from motet.rewards.judging import Graded, Graders, most_tokens, score_or_reason
+from motet.rewards.reward_elsewhere import AnswerDetails, Elsewhere, ScoreOrReason, to_wire
+from motet.rewards.reward_walls import Walls
 from motet.service.adapters.adapters import Adapters, Answerer, NoModelError
 from motet.service.answers import Asks, ask
 from motet.service.database.store import AWAY, Store
@@ -27,11 +32,6 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.events import within
 from motet.service.workers.rewards import RewardWorkers
-from motet.tasks.graders import item_of
-from motet.tasks.graders.shapes import Grader, Judge, JudgeSampling, judges, parse
-from motet.tasks.judging import Graded, Graders, most_tokens, score_or_reason
-from motet.tasks.reward_elsewhere import AnswerDetails, Elsewhere, ScoreOrReason, to_wire
-from motet.tasks.reward_walls import Walls
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.25, 5.0

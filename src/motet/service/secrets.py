@@ -20,9 +20,9 @@ from sqlalchemy import select, update
 
 from motet.config import JobConfig, RewardConfig
 from motet.core.errors import ConfigError
+from motet.rewards.reward_elsewhere import SEALED, AnswerDetails, Elsewhere, ScoreOrReason, with_headers
 from motet.service.database.store import Store
 from motet.service.database.tables import ServiceStart
-from motet.tasks.reward_elsewhere import SEALED, AnswerDetails, Elsewhere, ScoreOrReason, with_headers
 
 KEY_FILE = "secret.key"
 KEY_VARIABLE = "MOTET_SECRET_KEY"

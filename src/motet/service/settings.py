@@ -9,8 +9,8 @@ from pathlib import Path
 
 from motet.config import HostConfig
 from motet.config.service import ServiceConfig
+from motet.rewards.reward_installed import Installed
 from motet.service.bases import Bases
-from motet.tasks.reward_installed import Installed
 
 
 @dataclass(frozen=True)

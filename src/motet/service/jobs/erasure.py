@@ -11,6 +11,7 @@ from sqlalchemy.exc import IntegrityError
 
 from motet.core.errors import StoreError
 from motet.core.types import JobState, Wanted
+from motet.observe.follow import remove_tenant
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.store import Store
 from motet.service.database.tables import (
@@ -26,7 +27,6 @@ from motet.service.database.tables import (
 )
 from motet.service.jobs.submissions import Submissions
 from motet.service.storage import Storage
-from motet.tracking.follow import remove_tenant
 
 
 class Erasure:

@@ -17,6 +17,11 @@ from motet.config import DataConfig
 from motet.config.jobfile import merge
 from motet.core.errors import ConfigError, DataError, GraderError
 from motet.core.types import Problem
+from motet.data.dataset import load_dataset
+from motet.data.problems import Problems
+from motet.data.row_files import OF_A_JOB
+from motet.data.rows import answer_of, pair_of
+from motet.rewards.graders.shapes import Grader, columns, judges, parse
 from motet.service.adapters.adapters import Adapters, NoModelError
 from motet.service.database.store import IN_PARTS, Store, first_of, size_of
 from motet.service.database.tables import Event, FineTuning, StoredFile, StoredJob, now
@@ -33,11 +38,6 @@ from motet.service.schemas.fine_tuning import (
     Supervised,
 )
 from motet.service.storage import Storage
-from motet.tasks.dataset import load_dataset
-from motet.tasks.graders.shapes import Grader, columns, judges, parse
-from motet.tasks.problems import Problems
-from motet.tasks.row_files import OF_A_JOB
-from motet.tasks.rows import answer_of, pair_of
 
 _OWN = ("name", "base", "data", "reward", "rewards", "seed", "steps")
 _GROUP, _BATCH = 8, 16

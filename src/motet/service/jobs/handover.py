@@ -9,11 +9,11 @@ from typing import Any
 from sqlalchemy import Select, case, func, select
 from sqlalchemy.exc import DataError, DBAPIError
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.config import JobConfig
 from motet.core.errors import ConfigError, MotetError
 from motet.core.types import JobState, Wanted
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.runtime.beginning import RULES, other_rules
 from motet.runtime.slots import Claim, Rule
 from motet.service.bases import Bases

@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry, Counter
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from motet.cluster.messages import JobChanged, JobStepped, JobWorked, UsageWindow
 from motet.core.json_text import storable
 from motet.core.types import JobState
+from motet.hosts.messages import JobChanged, JobStepped, JobWorked, UsageWindow
+from motet.observe.follow import Followers
+from motet.observe.observing import ObservedJob
 from motet.runtime.held_out import figure_of
 from motet.runtime.journal import Journal
 from motet.service.database.store import AWAY, Store
@@ -24,8 +26,6 @@ from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.attached import AttachedWorkers
-from motet.tracking.follow import Followers
-from motet.tracking.observing import ObservedJob
 
 _RETRY_SECONDS = 0.5
 _FOR_GOOD = (JobState.SUCCEEDED, JobState.CANCELLED)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from motet.algorithms.client import ClientDriven
-from motet.cluster.hosts import Hosts, longest_sequence, usual_step
-from motet.cluster.messages import ChangeJob, ForgetJob, SteerJob
 from motet.config import JobConfig
 from motet.config.step_tokens import check_step
 from motet.core.errors import ConfigError, MotetError, StoreError
 from motet.core.types import JobState, Wanted
+from motet.hosts.hosts import Hosts, longest_sequence, usual_step
+from motet.hosts.messages import ChangeJob, ForgetJob, SteerJob
 from motet.runtime.journal import Journal
 from motet.runtime.progress import STOPPED_EARLY
 from motet.service.adapters.adapters import Adapters

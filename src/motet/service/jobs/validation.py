@@ -16,6 +16,7 @@ from typing import Any
 
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.registry import ALGORITHMS
+from motet.chat.template_variables import check_variables
 from motet.config import OF_CLIENT, DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.chain import rank_of
 from motet.config.jobfile import jobs_of, normal_job, validate_as
@@ -24,24 +25,23 @@ from motet.core import plain_yaml
 from motet.core.errors import ConfigError, RewardError
 from motet.core.json_text import storable
 from motet.core.near import close_matches
+from motet.core.plain_json import check_plain
+from motet.data.row_files import OF_A_JOB
+from motet.data.row_problems import parts_of
+from motet.data.sources import check_toy
+from motet.environments.episode import ENVIRONMENTS
 from motet.process.apart import Apart, TooMuchError
+from motet.rewards.graders.shapes import parse
+from motet.rewards.reward_elsewhere import ELSEWHERE, SEALED, check
+from motet.rewards.reward_forms import adapted
+from motet.rewards.reward_http import Addresses
+from motet.rewards.reward_installed import Installed
+from motet.rewards.reward_loading import NO_SCORER, SCORER
+from motet.rewards.reward_walls import Walls
+from motet.rewards.rewards import BUILTIN
 from motet.service.bases import Bases
 from motet.service.schemas.workers import MOST_COMPLETIONS
 from motet.service.settings import Settings
-from motet.tasks.episode import ENVIRONMENTS
-from motet.tasks.graders.shapes import parse
-from motet.tasks.plain_json import check_plain
-from motet.tasks.reward_elsewhere import ELSEWHERE, SEALED, check
-from motet.tasks.reward_forms import adapted
-from motet.tasks.reward_http import Addresses
-from motet.tasks.reward_installed import Installed
-from motet.tasks.reward_loading import NO_SCORER, SCORER
-from motet.tasks.reward_walls import Walls
-from motet.tasks.rewards import BUILTIN
-from motet.tasks.row_files import OF_A_JOB
-from motet.tasks.row_problems import parts_of
-from motet.tasks.sources import check_toy
-from motet.tasks.template_variables import check_variables
 
 _ENVIRONMENTS = (*ENVIRONMENTS, EnvironmentConfig.AGENT)
 GENERATED = ("toy:", "reasoning-gym:")

@@ -12,10 +12,10 @@ from fastapi import APIRouter, Query, Request, UploadFile
 from fastapi import File as FormFile
 from fastapi.responses import Response
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.core.errors import DataError
 from motet.core.types import ADAPTER_FILES
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.runtime.held_out import first_trained, lines_of
 from motet.service.adapters.adapters import ALL, PLACE_OF_ADAPTER, PLACE_OF_SHARE, Shared
 from motet.service.adapters.adapters import Adapters as AdaptersPart

@@ -33,10 +33,10 @@ from motet.chat.completions import ChatRequest, StreamOptions, usage
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
-from motet.cluster.hosts import form_of, longest_prompt
-from motet.cluster.messages import Complete
 from motet.core.errors import ConfigError, ContextFull, EngineError
 from motet.core.types import SamplingParams
+from motet.hosts.hosts import form_of, longest_prompt
+from motet.hosts.messages import Complete
 from motet.service.adapters.adapters import Answerer, NoModelError
 from motet.service.adapters.listing import PLACE
 from motet.service.answers import StoredVersion, all_whole, ask

@@ -10,11 +10,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from motet.agents.episode_messages import AskEpisode, EpisodeEnded
-from motet.agents.served_episode import MODELS, RETRY
 from motet.core.errors import HostGone
 from motet.core.json_text import rough_size
 from motet.core.types import JobState
+from motet.environments.episode_messages import AskEpisode, EpisodeEnded
+from motet.environments.served_episode import MODELS, RETRY
 from motet.service.composition import Service
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal

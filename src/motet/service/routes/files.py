@@ -12,6 +12,7 @@ from fastapi import File as FormFile
 from fastapi.responses import Response
 
 from motet.core.errors import LimitError, MotetError
+from motet.data.row_files import UPLOADED, count_apart
 from motet.service.database.store import files_of, size_of
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.depends import Asker, ServiceDep, read, while_there, worked
@@ -20,7 +21,6 @@ from motet.service.http.downloads import Download
 from motet.service.http.pages import page
 from motet.service.routing import TenantRoute
 from motet.service.schemas import File, FileDeleted, Files
-from motet.tasks.row_files import UPLOADED, count_apart
 
 router = APIRouter(prefix="/v1/files", tags=["files"], route_class=TenantRoute)
 _PIECE = 2**20

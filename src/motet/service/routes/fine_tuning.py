@@ -18,6 +18,9 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from motet.config import JobConfig
 from motet.core.errors import StoreError
 from motet.core.types import JobState, Wanted, Word
+from motet.data.row_files import UPLOADED
+from motet.rewards.graders.shapes import Grader, Multi, judges
+from motet.rewards.judging import Graded
 from motet.runtime.held_out import ACCURACY, figure_of
 from motet.service.composition import Service
 from motet.service.database.tables import Event, FineTuning, StoredJob
@@ -26,9 +29,6 @@ from motet.service.errors import Refusal, bad_field, existing
 from motet.service.jobs.submissions import GivenJob
 from motet.service.routing import TenantRoute
 from motet.service.schemas import fine_tuning as s
-from motet.tasks.graders.shapes import Grader, Multi, judges
-from motet.tasks.judging import Graded
-from motet.tasks.row_files import UPLOADED
 
 router = APIRouter(prefix="/v1/fine_tuning", tags=["fine-tuning"], route_class=TenantRoute)
 Limit = Annotated[int, Query(ge=1, le=200)]

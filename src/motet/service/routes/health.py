@@ -12,9 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 from sqlalchemy import func, select
 from starlette.concurrency import run_in_threadpool
 
-from motet.cluster.host_link import NO_ANSWER
-from motet.cluster.hosts import Hosts
 from motet.core.types import JobState
+from motet.hosts.host_link import NO_ANSWER
+from motet.hosts.hosts import Hosts
 from motet.service.database.store import Store
 from motet.service.database.tables import Event, StoredJob, Tenant, now
 from motet.service.depends import ServiceDep, check_admin

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from motet.core.json_text import storable
 from motet.core.types import JobState, Wanted, Word
+from motet.rewards.reward_elsewhere import masked
 from motet.service.composition import Service
 from motet.service.database.store import jobs_of, size_of
 from motet.service.database.tables import StoredJob
@@ -26,7 +27,6 @@ from motet.service.jobs.validation import LONGEST_TEXT, jobs_in
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Asked, CheckedJobs, HeldOut, Job, Jobs, JobsToSubmit, Rollouts, SubmittedJobs
 from motet.service.schemas.usage import JobChange
-from motet.tasks.reward_elsewhere import masked
 
 router = APIRouter(prefix="/v1", tags=["jobs"], route_class=TenantRoute)
 

@@ -15,6 +15,9 @@ from pydantic_core import PydanticUndefined
 
 from motet.core.json_text import rough_size
 from motet.core.types import JobState
+from motet.rewards.reward_elsewhere import ELSEWHERE
+from motet.rewards.reward_loading import SCORER
+from motet.rewards.rewards import BUILTIN
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.http.auth import FEW_BYTES
@@ -22,9 +25,6 @@ from motet.service.http.bodies import hold
 from motet.service.routing import TenantRoute
 from motet.service.schemas.workers import ByChance, Counted, Lease, LeaseRequest, Results, Reward, Rewards, WithLogs
 from motet.service.workers.attached import MOST_LEASED
-from motet.tasks.reward_elsewhere import ELSEWHERE
-from motet.tasks.reward_loading import SCORER
-from motet.tasks.rewards import BUILTIN
 
 router = APIRouter(prefix="/v1", tags=["rewards"], route_class=TenantRoute)
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from motet.core.plain_json import check_plain
 from motet.service.schemas import Answer, Asked
-from motet.tasks.plain_json import check_plain
 
 
 def _auto(value: Any) -> Any:

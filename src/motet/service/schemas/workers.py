@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from motet.rewards.reward_answers import LONGEST_NAME, LONGEST_TEXT, MOST_LOGGED
+from motet.rewards.reward_elsewhere import MOST_LETTERS
 from motet.service.schemas import Answer, Asked
-from motet.tasks.reward_answers import LONGEST_NAME, LONGEST_TEXT, MOST_LOGGED
-from motet.tasks.reward_elsewhere import MOST_LETTERS
 
 MOST_UNITS = 256
 """Most units that a worker may hold, or send at once."""

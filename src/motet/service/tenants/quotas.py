@@ -19,13 +19,13 @@ from typing import Any
 from sqlalchemy import ColumnElement, bindparam, func, select
 
 from motet.algorithms.client import ClientDriven
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import SetRule
 from motet.config import JobConfig
 from motet.config.chain import rank_of
 from motet.config.service import LimitsConfig
 from motet.core.errors import LimitError, StoreError
 from motet.core.types import JobState
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import SetRule
 from motet.runtime.slots import Rule
 from motet.service.database.store import OPEN, Store
 from motet.service.database.tables import OF_CLIENTS, StoredJob, Tenant, TenantLimits, until_tomorrow

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Row, func, select
 
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Nudge
 from motet.config import OF_CLIENT
 from motet.core.errors import LimitError
 from motet.core.types import JobState
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import Nudge
 from motet.runtime.journal import AnyCommand, Journal, JournalError, Nothing, Save
 from motet.service.bases import Bases
 from motet.service.database.store import Store

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from motet.core.plain_json import check_plain
 from motet.core.stops import few
 from motet.service.schemas.faults import FewFaults
 from motet.service.schemas.token_ids import Ids
-from motet.tasks.plain_json import check_plain
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}$"
 Id = Annotated[str, Field(max_length=600)]

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from motet.cluster.charged import Charged
-from motet.cluster.hosts import Hosts
-from motet.cluster.messages import Complete, PromptScored, Tokens
 from motet.core import seeds
 from motet.core.errors import EngineError, HostGone
 from motet.core.types import FinishReason, SamplingParams
+from motet.hosts.charged import Charged
+from motet.hosts.hosts import Hosts
+from motet.hosts.messages import Complete, PromptScored, Tokens
 from motet.service.answers import Asks
 from motet.service.bases import Bases
 from motet.service.database.tenants import Principal

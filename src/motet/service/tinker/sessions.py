@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import Response
 
-from motet.cluster.hosts import longest_prompt
 from motet.core.errors import ContextFull
+from motet.hosts.hosts import longest_prompt
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal
 from motet.service.tinker.parts import TinkerDep, new_router

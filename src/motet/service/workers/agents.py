@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from motet.agents import episode_messages as m
 from motet.core.json_text import rough_size
+from motet.environments import episode_messages as m
+from motet.environments.environment_messages import LATE
 from motet.service.database.store import Store
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
 from motet.service.workers.attached import MOST_LEASED, AttachedWorkers, Gone, Room
-from motet.tasks.environment_messages import LATE
 
 KEY_PREFIX = "ek-"
 """Prefix of episode keys."""

@@ -24,12 +24,12 @@ from motet.config import JobConfig, RewardConfig
 from motet.core.errors import LimitError, ScorerAway
 from motet.core.json_text import json_pieces, json_text
 from motet.process.apart import ThreadTurns
+from motet.rewards.reward_elsewhere import NO_DETAILS, AnswerDetails, Chance, ScoreOrReason, from_wire
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
 from motet.service.events import EventBus
 from motet.service.tenants.quotas import Quotas
 from motet.service.workers.attached import MOST_LEASED, AttachedWorkers, Gone, Room
-from motet.tasks.reward_elsewhere import NO_DETAILS, AnswerDetails, Chance, ScoreOrReason, from_wire
 
 _THREADS, _WAITING = 2, 10**6
 """Threads that keep work; each tenant uses one at a time."""

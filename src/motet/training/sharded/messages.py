@@ -13,7 +13,7 @@ from motet.config import EngineConfig, budgets
 from motet.config.optimizers import OPTIMIZERS, name_of
 from motet.core.batch import LossStats, Optimizer, OptimStats, Segment
 from motet.core.types import FloatArray
-from motet.native.choice import Choice, of_machine
+from motet.kernels.cpu.choice import Choice, of_machine
 from motet.process.channel import ChannelMessage
 
 # --- trainer → rank -----------------------------------------------------------------------------------------------------

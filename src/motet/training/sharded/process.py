@@ -21,12 +21,12 @@ from motet.algorithms.registry import Choice
 from motet.config import AdapterConfig
 from motet.core.batch import Batch, Loss
 from motet.core.errors import MotetError
+from motet.kernels.cover import load_as_configured
 from motet.model import lean_import
 from motet.model.accelerator import place_of, take, wait_for
 from motet.model.experts import NEED_OWN_SAMPLING
 from motet.model.peft_io import examine
 from motet.model.shards import Shards, own_bytes
-from motet.native.cover import load_as_configured
 from motet.process.allocator import give_back_freed_memory
 from motet.process.channel import Parent
 from motet.training.sharded import messages as m

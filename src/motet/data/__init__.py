@@ -1,0 +1,1 @@
+"""Rows of problems, read from files and checked before a job begins."""

@@ -1,0 +1,200 @@
+"""Agents that run on their owners' machines: episodes are offered to the service, which leases them to workers.
+
+An engine has one `EpisodesElsewhere`, which exchanges messages with the service, and an `AgentsElsewhere` for each such
+job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from motet.config import EnvironmentConfig
+from motet.core.errors import EngineError, ScorerAway
+from motet.core.plain_json import as_json
+from motet.core.types import Rollout
+from motet.data.problems import RowTurns
+from motet.environments import episode_messages as m
+from motet.environments.agent_episode import AgentEpisode, rewarded
+from motet.environments.episode import GroupContext, OwnEnvironment, judged
+from motet.environments.served_episode import OVER, ServedEpisode, refusal
+from motet.process.channel import ChannelMessage
+from motet.rewards.reward_answers import problem_as_given
+
+_NOBODY = "no worker runs this job's agents"
+_OFFERED = 64
+"""Most episodes of a job that are written out and that no agent has taken."""
+
+
+class _Offer:
+    """An offered episode: its current name, and its result."""
+
+    def __init__(self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]) -> None:
+        self.offer, self.begin = offer, begin
+        self.ended: asyncio.Future[m.EpisodeEnded] = asyncio.get_running_loop().create_future()
+        self.name = ""
+        self.served: ServedEpisode | None = None
+
+
+class EpisodesElsewhere:
+    """Episodes that were offered and have not ended. Lives in one event loop."""
+
+    def __init__(self, send: Callable[[ChannelMessage], None], payer: Callable[[str], str] = str) -> None:
+        """`send` sends a message to the service; it raises `EngineError` if the message is too long.
+
+        `payer` gives the tenant of a job.
+        """
+        self._send, self._payer = send, payer
+        self._offers: dict[int, _Offer] = {}
+        self._begun: dict[str, ServedEpisode] = {}
+        self._numbers = itertools.count()
+        self._away = False
+
+    async def run(
+        self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]
+    ) -> tuple[AgentEpisode, m.EpisodeEnded]:
+        """Offer an episode, and wait until an agent has ended it; `begin` creates it again for each lease.
+
+        Raises ScorerAway if no agent worker is connected, and the job must stop.
+        """
+        if self._away:
+            raise ScorerAway(_NOBODY)
+        number = next(self._numbers)
+        one = self._offers[number] = _Offer(msgspec.structs.replace(offer, episode=number), begin)
+        try:
+            self._send(one.offer)
+            ended = await one.ended
+        except EngineError as error:  # too long
+            reason = f"the problem cannot be sent to the agent: {error}; leave large columns out of the data"
+            ended = m.EpisodeEnded(number, error=reason)
+        except asyncio.CancelledError:
+            self._send(m.WithdrawEpisode(number))
+            raise
+        finally:
+            del self._offers[number]
+            self._close(one)
+        if ended.away:
+            raise ScorerAway(_NOBODY)
+        return one.served.episode if one.served is not None else begin(), ended
+
+    def hear(self, message: m.BeginEpisode | m.EpisodeEnded) -> None:
+        """Handle a message about an episode; ignored if the episode is no longer awaited."""
+        one = self._offers.get(message.episode)
+        if one is None or one.ended.done():
+            return
+        if isinstance(message, m.EpisodeEnded):
+            one.ended.set_result(message)
+            return
+        self._close(one)
+        one.name, one.served = message.name, ServedEpisode(one.begin(), self._payer(one.offer.job))
+        self._begun[one.name] = one.served
+
+    @property
+    def offered(self) -> bool:
+        """Whether any episode is open."""
+        return bool(self._offers)
+
+    def begun(self, job: str) -> bool:
+        """Whether an agent has taken an episode of a job that has not ended."""
+        return any(one.episode.model == job for one in self._begun.values())
+
+    def hang_up(self) -> None:
+        """Drop the leases of a service that is gone."""
+        for one in self._offers.values():
+            self._close(one)
+            one.served = None if not one.ended.done() else one.served
+
+    def offer_again(self) -> None:
+        """Offer another service the episodes that have not ended."""
+        for one in self._offers.values():
+            if not one.ended.done():
+                self._send(one.offer)
+
+    def send_away(self) -> None:
+        """Pause all jobs that wait for agents, and those that offer episodes later."""
+        self._away = True
+        for number in list(self._offers):
+            self.hear(m.EpisodeEnded(number, away=True))
+
+    async def answer(self, asked: m.AskEpisode) -> m.EpisodeAnswered:
+        """Answer an agent's request."""
+        served = self._begun.get(asked.name)
+        answer = refusal(404, OVER)
+        if served is not None:
+            answer = await served.answer(asked.route, asked.body.encode(), again=asked.again)
+        return m.EpisodeAnswered(asked.key, answer.status, answer.body, answer.media_type)
+
+    def _close(self, one: _Offer) -> None:
+        if one.served is not None:
+            self._begun.pop(one.name, None)
+            one.served.close()
+
+
+def _close(offered: contextlib.ExitStack, _: object) -> None:
+    offered.close()
+
+
+class AgentsElsewhere(OwnEnvironment):
+    """Rollouts of one job whose agent runs elsewhere."""
+
+    def __init__(self, job: str, config: EnvironmentConfig, episodes: EpisodesElsewhere) -> None:
+        self._job, self._config, self._episodes = job, config, episodes
+        self._waiting: set[asyncio.Task[Rollout]] = set()
+        self._rows, self._room = RowTurns(), asyncio.Semaphore(_OFFERED)
+
+    @property
+    def waits(self) -> bool:
+        """Whether no agent has taken one of its episodes."""
+        return self.offers and not self._episodes.begun(self._job)
+
+    @property
+    def offers(self) -> bool:
+        """Whether any of its episodes has not ended."""
+        return bool(self._waiting)
+
+    async def run_group(self, context: GroupContext) -> tuple[Rollout, ...]:
+        """Run the rollouts of one group, each as one episode. Raises ScorerAway as `EpisodesElsewhere.run`."""
+        given = functools.cache(lambda: as_json(problem_as_given(context.problem)))  # written once for the group
+        tasks = list[asyncio.Task[Rollout]]()
+        try:
+            for index in range(context.group_size):
+                await self._room.acquire()  # before its task begins: all tasks may end in one turn of the event loop
+                (offered := contextlib.ExitStack()).callback(self._room.release)
+                tasks.append(task := asyncio.create_task(self._run(context, index, given, offered)))
+                task.add_done_callback(functools.partial(_close, offered))
+                self._waiting.add(task)
+            rollouts = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._waiting.difference_update(tasks)
+        return await judged(list(rollouts), context)
+
+    async def _run(
+        self, context: GroupContext, index: int, given: Callable[[], dict[str, Any]], offered: contextlib.ExitStack
+    ) -> Rollout:
+        """Run one episode; `offered` is closed as soon as an agent has taken it."""
+        config = self._config
+
+        def made() -> AgentEpisode:
+            return AgentEpisode(context, index, self._job, config.max_turns, config.wall_seconds)
+
+        def begin() -> AgentEpisode:
+            offered.close()
+            return made()
+
+        try:
+            problem, seed = await self._rows.run(self._job, given), made().seed
+            offer = m.OfferEpisode(0, self._job, problem, config.args, seed, config.wall_seconds)
+            episode, ended = await self._episodes.run(offer, begin)
+        finally:
+            await context.release(index)
+        self.clock_limited = self.clock_limited or ended.late
+        return rewarded(episode, ended.reward, ended.rewards, ended.error)

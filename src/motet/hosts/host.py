@@ -1,0 +1,120 @@
+"""A base with everything that its jobs share. A run has its host in this process; a service has its hosts behind channels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from motet.config import HostConfig, JobConfig, budgets
+from motet.config.service import Largest
+from motet.hosts.launch import assemble
+from motet.hosts.preparing import identity
+from motet.kernels.cpu.choice import kernels_of
+from motet.rewards.judge_http import of_a_run
+from motet.rewards.reward_pool import RewardPool
+from motet.runtime.base_judge import BaseJudge
+from motet.runtime.job import Agents, Job, Services
+from motet.runtime.learner import Learner
+from motet.runtime.opening import open_job
+from motet.runtime.receipts import Materials
+from motet.runtime.rundir import RunDirectory
+from motet.runtime.scheduler import FairScheduler
+
+if TYPE_CHECKING:
+    from motet.model.lora_model import LoraModel
+    from motet.training.sharded.base import ShardedBase
+
+
+class Host:
+    """One base, its engine and trainer, and the services of the jobs on it."""
+
+    def __init__(
+        self,
+        base: LoraModel | ShardedBase,
+        config: HostConfig,
+        directory: RunDirectory,
+        needs: Sequence[budgets.Need],
+        jobs: Sequence[JobConfig] | Largest,
+        *,
+        alone: bool = True,
+        rewards: RewardPool | None = None,
+        agents: Agents | None = None,
+    ) -> None:
+        """Build the engine and the trainer on a base from `launch.open_base`, which stays open.
+
+        If no other host uses the memory (`alone`), it is checked that adapters in all slots fit. By default, `rewards`
+        may call any HTTP address.
+
+        Raises:
+            ConfigError: the settings of servers cannot work, or not even one adapter or the longest sample fits.
+        """
+        self.base, self.info, self.config = base, base.info, config
+        workshop = self.workshop = assemble(base, config, needs, directory, jobs, alone=alone)
+        engine = config.engine
+        scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)
+        self._judge = BaseJudge(self.info, workshop.engine, scheduler, workshop.kv_tokens)
+        if rewards is None:
+            rewards = RewardPool(engine.reward_processes, of_a_run(directory.path, self._judge))
+        self.services = Services(
+            engine=workshop.engine,
+            trainer=workshop.trainer,
+            sync=workshop.sync,
+            device=workshop.device,
+            scheduler=scheduler,
+            learner=Learner(workshop.trainer, workshop.device, engine.train_tokens, scheduler, workshop.training),
+            rewards=rewards,
+            micro_batch_tokens=engine.micro_batch_tokens,
+            probe_tolerance=workshop.probe_tolerance,
+            engine_suffix=f"{directory.run_id}.{directory.attempt}",
+            threads=budgets.threads_of(engine) if kernels_of(self.info.processor) == "torch" else 0,
+            positions=self.info.max_positions,
+            longest=None if workshop.samples is None else workshop.samples.longest,
+            vocabulary=self.info.vocabulary,
+            functions=base.math,
+            exact_logs=config.rollout.engine != "embedded",
+            agents=agents,
+        )
+
+    def take(
+        self,
+        job: Job,
+        known: Mapping[str, Any],
+        needs: Sequence[budgets.Need] = (),
+        *,
+        accept_changes: bool = False,
+        accept_damage: bool = False,
+    ) -> None:
+        """Open the directory of a prepared job.
+
+        Args:
+            job: the job.
+            known: what `identity.of_config` says of it.
+            needs: what it needs, if it was not there when this host was made.
+            accept_changes: resume it with other settings than it began with.
+            accept_damage: resume it from a commit before a damaged one.
+
+        Raises:
+            ConfigError: its longest sample cannot be trained.
+            RunError: the directory belongs to a different job or is damaged; the message says what to do.
+        """
+        self.workshop.check(needs)
+        described = identity(job, self.info, self.config, known)
+        job.directory.materials = Materials(described, self.info.name, job.data)
+        changes = open_job(job.directory, described, accept_changes=accept_changes, accept_damage=accept_damage)
+        self._judge.clocks[job.name] = job.chat.clock
+        for reason in (*changes, *self.workshop.inexact):
+            job.note_inexact(reason)
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Context in which jobs run. Raises MotetError if no server can be used, or the device is lost."""
+        try:
+            async with self.workshop.open():
+                yield
+        finally:
+            await self.services.rewards.close()
+
+    def close(self) -> None:
+        """End the device's thread and the sampling processes."""
+        self.workshop.close()

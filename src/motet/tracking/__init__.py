@@ -1,1 +1,0 @@
-"""Observers of steps: experiment trackers and users' own classes."""

@@ -1,0 +1,669 @@
+"""Rows become problems; every bad row has an error that names file, row and columns; windows cover each pass once."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import itertools
+import json
+import re
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from motet.config import DataConfig, JobConfig
+from motet.core import seeds
+from motet.core.errors import DataError
+from motet.core.plain_json import as_json
+from motet.core.types import Message, Problem
+from motet.data.dataset import Dataset, load_dataset
+from motet.data.problems import Problems
+from motet.data.reasoning import ScorerSpec, build_scorer, first_seed, make_entries
+from motet.data.row_files import OF_A_JOB
+
+NONE = Problems.of(())
+PROBLEMS = [Problem(i, (Message("user", f"question {i}"),), str(i)) for i in range(40)]
+
+
+def write(path, rows):
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def rows():
+    return [{"question": f"q{i}", "answer": i, "level": "easy"} for i in range(20)]
+
+
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(1, 12), st.integers(0, 2**48), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_windows_cover_every_pass_exactly_once(n, width, steps, seed, shuffle):
+    data = Dataset(Problems.of(PROBLEMS[:n]), NONE, None, shuffle=shuffle)
+    sequence = [p.id for s in range(steps) for p in data.window(s * width, width, seed, width)]
+    assert len(sequence) == steps * width
+    for start in range(0, len(sequence) - n + 1, n):
+        assert Counter(sequence[start : start + n]) == Counter(range(n))
+
+
+def test_windows_are_shuffled_anew_and_depend_on_the_seed_alone():
+    def window(step, seed=7, shuffle=True):
+        return [
+            p.id for p in Dataset(Problems.of(PROBLEMS), NONE, None, shuffle=shuffle).window(40 * step, 40, seed, 40)
+        ]
+
+    assert window(0) != window(1)
+    assert window(0) == window(0)
+    assert window(0) != window(0, seed=8)
+    assert window(0, shuffle=False) == list(range(40))
+    with pytest.raises(ValueError, match="no window"):
+        Dataset(NONE, NONE, None).window(0, 4, 0, 4)
+
+
+def test_split_is_seeded_by_the_data_and_keeps_source_rows_as_ids(tmp_path, rows):
+    source = write(tmp_path / "d.jsonl", rows)
+    data = load_dataset(DataConfig(source=source, holdout=5))
+    again = load_dataset(DataConfig(source=source, holdout=5))
+    other = load_dataset(DataConfig(source=source, holdout=5, seed=1))
+    assert data == again
+    assert {p.id for p in data.holdout} != {p.id for p in other.holdout}
+    assert sorted(p.id for p in (*data.train, *data.holdout)) == list(range(20))
+    assert all(p.messages[0].content == f"q{p.id}" and p.answer == str(p.id) for p in data.train)
+    assert data.train[0].metadata == {"answer": data.train[0].id, "level": "easy"}
+    assert data.scorer is None
+
+
+def test_a_held_out_prompt_is_never_trained_on(tmp_path):
+    source = write(tmp_path / "d.jsonl", [{"prompt": f"q{i % 4}", "answer": ""} for i in range(40)])
+    data = load_dataset(DataConfig(source=source, holdout=2))
+    assert not {p.messages for p in data.holdout} & {p.messages for p in data.train}
+    assert data.train
+
+
+def test_what_is_left_out_of_training_is_told(tmp_path):
+    source = write(tmp_path / "d.jsonl", [{"prompt": f"q{i % 20}", "answer": ""} for i in range(300)])
+    data = load_dataset(DataConfig(source=source, holdout=6))
+    held_out = {problem.messages for problem in data.holdout}
+    left_out = 300 - 6 - len(data.train)
+    assert left_out == 15 * len(held_out) - 6 > 0
+    (note,) = data.notes
+    assert note.startswith(
+        f"{left_out} of 300 rows are left out of training, because their prompts are held out. Many rows"
+    )
+    (fewer,) = map(int, re.findall(r"set data\.holdout to (\d+) ", note))
+    followed = load_dataset(DataConfig(source=source, holdout=fewer))
+    assert len(data.train) < len(followed.train) >= 0.75 * 300, "the cure is one"
+    assert "set data.holdout" not in "".join(load_dataset(DataConfig(source=source, holdout=1)).notes)
+    assert load_dataset(DataConfig(source=source, holdout=0)).notes == ()
+
+
+def test_rows_with_long_prompts_can_be_left_out_before_any_are_held_out(tmp_path, rows):
+    long = [{"question": f"q{i} and more", "answer": ""} for i in range(7)]
+    source = write(tmp_path / "d.jsonl", [*long, *rows])
+
+    def longer(problem: Problem, most: int) -> bool:
+        return len(problem.messages[0].content) > most
+
+    data = load_dataset(DataConfig(source=source, holdout=5, max_prompt_tokens=4), longer=longer)
+    assert sorted(problem.id for problem in (*data.train, *data.holdout)) == list(range(7, 27))
+    assert data.notes == (
+        "7 of 27 rows are left out, because their prompts have more than 4 tokens (data.max_prompt_tokens)",
+    )
+    whole = load_dataset(DataConfig(source=source, holdout=5, max_prompt_tokens=100), longer=longer)
+    assert whole == load_dataset(DataConfig(source=source, holdout=5))
+    with pytest.raises(
+        DataError, match=r"each of its 27 rows has a prompt of more than 1 token.* raise data\.max_prompt_tokens"
+    ):
+        load_dataset(DataConfig(source=source, max_prompt_tokens=1), longer=longer)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv", "directory", "saved", "list", "dataset"])
+def test_formats_give_the_same_problems(tmp_path, rows, suffix):
+    if suffix == "csv":  # which knows text alone
+        rows = [{name: str(value) for name, value in row.items()} for row in rows]
+    expected = load_dataset(DataConfig(source=write(tmp_path / "d.jsonl", rows), holdout=3)).train
+    path = rows
+    if suffix == "jsonl":
+        path = tmp_path / "e.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + (tmp_path / "d.jsonl").read_bytes().replace(b"\n", b"\n\n"))
+    elif suffix == "json":
+        path = tmp_path / "e.json"
+        path.write_text(json.dumps(rows))
+    elif suffix == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        path = tmp_path / "e.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix == "csv":
+        path = tmp_path / "e.csv"
+        with path.open("w", encoding="utf-8-sig", newline="") as file:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    elif suffix == "dataset":
+        import datasets
+
+        path = datasets.Dataset.from_list(rows)
+    elif suffix != "list":
+        import datasets
+
+        path = tmp_path / "folder"
+        if suffix == "saved":
+            datasets.Dataset.from_list(rows).save_to_disk(str(path))
+        else:
+            path.mkdir()
+            write(path / "train.jsonl", rows)
+    source = str(path) if isinstance(path, Path) else path
+    assert load_dataset(DataConfig(source=source, holdout=3)).train == expected
+    if source is path:
+        assert JobConfig.model_validate({"name": "a", "reward": "exact", "data": source}).data == DataConfig(
+            source=source
+        )
+
+
+def test_csv_is_text_with_quotes_and_breaks(tmp_path):
+    path = tmp_path / "d.csv"
+    path.write_bytes(b'\xef\xbb\xbfprompt,answer,level\r\n"two\r\nlines, ""quoted""",007,\r\n\r\nx,y,z\r\n')
+    first, second = load_dataset(DataConfig(source=str(path), holdout=0)).train
+    assert (first.messages[0].content, first.answer, first.metadata["level"]) == ('two\r\nlines, "quoted"', "007", "")
+    assert second.answer == "y"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"prompt,answer\na,b\nc,d,e\n", r"d\.csv line 3 has more fields than the first line has names"),
+        (b"prompt,answer\na\n", r"d\.csv line 2 has fewer fields than the first line has names"),
+        (b"prompt,prompt\na,b\n", r"d\.csv names the column 'prompt' twice"),
+        (b'prompt,answer\n"a,b\n', r"d\.csv line 2 is not CSV: unexpected end of data"),
+        (b"prompt,answer\n\xff,b\n", r"d\.csv line 2 is not UTF-8 text; save the file as UTF-8"),
+        (b"prompt,answer\ra,b\r", r"d\.csv has the line ends of old Macs; save it with line feeds"),
+        (b"prompt,answer\n", "has no rows"),
+        (b"", "has no rows"),
+    ],
+)
+def test_csv_that_is_none_is_named(tmp_path, text, message):
+    (tmp_path / "d.csv").write_bytes(text)
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(source=str(tmp_path / "d.csv"), holdout=0))
+
+
+@pytest.mark.parametrize(
+    ("rows_of_python", "message"),
+    [
+        ([{"prompt": "x"}, "y"], r"row 2 must be a mapping of columns, got str"),
+        ([], "has no rows"),
+        ([{"text": "x"}], r"\[rows\] row 1 has no column named prompt"),
+    ],
+)
+def test_bad_rows_of_python_are_named(rows_of_python, message):
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(source=rows_of_python, holdout=0))
+
+
+def test_a_subset_of_a_directory_is_read_and_one_that_is_not_there_is_told(tmp_path):
+    parts = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("easy", "hard"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
+    for name in ("easy", "hard"):
+        write(tmp_path / f"{name}.jsonl", [{"question": f"{name} {i}", "answer": i} for i in range(3)])
+
+    def questions(subset):
+        data = {"source": str(tmp_path), "subset": subset, "prompt": "question", "holdout": 0}
+        return [one.messages[-1].content for one in load_dataset(DataConfig.model_validate(data)).train]
+
+    assert questions("hard") == [f"hard {i}" for i in range(3)]
+    assert questions("easy") == [f"easy {i}" for i in range(3)]
+    with pytest.raises(DataError, match=r"subset 'harder'.*easy.*hard"):
+        questions("harder")
+
+
+def test_what_is_no_list_of_rows_is_told():
+    import datasets
+
+    table = datasets.Dataset.from_list([{"prompt": "x"}])
+    with pytest.raises(ValidationError, match=r"name one of its splits, such as data\['train'\]"):
+        DataConfig(source=datasets.DatasetDict({"train": table}))
+    with pytest.raises(ValidationError, match="give rows as the source"):
+        DataConfig(source="toy:add", rows=[{"prompt": "x"}])
+
+
+def test_messages_template_and_system(tmp_path):
+    chat = [{"role": "system", "content": "old"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    row = {"messages": [*chat, {"role": "assistant", "content": "hello"}], "topic": "x"}
+    source = write(tmp_path / "d.jsonl", [row])
+    (problem,) = load_dataset(DataConfig(source=source, holdout=0, system="new")).train
+    assert problem.messages == (Message("system", "new"), Message("user", "hi"))
+    assert (problem.answer, problem.conversational, problem.metadata) == ("hello", True, {"topic": "x"})
+    (problem,) = load_dataset(DataConfig(source=source, holdout=0, template="About {topic}: {{}}")).train
+    assert problem.messages == (Message("user", "About x: {}"),)
+    assert not problem.conversational
+
+
+def test_size_is_the_most_that_is_read(tmp_path, rows):
+    assert len(load_dataset(DataConfig(source=write(tmp_path / "d.jsonl", rows), holdout=0, size=7)).train) == 7
+
+
+TURNS = [{"role": "user", "content": "x"}]
+BAD_ROWS = [
+    ([{"text": "x"}], {}, r"row 1 has no column named prompt.*Its columns: text.*data\.prompt"),
+    ([{"prompt": "x"}], {"prompt": "frage"}, r"row 1 has no column 'frage' \(data\.prompt\)\. Its columns: prompt"),
+    ([{"prompt": "x"}], {"answer": "gold"}, r"no column 'gold' \(data\.answer\)"),
+    ([{"prompt": "x"}, {"prompt": " "}], {}, r"row 2: the prompt \(prompt\) is empty"),
+    ([{"prompt": "x"}, {"prompt": "cut \ud83d"}], {}, r"row 2 has '\\ud83d', half of a character"),
+    (
+        [{"messages": [*TURNS, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": "\ud83d"}}]}]}],
+        {},
+        r"row 1 has '\\ud83d', half of a character",
+    ),
+    ([{"prompt": 3}], {}, r"row 1: the prompt \(prompt\) must be text or a list of messages, got 3"),
+    ([{"prompt": [{"role": "user"}]}], {}, "needs `role` and `content`"),
+    (
+        [{"prompt": [*TURNS, {"role": "assistant", "tool_calls": 5}]}],
+        {},
+        "row 1: the tool_calls of a message must be a list",
+    ),
+    ([{"prompt": [{"role": "user", "thinking": "x"}]}], {}, "row 1: the content of a message must be text, got None"),
+    ([{"prompt": [{"role": "critic", "content": "x"}]}], {}, "role 'critic'.*system, user, assistant, tool"),
+    ([{"prompt": [{"role": "system", "content": "x"}]}], {}, "must end with a user turn"),
+    (
+        [{"prompt": [*TURNS, {"role": "assistant", "content": "", "function_call": "f()"}]}],
+        {},
+        "row 1: a tool call needs a function with `name` and `arguments`",
+    ),
+    (
+        [{"chosen": "Say it. Yes", "rejected": "Say it. Yes, no."}],
+        {},
+        "row 1: rejected begins with all of chosen, so that nothing of chosen is left behind their common beginning; "
+        "give rows a prompt",
+    ),
+    (
+        [{"prompt": "x", "chat_template_kwargs": {"python_tools": ["a" * 20000]}}],
+        {},
+        r"chat_template_kwargs.python_tools: give .* take it out, and write its text into a message",
+    ),
+    (
+        [{"prompt": [*TURNS, {"role": "assistant", "content": "<think>\nHm.\n</think>\nx", "reasoning": "Hm.\n"}]}],
+        {},
+        "row 1: a thought is there twice, in reasoning and in content; take one of them out",
+    ),
+    *(
+        (
+            [{"prompt": "x"}, {"prompt": [*TURNS, {"role": "assistant", "content": "It is"}], name: " 4"}],
+            {},
+            f"row 2: the prompt ends with a turn of the assistant, and {name} follows it",
+        )
+        for name in ("completion", "chosen", "rejected")
+    ),
+    *(
+        (
+            [{name: text(TURNS), "answer": "4"}],
+            {},
+            rf"row 1: the column '{name}' has messages as a text.*'\{{{name}\}}'$",
+        )
+        for name in ("prompt", "messages", "conversations")
+        for text in (json.dumps, str)
+    ),
+    *(
+        (
+            [{"prompt": "x", "chosen": "a", "rejected": "b", name: json.dumps(TURNS)}],
+            {"template": "{prompt}"},
+            rf"row 1: the column '{name}' has messages as a text.*write \[\{{\"role\": \"assistant\"",
+        )
+        for name in ("completion", "chosen", "rejected")
+    ),
+    (
+        [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}],
+        {},
+        "a message has a part of type 'image', and bases",
+    ),
+    ([{"prompt": "x"}], {"template": "{y}"}, r"no column 'y' that data\.template asks for\. Its columns: prompt"),
+    ([{"prompt": "x"}], {"template": r"\boxed{} {prompt}"}, r"data\.template cannot be filled"),
+    (
+        [{"prompt": "x"}],
+        {"template": "{prompt:>2000000000}"},
+        r"'?\{prompt:>2000000000\}'? is not the name of a column",
+    ),
+    ([{"prompt": "x"}], {"template": "{prompt!r}"}, r"\{prompt!r\} is not the name of a column"),
+    (
+        [{"prompt": "x"}],
+        {"template": "{prompt.__class__}"},
+        r"no column 'prompt\.__class__' that data\.template asks for",
+    ),
+    ([{"prompt": ["x"]}], {"template": "{prompt[0]}"}, r"\{prompt\[0\]\} is not the name of a column"),
+    ([[1]], {}, r"line 1 must be an object"),
+    (
+        [{"prompt": "x"}],
+        {"holdout": 64},
+        r"1 row, and data\.holdout 64 leaves none to train on: add rows, or set data\.holdout to 0",
+    ),
+    (
+        [{"prompt": f"q{i}"} for i in range(8)],
+        {"holdout": 64},
+        r"8 rows, and data\.holdout 64 leaves none to train on: add rows, or set data\.holdout to 2",
+    ),
+    (
+        [{"prompt": f"q{i}"} for i in range(8)],
+        {"template": "Say it.", "holdout": 2},
+        r"8 rows with the same prompt, which is held out: data\.template names no column",
+    ),
+    (
+        [{"prompt": "x"}] * 300,
+        {"holdout": 64},
+        r"300 rows with the same prompt, which is held out: set data\.holdout to 0, or name an eval_source",
+    ),
+    (
+        [{"prompt": f"q{i % 4}"} for i in range(300)],
+        {"holdout": 64},
+        r"300 rows with 4 different prompts, and data\.holdout 64 holds all of them out: set data\.holdout to 1 or so",
+    ),
+    ([], {}, "has no rows"),
+]
+
+
+@pytest.mark.parametrize(("bad", "options", "message"), BAD_ROWS)
+def test_bad_rows_are_named(tmp_path, bad, options, message):
+    source = write(tmp_path / "d.jsonl", bad)
+    with pytest.raises(DataError, match=message):
+        load_dataset(DataConfig(**{"source": source, "holdout": 0, **options}))
+
+
+def test_a_text_that_looks_like_messages_is_one_where_that_is_meant():
+    for text in ('[{"role": "user", "content": "hi"}]', '[{"content": "hi"}]', '[{"name": "role"}]', "[1] {'role'}"):
+        row = {"prompt": text, "completion": [{"role": "assistant", "content": text}]}
+        config = DataConfig(source=[row], holdout=0, template="{prompt}" if '"role":' in text else None)
+        assert load_dataset(config).train[0].messages[0].content == text
+
+
+def test_a_turn_that_would_be_read_as_something_else_is_refused():
+    turn = {"content": "<think>\nHm.\n</think>\n4", "reasoning": "Hm.\n"}
+    config = DataConfig(source=[{"messages": [*TURNS, {"role": "assistant", **turn}]}], holdout=0)
+    with pytest.raises(DataError, match=r"row 1: a thought is there twice"):
+        load_dataset(config)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+@pytest.mark.parametrize(
+    "text", ['{"prompt": "x", "answer": "4", "answer": "5"}', '{"prompt": "x", "y": {"z": 1, "z": 1}}']
+)
+def test_a_name_that_an_object_has_twice_is_told(tmp_path, suffix, text):
+    """Which of the values is meant, a reader of JSON cannot know."""
+    file = tmp_path / f"d{suffix}"
+    file.write_text(text if suffix == ".jsonl" else f"[{text}]")
+    where = "line 1 " if suffix == ".jsonl" else ""
+    with pytest.raises(DataError, match=f"{where}is not valid JSON: an object has '(answer|z)' twice"):
+        load_dataset(DataConfig(source=str(file), holdout=0))
+
+
+def test_a_file_may_begin_with_its_mark_and_empty_lines(tmp_path):
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(codecs.BOM_UTF8 + b'\r\n \r\n{"prompt": "x", "answer": "4"}\r\n\r\n')
+    assert load_dataset(DataConfig(source=str(file), holdout=0)).train[0].answer == "4"
+
+
+@pytest.mark.parametrize(
+    ("n", "held_out"), [(1, 0), (3, 0), (4, 1), (40, 10), (64, 16), (255, 63), (256, 64), (1000, 64)]
+)
+def test_of_few_rows_a_quarter_is_held_out(n, held_out):
+    rows = [{"prompt": str(i), "answer": "x"} for i in range(n)]
+    data = load_dataset(DataConfig(source=rows))
+    assert (len(data.holdout), len(data.train)) == (held_out, n - held_out)
+    assert len(load_dataset(DataConfig(source=rows, eval_source="toy:add")).holdout) == 64
+
+
+def test_tables_of_python_are_rows():
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    columns = {"prompt": ["a", "b", "c"], "answer": ["1", None, "3"]}
+    frame = pandas.DataFrame({**columns, "level": [1.5, float("nan"), 2.0]})
+    told = [{"answer": "1", "level": 1.5}, {"answer": None, "level": None}, {"answer": "3", "level": 2.0}]
+    for value in (frame, {"source": frame}):
+        assert [problem.metadata for problem in load_dataset(DataConfig.model_validate(value)).train] == told
+    table = load_dataset(DataConfig.model_validate(pyarrow.table(columns)))
+    assert [problem.answer for problem in table.train] == ["1", "", "3"]
+    job = JobConfig.model_validate({"name": "a", "data": frame, "reward": "exact"})
+    assert (job.data.source, len(job.data.rows)) == ("[rows]", 3)
+
+
+def test_bad_sources_are_named(tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "x"}])
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    (tmp_path / "bad.parquet").write_text("no")
+    (tmp_path / "rows.txt").write_text("no")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.json").write_text('{"prompt": "x"}')
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "x"}\n{"prompt": "a lo')
+    (tmp_path / "cut.json").write_text('[{"prompt": "x"},')
+    write(tmp_path / "lines.json", [{"prompt": "x"}] * 2)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    (tmp_path / "semicolons.csv").write_text("prompt;answer\n2 + 2;4\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "rows.bin").write_text("no")
+    (tmp_path / "folder.jsonl").mkdir()
+    write(tmp_path / "folder.jsonl" / "part.jsonl", [{"prompt": "x"}])
+    for source, message in [
+        (
+            str(tmp_path / "cut.jsonl"),
+            r"cut\.jsonl line 2 is not valid JSON: it ends in the middle of a value\. The file was cut",
+        ),
+        (str(tmp_path / "cut.json"), r"cut\.json is not valid JSON: it ends in the middle of a value"),
+        (
+            str(tmp_path / "lines.json"),
+            r"lines\.json is not valid JSON: Extra data .*; with a row a line, name it \.jsonl",
+        ),
+        (str(tmp_path / "latin.jsonl"), r"latin\.jsonl line 1 is not UTF-8 text; save the file as UTF-8"),
+        (str(tmp_path / "semicolons.csv"), r"semicolons\.csv has fields that ';' separates; save it with commas"),
+        (str(tmp_path / "folder"), r"folder' is a directory that cannot be read as a data set; it holds no \.jsonl"),
+        (str(tmp_path / "folder.jsonl"), r"is a directory .*; name one of its files: .*folder\.jsonl/part\.jsonl"),
+        ("toy:ADD", "no toy task 'ADD'; did you mean 'add'"),
+        ("reasoning-gym:nosuch", r"no task 'nosuch'; (did you mean|the nearest names are) '?\w+"),
+        (str(tmp_path / "trian.jsonl"), "is not a file; did you mean 'train.jsonl'"),
+        (str(tmp_path / "bad.jsonl"), r"bad\.jsonl line 2 is not valid JSON"),
+        (str(tmp_path / "bad.parquet"), "cannot be read as parquet"),
+        (str(tmp_path / "bad.json"), r"must hold a list of rows, got dict.*\.jsonl"),
+        (
+            str(tmp_path / "rows.txt"),
+            r"rows\.txt' is a file of another kind: its name must end with \.jsonl, \.json, \.csv, \.parquet",
+        ),
+        ("toy:ad", "no toy task 'ad'; did you mean 'add'"),
+        ("reasoning-gym:chain_sums", "no task 'chain_sums'; did you mean 'chain_sum'"),
+        (str(tmp_path / "empty"), "is a directory that cannot be read as a data set"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            load_dataset(DataConfig(source=source, holdout=0, size=4))
+    with pytest.raises(DataError, match=r"refuses data\.config \{'foo': 1\}.*Its options: .*max_terms"):
+        load_dataset(DataConfig(source="reasoning-gym:chain_sum", config={"foo": 1}))
+    rows = str(tmp_path / "train.jsonl")
+    given = DataConfig(source=[{"prompt": "x"}], holdout=0, split="a")
+    of_file = DataConfig(source=rows, holdout=0, split="test")
+    for whole, field in ((of_file, "split"), (DataConfig(source="toy:add", subset="main"), "subset"), (given, "split")):
+        with pytest.raises(DataError, match=rf"data\.{field} '\w+': .* has no {field}s; leave it out"):
+            load_dataset(whole)
+    with pytest.raises(
+        DataError, match=r"data\.eval_source '.*/trian\.jsonl' is not a file; did you mean 'train\.jsonl'"
+    ):
+        load_dataset(DataConfig(source="toy:add", eval_source=str(tmp_path / "trian.jsonl")))
+    with pytest.raises(DataError, match=r"data\.holdout is 0"):
+        load_dataset(DataConfig(source="toy:add", eval_source="toy:add", holdout=0))
+
+
+def test_toy_rows_and_an_evaluation_source_of_its_own():
+    data = load_dataset(DataConfig(source="toy:add", eval_source="toy:larger", size=30, holdout=8))
+    assert len(data.train) == 30
+    assert len(data.holdout) == 8
+    assert {p.metadata["family"] for p in data.holdout} == {"larger"}
+
+
+def test_another_split_of_the_source_is_for_evaluation(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    parts = {
+        part: [{"prompt": f"{part} {i}", "answer": "x"} for i in range(n)] for part, n in (("train", 9), ("test", 5))
+    }
+    made = {part: datasets.Dataset.from_list(rows) for part, rows in parts.items()}
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "exam"))
+    for named in ({}, {"eval_source": str(tmp_path / "exam")}, {"eval_source": None}):
+        data = load_dataset(DataConfig(source=str(tmp_path / "exam"), eval_split="test", **named))
+        assert [problem.messages[0].content for problem in data.holdout] == [f"test {i}" for i in range(5)]
+        assert len(data.train) == 9
+
+
+def levels(data: Dataset, of: str = "train") -> Counter[str]:
+    return Counter(problem.metadata["level"] for problem in getattr(data, of))
+
+
+SORTED = [{"prompt": f"Level {n // 100}: {n}", "answer": str(n), "level": n // 100} for n in range(400)]
+
+
+def sorted_rows(tmp_path: Path, form: str) -> Any:
+    datasets = pytest.importorskip("datasets")
+    if form == "rows":
+        return SORTED
+    path = tmp_path / f"sorted.{form}"
+    if form == "saved":
+        datasets.Dataset.from_list(SORTED).save_to_disk(str(path))
+    elif form == "parquet":
+        datasets.Dataset.from_list(SORTED).to_parquet(str(path))
+    elif form == "csv":
+        datasets.Dataset.from_list(SORTED).to_csv(str(path))
+    elif form == "json":
+        path.write_text(json.dumps(SORTED))
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in SORTED))
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet", "saved", "rows"])
+def test_size_and_held_out_rows_are_drawn_by_the_seed(tmp_path: Path, form: str) -> None:
+    source = sorted_rows(tmp_path, form)
+    for bounds in (None, OF_A_JOB):
+        data = load_dataset(DataConfig(source=source, size=80, holdout=0), bounds)
+        assert len(levels(data)) == 4
+        assert len(data.train) == 80
+        assert [SORTED[problem.id]["answer"] for problem in data.train] == [problem.answer for problem in data.train]
+        assert data.notes == ("80 of 400 rows are read, drawn by data.seed",)
+        again, other = (
+            load_dataset(DataConfig(source=source, size=80, holdout=0, seed=seed), bounds) for seed in (0, 1)
+        )
+        assert again.train == data.train != other.train
+        if form != "rows":
+            apart = load_dataset(DataConfig(source="toy:add", eval_source=source), bounds)
+            assert len(levels(apart, "holdout")) == 4
+            assert len(apart.holdout) == 64
+            assert apart.notes == (f"{source}: 64 of 400 rows are read, drawn by data.seed",)
+    whole = load_dataset(DataConfig(source=source, size=400, holdout=0))
+    assert [problem.id for problem in whole.train] == list(range(400))
+    assert whole.notes == ()
+
+
+def test_a_smaller_size_takes_some_of_the_rows_of_a_larger_one(tmp_path: Path) -> None:
+    few, more = (load_dataset(DataConfig(source=SORTED, size=size, holdout=0)).train for size in (20, 50))
+    assert {problem.id for problem in few} < {problem.id for problem in more}
+
+
+def test_rows_that_are_not_drawn_are_not_looked_at(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" if n else "", "answer": "y"} for n in range(4)]
+    taken = [seed for seed in range(8) if seeds.permutation(seeds.key(seed, "size"), 4)[0]]
+    assert len(taken) == 3
+    for seed in taken:
+        load_dataset(DataConfig(source=rows, size=1, holdout=0, seed=seed))
+    for seed in {*range(8)} - {*taken}:
+        with pytest.raises(DataError, match=r"row 1"):
+            load_dataset(DataConfig(source=rows, size=1, holdout=0, seed=seed))
+
+
+def test_a_stream_is_drawn_from_its_beginning() -> None:
+    datasets = pytest.importorskip("datasets")
+    read = Counter[int]()
+
+    def rows(most: int) -> Any:
+        for n in range(most):
+            read[n] += 1
+            yield {"prompt": f"Say {n}", "answer": str(n)}
+
+    endless = datasets.IterableDataset.from_generator(rows, gen_kwargs={"most": 10**9})
+    data = load_dataset(DataConfig(source=endless, size=100, holdout=0))
+    assert max(read) < 10_001
+    assert max(problem.id for problem in data.train) > 8000
+    note = (
+        "100 rows are read, drawn by data.seed from the first 10000 of a stream; mix the rows first if they are sorted"
+    )
+    assert data.notes == (note,)
+    read.clear()
+    assert len(load_dataset(DataConfig(source=endless, size=1200, holdout=0)).train) == 1200
+    assert max(read) in (11_999, 12_000)
+    short = datasets.IterableDataset.from_generator(rows, gen_kwargs={"most": 300})
+    assert load_dataset(DataConfig(source=short, size=100, holdout=0)).notes == (
+        "100 of 300 rows are read, drawn by data.seed",
+    )
+    assert len(load_dataset(DataConfig(source=short, size=500, holdout=0)).train) == 300
+
+
+@pytest.mark.parametrize("bounds", [None, OF_A_JOB])
+def test_more_rows_than_the_limit_are_drawn_from_the_first(tmp_path: Path, bounds: Any) -> None:
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(f'{{"prompt": "Say {n}", "answer": "{n}"}}\n' for n in range(OF_A_JOB.rows + 5)))
+    data = load_dataset(DataConfig(source=str(path), size=1500, holdout=0), bounds)
+    assert 14_000 < max(problem.id for problem in data.train) < 15_000
+    assert data.notes[0].startswith(
+        "1500 rows are read, drawn by data.seed from the first 15000 of more than 200000; mix"
+    )
+    if bounds is not None:
+        with pytest.raises(DataError, match=r"more than 200000 rows; set data.size to use fewer"):
+            load_dataset(DataConfig(source=str(path)), bounds)
+
+
+def test_seeds_of_reasoning_gym_have_no_rows_in_common() -> None:
+    def asked(seed: int) -> set[str]:
+        data = load_dataset(DataConfig(source="reasoning-gym:chain_sum", size=200, holdout=50, seed=seed))
+        return {problem.messages[-1].content for problem in (*data.train, *data.holdout)}
+
+    first, *others = [asked(seed) for seed in (0, 1, 2, -1)]
+    assert all(len(rows & first) <= 2 for rows in others)
+    assert first == {entry["question"] for entry in make_entries(ScorerSpec("chain_sum", size=200))}
+    starts = sorted(map(first_seed, range(-1000, 1001)))
+    assert starts[0] == first_seed(0) == 0
+    assert min(b - a for a, b in itertools.pairwise(starts)) > 250_000
+    assert starts[-1] + 10**9 < 2**32
+    assert len(make_entries(ScorerSpec("pool_matrix", size=2, seed=first_seed(7)))) == 2
+
+
+def test_reasoning_gym_scores_its_own_answers_in_training_and_evaluation():
+    data = load_dataset(
+        DataConfig(source="reasoning-gym:chain_sum", eval_source="reasoning-gym:leg_counting", size=12, holdout=2)
+    )
+    assert data.scorer is not None
+    score = build_scorer(msgspec.convert(json.loads(json.dumps(asdict(data.scorer))), type(data.scorer)))
+    for problem in (*data.train[:3], *data.holdout):
+        assert score(problem, problem.answer) == 1.0
+        assert score(problem, f"thinking <answer>no</answer> so <answer>{problem.answer}</answer>") == 1.0
+        assert score(problem, "no") < 1.0
+
+
+def test_values_become_json():
+    import datetime
+
+    import numpy as np
+
+    value = {1: (np.int64(2), np.array([1.5])), "when": datetime.date(2024, 1, 2), "nan": float("nan"), "s": {"b", "a"}}
+    assert as_json(value) == {"1": [2, [1.5]], "when": "2024-01-02", "nan": None, "s": ["a", "b"]}
+
+
+def test_scorer_that_raises_on_an_answer_gives_it_nothing_and_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    data = load_dataset(DataConfig(source="reasoning-gym:prime_factorization", size=4, holdout=0))
+    assert data.scorer is not None
+    score, problem = build_scorer(data.scorer), data.train[0]
+    assert [score(problem, text) for text in ("words", "none", problem.answer)] == [0, 0, 1]
+    assert capsys.readouterr().out.count("the scorer of prime_factorization raised ValueError") == 1
+
+
+def test_task_that_cannot_be_learned_is_named() -> None:
+    assert load_dataset(DataConfig(source="reasoning-gym:chain_sum", size=4, holdout=0)).notes == ()
+    (note,) = load_dataset(DataConfig(source="reasoning-gym:coin_flip", size=4, holdout=0)).notes
+    assert note == (
+        "reasoning-gym:coin_flip cannot be learned: a constant answer earns most rewards; take another task"
+    )
