@@ -1,6 +1,7 @@
 """The sizes of a decoder, and the memory of its training passes by this room's kernels, in bytes a row.
 
-What forecasts say of it, they read here. `motet.kernels.cuda.forward.KeptLayer` is what is kept; a test adds up what passes keep.
+What forecasts say of it, they read here. `motet.kernels.cuda.forward.KeptLayer` is what is kept; a test
+adds it up.
 """
 
 from __future__ import annotations
