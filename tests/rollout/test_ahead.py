@@ -22,9 +22,8 @@ from motet.model.device_steps import MASKED, TOKEN, DeviceStep, DrawnTokens, Fli
 from motet.rollout.ahead import StepsAhead
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
-from motet.rollout.executor import NewTokens
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.rollout.steps import SynchronousSteps
+from motet.rollout.steps import NewTokens, SynchronousSteps
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.decoding import EveryThird, outcomes

@@ -22,9 +22,9 @@ from motet.core.types import BoolArray
 from motet.model.device_steps import BLOCKS, DRAWN, KEY, POSITION, TOKEN, DeviceStep, DrawnTokens, StepLayout
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterLayout, AdapterWeights
-from motet.rollout.executor import NewTokens
 from motet.rollout.kept import KeptSequences
 from motet.rollout.sequences import SampledSequence
+from motet.rollout.steps import NewTokens
 
 POISON = np.iinfo(np.int64).min
 _ODD = np.uint64(0x9E3779B97F4A7C15)

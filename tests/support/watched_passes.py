@@ -35,10 +35,10 @@ from motet.model.device_steps import BLOCKS, PLAIN, TOKEN, DeviceStep
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
-from motet.rollout.executor import NewTokens
 from motet.rollout.model_runner import ModelRunner
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.rollout.step_table import StepTable
+from motet.rollout.steps import NewTokens
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import CPU, TARGETS, requests

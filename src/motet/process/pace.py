@@ -18,7 +18,7 @@ from motet.process import cpu_time
 
 SLICE_SECONDS = 0.25
 """After this time, others that wait go first."""
-_GAP_SECONDS = 0.001
+_GAP_SECONDS = 0.005
 """In which one of them begins."""
 MOST_SECONDS = 600.0
 """CPU time that the rows of one job may take to prepare."""

@@ -25,10 +25,9 @@ from motet.model.device_steps import GROUPS, MASKED, PLAIN, DeviceStep, DrawnTok
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.block_allocator import BlockAllocator
-from motet.rollout.executor import AheadExecutor
 from motet.rollout.sequences import SampledSequence
 from motet.rollout.step_table import StepTable
-from motet.rollout.steps import Landed
+from motet.rollout.steps import AheadExecutor, Landed
 
 
 @dataclass(frozen=True, eq=False)

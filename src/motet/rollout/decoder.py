@@ -20,12 +20,11 @@ from motet.rollout.admission import Admission
 from motet.rollout.ahead import StepsAhead
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
-from motet.rollout.executor import AheadExecutor, Executor
 from motet.rollout.grammars import Grammars
 from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import runner_for
 from motet.rollout.sequences import Prompt, SampledSequence, adapter_order_of, can_step
-from motet.rollout.steps import Steps, SynchronousSteps
+from motet.rollout.steps import AheadExecutor, Executor, Steps, SynchronousSteps
 from motet.rollout.tick_turns import TickTurns
 
 
