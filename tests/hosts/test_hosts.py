@@ -21,23 +21,22 @@ import pytest
 import yaml
 
 import motet
-from motet.config import AdapterConfig, JobConfig
+from motet.config import AdapterConfig
 from motet.config.jobfile import validate
 from motet.core.errors import EngineError
 from motet.core.types import JobState
 from motet.hosts.host_link import HostChild, Launch
 from motet.hosts.listener import ADDRESS, TOKEN, host_that_connects
-from motet.hosts.messages import HostReady, JobStanding, JobStepped, StartHost
+from motet.hosts.messages import HostReady, StartHost
 from motet.hosts.nodes import NodeFacts, faults
 from motet.hosts.reports import EveryStep
-from motet.hosts.run import HostedJob, HostedRun
 from motet.hosts.running import run_config
+from motet.hosts.runs import HostedRun, follow
 from motet.process.channel import encode
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.job import JobEvent, StateChanged, StepDone
 from motet.runtime.opening import open_job
-from motet.runtime.progress import JobProgress
+from motet.runtime.progress import JobChanged, JobEvent, JobProgress, JobStanding, JobStepped
 from motet.runtime.rundir import RunDirectory
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.fake_trainer import FakeTrainer
@@ -289,12 +288,11 @@ def run_all(
     tree = {"base": "small", "run": str(path), "engine": engine, "jobs": [job(name) for name in NAMES]}
     config = validate(tree, "the test")
     with contextlib.closing(RunDirectory(path, "run")) as directory:
-        jobs = [HostedJob(one, directory.job(one.name), JobProgress(one.name, one.steps)) for one in config.jobs]
-        run, interrupt = HostedRun(config, directory, jobs, launch), Interrupt()
-        interrupt.run(lambda: run.run(interrupt, observe))
-    for one in jobs:
+        run, interrupt = HostedRun(config, directory, launch=launch), Interrupt()
+        interrupt.run(lambda: follow(run, interrupt, observe))
+    for one in run.jobs:
         assert one.progress.state is JobState.SUCCEEDED, one.progress.message
-        assert one.lines == set(range(7))
+        assert one.progress.next_line == 7
         assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
 
 
@@ -388,17 +386,17 @@ def test_a_step_that_another_host_committed_late_comes_before_the_next(tmp_path:
     heard = list[int | str]()
 
     def observe(event: JobEvent) -> None:
-        heard.append(event.line["step"] if isinstance(event, StepDone) else type(event).__name__)
+        heard.append(event.line["step"] if isinstance(event, JobStepped) else type(event).__name__)
 
     step(0)
     step(1)
     every = EveryStep(directory, 1, observe)
     assert heard == [1]
     step(2)
-    every(StateChanged(JobState.RUNNING, "", ()))
-    every(StepDone(step(3)))
-    every(StepDone(step(4)))
-    assert heard == [1, "StateChanged", 2, 3, 4]
+    every(JobChanged("a", JobState.RUNNING, ""))
+    every(JobStepped("a", step(3)))
+    every(JobStepped("a", step(4)))
+    assert heard == [1, "JobChanged", 2, 3, 4]
 
 
 @pytest.mark.soak
@@ -456,11 +454,11 @@ def test_a_stranger_who_connects_is_no_host() -> None:
     assert [one.notes for one in asyncio.run(connect())] == [["host"]]
 
 
-def test_a_step_that_is_told_again_counts_once(tmp_path: Path) -> None:
-    one = HostedJob(JobConfig.model_validate(job("job-0")), JobDirectory(tmp_path), JobProgress("job-0", 6))
+def test_a_step_that_is_told_again_counts_once() -> None:
+    one = JobProgress("job-0", 6)
     for step in (0, 1, 1, 0, 2):
         one.hear(JobStepped("job-0", {"step": step, "loss": 0.1, "reward": step / 4}))
-    assert (one.progress.rewards, one.progress.step) == ([0.0, 0.25, 0.5], 3)
+    assert (one.rewards, one.step) == ([0.0, 0.25, 0.5], 3)
     for tokens, counted in ((5, 5), (9, 9), (2, 11)):  # another host begins anew
         one.see(JobStanding("sampling", 0, 0, 1, tokens, 0.0, None))
-        assert one.progress.tokens == counted
+        assert one.tokens == counted

@@ -132,7 +132,7 @@ def test_held_out_prompts_that_a_neighbour_is_trained_on_are_told(
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     configs = [validate_as(JobConfig, job(name, data=data), "test") for name, data in (("a", before), ("b", after))]
     with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
-        prepared = prepare_all(configs, base.info, directory, Sources(), {"a": "", "b": ""})
+        prepared = prepare_all(configs, directory, Sources(), {"a": "", "b": ""}, None, base.info)
     notes = [note for note in prepared[1][0].data.notes if "have prompts that job a is trained on" in note]
     assert [int(note.split()[0]) for note in notes] == [shared] * bool(shared)
 

@@ -28,8 +28,7 @@ from motet.commands.compare import _means
 from motet.commands.served_jobs import details, job_cells
 from motet.config import OF_CLIENT, AdapterConfig, JobConfig
 from motet.core.types import JobState, Problem
-from motet.hosts import messages as m
-from motet.hosts.reports import EveryStep, JobReports
+from motet.hosts.reports import EveryStep
 from motet.observe import LogView, summary_table
 from motet.observe.report.comparison import evaluated, side_of_job
 from motet.observe.report.page import _job
@@ -53,7 +52,7 @@ from motet.runtime.held_out import (
 from motet.runtime.identity import of_config
 from motet.runtime.journal import Journal, Load, OptimStep
 from motet.runtime.opening import open_job
-from motet.runtime.progress import JobProgress
+from motet.runtime.progress import JobProgress, JobStepped
 from motet.runtime.signs import LEAST, RECENT
 from motet.service.database.tables import Event, StoredJob, newer_evaluation
 from motet.service.routes.fine_tuning import _checkpoint, _event
@@ -399,20 +398,20 @@ def test_rows_that_confirm_do_not_choose_the_version_that_is_shown_everywhere(ke
     def rate(place: int, evaluation: int) -> float:
         return (0.0, 0.5, 0.3, 0.2, 0.4)[evaluation] + (evaluation == 3 and place % 3 == 2)
 
-    told: list[m.JobStepped] = []
+    told: list[JobStepped] = []
 
-    def tell(message: m.FromHost) -> None:
-        if isinstance(message, m.JobStepped):
+    def tell(message: object) -> None:
+        if isinstance(message, JobStepped):
             told.append(message)
 
     async def listen(run: FakeRun) -> None:
         for one in run.jobs.values():
-            one.observer = functools.partial(JobReports(tell, "host").event, one, leaves=False)
+            one.observer = tell
 
     config = job("say", steps=8, eval={"every": 2, "confirm": True}, checkpoint={"keep": keep})
     run = run_jobs(tmp_path, [config], Setting(holdout=15, rewards=functools.partial(Rated, rate)), listen)
     say, stored = run.jobs["say"], None
-    EveryStep(say.directory, 0, functools.partial(JobReports(tell, "next").event, say, leaves=False))
+    EveryStep(say.directory, 0, tell)
     assert [(one.line["step"], one.best) for one in told if "eval" in one.line] == [
         *((0, False), (2, True), (4, False), (6, False), (8, False)),
         *((0, False), (2, True), (4, False), (6, False), (8, False)),

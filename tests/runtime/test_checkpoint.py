@@ -31,9 +31,9 @@ from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.damage import damages
 from motet.runtime.disk_gate import is_full
 from motet.runtime.fork import fork
-from motet.runtime.job import StepDone
 from motet.runtime.opening import open_job
 from motet.runtime.ownership import Ownership
+from motet.runtime.progress import JobStepped
 from motet.runtime.receipts import differences
 from motet.runtime.rollout_logs import must_be_there
 from tests.support.counting import calls
@@ -390,7 +390,7 @@ def test_a_job_that_keeps_few_rollout_logs_goes_on(stop_at: int, tmp_path: Path)
 
     async def script(run: FakeRun) -> None:
         def stops(event: object) -> None:
-            if isinstance(event, StepDone) and event.line["step"] == stop_at - 1:
+            if isinstance(event, JobStepped) and event.line["step"] == stop_at - 1:
                 run.pipeline.stop()
 
         run.jobs["a"].observer = stops

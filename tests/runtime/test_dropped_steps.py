@@ -23,9 +23,9 @@ from motet.environments.episode_messages import BeginEpisode, OfferEpisode
 from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.process.channel import ChannelMessage
 from motet.rollout.sequences import aborted
-from motet.runtime.job import Executed, JobEvent
 from motet.runtime.journal import Datum, Failed, ForwardBackward, Gradient, Journal, OptimStep
 from motet.runtime.pipeline import _drop_steps
+from motet.runtime.progress import JobEvent, JobWorked
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns, StepTurns
 from motet.runtime.slots import Rule
 from tests.support.fake_engine import FakeEngine
@@ -129,7 +129,7 @@ def test_a_newcomer_gets_the_slot_of_a_step_that_is_dropped_and_done_again(tmp_p
 
         def observe(event: JobEvent) -> None:
             before(event)
-            if isinstance(event, Executed):
+            if isinstance(event, JobWorked):
                 told["a2"] = max(told.get("a2", 0), event.sampled)
 
         run.jobs["a2"].observer = observe

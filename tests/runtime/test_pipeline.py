@@ -21,7 +21,7 @@ from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Probl
 from motet.environments.episode_messages import AskEpisode, BeginEpisode, OfferEpisode
 from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.process.channel import ChannelMessage
-from motet.runtime.job import Executed, JobEvent, StateChanged
+from motet.runtime.progress import JobChanged, JobEvent, JobWorked
 from tests.support.cases import few
 from tests.support.fake_base import FakePolicy
 from tests.support.fake_engine import FakeEngine, FakeSync
@@ -324,8 +324,8 @@ def test_what_is_sampled_is_charged_though_its_job_is_cancelled_in_the_step(envi
     assert isinstance(run.engine, TokenByToken)
     assert run.engine.sampled >= 100
     charged, over = told[-2:]
-    assert charged == Executed(0, 0, run.engine.sampled)
-    assert isinstance(over, StateChanged)
+    assert charged == JobWorked("a", 0, 0, run.engine.sampled)
+    assert isinstance(over, JobChanged)
     assert over.state is JobState.CANCELLED
 
 

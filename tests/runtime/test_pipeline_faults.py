@@ -20,8 +20,8 @@ from motet.core.errors import EngineError, RankGone
 from motet.core.types import AdapterRef, Chunk, GenerateRequest, JobState, Problem
 from motet.observe.report.read import read_run
 from motet.rewards.reward_pool import RewardPool
-from motet.runtime.job import StateChanged
 from motet.runtime.learner import Executed, Learner, unheard
+from motet.runtime.progress import JobChanged
 from motet.runtime.rundir import CONTROL, read_commands
 from tests.support.counting import calls
 from tests.support.fake_base import FakeAdapter
@@ -417,7 +417,7 @@ def test_a_command_that_cannot_be_read_is_told_once_and_the_next_is_obeyed(tmp_p
         message = told.message
         await asyncio.sleep(0.7)  # it is looked for twice
         assert told.message == message
-        assert heard == [StateChanged(JobState.PAUSED, message, ())]  # so it is told where a host has the job
+        assert heard == [JobChanged("told", JobState.PAUSED, message, [])]  # so it is told where a host has the job
         control.rmdir()
         control.write_text("cancel")
 

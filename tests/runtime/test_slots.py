@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import motet
 from motet.commands.run import run_file
 from motet.core.types import JobState
-from motet.runtime.job import StateChanged
+from motet.runtime.progress import JobChanged
 from motet.runtime.slot_turns import LOOK_SECONDS, TURN_SECONDS, SlotTurns
 from motet.runtime.slots import Claim, Rule, admitted, preempted_for_share, preempted_if_idle
 from tests.support.counting import calls
@@ -270,7 +270,7 @@ def test_a_newcomer_gets_a_slot_and_no_byte_changes(tmp_path: Path) -> None:
         late = run.jobs["b"]
         for name in ("a1", "a2"):
             run.jobs[name].observer = lambda event, name=name: (  # type: ignore[misc]
-                order.append(f"{name} {event.state}") if isinstance(event, StateChanged) else None
+                order.append(f"{name} {event.state}") if isinstance(event, JobChanged) else None
             )
         await until(lambda: run.jobs["a2"].progress.step >= 2)
         run.pipeline.add(late)
@@ -295,7 +295,7 @@ def test_a_tenant_that_is_held_pauses_and_goes_on_by_itself(tmp_path: Path) -> N
     async def script(run: FakeRun) -> None:
         for name in ("a1", "a2"):
             run.jobs[name].observer = lambda event: (
-                told.append(event.message) if isinstance(event, StateChanged) else None
+                told.append(event.message) if isinstance(event, JobChanged) else None
             )
         await until(lambda: run.jobs["a1"].progress.step >= 1)
         run.pipeline.pause("a2")

@@ -19,7 +19,7 @@ from motet.core.errors import ConfigError
 from motet.hosts.hosts import Hosts
 from motet.hosts.launch import load
 from motet.hosts.messages import StartHost
-from motet.hosts.run import none_can_start
+from motet.hosts.runs import none_can_start
 from motet.hosts.servers import build_servers
 from motet.hosts.starts import starts_of
 from motet.rollout.in_vllm.motet_vllm import PREFIX

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import resource
 import time
@@ -36,8 +37,8 @@ from motet.core.errors import ConfigError, RunError, for_scripts
 from motet.core.types import Group
 from motet.data.rows import row_of
 from motet.hosts.before_loading import Checked, auto_kernels, changes_of, check_before_loading
-from motet.hosts.host import Host
-from motet.hosts.launch import open_base, own_switches
+from motet.hosts.host import Host, opened_host
+from motet.hosts.launch import own_switches
 from motet.hosts.preparing import notes_of, prepare_all
 from motet.hosts.running import config_of
 from motet.observe.text import duration_text, plain_console
@@ -97,35 +98,26 @@ def check_config(config: RunConfig, rollouts: int, *, ask: bool = False) -> bool
     for one in config.observers:
         load_observer(one)
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
-        directory = RunDirectory(Path(scratch))
+        directory = stack.enter_context(contextlib.closing(RunDirectory(Path(scratch))))
         checked = check_before_loading(config, accept_changes=True)
         refused = _print_changes(console, config, checked)
         console.print(f"loading {config.base} …")
-        of_torchrun = config.cluster.launcher == "torchrun"
-        stack.enter_context(own_switches())
-        base = open_base(config, directory, stack, auto_kernels(config), of_torchrun=of_torchrun)
-        for note in base.info.notes:
-            console.print(f"note: {note}")
-        prepared = prepare_all(config.jobs, base.info, directory, checked.sources, checked.clocks)
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
-        host = Host(base, alone, directory, [need for _, need in prepared], config.jobs)
-        jobs = [job for job, _ in prepared]
-        for note in [*host.workshop.notes[len(base.info.notes) :], *notes_of(jobs)]:
+        stack.enter_context(own_switches())
+        jobs = functools.partial(prepare_all, config.jobs, directory, checked.sources, checked.clocks, None)
+        host = stack.enter_context(opened_host(alone, directory, auto_kernels(config), jobs))
+        for note in [*host.workshop.notes, *notes_of(host.jobs)]:
             console.print(f"note: {note}", soft_wrap=True)
-        try:
-            here: Any = getattr(base, "here", base)  # None if ranks alone load the base
-            head: Any = getattr(here, "head", None)
-            for job in () if head is None else jobs:
-                if unsaid := never_said(job.chat, job.data.train, head.twins):
-                    console.print(f"job {job.name}: {unsaid}", style="red", highlight=False, soft_wrap=True)
-            print_rates(console, jobs)
-            steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
-            begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
-            Interrupt().run(lambda: _check_all(console, jobs, host, rollouts, failing, config.prices, begun, ask))
-            console.print(_longest(base, config.engine, max(need.tokens for _, need in prepared)))
-        finally:
-            host.close()
-            directory.close()
+        here: Any = getattr(host.base, "here", host.base)  # None if ranks alone load the base
+        head: Any = getattr(here, "head", None)
+        for job in () if head is None else host.jobs:
+            if unsaid := never_said(job.chat, job.data.train, head.twins):
+                console.print(f"job {job.name}: {unsaid}", style="red", highlight=False, soft_wrap=True)
+        print_rates(console, host.jobs)
+        steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
+        begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
+        Interrupt().run(lambda: _check_all(console, host.jobs, host, rollouts, failing, config.prices, begun, ask))
+        console.print(_longest(host.base, config.engine, max(need.tokens for need in host.needs)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     share = config.engine.host_kv_memory_fraction
     beside = f" and {share:.0%} of free host memory for preempted sequences" if share else ""

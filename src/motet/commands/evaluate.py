@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +28,8 @@ from motet.core.plain_json import as_json
 from motet.core.types import AdapterRef, Group
 from motet.data.sources import has_splits
 from motet.hosts.before_loading import auto_kernels, check_before_loading
-from motet.hosts.host import Host
-from motet.hosts.launch import open_base
-from motet.hosts.preparing import prepare
+from motet.hosts.host import Host, opened_host
+from motet.hosts.preparing import prepare_all
 from motet.model.find import find_adapter
 from motet.observe.report.comparison import Difference
 from motet.observe.trackers import write_parquet
@@ -153,15 +153,13 @@ def evaluate(
         begun = JobDirectory(Path(config.run) / task.name)  # the prompts that the job has
         checked = check_before_loading(alone, begun=begun)
         say(f"loading {config.base} …", aside=True)
-        own, of_torchrun = auto_kernels(config), config.cluster.launcher == "torchrun"
-        base = open_base(alone, directory, stack, own, of_torchrun=of_torchrun)
-        job, need = prepare(task, base.info, directory, checked.sources, checked.clocks[task.name])
+        jobs = functools.partial(prepare_all, [task], directory, checked.sources, checked.clocks, None)
+        host = stack.enter_context(opened_host(alone, directory, auto_kernels(config), jobs))
+        (job,) = host.jobs
         rows = (job.data.holdout if asked.data is None else job.data.train)[: asked.rows]
         if not rows:
             raise ConfigError(f"job {job.name} has no held-out rows: give others with --data")
         job.data = replace(job.data, holdout=rows)
-        host = Host(base, alone, directory, [need], [task])
-        stack.callback(host.close)
         evaluation = _Evaluation(job, models, asked, None if out is None or out.suffix == ".parquet" else out)
         evaluation.run(host)
     done = len(models[-1].groups)

@@ -18,6 +18,7 @@ from motet.algorithms.rows import RowAlgorithm
 from motet.chat.clock import moment
 from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains, shape_of, unlike
+from motet.config.team import NOT_ON_HOSTS
 from motet.core.errors import AdapterError, BaseModelError, ConfigError, DataError, MotetError, RewardError, RunError
 from motet.core.near import close_matches
 from motet.core.nested import MISSING, names_of, value_at
@@ -129,6 +130,11 @@ class Checked:
         return self.clocks[job.name]
 
 
+def on_hosts(config: RunConfig) -> bool:
+    """Whether hosts in other processes run the jobs."""
+    return config.engine.hosts > 1 or config.cluster.launcher == "ray"
+
+
 def auto_kernels(config: RunConfig) -> Choice | None:
     """The kernels that `auto` selects: those that the run's jobs began with, or the fastest here.
 
@@ -184,8 +190,7 @@ def check_before_loading(
                 checked.changed[job.name] = changes
             checked.clock_of(job, begun or directory)
         with refusals.of(job.name):
-            if isinstance(job.algorithm, ClientDriven):
-                raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
+            _check_fields(job, hosted=on_hosts(config) and not loaded)
         data = None
         if here:
             with refusals.of(job.name):
@@ -202,6 +207,20 @@ def check_before_loading(
         Interrupt().run(lambda: _load_all(list(code.values()), refusals))
     refusals.check()
     return checked
+
+
+def _check_fields(job: JobConfig, *, hosted: bool) -> None:
+    """Refuse a job that no run can train, or none on hosts in other processes."""
+    if isinstance(job.algorithm, ClientDriven):
+        raise ConfigError("algorithm.type client: clients reach a service alone; start `motet serve`")
+    if hosted and job.team:
+        raise ConfigError(NOT_ON_HOSTS)
+    own = "reward is a function" if any(reward.function is not None for reward in job.rewards) else ""
+    if hosted and (own := own or ("rows are" if job.data.rows is not None else "")):
+        raise ConfigError(
+            f"its {own} of this process, which hosts do not have; name a file instead (file.py:function, data.source), or set "
+            "engine.hosts to 1"
+        )
 
 
 def _check_devices(config: RunConfig) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from motet.config import HostConfig, JobConfig, budgets
+from motet.config import HostConfig, budgets
 from motet.config.service import Largest
-from motet.hosts.launch import assemble
+from motet.core.model_info import ModelInfo
+from motet.hosts.launch import assemble, open_base
 from motet.hosts.preparing import identity
-from motet.kernels.cpu.choice import kernels_of
+from motet.kernels.cpu.choice import Choice, kernels_of
 from motet.rewards.judge_http import of_a_run
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.base_judge import BaseJudge
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
     from motet.training.sharded.base import ShardedBase
 
+Prepared = list[tuple[Job, budgets.Need]]
+"""Jobs, and what each needs."""
+
 
 class Host:
     """One base, its engine and trainer, and the services of the jobs on it."""
@@ -35,22 +39,17 @@ class Host:
         config: HostConfig,
         directory: RunDirectory,
         needs: Sequence[budgets.Need],
-        jobs: Sequence[JobConfig] | Largest,
+        jobs: Sequence[Job],
+        largest: Largest | None,
         *,
-        alone: bool = True,
-        rewards: RewardPool | None = None,
-        agents: Agents | None = None,
+        alone: bool,
+        rewards: RewardPool | None,
+        agents: Agents | None,
     ) -> None:
-        """Build the engine and the trainer on a base from `launch.open_base`, which stays open.
-
-        If no other host uses the memory (`alone`), it is checked that adapters in all slots fit. By default, `rewards`
-        may call any HTTP address.
-
-        Raises:
-            ConfigError: the settings of servers cannot work, or not even one adapter or the longest sample fits.
-        """
-        self.base, self.info, self.config = base, base.info, config
-        workshop = self.workshop = assemble(base, config, needs, directory, jobs, alone=alone)
+        """As `opened_host` has it."""
+        self.base, self.info, self.config, self.jobs, self.needs = base, base.info, config, jobs, needs
+        wanted = largest or [job.config for job in jobs]
+        workshop = self.workshop = assemble(base, config, needs, directory, wanted, alone=alone)
         engine = config.engine
         scheduler = FairScheduler(workshop.engine.capacity * 3 // 2)
         self._judge = BaseJudge(self.info, workshop.engine, scheduler, workshop.kv_tokens)
@@ -115,6 +114,39 @@ class Host:
         finally:
             await self.services.rewards.close()
 
-    def close(self) -> None:
-        """End the device's thread and the sampling processes."""
-        self.workshop.close()
+
+@contextlib.contextmanager
+def opened_host(
+    config: HostConfig,
+    directory: RunDirectory,
+    own: Choice | None,
+    jobs: Callable[[ModelInfo], Prepared] | tuple[Largest, budgets.Need],
+    *,
+    base: LoraModel | None = None,
+    alone: bool = True,
+    rewards: RewardPool | None = None,
+    agents: Agents | None = None,
+) -> Iterator[Host]:
+    """Load a base, and build the engine and the trainer on it; all of it ends with the block.
+
+    Args:
+        config: of the host.
+        directory: where jobs are.
+        own: the kernels that `auto` selects; None: the fastest here.
+        jobs: prepares them for a base; or the largest that may come, and what one needs.
+        base: loaded already; it stays open.
+        alone: no other host uses the memory; then it is checked that adapters in all slots fit.
+        rewards: by default, they may call any HTTP address.
+        agents: for environments whose agents run elsewhere.
+
+    Raises:
+        BaseModelError: the base cannot be used; the message says why.
+        ConfigError: the settings of servers cannot work, or not even one adapter or the longest sample fits.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = base or open_base(config, directory, stack, own)
+        prepared, (largest, *needs) = ([], jobs) if isinstance(jobs, tuple) else (jobs(opened.info), (None,))
+        known, needs = [job for job, _ in prepared], [*needs, *(need for _, need in prepared)]
+        host = Host(opened, config, directory, needs, known, largest, alone=alone, rewards=rewards, agents=agents)
+        stack.callback(host.workshop.close)
+        yield host

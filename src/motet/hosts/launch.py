@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from motet.config import EngineConfig, HostConfig, JobConfig, budgets
+from motet.config import EngineConfig, HostConfig, JobConfig, RunConfig, budgets
 from motet.config.service import Largest
 from motet.core.device import Device
 from motet.core.errors import ConfigError
@@ -63,12 +63,8 @@ def open_base(
     directory: RunDirectory,
     stack: contextlib.ExitStack,
     own: Choice | None = None,
-    *,
-    of_torchrun: bool = False,
 ) -> LoraModel | ShardedBase:
     """Load and prove the base of a host. If it has ranks, their processes end with `stack`. `own` as in `load`.
-
-    With `of_torchrun`, torchrun has already started those processes.
 
     Raises:
         BaseModelError: the base cannot be used; the message says why.
@@ -88,6 +84,7 @@ def open_base(
 
     embedded = config.rollout.engine == "embedded"
     here = load(config.base, engine, own) if embedded else None
+    of_torchrun = isinstance(config, RunConfig) and config.cluster.launcher == "torchrun"  # it has started the ranks
     join = Join.of(config.base, engine, own, embedded=embedded)
     group = rank_group(join, directory.path / "ranks.log", of_torchrun=of_torchrun)
     stack.callback(group.close)

@@ -13,6 +13,7 @@ from motet.core.types import Message as ChatMessage
 from motet.environments import episode_messages as e
 from motet.kernels.cpu.choice import Choice
 from motet.process.channel import Alive, ChannelMessage
+from motet.runtime import progress
 from motet.runtime.slots import Rule
 
 # --- to a host -------------------------------------------------------------------------------------------------------
@@ -173,6 +174,14 @@ ToHost = (
 # --- from a host -------------------------------------------------------------------------------------------------------
 
 
+# what a job tells its observer is sent as it is
+JobStanding = progress.JobStanding
+JobChanged = progress.JobChanged
+JobStepped = progress.JobStepped
+JobWorked = progress.JobWorked
+Obeyed = progress.Obeyed
+
+
 class Held(msgspec.Struct, frozen=True):
     """A job that a host has."""
 
@@ -209,22 +218,6 @@ class Stopped(ChannelMessage, frozen=True):
     """Every job has saved."""
 
 
-class JobStanding(msgspec.Struct, frozen=True):
-    """The progress of a running job."""
-
-    phase: str
-    """`sampling`, `scoring 12/64`, `training`, `evaluating` or `saving`."""
-    step: int
-    rollouts_done: int  # in the step that is being sampled
-    rollouts_wanted: int
-    tokens: int
-    """Tokens sampled and trained on this host."""
-    tokens_per_second: float
-    seconds_left: float | None
-    host: int | None = None
-    warnings: list[str] = []
-
-
 class Progress(ChannelMessage, frozen=True):
     """Progress of running jobs by id, and device seconds by activity."""
 
@@ -235,46 +228,8 @@ class Progress(ChannelMessage, frozen=True):
     step_tokens: int = 0  # most tokens of a step by default; 0 before they are known
 
 
-class JobChanged(ChannelMessage, frozen=True):
-    """A job has a new state or message."""
-
-    job: str
-    state: JobState
-    message: str
-    inexact: list[str] | None = None
-    """Why its bytes may depend on more than the job; None before it was checked."""
-    spent: bool = False  # whether the job is paused because its budget is spent
-    key: str = ""
-    """Unique for each event, so that an event sent twice is stored once."""
-
-
-class JobStepped(ChannelMessage, frozen=True):
-    """A step of a job is done, or its last version evaluated."""
-
-    job: str
-    line: dict[str, Any]
-    """The line of metrics.jsonl, with the step's tokens and, if measured, its seconds."""
-    best: bool = False  # whether it evaluates what is the best version so far, by the rule `best_by`
-    best_by: str = ""
-
-
-class JobWorked(ChannelMessage, frozen=True):
-    """A part of a step is done, whether or not the step is ever finished."""
-
-    job: str
-    step: int  # the version that the step started from
-    tokens: int  # tokens trained in the step so far, times the targets of each
-    sampled: int = 0  # tokens sampled so far that are in no finished step
-
-
 class Released(ChannelMessage, frozen=True):
     """A job is saved, and this host has forgotten it, as it was asked to."""
-
-    job: str
-
-
-class Obeyed(ChannelMessage, frozen=True):
-    """A client's command is done; its outcome is in the job's journal."""
 
     job: str
 

@@ -273,11 +273,11 @@ def _check_room(job: Job, info: ModelInfo, turns: int, longest: int, problem: Pr
 
 def prepare_all(
     configs: Sequence[JobConfig],
-    info: ModelInfo,
     directory: RunDirectory,
     sources: Sources,
     clocks: Mapping[str, str],
-    original: JobDirectory | None = None,
+    original: JobDirectory | None,
+    info: ModelInfo,
 ) -> list[tuple[Job, budgets.Need]]:
     """Prepare every job from data that was read, so that all mistakes are told at once; arguments as in `prepare`.
 

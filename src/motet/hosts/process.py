@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
 import sys
 import time
@@ -26,11 +27,10 @@ from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.hosts import messages as m
 from motet.hosts.answers import Answers, Send, reason
 from motet.hosts.base_speed import measure_steps
-from motet.hosts.host import Host
-from motet.hosts.launch import open_base
+from motet.hosts.host import opened_host
 from motet.hosts.line import Gone, ServiceLine
 from motet.hosts.preparing import ReadData, Sources, bytes_of_rows, first_notes, prepare
-from motet.hosts.reports import CpuTime, EveryStep, HandedOver, JobReports, UsageReports, standing
+from motet.hosts.reports import CpuTime, EveryStep, HandedOver, UsageReports
 from motet.hosts.scores import AskedOfService
 from motet.hosts.workshop import Workshop
 from motet.process.alive import Pulse
@@ -47,6 +47,7 @@ from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
 from motet.runtime.pipeline import Pipeline
+from motet.runtime.progress import JobChanged, JobEvent
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slot_turns import SlotTurns
 
@@ -75,25 +76,21 @@ class HostProcess:
         self, config: HostConfig, directory: RunDirectory, start: m.StartHost, parent: Parent[m.ToHost] | ServiceLine
     ) -> None:
         """Load the base; `start` has the rewards and bounds of the service."""
-        self._config, self._parent = config, parent
-        self.directory = directory
+        self._config, self._parent, self._start, self.directory = config, parent, start, directory
         self._opened = contextlib.ExitStack()
-        self.base = open_base(config, directory, self._opened, start.own)
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
-        self._start = start
-        info, self._alone, self._cpu = self.base.info, False, CpuTime()
+        self._alone, self._cpu = False, CpuTime()
         rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._cpu.add)
         agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
-        alone = start.host is None
-        self.host = Host(
-            self.base, config, directory, [USUAL], start.largest, alone=alone, rewards=rewards, agents=agents
-        )
-        self.workshop, self._shared = self.host.workshop, self.host.services
+        largest, alone = (start.largest, USUAL), start.host is None
+        host = opened_host(config, directory, start.own, largest, alone=alone, rewards=rewards, agents=agents)
+        self.host = self._opened.enter_context(host)
+        self.base, self.workshop, self._shared = self.host.base, self.host.workshop, self.host.services
         turns, slots = SlotTurns("" if start.host is None else f"{start.host}"), config.engine.slots
         idle, step = start.patience_seconds, start.step_seconds
         self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=idle, step_seconds=step, turns=turns)
-        room = min(info.max_positions, self.workshop.kv_tokens or info.max_positions)
+        room = min(filter(None, (self.base.info.max_positions, self.workshop.kv_tokens)))
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         meter, names = Meter(self.workshop.device.busy), (self._shared.engine_suffix, start.serves)
@@ -104,7 +101,7 @@ class HostProcess:
         self._read = WeakValueDictionary[str, ReadData]()  # of the jobs that are here: those of a sweep share it
         self._preparing = ThreadTurns(_PREPARING, sys.maxsize, "motet-preparing")
         self._wanted: dict[str, Wanted] = {}  # of jobs that are being prepared
-        self._handed_over, self._reports = HandedOver(), JobReports(parent.send, self._shared.engine_suffix)
+        self._handed_over, self._events = HandedOver(), itertools.count()
         self._resting = set[str]()  # jobs that stop waiting as soon as no scorer is connected
 
     def _rest(self, job: str, wanted: bool) -> None:
@@ -121,13 +118,11 @@ class HostProcess:
             for task in (running, watching):  # without them this process is of no use: a new one takes over
                 task.add_done_callback(lambda task: messages.put_nowait(None) if _fault(task) else None)
             info, threads = self.base.info, self._config.engine.threads
-            device = (
-                f"{info.processor}, {threads or budgets.cores()} threads" if info.device == "cpu" else info.processor
-            )
+            cores = f", {threads or budgets.cores()} threads" if info.device == "cpu" else ""
             try:
                 compared = self._start.host is not None and self.workshop.servers is None
                 speed = await _tokens_per_second(self.workshop.engine, info.vocab_size) if compared else 0.0
-                self._ready = self._answers.ready(self.workshop.notes, speed, device)
+                self._ready = self._answers.ready(self.workshop.notes, speed, f"{info.processor}{cores}")
                 self._attach()
                 sampler = "" if self._start.own_jobs else self._config.rollout.engine
                 self._measuring = self._begin(measure_steps(self._shared, info, sampler))
@@ -151,7 +146,6 @@ class HostProcess:
     def close(self) -> None:
         """Release the resources of `serve`."""
         self._preparing.close()
-        self.host.close()
         self._opened.close()
 
     async def _stopped(self, running: asyncio.Task[None]) -> None:
@@ -236,7 +230,7 @@ class HostProcess:
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._changes.pop(name, None)
             if self._wanted.pop(name, None) is not None:
-                self._reports.changed(name, JobState.FAILED, reason(error))
+                self._tell(JobChanged(name, JobState.FAILED, reason(error)))
             return
         if name in self._wanted:
             job.tenant, job.resumes = message.tenant, message.resumes
@@ -260,9 +254,16 @@ class HostProcess:
             self.host.take(job, known, [need], **accepts)
             committed = job.directory.newest()
             job.progress.step, job.notes = (0, first_notes(job)) if committed is None else (committed.step, ())
-        report = lambda event: self._reports.event(job, event, leaves=job.name in self._leaving)  # noqa: E731
-        job.observer = EveryStep(job.directory, message.first_step, report)
+        job.observer = EveryStep(job.directory, message.first_step, self._tell)
         return job
+
+    def _tell(self, event: JobEvent) -> None:
+        """Send an event of a job; one that saves because it leaves goes on elsewhere."""
+        if isinstance(event, JobChanged):
+            if event.state is JobState.PAUSED and event.job in self._leaving:
+                return
+            event = structs.replace(event, key=f"{self._shared.engine_suffix}.{next(self._events)}")
+        self._parent.send(event)
 
     def _release(self) -> None:
         """Release jobs that must leave and have saved."""
@@ -286,7 +287,7 @@ class HostProcess:
         if name in self._wanted and wanted is Wanted.CANCEL:  # at once: to prepare it may take long
             del self._wanted[name]
             self._changes.pop(name, None)
-            self._reports.changed(name, JobState.CANCELLED, "cancelled before it began")
+            self._tell(JobChanged(name, JobState.CANCELLED, "cancelled before it began"))
         elif name in self._wanted:
             self._wanted[name] = wanted
         elif name in self.pipeline.jobs:
@@ -294,19 +295,18 @@ class HostProcess:
 
     async def _watch(self) -> None:
         """Send the progress of jobs periodically, and forget ended ones."""
-        start = self._start
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
             self._release()
             self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
-            away = self._servers.check() if start.host is not None else ""  # of several: others go on
+            away = self._servers.check() if self._start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
             device = {"decode": busy.decode, "train": busy.train, "turns": busy.turns}
             self._usage.send_due(_USAGE_SECONDS, _IDLE_SECONDS)
-            jobs = {job.name: standing(job.progress) for job in running}
+            jobs = {job.name: job.progress.standing for job in running}
             self._resting &= {job.name for job in running}
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)

@@ -1,54 +1,22 @@
-"""Reports to the service: events of jobs, each with a unique key and no step left out, and device usage."""
+"""Reports to the service: device usage, jobs that a host has, and their events without a step left out."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from msgspec import structs
 
-from motet.core.plain_json import as_json
 from motet.core.types import JobState
 from motet.hosts import messages as m
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.job import CommandObeyed, Executed, Job, JobEvent, JobObserver, StateChanged, StepDone
+from motet.runtime.job import Job
 from motet.runtime.meter import Meter
-from motet.runtime.progress import JobProgress
+from motet.runtime.progress import JobEvent, JobStepped
 
 Send = Callable[[m.FromHost], None]
-
-
-class JobReports:
-    """Sends events of jobs."""
-
-    def __init__(self, send: Send, engine: str) -> None:
-        """`engine` is another name for each start."""
-        self._send, self._engine, self._numbers = send, engine, itertools.count()
-
-    def changed(
-        self, job: str, state: JobState, message: str, inexact: Sequence[str] | None = None, *, spent: bool = False
-    ) -> None:
-        """A job has another state, or another message with it."""
-        because = None if inexact is None else list(inexact)
-        self._send(m.JobChanged(job, state, message, because, spent, f"{self._engine}.{next(self._numbers)}"))
-
-    def event(self, job: Job, event: JobEvent, *, leaves: bool) -> None:
-        """Something happened to a job; `leaves`: another host takes it up."""
-        match event:
-            case CommandObeyed():
-                self._send(m.Obeyed(job.name))
-            case Executed(step, tokens, sampled):
-                self._send(m.JobWorked(job.name, step, tokens, sampled))
-            case StepDone(line, best, best_by):
-                self._send(m.JobStepped(job.name, as_json(line), best, best_by))
-            case StateChanged(state, message, inexact):
-                if state is JobState.SUCCEEDED:
-                    message = message or "; ".join(job.progress.signs.warnings.values())
-                if not (leaves and state is JobState.PAUSED):  # it continues elsewhere
-                    self.changed(job.name, state, message, inexact, spent=job.progress.spent)
 
 
 class HandedOver:
@@ -123,14 +91,14 @@ class UsageReports:
 class EveryStep:
     """An observer that leaves no step out: before a step, it sends steps that another process committed but did not send."""
 
-    def __init__(self, directory: JobDirectory, first_step: int, observe: JobObserver) -> None:
+    def __init__(self, directory: JobDirectory, first_step: int, observe: Callable[[JobEvent], None]) -> None:
         """Send commits from `first_step` on; a disconnected process may commit more after this call."""
         self._directory, self._next, self._observe = directory, first_step, observe
         self._send_committed()
 
     def __call__(self, event: JobEvent) -> None:
         """Handle an event of the job."""
-        if isinstance(event, StepDone):
+        if isinstance(event, JobStepped):
             step = int(event.line["step"])
             if step > self._next:
                 self._send_committed(before=step)
@@ -141,22 +109,8 @@ class EveryStep:
         if (committed := self._directory.newest()) is None:
             return
         tokens = self._directory.read_tokens(committed)
-        best, by = committed.best_version, committed.best_by
+        name, best, by = self._directory.path.name, committed.best_version, committed.best_by
         for record in self._directory.read_metrics(committed):
             if self._next <= (step := int(record["step"])) < before:
                 self._next = step + 1
-                self._observe(StepDone({**record, **tokens.get(step, {})}, best=step == best, best_by=by))
-
-
-def standing(progress: JobProgress) -> m.JobStanding:
-    """The progress of a running job, as it is sent."""
-    return m.JobStanding(
-        phase=progress.activity,
-        step=progress.step,
-        rollouts_done=progress.rollouts_done,
-        rollouts_wanted=progress.rollouts_wanted,
-        tokens=progress.tokens,
-        tokens_per_second=round(progress.tokens_per_second, 1),
-        seconds_left=progress.seconds_left,
-        warnings=list(progress.signs.warnings.values()),
-    )
+                self._observe(JobStepped(name, {**record, **tokens.get(step, {})}, step == best, by))

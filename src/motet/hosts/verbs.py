@@ -29,8 +29,8 @@ from motet.core.batch import Loss, LossStats, Optimizer, OptimStats, Sample, Seg
 from motet.core.errors import AdapterError
 from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
 from motet.environments.episode import extended
-from motet.hosts.host import Host
-from motet.hosts.launch import open_base, own_switches
+from motet.hosts.host import opened_host
+from motet.hosts.launch import own_switches
 from motet.hosts.preparing import Sources, prepare
 from motet.kernels.cpu.choice import of_jobs
 from motet.runtime import rundir
@@ -138,10 +138,8 @@ class Verbs:
             self._directory = opening.enter_context(rundir.opened(place))
             known = computed_by(JobDirectory(path) for path in sorted(place.iterdir()) if path.is_dir())
             own = of_jobs(known) if config.engine.kernels == "auto" else None
-            model = open_base(config, self._directory, opening, own)
-            largest = Largest(_SHAPE.rank, 0)
-            self._host = Host(model, config, self._directory, [budgets.Need(longest, 0)], largest)
-            opening.callback(self._host.close)
+            largest = Largest(_SHAPE.rank, 0), budgets.Need(longest, 0)
+            self._host = opening.enter_context(opened_host(config, self._directory, own, largest))
             tokenizer = self._host.info.tokenizer
             self._chat = Chat.plain(tokenizer)
             self._stops = stop_token_ids(tokenizer, self._host.info.eos_token_ids)

@@ -26,9 +26,9 @@ from motet.core.types import FloatArray
 from motet.runtime import journal as j
 from motet.runtime.checkpoint import Committed
 from motet.runtime.driver import Driver
-from motet.runtime.job import CommandObeyed, Executed, Job, Services
+from motet.runtime.job import Job, Services
 from motet.runtime.learner import unheard
-from motet.runtime.progress import STOPPED_EARLY
+from motet.runtime.progress import STOPPED_EARLY, JobWorked, Obeyed
 from motet.runtime.session import FinishedStep
 
 ABOUT = "checkpoint.json"
@@ -136,7 +136,7 @@ class ClientLoop(Driver):
 
         await asyncio.to_thread(write)
         self._next = number + 1
-        self.job.observer(CommandObeyed())
+        self.job.observer(Obeyed(self.job.name))
 
     async def _gradient(self, number: int, command: j.ForwardBackward) -> None:
         """Execute a gradient command unless the client cancels it first."""
@@ -223,7 +223,7 @@ class ClientLoop(Driver):
 
     def _note_work(self) -> None:
         self._noted = time.monotonic()
-        self.job.observer(Executed(self.session.done.step, self._tokens))
+        self.job.observer(JobWorked(self.job.name, self.session.done.step, self._tokens))
 
     async def _optim_step(self, number: int, command: j.OptimStep) -> None:
         started = time.monotonic()
@@ -246,7 +246,7 @@ class ClientLoop(Driver):
         self._tokens = self._forward_tokens = self._undone = 0
         await asyncio.to_thread(self._journal.reveal, self._next)
         await asyncio.to_thread(self._journal.forget, self._next, since)
-        self.job.observer(CommandObeyed())
+        self.job.observer(Obeyed(self.job.name))
 
     async def _load(self, number: int, command: j.Load) -> None:
         """Load an adapter as a new version, so that samples of the old and the new weights have different versions."""

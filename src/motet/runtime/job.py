@@ -6,10 +6,10 @@ import asyncio
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from motet.chat.template import Chat
 from motet.config import EnvironmentConfig, JobConfig
@@ -27,7 +27,7 @@ from motet.rewards.reward_pool import RewardPool
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.finished_groups import FinishedGroups
 from motet.runtime.learner import Learner
-from motet.runtime.progress import JobProgress, OpenWork
+from motet.runtime.progress import JobChanged, JobEvent, JobProgress, JobWorked, OpenWork
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import StartTurns
 from motet.runtime.storage_room import StorageRoom
@@ -35,50 +35,8 @@ from motet.runtime.storage_room import StorageRoom
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class StateChanged:
-    """A job's state or message changed."""
-
-    state: JobState
-    message: str
-    """The reason, or a notice for a person."""
-    inexact: tuple[str, ...]
-    """Why the job's bytes may depend on more than the job."""
-
-
-@dataclass(frozen=True)
-class StepDone:
-    """A step is done, or the last version was evaluated."""
-
-    line: Mapping[str, Any]
-    """Line of metrics.jsonl, with the step's tokens and, if this process trained it, its seconds."""
-    best: bool = False
-    """Whether the line evaluates what is the best version so far."""
-    best_by: str = ""
-    """The rule that decides it; see `Committed.best_by`."""
-
-
-@dataclass(frozen=True)
-class Executed:
-    """Part of a step was computed; it counts even if the step never completes."""
-
-    step: int
-    """Version that the step started from."""
-    tokens: int
-    """Total trained in the step so far, times the number of targets."""
-    sampled: int = 0
-    """Total sampled so far that is in no finished step."""
-
-
-@dataclass(frozen=True)
-class CommandObeyed:
-    """A command of the job's client is done."""
-
-
-JobEvent = StateChanged | StepDone | Executed | CommandObeyed
 Agents = Callable[[str, EnvironmentConfig], OwnEnvironment]
 """Creates the environment of a job whose agent runs elsewhere."""
-JobObserver = Callable[[JobEvent], None]
 
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
@@ -163,7 +121,8 @@ class Job:
     """Whether a rule of its tenant paused it; it resumes when the rule is lifted."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when an event may have happened that the job waits for."""
-    observer: JobObserver = lambda event: None
+    observer: Callable[[JobEvent], None] = lambda event: None
+    """Called with each event; steps are plain JSON."""
     tenant: str = ""
     """Owner; empty in a run without a service."""
     before: Job | None = None
@@ -183,7 +142,7 @@ class Job:
 
         def report() -> None:
             if (job := own()) is not None:
-                job.observer(Executed(job.progress.step, job.open_work.trained, job.open_work.sampled))
+                job.observer(JobWorked(job.name, job.progress.step, job.open_work.trained, job.open_work.sampled))
 
         self.open_work = OpenWork(report)
 
@@ -213,14 +172,20 @@ class Job:
         self.progress.state = state
         self.progress.message = message
         self.progress.phase = ""
-        self.observer(StateChanged(state, message, tuple(self.inexact)))
+        self._tell()
         self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
 
     def note(self, text: str) -> None:
         """Append a notice to the message, once; it lasts until the state changes."""
         if text not in self.progress.message:
             self.progress.message = f"{self.progress.message}; {text}" if self.progress.message else text
-            self.observer(StateChanged(self.state, self.progress.message, tuple(self.inexact)))
+            self._tell()
+
+    def _tell(self) -> None:
+        now, message = self.progress, self.progress.message
+        if now.state is JobState.SUCCEEDED:
+            message = message or "; ".join(now.signs.warnings.values())
+        self.observer(JobChanged(self.name, now.state, message, list(self.inexact), now.spent))
 
     def sampling(self) -> SamplingParams:
         """Sampling parameters for training."""

@@ -1,4 +1,4 @@
-"""Live progress of a job: written by its loops, read by views."""
+"""What is told of a job: its events, and its live progress, which its loops or its host's messages write and views read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from motet.config import JobConfig
 from motet.core.types import JobState
+from motet.process.channel import ChannelMessage
 from motet.rewards.reward_elsewhere import weights_of
 from motet.runtime.held_out import REWARD, figure_of
 from motet.runtime.metrics import BESIDE
@@ -22,6 +25,64 @@ STOPPED_EARLY = "stopped early"
 """What the message of a job begins with that a rule of `stop_when` ended."""
 _REPORT_SECONDS = 1.0
 """Seconds between reports of open work, because each is written to a database."""
+
+
+class JobChanged(ChannelMessage, frozen=True):
+    """A job has a new state or message."""
+
+    job: str
+    state: JobState
+    message: str
+    """The reason, or a notice for a person."""
+    inexact: list[str] | None = None
+    """Why its bytes may depend on more than the job; None before it was checked."""
+    spent: bool = False  # whether the job is paused because its budget is spent
+    key: str = ""
+    """Unique for each event of a host, so that an event sent twice is stored once."""
+
+
+class JobStepped(ChannelMessage, frozen=True):
+    """A step of a job is done, or its last version evaluated."""
+
+    job: str
+    line: dict[str, Any]
+    """The line of metrics.jsonl, with the step's tokens and, if this process trained it, its seconds."""
+    best: bool = False  # whether it evaluates what is the best version so far, by the rule `best_by`
+    best_by: str = ""
+
+
+class JobWorked(ChannelMessage, frozen=True):
+    """A part of a step is done, whether or not the step is ever finished."""
+
+    job: str
+    step: int  # the version that the step started from
+    tokens: int  # tokens trained in the step so far, times the targets of each
+    sampled: int = 0  # tokens sampled so far that are in no finished step
+
+
+class Obeyed(ChannelMessage, frozen=True):
+    """A command of a job's client is done; its outcome is in the job's journal."""
+
+    job: str
+
+
+JobEvent = JobChanged | JobStepped | JobWorked | Obeyed
+
+
+class JobStanding(msgspec.Struct, frozen=True):
+    """The progress of a running job, as its host sends it."""
+
+    phase: str
+    """`sampling`, `scoring 12/64`, `training`, `evaluating` or `saving`."""
+    step: int
+    rollouts_done: int  # in the step that is being sampled
+    rollouts_wanted: int
+    tokens: int
+    """Tokens sampled and trained on this host."""
+    tokens_per_second: float
+    seconds_left: float | None
+    host: int | None = None
+    warnings: list[str] = []
 
 
 @dataclass
@@ -111,6 +172,10 @@ class JobProgress:
     """Whether it is paused because its budget is spent."""
     setting: str = ""
     """Equal for jobs that differ only in their seed; empty if unknown."""
+    next_line: int = 0
+    """The step of the next metrics line; a host sends lines again that another one sent."""
+    counted: int = 0
+    """`tokens` of its host at the last report."""
 
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
@@ -122,6 +187,7 @@ class JobProgress:
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add what an earlier process recorded."""
         for line in lines:
+            self.next_line = int(line["step"]) + 1
             if not line.keys() <= _EVALUATION_ALONE:
                 self.stepped(line)
             if "eval" in line:
@@ -147,10 +213,46 @@ class JobProgress:
         self.rewards.append(value)
         self.signs.see(line)
 
+    def hear(self, event: JobEvent) -> None:
+        """Follow a job that another process runs."""
+        if isinstance(event, JobStepped) and (step := int(event.line["step"])) >= self.next_line:
+            self.next_line = step + 1
+            if "loss" in event.line:
+                self.stepped(event.line)
+                self.step = step + 1
+            if "eval" in event.line:
+                self.evaluated(step, event.line["eval"])
+                self.choose(step if event.best else self.best_version, event.best_by)
+        elif isinstance(event, JobChanged):
+            self.state, self.message, self.phase, self.spent = event.state, event.message, "", event.spent
+            if self.state is JobState.RUNNING and not self.started:
+                self.begin(self.step)
+
+    def see(self, standing: JobStanding) -> None:
+        """Take in a host's report of it; a smaller number of tokens comes from another host."""
+        tokens = standing.tokens
+        self.tokens += tokens if tokens < self.counted else tokens - self.counted
+        self.counted, self.phase = tokens, standing.phase
+        self.rollouts_done, self.rollouts_wanted = standing.rollouts_done, standing.rollouts_wanted
+
     def begin(self, step: int) -> None:
         """Count rates from now on: the job runs, or runs again, from `step`."""
         self.step = self.first_step = step
         self.first_tokens, self.started = self.tokens, time.monotonic()
+
+    @property
+    def standing(self) -> JobStanding:
+        """The progress as it is sent."""
+        return JobStanding(
+            phase=self.activity,
+            step=self.step,
+            rollouts_done=self.rollouts_done,
+            rollouts_wanted=self.rollouts_wanted,
+            tokens=self.tokens,
+            tokens_per_second=round(self.tokens_per_second, 1),
+            seconds_left=self.seconds_left,
+            warnings=list(self.signs.warnings.values()),
+        )
 
     @property
     def activity(self) -> str:

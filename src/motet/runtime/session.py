@@ -23,14 +23,16 @@ from motet.core import seeds
 from motet.core.batch import LossStats, OptimStats
 from motet.core.device import used_by
 from motet.core.errors import JobFailed
+from motet.core.plain_json import as_json
 from motet.protocols import Trainer
 from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import Committed, kept_of
 from motet.runtime.held_out import best_after, first_trained, lines_of, unchanged, untrained
 from motet.runtime.identity import learned_before
-from motet.runtime.job import Job, Services, StepDone
+from motet.runtime.job import Job, Services
 from motet.runtime.metrics import timing_record, trained_record
 from motet.runtime.probe import Probe, probe_ids
+from motet.runtime.progress import JobStepped
 from motet.runtime.step_work import StepWork
 from motet.runtime.stopping import Stopping
 from motet.runtime.uninterrupted import uninterrupted
@@ -294,7 +296,8 @@ class Session:
         job.progress.stepped(line)
         best = self.done.best_version == record["step"]
         job.open_work.finished(tokens["tokens_sampled"])
-        job.observer(StepDone({**line, **tokens, "seconds": seconds}, best=best, best_by=self.done.best_by))
+        told = as_json({**line, **tokens, "seconds": seconds})
+        job.observer(JobStepped(job.name, told, best, self.done.best_by))
 
     async def end(self, evaluated: Evaluated | None, seconds: Mapping[str, float]) -> None:
         """Record the evaluation of the last version in a final metrics line, and commit."""
@@ -306,7 +309,8 @@ class Session:
             self.done = self._with_evaluation(done, evaluated)
             best = self.done.best_version == evaluated.version
             self.job.open_work.finished(evaluated.tokens)
-            self.job.observer(StepDone({**record, **tokens}, best=best, best_by=self.done.best_by))
+            told = as_json({**record, **tokens})
+            self.job.observer(JobStepped(self.job.name, told, best, self.done.best_by))
         await self.commit(closed=True)
 
     async def commit(self, *, closed: bool = False) -> None:
