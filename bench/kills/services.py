@@ -33,7 +33,7 @@ CONFIG = "engine: {samplers: 0, threads: 1}\nlease_seconds: 5\nrewards: {own: 'o
 STEPS = 24
 SCORED, AGENTS = "scored", "agents"
 MOMENTS = {"its start": 15, "any moment": 45, "first call": 20, "a worker": 20}
-ROLES = ("motet serve", "HTTP process", "engine", "all at once")
+ROLES = ("motet serve", "HTTP process", "engine")
 _SLOWEST_SECONDS = 900.0
 _PAUSE = "0.3"
 """Seconds between a gradient and its step in the loop of `tinker`."""
@@ -184,7 +184,7 @@ class Served:
             time.sleep(self.rng.uniform(0, 4))
         else:
             time.sleep(self.rng.uniform(0, 1.5))
-        sent = signal.SIGKILL if role == "all at once" else self.rng.choice(signals)
+        sent = self.rng.choice(signals)
         with contextlib.suppress(psutil.Error, ValueError):  # it is between two lives
             if role in ("HTTP process", "engine"):
                 (self.service.http() if role == "HTTP process" else self.service.engine()).send_signal(sent)
@@ -192,12 +192,9 @@ class Served:
                 time.sleep(0.3)
                 return
             self._sent(moment, role, "-", sent)
-            if role == "all at once":
-                self.service.kill_all()
-            else:
-                assert self.service.process is not None
-                self.service.process.send_signal(sent)
-                self.service.process.wait(180)
+            assert self.service.process is not None
+            self.service.process.send_signal(sent)
+            self.service.process.wait(180)
             time.sleep(self.rng.uniform(0, 1.5))
             self.service.start(ready=False)
 

@@ -140,7 +140,7 @@ def _blocks(kind: str) -> list[str]:
 
 def test_the_pages_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     (unit,) = _blocks("ini")
-    assert {"Restart=on-failure", "KillMode=process"} <= set(unit.splitlines())
+    assert {"Restart=on-failure", "KillMode=mixed"} <= set(unit.splitlines())
     if (analyze := shutil.which("systemd-analyze")) is None:
         pytest.skip("systemd-analyze is not there")
     here = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", unit, flags=re.M).replace("User=motet", "User=root")

@@ -477,10 +477,9 @@ def test_an_episode_is_offered_to_the_next_service_and_begins_anew() -> None:
         assert len(sent) == 2
         waiting = asyncio.create_task(agents.run_group(context))
         await until(lambda: len(sent) == 3)
-        episodes.send_away()
-        for group in (waiting, asyncio.create_task(agents.run_group(context))):
-            with pytest.raises(ScorerAway):
-                await group
+        episodes.hear(EpisodeEnded(1, away=True))
+        with pytest.raises(ScorerAway):
+            await waiting
 
     asyncio.run(work())
 
@@ -514,7 +513,7 @@ def test_schemas_of_all_agents_of_a_tenant_are_compiled_in_its_turns() -> None:
 
 
 def test_nothing_of_a_host_that_is_not_ready_is_leased(tmp_path: Path) -> None:
-    """As of one that a new service takes over, whose kept messages wait to be stored: its agents would find nothing."""
+    """As of one that works since an earlier HTTP process, whose messages wait to be stored: agents would find nothing."""
     start = cluster.StartHost("small", str(tmp_path), {}, {}, {}, [], 1.0, ANY_SIZE)
     score = cluster.ScoreRequest(7, "job", {}, {}, [], [])
     scored = list[int]()

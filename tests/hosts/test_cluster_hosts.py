@@ -39,7 +39,6 @@ from motet.hosts.messages import (
     Stop,
     Stopped,
     ToHost,
-    UsageWindow,
 )
 from motet.process.alive import SILENT
 from motet.process.channel import LONGEST_LINE, Alive, ChannelMessage, Child, encode
@@ -202,8 +201,7 @@ def test_an_answer_does_not_wait_until_events_are_written_down(tmp_path: Path) -
         async def launch(start: StartHost, log: Path) -> HostChild:
             return cast(HostChild, played)
 
-        start = replace(START, takeover_seconds=60.0)
-        host = HostLink(0, start, tmp_path / "engine.log", ThreadPoolExecutor(1), launch)
+        host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1), launch)
         host.start(HostHandlers(list, lambda _: cast(None, free.wait())), lambda _, message: heard.append(message))
         played.says.put_nowait(HostReady([]))
         await until(lambda: host.ready)
@@ -255,7 +253,7 @@ def test_a_question_that_is_too_long_for_a_host_leaves_nothing_open(tmp_path: Pa
     assert asyncio.run(go()) == 0
 
 
-def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:
+def test_a_host_keeps_its_jobs_under_the_next_http_process_and_hears_what_was_asked_meanwhile(tmp_path: Path) -> None:
     open_jobs = [AddJob({"name": name}, Wanted.RUN, 0, "us", Rule(), 1, "") for name in ("kept", "new")]
     meanwhile: dict[str, list[ToHost]] = {"kept": [SteerJob("kept", Wanted.PAUSE)], "unknown": [ReleaseJob("unknown")]}
 
@@ -265,7 +263,7 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
         async def launch(start: StartHost, log: Path) -> HostChild:
             return cast(HostChild, played)
 
-        client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
+        client = Hosts([START], tmp_path, launch)
         client.start(
             dataclasses.replace(
                 handlers(lambda: [job for job in open_jobs if not client.has(str(job.job["name"]))]),
@@ -279,7 +277,7 @@ def test_a_host_that_was_taken_over_keeps_its_jobs_and_hears_what_was_asked_mean
         played.says.put_nowait(HostReady([], jobs=jobs))
         await until(lambda: client.jobs.on(host) == 3)
         await until(lambda: any(isinstance(one, AddJob) for one in played.sent))
-        assert played.sent[:3] == [replace(START, takeover_seconds=60.0), EventKept(), EventKept()]
+        assert played.sent[:3] == [START, EventKept(), EventKept()]
         assert {*meanwhile["kept"], *meanwhile["unknown"]} <= {
             one for one in played.sent if not isinstance(one, AddJob | StartHost)
         }
@@ -389,13 +387,13 @@ def test_a_job_in_whose_turn_the_engine_died_twice_above_its_memory_limit_fails_
 
 
 def _two(tmp_path: Path, gather: float) -> tuple[Hosts, list[Any]]:
-    """Two hosts of one base that a service takes over, and a job that neither has named yet."""
+    """Two hosts of one base that work since an earlier HTTP process, and a job that neither has named yet."""
     played: list[Any] = [Played(), Played()]
 
     async def launch(start: StartHost, log: Path) -> HostChild:
         return cast(HostChild, played[start.host or 0])
 
-    starts = [replace(START, host=number, takeover_seconds=60.0) for number in range(2)]
+    starts = [replace(START, host=number) for number in range(2)]
     client = Hosts(starts, tmp_path, launch)
     client.gather_seconds = gather
     job = AddJob({"name": "kept"}, Wanted.RUN, 0, "us", Rule(), 1, "")
@@ -434,26 +432,6 @@ def test_a_host_that_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_a_host_with_another_configuration_tells_everything_before_the_next_one_is_started(tmp_path: Path) -> None:
-    async def go() -> None:
-        hosts, used = [Played(), Played()], list[UsageWindow]()
-
-        async def launch(start: StartHost, log: Path) -> HostChild:
-            return cast(HostChild, hosts[client.hosts[0].starts - 1])
-
-        client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
-        client.start(dataclasses.replace(handlers(list), usage=used.append))
-        told = [UsageWindow("a", number, {"job": 7}, "small") for number in range(2)]
-        for message in (told[0], HostFailed("the engine differs"), told[1], Stopped()):
-            hosts[0].says.put_nowait(message)
-        await until(lambda: len(hosts[1].sent) > 0)
-        assert used == told
-        assert hosts[0].sent[1:] == [EventKept(), EventKept()]
-        await client.kill()
-
-    asyncio.run(go())
-
-
 def test_a_host_that_is_stopped_while_it_tells_what_it_did_saves_before_it_ends(tmp_path: Path) -> None:
     async def go() -> None:
         played: Any = Played()
@@ -461,7 +439,7 @@ def test_a_host_that_is_stopped_while_it_tells_what_it_did_saves_before_it_ends(
         async def launch(start: StartHost, log: Path) -> HostChild:
             return cast(HostChild, played)
 
-        client = Hosts([replace(START, takeover_seconds=60.0)], tmp_path, launch)
+        client = Hosts([START], tmp_path, launch)
         client.start(handlers(list))
         played.says.put_nowait(JobStepped("kept", {"step": 1}))
         await until(lambda: EventKept() in played.sent)

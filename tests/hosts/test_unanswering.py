@@ -29,7 +29,7 @@ def test_a_stopped_engine_and_a_stopped_service_are_ended_and_started_again(tmp_
         http.send_signal(signal.SIGSTOP)
         service.until(lambda: not http.is_running() or http.status() == "zombie")
         service.until(lambda: service.answers("/readyz"))
-        assert service.engine() == engine, "it was taken over"
+        assert service.engine() == engine, "it was started again"
         assert service.ended("steady") == "succeeded"
         found = service.weights("steady")
         said = (service.directory / "out").read_text()

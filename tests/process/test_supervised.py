@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.core.device import Device
 from motet.process.alive import DeviceWatch, Pulse, Restarts, works_for
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 SERVER = """
 import asyncio, os, socket, sys
@@ -51,10 +52,9 @@ asyncio.run(main())
 class Supervised:
     """A program whose child listens."""
 
-    def __init__(self, code: str = SERVER) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+    def __init__(self, code: str = SERVER, *words: str) -> None:
+        command, pipe = [sys.executable, "-c", code, *words], subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
         with contextlib.ExitStack() as failed:
             failed.callback(self.close)
             self.port = int(self.hears("port"))
@@ -161,6 +161,55 @@ def test_a_child_that_does_not_answer_is_ended_and_started_again(program: Superv
     assert program.hears("said") == "the child did not answer for 9 s and was ended: it is started again"
     program.child(first=False)
     program.process.terminate()
+
+
+OWNER = """
+import asyncio, os, socket, sys
+from pathlib import Path
+from motet.process.supervised import Owned, supervised
+log, code = Path(sys.argv[1]), "import os, socket, sys; s = socket.socket(fileno=0); print('begun', flush=True)\\n"
+code += "while (got := socket.recv_fds(s, 1, 1))[1]: socket.socket(fileno=got[1][0]).sendall(b'%d' % os.getpid())"
+owned = Owned(lambda log: [sys.executable, "-c", code])
+owned.begin(str(log))
+print("port", 0, flush=True)
+heart = supervised(lambda text: print("said", text, flush=True), "the child", lambda: print("prepared", flush=True), (), owned)
+
+async def main():
+    turning = asyncio.create_task(heart.turn())
+    await asyncio.sleep(0.1)
+    with heart.connect(log) as connection:
+        print("child", os.getpid(), heart.first, connection.recv(10).decode(), flush=True)
+    for line in sys.stdin:
+        status = heart.kill(log)
+        while status is None:
+            status = heart.status(log)
+        with heart.connect(log) as connection:
+            print("ended", status, connection.recv(10).decode(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_what_a_parent_owns_is_connected_with_each_child_and_ends_with_the_parent(tmp_path: Path) -> None:
+    with contextlib.closing(Supervised(OWNER, str(tmp_path / "log"))) as program:
+        child, first, before = program.hears("child").split()
+        owned = psutil.Process(int(before))
+        program.hears("prepared")  # it serves
+        os.kill(int(child), signal.SIGKILL)
+        program.hears("said")
+        child, again, after = program.hears("child").split()
+        assert (first, again, after) == ("True", "False", before)
+        assert program.process.stdin is not None
+        program.process.stdin.write("again\n")
+        program.process.stdin.flush()
+        status, started = program.hears("ended").split()
+        assert (status, started == before, owned.is_running()) == ("-9", False, False)
+        left = [psutil.Process(int(pid)) for pid in (child, started)]
+        left[1].suspend()
+        program.process.kill()
+        program.process.wait()
+        wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in left), PATIENCE)
+    assert (tmp_path / "log").read_text() == "begun\n" * 2
 
 
 # --- signs of life ----------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_its_jobs_of_other_rules_pause_until_their_owner_decides(commit: str, se
     step = service.job("half")["step"]
     service.steer("half", "resume")
     service.reaches("half", step + 1)
-    service.kill_all()
+    service.kill()
     service.start()  # who has decided is not asked again
     assert service.ended("half") == "succeeded", service.job("half")
     assert service.ended("queued") == "succeeded", service.job("queued")

@@ -90,10 +90,10 @@ def _survive(service: Service, alone: dict[str, bytes]) -> None:
     service.reaches("first", 1)
     service.engine().kill()
     service.reaches("second", 2)
-    service.kill_all()
+    service.kill()
     service.forget_last_step("second")  # as if it had died between the commit and the telling
     service.start(ready=False)
-    service.kill_all()  # before its engine was ready
+    service.kill()  # before its engine was ready
     service.start()
     service.reaches("first", 4)
     service.engine().kill()

@@ -637,7 +637,7 @@ def test_a_client_gives_up_when_it_is_told_to_wait_for_long(tmp_path: Path) -> N
 # --- the configuration file -------------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_file_sets_defaults(tmp_path: Path) -> None:
+def test_the_configuration_file_sets_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "motet.yaml"
     file.write_text(
         "limits: {tokens_per_day: 1000, priority: normal}\nrate: {requests_per_second: 5}\nengine: {slots: 2}\n"
@@ -646,6 +646,10 @@ def test_the_configuration_file_sets_defaults(tmp_path: Path) -> None:
     assert (found.limits.tokens_per_day, found.limits.priority, found.engine.slots) == (1000, "normal", 2)
     assert found.rate == RateConfig(requests_per_second=5)
     assert load_service(None).rate is None
+    file.write_text("takeover_seconds: 0.2\nengine: {slots: 2}\n")
+    assert load_service(file).engine.slots == 2
+    (told,) = [one.getMessage() for one in caplog.records]
+    assert told.startswith(f"{file}: takeover_seconds is ignored: ")
     for text, words in (
         ("limits: {tokens: 1}", "tokens_per_day"),
         ("limits: {rank: 0}", "limits.rank"),

@@ -200,7 +200,7 @@ def test_steps_that_were_told_after_a_crash_have_their_tokens(service: Service) 
         database.backup(older)  # all that the ledger knew at one moment, also of a step that had begun
         before = service.job("lost")["step"]
         service.reaches("lost", before + 2)
-        service.kill_all()
+        service.kill()
         older.backup(database)
     service.start()
     assert service.ended("lost") == "succeeded"  # a job that is cancelled has also paid for its open step

@@ -106,26 +106,20 @@ class Service:
         return one
 
     def engines(self) -> list[Any]:
-        """The processes of its hosts, in the order they were started, whoever started them."""
-        sockets = str(self.directory / "engine")
+        """The processes of its hosts, in the order they were started."""
+        log = str(self.directory / "engine")
         named = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline", "ppid"])]
-        found = [one for one, words in named if "motet.hosts" in words and words[-1].startswith(f"{sockets}/")]
+        found = [one for one, words in named if "motet.hosts" in words and words[-1].startswith(log)]
         pids = {one.pid for one in found}
         # A process that a host is starting has the host's command line until it executes its own program.
         hosts = [one for one in found if one.info["ppid"] not in pids]
         return sorted(hosts, key=psutil.Process.create_time)
 
     def kill(self) -> None:
-        """Kill its process; its engine goes on."""
+        """Kill its small parent; its other processes end with it."""
         assert self.process is not None
         self.process.kill()
         self.process.wait()
-
-    def kill_all(self) -> None:
-        """Kill all its processes, as a machine that loses its power does."""
-        self.kill()
-        for engine in self.engines():
-            engine.kill()
 
     def terminate(self, seconds: float = PATIENCE) -> None:
         """Stop it as an operator does."""

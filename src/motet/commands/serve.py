@@ -23,14 +23,13 @@ from motet.commands.listening import bound
 from motet.config.service import RateConfig, ServiceConfig
 from motet.config.urls import check_safe_url, is_loopback
 from motet.core.errors import BaseModelError, ConfigError, RunError
-from motet.hosts.host_link import HostChild, start_host
 from motet.hosts.launch import check_directories
-from motet.hosts.local_hosts import LocalHosts, lasting
+from motet.hosts.listener import owned_by
 from motet.model.find import find_files
 from motet.observe.text import plain_console, safe
 from motet.process import importable, wall
 from motet.process.allocator import without_collections
-from motet.process.supervised import Heart, supervised
+from motet.process.supervised import Heart, Owned, supervised
 from motet.rewards.reward_installed import install
 
 if TYPE_CHECKING:
@@ -92,16 +91,24 @@ def serve(
 
         settings = Settings(
             base or "", directory, database or "", config, open_to_all=no_keys, hub=hub, rewards=functions,
-            public_url=public, restarted=not heart.first,
+            public_url=public, restarted=not heart.first, launch=owned_by(heart),
         )  # fmt: skip
         app = application(settings)
         if heart.first and not heard:
             _greet(app, f"http://{host}:{port}")
         return app
 
-    heart = supervised(say, "the HTTP process", _import_all, sockets)
+    heart = supervised(say, "the HTTP process", _import_all, sockets, _engines(config, directory))
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(make, config, directory, sockets, heart))
+        asyncio.run(_run(make, sockets, heart))
+
+
+def _engines(config: ServiceConfig, directory: Path) -> Owned:
+    """What the parent owns; the first engine on this machine loads beside the HTTP process."""
+    engines = Owned(lambda log: wall.command("motet.hosts", log))
+    if config.cluster.launcher == "local":
+        engines.begin(str(directory / "engine.log"))
+    return engines
 
 
 @without_collections()
@@ -165,37 +172,18 @@ def _check_bases(base: str | None, config: ServiceConfig) -> None:
         raise ConfigError("\n".join(dict.fromkeys(wrong)))
 
 
-async def _run(
-    make: Callable[[Sequence[int]], FastAPI],
-    config: ServiceConfig,
-    directory: Path,
-    sockets: Sequence[socket.socket],
-    heart: Heart,
-) -> None:
-    """Create the application and serve it; hosts on this machine start first, because both take seconds to load."""
-    hosts = lasting(config, directory)
+async def _run(make: Callable[[Sequence[int]], FastAPI], sockets: Sequence[socket.socket], heart: Heart) -> None:
+    """Create the application and serve it."""
     with _noted() as heard:
-        child = await _first_host(config, hosts, directory / "engine.log")
-        try:
-            import uvicorn
+        import uvicorn
 
-            from motet.service.http.connections import QUEUE, Connections, raise_open_files
+        from motet.service.http.connections import QUEUE, Connections, raise_open_files
 
-            app = make(heard)
-        except BaseException:
-            if child is not None:
-                child.close_input()  # a host that trains waits for the next service; one that was just started ends
-            raise
+        app = make(heard)
     if heard:
-        if child is not None:
-            child.close_input()
         return
-    client, usage = app.state.service.hosts, app.state.service.recorder.record_usage
-    if child is not None:
-        client.adopt(child)
-    await LocalHosts(directory / "engine").end_from(0 if hosts is None else len(client.hosts), usage)
-
     service, lifecycle = app.state.service, app.state.lifecycle
+    client = service.hosts
 
     class Server(uvicorn.Server):
         """A server that tells waiting requests when the service stops; uvicorn would wait for them and then cut them off."""
@@ -223,12 +211,6 @@ async def _run(
     if not server.started:
         await client.kill()
         sys.exit(3)
-
-
-async def _first_host(config: ServiceConfig, hosts: LocalHosts | None, log: Path) -> HostChild | None:
-    if config.cluster.launcher != "local":
-        return None
-    return await (start_host(log) if hosts is None else hosts.host(0, log))
 
 
 @contextlib.contextmanager

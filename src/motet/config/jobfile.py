@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from motet.core import plain_yaml
 from motet.core.errors import ConfigError, for_scripts
 from motet.core.near import close_matches
 
+_log = logging.getLogger(__name__)
 Tree = dict[str, Any]
 Valid = TypeVar("Valid", bound=Config)
 _SHORT: Mapping[str, tuple[str, type]] = {
@@ -78,6 +80,11 @@ def _read_service(path: Path) -> ServiceConfig:
     tree = _read_tree(path) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold fields such as `engine:` and `limits:`; docs/configuration.md lists them")
+    if "takeover_seconds" in tree:
+        _log.warning(
+            "%s: takeover_seconds is ignored: engines go on while the HTTP process starts again; remove it", path
+        )
+        tree = {name: value for name, value in tree.items() if name != "takeover_seconds"}
     check_fields(tree, ServiceConfig, str(path))
     config = validate_as(ServiceConfig, tree, str(path))
     rewards = {

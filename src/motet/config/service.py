@@ -249,9 +249,6 @@ class ServiceConfig(Config):
     step_seconds: float = Field(60.0, gt=0, le=86400)
     """Time that a step may go on after its job must give its slot to another tenant's. Then the step is dropped, and done again
     at the job's next turn with twice the device seconds. Operators with slow devices raise it, so that most steps end."""
-    takeover_seconds: float = Field(600.0, ge=0, le=86400)
-    """Time that the engine keeps training after `motet serve` was killed. A new `motet serve` can take it over in
-    this time. After this time, its jobs save and it ends. 0 ends it at once, for containers that end with their process."""
     metrics_token: str = ""
     """A key for Prometheus to read `/metrics`. An admin key also works."""
     secret_key_file: str = ""

@@ -54,7 +54,6 @@ class EpisodesElsewhere:
         self._offers: dict[int, _Offer] = {}
         self._begun: dict[str, ServedEpisode] = {}
         self._numbers = itertools.count()
-        self._away = False
 
     async def run(
         self, offer: m.OfferEpisode, begin: Callable[[], AgentEpisode]
@@ -63,8 +62,6 @@ class EpisodesElsewhere:
 
         Raises ScorerAway if no agent worker is connected, and the job must stop.
         """
-        if self._away:
-            raise ScorerAway(_NOBODY)
         number = next(self._numbers)
         one = self._offers[number] = _Offer(msgspec.structs.replace(offer, episode=number), begin)
         try:
@@ -115,12 +112,6 @@ class EpisodesElsewhere:
         for one in self._offers.values():
             if not one.ended.done():
                 self._send(one.offer)
-
-    def send_away(self) -> None:
-        """Pause all jobs that wait for agents, and those that offer episodes later."""
-        self._away = True
-        for number in list(self._offers):
-            self.hear(m.EpisodeEnded(number, away=True))
 
     async def answer(self, asked: m.AskEpisode) -> m.EpisodeAnswered:
         """Answer an agent's request."""

@@ -1,4 +1,4 @@
-"""Entry point: `python -m motet.hosts`, with the path of its socket if it outlives its parent."""
+"""Entry point: `python -m motet.hosts`, with the path of its log if the parent of a service owns it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from motet.hosts.answers import reason
 from motet.hosts.launch import warm_up
 from motet.hosts.line import ServiceLine
 from motet.hosts.listener import ADDRESS, TOKEN
-from motet.hosts.local_hosts import USAGE
 from motet.hosts.messages import HostFailed, StartHost, ToHost
 from motet.hosts.process import HostProcess
 from motet.process.alive import DeviceWatch, Pulse
@@ -33,7 +32,7 @@ _SWITCH_SECONDS = 0.0005
 def main() -> None:
     """Load modules and the base, report that the host is ready, and serve until the input ends."""
     address, token = os.environ.pop(ADDRESS, ""), os.environ.pop(TOKEN, "")
-    serving, parent = threading.Event(), _line(token) if len(sys.argv) > 1 else _parent(address, token)
+    serving, parent = threading.Event(), _line() if len(sys.argv) > 1 else _parent(address, token)
     watched: list[DeviceWatch] = []
 
     def say(still: int | None) -> None:
@@ -73,16 +72,12 @@ def _parent(address: str, token: str) -> Parent[ToHost]:
     return Parent[ToHost].at(address, token, ToHost) if address else Parent[ToHost](ToHost)
 
 
-def _line(token: str) -> ServiceLine:
+def _line() -> ServiceLine:
     """On the socket that this process has as its standard input."""
-    listening = socket.socket(fileno=os.dup(0))
+    owner = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    address = Path(sys.argv[1])
-    usage = address.with_name(f"{address.stem}-{os.getpid()}{USAGE}")
-    return ServiceLine(
-        listening, token, lambda line: print(line, file=sys.stderr, flush=True), lambda: os._exit(0), usage
-    )
+    return ServiceLine(owner, lambda line: print(line, file=sys.stderr, flush=True), lambda: os._exit(0))
 
 
 def _run_directory(path: Path, host: int | None) -> RunDirectory:

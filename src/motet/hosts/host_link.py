@@ -106,7 +106,6 @@ class HostLink:
         self._handlers: HostHandlers | None = None
         self._heard: Heard = lambda host, message: None
         self._child: HostChild | None = None
-        self._adopted: HostChild | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._scoring: dict[int, asyncio.Task[None]] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
@@ -130,10 +129,6 @@ class HostLink:
         self.step_tokens = 0  # most tokens of a step there by default; 0 before they are known
         self.starts, self.told = 0, m.HostReady([])
         """The latter is what it said when it was ready the last time."""
-
-    def adopt(self, child: HostChild) -> None:
-        """Have a process that was started already (`start_host`) as the first; before `start`."""
-        self._adopted = child
 
     def start(self, handlers: HostHandlers, heard: Heard) -> None:
         """Start the process and keep it running."""
@@ -198,7 +193,7 @@ class HostLink:
         """Let every job finish its step and save, then end the process; kill it if it takes long to end."""
         self._closing.set()
         self.send(m.Stop())
-        # one that loads has nothing to save; one that was taken over may send much before it is ready
+        # one that loads has nothing to save; one that runs since an earlier process may send much before it is ready
         if self.ready or self.heard_at > -math.inf:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopped.wait(), _STOP_SECONDS)
@@ -247,7 +242,7 @@ class HostLink:
     async def _run_once(self) -> None:
         self.starts, self._how, self.heard_at = self.starts + 1, "ended", -math.inf
         self._stopped.clear()
-        self._child, self._adopted = self._adopted or await self._launch(self._start, self.log), None
+        self._child = await self._launch(self._start, self.log)
         self._child.send(self._start)
         self._signs = LifeSigns(LONG_SILENT if self._child.over_network else SILENT)
         watching = asyncio.create_task(self._end_silent(self._child, self._signs))
@@ -306,8 +301,6 @@ class HostLink:
                 self._heard(self, message)
             case m.Stopped():
                 self._stopped.set()
-                if self._child is not None:  # one with another configuration ends though nobody has stopped it
-                    self._child.close_input()
             case m.Progress():
                 self.progress, self.device = message.jobs, message.device
                 self.prepared, self.step_tokens = message.prepared, message.step_tokens
@@ -330,8 +323,7 @@ class HostLink:
                 handlers.rest(message.job, message.wanted)
             case m.JobChanged() | m.JobStepped() | m.JobWorked() | m.UsageWindow():
                 await loop.run_in_executor(self._handling, handlers.keep, message)
-                if self._start.takeover_seconds:
-                    self.send(m.EventKept())
+                self.send(m.EventKept())
                 if not isinstance(message, m.UsageWindow | m.JobWorked):
                     self._heard(self, message)
             case m.Released():

@@ -21,7 +21,7 @@ from motet.core.types import Wanted
 from motet.hosts import messages as m
 from motet.hosts.assignments import Assignments
 from motet.hosts.charged import Charged
-from motet.hosts.host_link import HostChild, HostHandlers, HostLink, Launch, OfHost
+from motet.hosts.host_link import HostHandlers, HostLink, Launch, OfHost
 from motet.hosts.placement import HostLoad
 from motet.runtime.slots import Claim
 
@@ -104,10 +104,6 @@ class Hosts:
     async def _taken_back(self, job: str) -> bool:
         self._asked.add(job)
         return all(host.ready or host.failure or host.starts > 1 for host in self.hosts) and not self.has(job)
-
-    def adopt(self, child: HostChild) -> None:
-        """Have a process that was started already (`start_host`) as the first host's; before `start`."""
-        self.hosts[0].adopt(child)
 
     def start(self, handlers: HostHandlers) -> None:
         """Start the hosts and keep them running."""
@@ -306,7 +302,7 @@ def form_of(hosts: Hosts, base: str) -> tuple[str, str]:
 async def _gathered(hosts: Sequence[HostLink], look: asyncio.Event, seconds: float) -> None:
     """Wait for all starting hosts: jobs given to the first one only would have to move.
 
-    A host that was taken over may send much before it reports its jobs; given to another host, they would run twice.
+    One that runs since an earlier process may send much before it reports its jobs; given to another, they would run twice.
     """
     first, loop = None, asyncio.get_running_loop()
     while True:

@@ -1,6 +1,6 @@
-"""The connection to the service. If the service dies, the host keeps working, and the next service takes it over.
+"""The connection to the service. While its HTTP process is away, the host works on.
 
-The host listens on a Unix socket. The connecting service sends one half of a token, the host the other. Messages that a
+The parent of both sends a connection to each HTTP process in turn over this process's standard input. Messages that a
 service must store (`KEPT`) are sent again to the next one, until they are confirmed.
 """
 
@@ -8,67 +8,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import os
 import queue
 import socket
-import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
-from msgspec import structs
-
-from motet.core.checksums import replace_file
-from motet.core.errors import DiskFull
 from motet.hosts import messages as m
-from motet.process.channel import Alive, ChannelMessage, decode, encode
+from motet.process.channel import ChannelMessage, decode, encode
 
 KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.UsageWindow)
 """Messages that wait until the service has written them down (`EventKept`)."""
 MOST_KEPT = 2**26
-"""Bytes of messages that wait for a service; with more of them the host saves its jobs and ends."""
-_FIRST_SECONDS = 60.0
-"""For the first process to connect."""
-_LOOK_SECONDS = 0.5
-_TOKEN_SECONDS = 5.0
-_STOP_SECONDS = 120.0
-"""Time for jobs to finish their step and save when no service connects."""
+"""Bytes of messages that wait for an HTTP process; a host with more of them ends."""
 
 
 class Gone(ChannelMessage, frozen=True):
-    """The process of the service is gone; the next one sends its `StartHost`."""
+    """The HTTP process is gone; the next one sends its `StartHost`."""
 
 
 class ServiceLine:
-    """The processes of a service, one after another. Threads may share it."""
+    """The HTTP processes of a service, one after another. Threads may share it."""
 
-    def __init__(
-        self, listening: socket.socket, token: str, say: Callable[[str], object], end: Callable[[], object], usage: Path
-    ) -> None:
-        """`say` writes a line for an operator; `end` ends the process at once.
-
-        `usage` is written at the end if no service has stored all device usage.
-        """
-        self._listening, self._token, self._say, self._end, self._usage = listening, token, say, end, usage
-        listening.listen()  # again: a service finds this process's id by it
+    def __init__(self, parent: socket.socket, say: Callable[[str], object], end: Callable[[], object]) -> None:
+        """`parent` brings connections; `say` writes a line for an operator; `end` ends the process at once."""
+        self._parent, self._say, self._end = parent, say, end
         self._lock = threading.Lock()
         self._peer: socket.socket | None = None
-        """The service that receives messages."""
+        """The HTTP process that receives messages."""
         self._next: socket.socket | None = None
-        """The service that receives messages after `resume`."""
+        """The HTTP process that receives messages after `resume`."""
         self._kept = deque[bytes]()
         self._waiting = 0
         """Bytes of kept messages."""
-        self._start: m.StartHost | None = None
+        self._started = self._ending = False
         self._first = queue.SimpleQueue[m.StartHost]()
         self._early: list[m.ToHost | Gone | None] = []
         self._deliver: Callable[[m.ToHost | Gone | None], object] | None = None
-        self._ending = False
-        self._replaced = False
-        """Whether the service does not take this host over: it hears only what it must store."""
         threading.Thread(target=self._serve, name="motet-service", daemon=True).start()
 
     # --- for the host -------------------------------------------------------------------------------------------------
@@ -92,14 +68,14 @@ class ServiceLine:
         return messages
 
     def resume(self) -> None:
-        """Send kept messages to the service whose `StartHost` has arrived, and all later messages too."""
+        """Send kept messages to the HTTP process whose `StartHost` has arrived, and all later messages too."""
         with self._lock:
             if self._next is not None:
                 self._peer, self._next = self._next, None
                 self._write(b"".join(self._kept))
 
     def send(self, message: ChannelMessage) -> None:
-        """Send a message. Without a service, a `KEPT` message waits for the next one; others are dropped.
+        """Send a message. Without an HTTP process, a `KEPT` message waits for the next one; others are dropped.
 
         Raises:
             EngineError: it is too long; nothing was sent.
@@ -109,13 +85,14 @@ class ServiceLine:
             if isinstance(message, KEPT):
                 self._kept.append(line)
                 self._waiting += len(line)
-            if self._peer is not None and (not self._replaced or isinstance(message, (*KEPT, m.Stopped, Alive))):
+            if self._peer is not None:
                 self._write(line)
-            alone = self._peer is None
-        if alone and isinstance(message, m.Stopped | m.HostFailed):
-            self._leave_usage()
-        if alone and isinstance(message, m.Stopped):
-            self._pass_on(None)
+            full = self._peer is None and self._waiting > MOST_KEPT
+        if full:
+            self._say(
+                f"the service is away, and {MOST_KEPT >> 20} MB of events wait: jobs go on from their last commits"
+            )
+            self._end()
 
     def _write(self, lines: bytes) -> None:
         try:
@@ -124,71 +101,32 @@ class ServiceLine:
         except OSError:  # the reader sees it too
             self._peer = None
 
-    def _leave_usage(self) -> None:
-        with self._lock:
-            kept = [line for line in self._kept if isinstance(decode(line, m.FromHost), m.UsageWindow)]
-        try:
-            if kept:
-                replace_file(self._usage, b"".join(kept))
-        except (OSError, DiskFull) as error:
-            self._say(f"the device usage of {len(kept)} windows is lost: {error}")
-
     # --- in its own thread ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        """Listen to one process after another until the host is to end."""
-        seconds = _FIRST_SECONDS
-        while (connection := self._accepted(time.monotonic() + seconds)) is not None:
+        """Hear one HTTP process after another until the host is to end."""
+        while (connection := self._received()) is not None:
             with connection, contextlib.suppress(OSError, ValueError):
                 self._hear(connection)
             with self._lock:
                 self._peer = self._next = None
-            if self._start is None:  # it was started for this service only
-                self._end()
-                return
             if self._ending:
-                self._leave_usage()
                 self._pass_on(None)
                 return
-            seconds = self._start.takeover_seconds
-            self._say(f"the service is gone; jobs continue, and the next service has {seconds:g} s to take them over")
+            self._say("the HTTP process is gone; jobs go on")
             self._pass_on(Gone())
-        self._give_up()
+        self._end()  # the parent is gone
 
-    def _accepted(self, deadline: float) -> socket.socket | None:
-        """A connection with the token; None if none arrived in time."""
-        while self._waiting <= MOST_KEPT and (left := deadline - time.monotonic()) > 0:
-            try:
-                self._listening.settimeout(min(left, _LOOK_SECONDS))
-                connection, _ = self._listening.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return None
-            if self._knows_token(connection):
-                connection.settimeout(None)
-                return connection
-            connection.close()
-            self._say("somebody without the token was refused")
-        return None
-
-    def _knows_token(self, connection: socket.socket) -> bool:
-        half = len(self._token) // 2
-        connection.settimeout(_TOKEN_SECONDS)
-        try:
-            _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            given = b""
-            while len(given) < half and (part := connection.recv(half - len(given))):
-                given += part
-            if uid != os.getuid() or not hmac.compare_digest(given, self._token[:half].encode()):
-                return False
-            connection.sendall(self._token[half:].encode())
-        except OSError:
-            return False
-        return True
+    def _received(self) -> socket.socket | None:
+        """The connection to the next HTTP process; None if the parent is gone."""
+        numbers = list[int]()
+        with contextlib.suppress(OSError):
+            _, numbers, _, _ = socket.recv_fds(self._parent, 1, 1)
+        return socket.socket(fileno=numbers[0]) if numbers else None
 
     def _hear(self, connection: socket.socket) -> None:
         """Take messages in until it hangs up."""
+        connection.set_inheritable(False)
         with connection.makefile("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):  # it was killed while it wrote
@@ -200,53 +138,21 @@ class ServiceLine:
                     case m.StartHost():
                         self._begin(connection, message)
                     case m.Stop():
-                        if self._peer is self._next is None:  # a service that has no use for this host
-                            self._hand_over(connection)
-                        self._stop()
+                        self._ending = True
+                        if self._deliver is None:  # nothing is to be saved yet
+                            self._end()
+                        self._pass_on(message)
                     case _:
                         self._pass_on(message)
 
     def _begin(self, connection: socket.socket, start: m.StartHost) -> None:
-        if self._start is None:
-            with self._lock:
-                self._start, self._peer = start, connection
-            self._first.put(start)
-        elif _alike(start, self._start) and not self._ending:
-            self._say("another process of the service has taken over")
+        if self._started:
             with self._lock:
                 self._next = connection
             self._pass_on(start)
         else:
-            differs = [name for name in start.__struct_fields__ if getattr(start, name) != getattr(self._start, name)]
-            reason = (
-                f"the engine of the service before differs in {', '.join(differs) or 'time'}: it saves its jobs and ends, and "
-                "another is started"
-            )
-            self._say(reason)
-            self._hand_over(connection, m.HostFailed(reason))
-            self._stop()
-
-    def _hand_over(self, connection: socket.socket, *messages: ChannelMessage) -> None:
-        with self._lock:
-            self._peer, self._replaced = connection, True
-            self._write(b"".join((*self._kept, *map(encode, messages))))
-
-    def _stop(self) -> None:
-        self._ending = True
-        if self._deliver is None:  # nothing is to be saved yet
-            self._end()
-        self._pass_on(m.Stop())
-
-    def _give_up(self) -> None:
-        """Let jobs save, and end."""
-        self._say("no service came: the engine saves its jobs and ends")
-        self._listening.close()
-        if self._start is None:
-            self._end()
-        self._stop()
-        time.sleep(_STOP_SECONDS)
-        self._leave_usage()
-        self._end()
+            self._started, self._peer = True, connection
+            self._first.put(start)
 
     def _pass_on(self, message: m.ToHost | Gone | None) -> None:
         with self._lock:
@@ -254,9 +160,3 @@ class ServiceLine:
                 self._early.append(message)
             else:
                 self._deliver(message)
-
-
-def _alike(start: m.StartHost, before: m.StartHost) -> bool:
-    """Whether a host that was started so serves this start too; jobs that have begun keep its kernels in any case."""
-    kept = start.own is not None and start.own.kept
-    return (structs.replace(start, own=before.own) if kept else start) == before

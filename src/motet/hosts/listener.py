@@ -1,18 +1,28 @@
-"""Hosts on other machines: each connects to the service or run, and sends a secret token."""
+"""Hosts whose processes another one starts.
+
+On this machine the small parent of a service owns them, and connects each of its HTTP processes with them. On other machines
+each connects to the service or run, and sends a secret token.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from motet.hosts import messages as m
-from motet.hosts.host_link import HostChild
+from motet.hosts.host_link import HostChild, Launch
 from motet.process.channel import LONGEST_LINE, Child
+from motet.process.ending import EXIT_SECONDS, how_it_ended
+from motet.process.supervised import Heart
 
 ADDRESS, TOKEN = "MOTET_HOST_PARENT", "MOTET_HOST_TOKEN"
 """Environment variables of a host's process: the address to connect to, and the token."""
+
+_LOOK_SECONDS = 0.02
 
 Begin = Callable[[str, str], Awaitable[Awaitable[object]]]
 """Starts a process with an address and a token; the result is done when the process has ended."""
@@ -58,3 +68,40 @@ def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.Future[object]) -> Non
     if not ended.cancelled():
         ended.exception()
     writer.transport.abort()
+
+
+def owned_by(heart: Heart) -> Launch:
+    """The launcher of a service's hosts: finds or starts them through the parent."""
+
+    async def launch(start: m.StartHost, log: Path) -> HostChild:
+        connection = await asyncio.to_thread(heart.connect, log)
+        reader, writer = await asyncio.open_unix_connection(sock=connection, limit=LONGEST_LINE)
+        host = _OwnedHost(heart, log)
+        return HostChild(m.FromHost, reader, writer, host.end, host.how_it_ended)
+
+    return launch
+
+
+class _OwnedHost:
+    """A host's process, whose parent is that of this process."""
+
+    def __init__(self, heart: Heart, log: Path) -> None:
+        self._heart, self._log = heart, log
+        self._status: int | None = None
+        self._stopped = False
+
+    async def how_it_ended(self, hint: str = "") -> str:
+        """Give it time to exit by itself; returns how it ended."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wait(self._heart.status), EXIT_SECONDS)
+        return how_it_ended(self._status, stopped=self._stopped, hint=hint)
+
+    async def end(self) -> None:
+        """Kill it if it still runs, and wait for its end."""
+        self._stopped = self._stopped or self._status is None
+        await self._wait(self._heart.kill)
+
+    async def _wait(self, ask: Callable[[Path], int | None]) -> None:
+        while self._status is None:
+            self._status = await asyncio.to_thread(ask, self._log)
+            await asyncio.sleep(0.0 if self._status is not None else _LOOK_SECONDS)

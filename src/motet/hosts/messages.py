@@ -44,10 +44,7 @@ class StartHost(ChannelMessage, frozen=True):
     accept_changes: bool = True
     """Whether a job resumes even if it differs from its directory, or its directory is damaged."""
     trust_remote_code: bool = False
-    takeover_seconds: float = 0.0  # time that the host runs without a service; 0: it ends with its parent
     own: Choice | None = None  # the kernels that `auto` selects on all hosts of this base
-    code: str = ""
-    """Digest of the host's code: a running host with other code does not match this message."""
 
 
 class Stop(ChannelMessage, frozen=True):

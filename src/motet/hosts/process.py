@@ -80,7 +80,7 @@ class HostProcess:
         self._opened = contextlib.ExitStack()
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
-        self._alone, self._cpu = False, CpuTime()
+        self._cpu = CpuTime()
         rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._cpu.add)
         agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
         largest, alone = (start.largest, USUAL), start.host is None
@@ -129,9 +129,6 @@ class HostProcess:
                 while (message := await messages.get()) is not None:
                     if isinstance(message, m.Stop):
                         self.pipeline.stop()
-                        if self._alone:
-                            self._scores.send_away()
-                            self._episodes.send_away()
                         self._begin(self._stopped(running))  # messages continue: a step may wait for scores
                     else:
                         self.handle(message)
@@ -156,7 +153,6 @@ class HostProcess:
 
     def _attach(self) -> None:
         """Serve a connected service: report the jobs here, and repeat unanswered requests."""
-        self._alone = False
         self._parent.resume()
         self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
         self._parent.send(structs.replace(self._ready, jobs=self._handed_over.held(self.pipeline.jobs)))
@@ -167,7 +163,6 @@ class HostProcess:
         """Start handling one message."""
         match message:
             case Gone():
-                self._alone = True
                 self._answers.abandon_all()
                 self._episodes.hang_up()
             case m.StartHost():

@@ -25,7 +25,7 @@ class AskedOfService:
         self._send = send
         self._open: dict[int, tuple[ScoreRequest, asyncio.Future[ScoresAnswered]]] = {}
         self._keys = itertools.count()
-        self._away, self._rows = False, RowTurns()
+        self._rows = RowTurns()
 
     async def __call__(
         self,
@@ -37,8 +37,6 @@ class AskedOfService:
     ) -> list[ScoreOrReason]:
         """Request scores and wait for them. Raises ScorerAway if no scorer is connected, and the job must stop."""
         written = await self._rows.run(job, lambda: as_json(problem))
-        if self._away:
-            raise ScorerAway(_NOBODY)
         key, answer = next(self._keys), asyncio.get_running_loop().create_future()
         wanted = reward.model_dump(mode="json")
         request = ScoreRequest(key, job, wanted, written, completions, seen.transcripts, seen.parts, seen.state)
@@ -78,9 +76,3 @@ class AskedOfService:
         for request, answer in self._open.values():
             if not answer.done():
                 self._send(request)
-
-    def send_away(self) -> None:
-        """Let all jobs rest that wait for scores, or ask for some from now on."""
-        self._away = True
-        for key in list(self._open):
-            self.hear(ScoresAnswered(key, away=True))

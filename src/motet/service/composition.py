@@ -8,7 +8,6 @@ from dataclasses import asdict
 
 from motet.hosts.host_link import HostHandlers
 from motet.hosts.hosts import Hosts
-from motet.hosts.local_hosts import code_of, lasting
 from motet.hosts.messages import StartHost
 from motet.hosts.starts import launcher, starts_of
 from motet.kernels.cpu.choice import of_tenants
@@ -66,7 +65,7 @@ class Service:
         self.adapters = Adapters(store, self.storage, bases)
         self.listing = Listing(store, self.storage, self.adapters)
         starts = (_start(settings, self.storage, store, name) for name in settings.hosts)
-        launch = launcher(config.cluster, *settings.hosts.values()) or lasting(config, settings.directory)
+        launch = launcher(config.cluster, *settings.hosts.values()) or settings.launch
         self.hosts = Hosts(starts_of(*zip(starts, settings.hosts.values(), strict=True)), settings.directory, launch)
         self.hosts.jobs.ahead = JOBS_AHEAD
         self.ledger, self.stored = Ledger(store), StoredBytes(store, self.storage)
@@ -142,8 +141,6 @@ def _start(settings: Settings, storage: Storage, store: Store, base: str) -> Sta
             if settings.bases.called(stored) == base:
                 begun[tenant].append(storage.job(job))
         own = of_tenants(map(computed_by, begun.values()))
-    lasts = lasting(config, settings.directory) is not None
-    rewards = [one.target.rpartition(":")[0] for one in settings.rewards.values()]
     return StartHost(
         base=settings.bases.places[base],
         serves=base,
@@ -156,6 +153,4 @@ def _start(settings: Settings, storage: Storage, store: Store, base: str) -> Sta
         step_seconds=config.step_seconds,
         largest=config.largest(settings.hosts[base]),
         own=own,
-        takeover_seconds=config.takeover_seconds if lasts else 0.0,
-        code=code_of(settings.bases.places[base], *rewards) if lasts else "",
     )

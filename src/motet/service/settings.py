@@ -9,6 +9,7 @@ from pathlib import Path
 
 from motet.config import HostConfig
 from motet.config.service import ServiceConfig
+from motet.hosts.host_link import Launch
 from motet.rewards.reward_installed import Installed
 from motet.service.bases import Bases
 
@@ -34,6 +35,8 @@ class Settings:
     """Whether a process before this one served, and ended: whoever ended it gains no requests by that."""
     rewards: Mapping[str, Installed] = field(default_factory=dict)
     """The functions of `config.rewards`, inspected: jobs may use them by name, besides the built-in rewards."""
+    launch: Launch | None = None
+    """Starts hosts on this machine; by default they are children of this process."""
 
     @cached_property
     def bases(self) -> Bases:
