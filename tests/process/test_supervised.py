@@ -20,6 +20,7 @@ import pytest
 
 from motet.core.device import Device
 from motet.process.alive import DeviceWatch, Pulse, Restarts, works_for
+from motet.process.supervised import Owned
 from tests.support.waiting import PATIENCE, wait_until
 
 SERVER = """
@@ -210,6 +211,17 @@ def test_what_a_parent_owns_is_connected_with_each_child_and_ends_with_the_paren
         program.process.wait()
         wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in left), PATIENCE)
     assert (tmp_path / "log").read_text() == "begun\n" * 2
+
+
+def test_a_child_that_dies_before_it_reads_an_answer_harms_no_parent(tmp_path: Path) -> None:
+    owned, (parent, child) = Owned(lambda log: ["/bin/true"]), socket.socketpair()
+    with parent, child:
+        child.sendall(b"connect " + os.fsencode(tmp_path / "log"))
+        assert owned.answer(parent)
+        os.waitpid(psutil.Process().children()[-1].pid, 0)
+        child.close()
+        assert not owned.answer(parent)
+    owned.release()
 
 
 # --- signs of life ----------------------------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ class Owned:
 
     def answer(self, child: socket) -> bool:
         """Handle one request of the child; returns False if it is gone."""
-        word, _, path = child.recv(_LONGEST_REQUEST).partition(b" ")
-        log = os.fsdecode(path)
-        with contextlib.suppress(OSError):
+        try:
+            word, _, path = child.recv(_LONGEST_REQUEST).partition(b" ")
+            log = os.fsdecode(path)
             match word:
                 case b"":
                     return False
@@ -114,6 +114,8 @@ class Owned:
                 case _:
                     status = self._kill(log) if word == b"kill" else self._processes[log].status
                     child.sendall(b" " if status is None else b"%d" % status)
+        except OSError:  # it died before it read an answer
+            return False
         return True
 
     def note(self, pid: int, status: int) -> None:
@@ -142,7 +144,8 @@ class Owned:
     def _kill(self, log: str) -> int | None:
         process = self._processes[log]
         if process.status is None:
-            os.killpg(process.pid, signal.SIGKILL)  # its own session, so its pid names its group
+            with contextlib.suppress(ProcessLookupError):  # it has just been started
+                os.killpg(process.pid, signal.SIGKILL)  # its own session, so its pid names its group
         return process.status
 
     def _start(self, log: str) -> _Process:
