@@ -59,22 +59,35 @@ class RolloutLoop(Driver):
             await self._critic.open()
 
     async def step(self, step: int) -> None:
-        """Sample, learn, record and commit; the driver publishes."""
+        """Do one step: sample rollouts, learn (gradients and the optimizer's updates), evaluate, commit.
+
+        The driver then publishes the new version.
+        """
         sampled = await self._sampled(step)
+        learned, seconds = await self._learned(sampled)
+        evaluated = await self.evaluated()
+        held = await self._commit(sampled, learned, seconds, evaluated)
+        del sampled, learned
+        await self._apart(partial(_let_go, *held))
+
+    async def _learned(self, sampled: SampledStep) -> tuple[LearnedStep, dict[str, float]]:
+        """The step's updates, and the seconds of its parts."""
         self.job.progress.phase, started = "training", time.monotonic()
-        learned = await learn(
-            self.session, self.reference, self._critic, sampled, with_reference=self.job.evaluates(step)
-        )
-        seconds = {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": time.monotonic() - started}
-        evaluated, supply = await self.evaluated(), self._sampler.supply
-        supply.pending.difference_update(sampled.positions)
+        wanted = self.job.evaluates(sampled.step)
+        learned = await learn(self.session, self.reference, self._critic, sampled, with_reference=wanted)
+        took = time.monotonic() - started
+        return learned, {"sample": sampled.seconds, "reward": sampled.reward_seconds, "train": took}
+
+    async def _commit(
+        self, sampled: SampledStep, learned: LearnedStep, seconds: Mapping[str, float], evaluated: Evaluated | None
+    ) -> tuple[list[Any], ...]:
+        """Record and commit the step; gives what is no longer needed, to be freed outside the event loop."""
+        self._sampler.supply.pending.difference_update(sampled.positions)
         finished = await self._apart(partial(self._finished, sampled, learned, seconds))
         await self.session.finish(finished, evaluated, commit=self.commits)
-        known = self.job.finished
+        known, step = self.job.finished, sampled.step
         kept = known.forget("train", step), known.forget("eval", self.session.done.evaluated)
-        held = *kept, sampled.groups, [*learned.batch.samples]
-        del learned, finished
-        await self._apart(partial(_let_go, *held))
+        return *kept, sampled.groups, [*learned.batch.samples]
 
     def _finished(self, sampled: SampledStep, learned: LearnedStep, seconds: Mapping[str, float]) -> FinishedStep:
         supply, rows = self._sampler.supply, rollout_records(sampled, "train", self.job.chat.token_texts)
