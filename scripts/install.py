@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 SECONDS = 10
-KERNELS = Path(__file__).resolve().parents[1] / "src" / "motet" / "native" / "building.py"
+KERNELS = Path(__file__).resolve().parents[1] / "src" / "motet" / "kernels" / "cpu" / "building.py"
 
 
 class Progress:

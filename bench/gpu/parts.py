@@ -32,7 +32,7 @@ _KINDS = ("float32-auto", "bfloat16-auto", "bfloat16-torch")
 
 def card_tests() -> list[str]:
     """Test files whose tests run on a card. One only compiles, for cards that are not there, and takes the processors."""
-    files = sorted((ROOT / "tests").glob("*/test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     here = [str(file.relative_to(ROOT)) for file in files if _ON_CARDS.search(file.read_text(encoding="utf-8"))]
     return [
         file for file in here if not file.startswith("tests/project/") and file != "tests/kernels/cuda/test_compiled.py"

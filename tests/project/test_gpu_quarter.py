@@ -200,7 +200,7 @@ def test_a_whole_run_takes_thirteen_minutes_by_its_own_limits(
 def test_every_test_that_needs_a_card_has_a_part() -> None:
     marked = [
         file
-        for file in Path("tests").glob("*/test_*.py")
+        for file in Path("tests").rglob("test_*.py")
         if "mark.gpu" in file.read_text() and file.parent.name != "project"
     ]
     assert {str(file) for file in marked} <= set(card_tests())

@@ -174,7 +174,9 @@ def _copied(place: Path) -> Path:
     for name in ("scripts/install.py", "src/motet/kernels/cpu/building.py"):
         (place / name).parent.mkdir(parents=True)
         shutil.copy(ROOT / name, place / name)
-    shutil.copytree(ROOT / "src" / "motet" / "native" / "csrc", place / "src" / "motet" / "native" / "csrc")
+    shutil.copytree(
+        ROOT / "src" / "motet" / "kernels" / "cpu" / "csrc", place / "src" / "motet" / "kernels" / "cpu" / "csrc"
+    )
     return place / "scripts" / "install.py"
 
 
@@ -199,17 +201,19 @@ def test_kernels_are_compiled_while_pip_runs(tmp_path: Path) -> None:
         str(project),
     ]
     subprocess.run(command, env=environment, check=True, capture_output=True)
-    assert "libmotet_portable.so" in {file.name for file in (tmp_path / "src" / "motet" / "native" / "built").iterdir()}
+    assert "libmotet_portable.so" in {
+        file.name for file in (tmp_path / "src" / "motet" / "kernels" / "cpu" / "built").iterdir()
+    }
 
 
 def test_a_library_of_these_sources_is_not_compiled_again(tmp_path: Path) -> None:
     script, environment = _copied(tmp_path), _compiler(tmp_path)
-    command = [sys.executable, str(script.parents[1] / "src" / "motet" / "native" / "building.py"), "--all"]
+    command = [sys.executable, str(script.parents[1] / "src" / "motet" / "kernels" / "cpu" / "building.py"), "--all"]
     for _ in range(2):
         subprocess.run(command, env=environment, check=True)
     forms = (tmp_path / "calls").read_text().splitlines()
     assert len(forms) == len(forms_here())
-    sources = sorted((tmp_path / "src" / "motet" / "native" / "csrc").glob("*.cpp"))
+    sources = sorted((tmp_path / "src" / "motet" / "kernels" / "cpu" / "csrc").glob("*.cpp"))
     sources[0].write_text(sources[0].read_text() + "\n")
     subprocess.run(command, env=environment, check=True)
     assert len((tmp_path / "calls").read_text().splitlines()) == 2 * len(forms)

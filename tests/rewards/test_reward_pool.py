@@ -491,7 +491,7 @@ def test_functions_that_compute_get_no_more_processes():
 def test_what_a_process_behind_a_wall_says_of_its_waiting_is_not_believed(tmp_path, walled, at_once):
     """Its code may set its clock: it would get more processes, each with limits of its own."""
     (tmp_path / "hurries.py").write_text(
-        "import itertools\nfrom motet.tasks import reward_calls\nhours = itertools.count()\n"
+        "import itertools\nfrom motet.rewards import reward_calls\nhours = itertools.count()\n"
         "reward_calls._idle_seconds = lambda: 3600.0 * next(hours)\n"
         "def score(problem, completion): return 1.0\n"
     )
