@@ -25,6 +25,8 @@ from motet.process import cpu_time, ending, wall
 
 _log = logging.getLogger(__name__)
 _BATCH = 256
+_WAITS = 20
+"""How many times as long as its limit of the processor a process may take by the clock: it waits for readers and disks."""
 _NO_MEMORY = 70
 """Exit status of a process that met its memory limit."""
 _PRINTED = 2**20
@@ -51,9 +53,10 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
     """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
-    `seconds` are of the processor. Raises DataError if it cannot be read, or not within the limits.
+    `seconds` are of the processor; by the clock there are twenty times as many. Raises DataError if it cannot be read, or not within the limits.
     """
-    command = wall.command(__name__, str(path.resolve()), str(memory_mb), str(math.ceil(seconds)))
+    limits = memory_mb, math.ceil(seconds), math.ceil(_WAITS * seconds)
+    command = wall.command(__name__, str(path.resolve()), *map(str, limits))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     with tempfile.TemporaryFile() as printed, cpu_time.CountedProcess(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, env=environment
@@ -65,9 +68,9 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
                     raise DataError(json.loads(line))
                 yield line
             if (status := process.wait()) != 0:
-                late = status == -signal.SIGXCPU
-                if late or status == _NO_MEMORY or -status in _CRASHES:
-                    limit = f"{seconds:g} s of the processor" if late else f"{memory_mb} MB of memory"
+                late = {signal.SIGXCPU: f"{seconds:g} s of the processor", signal.SIGALRM: f"{_WAITS * seconds:g} s"}
+                if -status in late or status == _NO_MEMORY or -status in _CRASHES:
+                    limit = late.get(signal.Signals(max(-status, 1)), f"{memory_mb} MB of memory")
                     raise DataError(
                         f"{path} cannot be read within {limit}, the limit here; split it, or make it .jsonl"
                     )
@@ -92,6 +95,7 @@ def _write(path: Path, target: IO[str]) -> None:
 
 if __name__ == "__main__":
     wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], most_written=_PRINTED, where_possible=True)
+    signal.alarm(int(sys.argv[4]))
     resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[3]), int(sys.argv[3]) + 1))
     try:
         _write(Path(sys.argv[1]), sys.stdout)
