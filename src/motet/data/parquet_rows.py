@@ -53,7 +53,10 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
     """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
-    `seconds` are of the processor; by the clock there are twenty times as many. Raises DataError if it cannot be read, or not within the limits.
+    `seconds` are of the processor; by the clock there are twenty times as many.
+
+    Raises:
+        DataError: it cannot be read, or not within the limits.
     """
     limits = memory_mb, math.ceil(seconds), math.ceil(_WAITS * seconds)
     command = wall.command(__name__, str(path.resolve()), *map(str, limits))
