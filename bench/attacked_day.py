@@ -203,7 +203,7 @@ class Watch:
         return gone + re.findall(r"[^\n]*(?:start(?:s|ed|ing)? (?:it )?again|ended by)[^\n]*", told)
 
     def cpu(self) -> dict[str, float]:
-        """CPU seconds so far: of each process alone, and of all others below it, ended ones included."""
+        """CPU seconds so far: of each process alone, of all others below it (ended ones included), and of all else here."""
         found = dict[str, float]()
         known = {process.pid for process in self.roles.values()}
         for role, process in self.roles.items():
@@ -215,6 +215,8 @@ class Watch:
                     if child.pid not in known:
                         below += sum(child.cpu_times()[:4])
             found[f"below {role}"] = below
+        machine = psutil.cpu_times()
+        found["all else, clients and database too"] = machine.user + machine.system - sum(found.values())
         return found
 
     @contextlib.contextmanager
