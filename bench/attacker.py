@@ -158,7 +158,7 @@ def scores(way: Way) -> None:
             job = way.submit(tiny("", 50, reward={"name": "worker"}))
         for _ in range(100):
             headers = {"Content-Type": "application/json"}
-            way.send("POST", f"/v1/jobs/{job}/scoring/results", content=body, headers=headers)
+            way.send("POST", f"/v1/jobs/{job}/work/rewards/results", content=body, headers=headers)
 
 
 def texts(way: Way) -> None:
@@ -234,7 +234,7 @@ def silent_worker(way: Way) -> None:
         for _ in range(30):
             for name in names:
                 lease = {"worker": "silent", "most": 1, "wait_seconds": 0}
-                way.send("POST", f"/v1/jobs/{name}/episodes/lease", json=lease)
+                way.send("POST", f"/v1/jobs/{name}/work/episodes/lease", json=lease)
             way.rest(1.0)
         for name in names:
             way.taken("POST", f"/v1/jobs/{name}/cancel")
@@ -293,16 +293,14 @@ def unread(way: Way) -> None:
             with contextlib.ExitStack() as lines:
                 for number in range(8):
                     body = json.dumps({"worker": f"w{turn}-{number}", "most": 256, "wait_seconds": 1})
-                    head = (
-                        f"POST /v1/jobs/{name}/scoring/lease HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {way.key}\r\n"
-                    )
+                    head = f"POST /v1/jobs/{name}/work/rewards/lease HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {way.key}\r\n"
                     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
                     with contextlib.suppress(OSError):
                         line = lines.enter_context(socket.create_connection((host, int(port)), 10))
                         line.sendall((head + body).encode())
                 way.rest(2.0)
             for number in range(8):
-                way.send("DELETE", f"/v1/jobs/{name}/scoring/workers/w{turn}-{number}")
+                way.send("DELETE", f"/v1/jobs/{name}/work/rewards/workers/w{turn}-{number}")
         way.taken("POST", f"/v1/jobs/{name}/cancel")
         way.taken("DELETE", f"/v1/jobs/{name}")
 

@@ -155,7 +155,7 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
             *({"jobs": [{"job": {"args": values}}]} for values in _values(*most_values(route, "us")).values()),
         ],
         "/v1/check": [{"text": json.dumps([tiny(f"job-{one}") for one in range(400)])}, {"text": "[" * 100_000}],
-        "/v1/jobs/{job}/scoring/results": [
+        "/v1/jobs/{job}/work/{kind}/results": [
             *(
                 {"results": [{"id": f"unit-{one}", "scores": [value] * n} for one in range(255)]}
                 for value, n in ((1, 126), (0.123456789, 126), (True, 126), (None, 126), ("x", 120), ("x" * 1000, 30))
@@ -163,8 +163,6 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
             {"results": [{"id": f"unit-{one}", "scores": [{"chance": "x"}] * 30} for one in range(255)]},
             {"results": [{"id": f"unit-{one}", "scores": [{"score": 1}] * 30} for one in range(255)]},
             {"results": [{"id": "unit", "scores": [{"score": 1, "metrics": {f"{n}": 1 for n in range(64)}}] * 500}]},
-        ],
-        "/v1/jobs/{job}/episodes/results": [
             {"results": [{"id": f"ep-{one}", "rewards": {f"{n}": 0.5 for n in range(50)}} for one in range(255)]}
         ],
         "/v1/fine_tuning/alpha/graders/run": [
@@ -239,7 +237,8 @@ def drive(house: House) -> list[Figure]:
     """Send every route its requests."""
     buckets = next(one for one in vars(house.service.access).values() if isinstance(one, RateLimit))._buckets
     figures = []
-    named = {"job": "ended", "file": house.file["id"], "version": "best", "word": "pause", "name": "app.js"}
+    named = {"job": "ended", "file": house.file["id"], "version": "best", "word": "pause", "name": "app.js",
+             "kind": "rewards"}  # fmt: skip
     for route in (route for module in ROUTES for route in module.router.routes):
         path = route.path_format
         for name in route.param_convertors:

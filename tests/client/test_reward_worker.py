@@ -53,7 +53,7 @@ def test_a_worker_can_send_an_error_with_half_of_a_character(tmp_path: Path) -> 
             finally:
                 await worker._pool.close()
             assert "a cut ?" in scores[0]
-            assert client._request("POST", "/v1/jobs/a/scoring/results", json={"results": scores}).content
+            assert client._request("POST", "/v1/jobs/a/work/rewards/results", json={"results": scores}).content
 
     asyncio.run(main())
 

@@ -25,9 +25,11 @@ from motet.hosts.host_link import HostHandlers, HostLink
 from motet.process import apart
 from motet.process.channel import ChannelMessage, Child, decode, encode
 from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
-from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers, OfferedEpisode
+from motet.service.schemas.workers import LeaseRequest
+from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers
 from motet.service.workers.attached import MOST_LEASED
 from tests.support.captured import none_scored
 from tests.support.house import open_house
@@ -102,12 +104,16 @@ class Bench:
             seen.update(dict.fromkeys(seen, -1e9))
 
     async def lease(self, worker: str = "w", most: int = 1, owner: str = "key") -> list[str]:
-        """The names of what a worker gets; nothing that it had is renewed."""
-        return [one.name for one in await self.taken(worker, most, owner)]
+        """The names of what a worker gets."""
+        return [one["id"] for one in await self.taken(worker, most, owner)]
 
-    async def taken(self, worker: str = "w", most: int = 1, owner: str = "key") -> list[OfferedEpisode]:
+    async def taken(
+        self, worker: str = "w", most: int = 1, owner: str = "key", tenant: str = "us"
+    ) -> list[dict[str, Any]]:
         """What a worker gets."""
-        return await self.workers.lease("job", "us", worker, owner, most, 0.0, here, lambda: lambda: None)
+        job = StoredJob(id="job", tenant_id=tenant, spec={"sampling": {"max_tokens": 9}}, state="running")
+        asked = LeaseRequest.model_construct(worker=worker, most=most, wait_seconds=0.0, holds=None)
+        return await self.workers.lease(job, asked, owner, here, lambda: lambda: None)
 
 
 async def here() -> bool:
@@ -184,7 +190,7 @@ def test_a_worker_keeps_what_it_says_it_holds_and_nothing_else(tmp_path: Path) -
             on.workers.check()
         assert on.workers.held("job", "w") == [kept]
         assert len(await on.lease("v", 9)) == 2
-        on.workers.leave("job", "w")
+        await on.workers.leave("job", "w")
         assert len(await on.lease("v", 9)) == 1
 
     bench(tmp_path, work)
@@ -222,7 +228,7 @@ def test_a_tenant_has_so_many_episodes_open_whatever_its_keys(tmp_path: Path) ->
         assert len(await on.lease("v", 9)) == 1
         assert await on.lease("u", 9) == []
         assert await on.lease("u", 9, "another key") == []
-        assert len(await on.workers.lease("job", "them", "u", "key", 9, 0.0, here, lambda: lambda: None)) == 2
+        assert len(await on.taken("u", 9, tenant="them")) == 2
 
     bench(tmp_path, work)
 
@@ -243,7 +249,7 @@ def test_what_the_model_is_asked_keeps_an_episode_and_needs_its_key(tmp_path: Pa
     async def work(on: Bench) -> None:
         await on.offer()
         (one,) = await on.taken()
-        name, key = one.name, one.key
+        name, key = one["id"], one["key"]
         question = AskEpisode(name, "chat/completions", "words", again=False)
         for given in ("", "ek-other", key[:-1]):
             with pytest.raises(Refusal, match="not that of this episode"):
@@ -340,7 +346,7 @@ def test_what_an_engine_offered_ends_with_it_and_no_reward_of_it_reaches_the_nex
         try:
             await until(lambda: on.workers.asked("job"))
             (former,) = await on.taken()
-            name, key = former.name, former.key
+            name, key = former["id"], former["key"]
             lives[0].reader.feed_eof()
             await until(lambda: host.starts == 2 and on.workers.asked("job"))
             assert on.workers.leased(name, key) is None
@@ -365,7 +371,7 @@ async def never(request: cluster.ScoreRequest) -> cluster.ScoresAnswered:
 def test_an_episodes_key_hands_no_reward_in_where_no_key_is_needed(tmp_path: Path) -> None:
     with open_house(tmp_path, open_to_all=True) as house:
         job = house.ask("POST", "/v1/jobs", "none", json={**tiny("open"), "environment": "agent"}).json()["id"]
-        path, body = f"/v1/jobs/{job}/episodes/results", {"results": [{"id": "ep-1", "reward": 1.0}]}
+        path, body = f"/v1/jobs/{job}/work/episodes/results", {"results": [{"id": "ep-1", "reward": 1.0}]}
         assert house.ask("POST", path, "none", json=body).json()["unknown"] == ["ep-1"]
         for header in ({"Authorization": "Bearer ek-x"}, {"x-api-key": "ek-x"}):
             answer = house.http.post(path, headers=header, json=body)

@@ -260,13 +260,13 @@ def test_the_doors_of_a_service_train_and_what_samples_is_killed_once(
             service.submit({**job["single turn"], "name": "twins", "base": "twin"})
         killed = False
         while service.job("by-hand")["state"] not in FINAL:
-            episodes = service.ask("POST", "/v1/jobs/by-hand/episodes/lease", json={"worker": "me", "most": 16})[
-                "episodes"
+            episodes = service.ask("POST", "/v1/jobs/by-hand/work/episodes/lease", json={"worker": "me", "most": 16})[
+                "units"
             ]
             with ThreadPoolExecutor(16) as pool:
                 results = [one for one in pool.map(lambda one: played(service.url, one), episodes) if one]
             if results:
-                service.ask("POST", "/v1/jobs/by-hand/episodes/results", json={"results": results})
+                service.ask("POST", "/v1/jobs/by-hand/work/episodes/results", json={"results": results})
             if not killed and service.job("by-hand")["step"] >= 1:
                 killed = True
                 if where in PROCESSES:

@@ -140,21 +140,21 @@ def all_events(house: House, someone: Someone) -> Held:
 def scoring(house: House, someone: Someone) -> Held:
     """Work for a reward worker, of which there is none."""
     job = job_of(house, "scored", reward="worker")
-    return Held(house, someone, "POST", f"/v1/jobs/{job}/scoring/lease", json={"worker": "w", "wait_seconds": 25})
+    return Held(house, someone, "POST", f"/v1/jobs/{job}/work/rewards/lease", json={"worker": "w", "wait_seconds": 25})
 
 
 def episodes(house: House, someone: Someone) -> Held:
     """Episodes for an agent worker, of which there is none."""
     job = job_of(house, "played", environment="agent")
-    return Held(house, someone, "POST", f"/v1/jobs/{job}/episodes/lease", json={"worker": "w", "wait_seconds": 25})
+    return Held(house, someone, "POST", f"/v1/jobs/{job}/work/episodes/lease", json={"worker": "w", "wait_seconds": 25})
 
 
 def agents_question(house: House, someone: Someone) -> Held:
     """What an agent asks, under the key of its episode."""
     job = job_of(house, "asked", environment="agent")
     offered(house, job)
-    leased = someone.ask("POST", f"/v1/jobs/{job}/episodes/lease", json={"worker": "w", "wait_seconds": 5}).json()
-    one: Json = leased["episodes"][0]
+    leased = someone.ask("POST", f"/v1/jobs/{job}/work/episodes/lease", json={"worker": "w", "wait_seconds": 5}).json()
+    one: Json = leased["units"][0]
     return Held(house, someone, "POST", f"{one['path']}/chat/completions", json={}, headers={"x-api-key": one["key"]})
 
 
@@ -182,8 +182,8 @@ def asked_for(someone: Someone, session: str) -> str:
 HOLDING = {
     "/v1/jobs/{job}/events/stream": event_stream,
     "/v1/events/stream": all_events,
-    "/v1/jobs/{job}/scoring/lease": scoring,
-    "/v1/jobs/{job}/episodes/lease": episodes,
+    "/v1/jobs/{job}/work/{kind}/lease": scoring,
+    "/v1/jobs/{job}/work/{kind}/lease#episodes": episodes,
     "/episodes/{episode}/v1/chat/completions": agents_question,
     f"{PREFIX}/retrieve_future": future,
     f"{PREFIX}/asample": sample,
@@ -206,7 +206,7 @@ def test_every_route_is_watched_under_the_key_that_it_is_asked_with() -> None:
         seen.add(route.path)
         if not route.path.startswith("/episodes/") and route.path not in LINKED | SIGN_IN:
             assert depends.principal in asked, route.path
-    assert set(HOLDING) <= seen
+    assert {path.partition("#")[0] for path in HOLDING} <= seen
     assert len(seen) > 60
 
 
@@ -281,18 +281,18 @@ def test_leases_of_a_key_are_anothers_as_soon_as_it_ends(house: House, someone: 
     job = job_of(house, "leased", environment="agent")
     offered(house, job)
     lease = {"worker": "w", "wait_seconds": 5}
-    (one,) = someone.ask("POST", f"/v1/jobs/{job}/episodes/lease", json=lease).json()["episodes"]
+    (one,) = someone.ask("POST", f"/v1/jobs/{job}/work/episodes/lease", json=lease).json()["units"]
     scored, workers = job_of(house, "units", reward="worker"), house.part(RewardWorkers)
     stored = house.store.job_by_id(scored)
     assert stored is not None
     asking = workers.ask(stored, RewardConfig(name="worker"), {"id": 0}, ["x"])
     asked = asyncio.run_coroutine_threadsafe(asking, house.app.state.loop)
     wait_until(lambda: workers.asked(scored))
-    wait_until(lambda: bool(someone.ask("POST", f"/v1/jobs/{scored}/scoring/lease", json=lease).json()["units"]))
+    wait_until(lambda: bool(someone.ask("POST", f"/v1/jobs/{scored}/work/rewards/lease", json=lease).json()["units"]))
     someone.revoke()
     again = {"worker": "v", "wait_seconds": 10}
-    assert house.ask("POST", f"/v1/jobs/{job}/episodes/lease", json=again).json()["episodes"]
-    assert house.ask("POST", f"/v1/jobs/{scored}/scoring/lease", json=again).json()["units"]
+    assert house.ask("POST", f"/v1/jobs/{job}/work/episodes/lease", json=again).json()["units"]
+    assert house.ask("POST", f"/v1/jobs/{scored}/work/rewards/lease", json=again).json()["units"]
     old = house.http.post(f"{one['path']}/chat/completions", headers={"x-api-key": one["key"]}, json={})
     assert old.status_code == 404
     asked.cancel()

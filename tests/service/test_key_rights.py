@@ -37,7 +37,7 @@ OPEN = (
 EXPECTED = {
     "completions": {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/tinker/api/v1/asample"},
     "files": {"/v1/files", "/v1/adapters", "/v1/shares"},
-    "jobs": {"/v1/jobs", "/v1/jobs/{job}/scoring/lease", "/v1/jobs/{job}/episodes/lease", "/v1/fine_tuning/jobs",
+    "jobs": {"/v1/jobs", "/v1/jobs/{job}/work/{kind}/lease", "/v1/fine_tuning/jobs",
              "/tinker/api/v1/forward_backward", "/tinker/api/v1/create_model"},
     "keys": {"/v1/keys"},
     "read": {"/v1/check", "/tinker/api/v1/retrieve_future"},

@@ -62,8 +62,8 @@ def test_what_a_call_of_an_episode_may_sample_counts_against_the_day(tmp_path: P
         engine = Counting(house.service.asks)
         run = house.service.agent_workers.run(engine, OfferEpisode(0, job, {}, {}, 0, 600.0))
         asyncio.run_coroutine_threadsafe(run, house.app.state.loop)
-        answer = house.ask("POST", f"/v1/jobs/{job}/episodes/lease", json={"worker": "w", "most": 1})
-        (leased,) = answer.json()["episodes"]
+        answer = house.ask("POST", f"/v1/jobs/{job}/work/episodes/lease", json={"worker": "w", "most": 1})
+        (leased,) = answer.json()["units"]
         house.keys["episode"] = leased["key"]
         for path in ("models", "chat/completions"):
             house.ask("GET" if path == "models" else "POST", f"{leased['path']}/{path}", "episode").raise_for_status()
@@ -170,7 +170,7 @@ def test_room_for_work_is_taken_before_it_is_leased(tmp_path: Path) -> None:
         units, asked = house.service.reward_workers.units, {"worker": "w", "most": 1, "wait_seconds": 0}
         for number in range(4):
             units.ask(job, f"{number}", 0, {"problem": {"id": number}, "completions": ["x" * 12 * 2**20]})
-        path, content = f"/v1/jobs/{job}/scoring/lease", json.dumps(asked).encode()
+        path, content = f"/v1/jobs/{job}/work/rewards/lease", json.dumps(asked).encode()
         for number in (1, 2):
             stack.enter_context(_unread(house, path, "ours", len(content), content))
             wait_until(lambda number=number: sum(house.store.scalars(select(ScoringUnit.handed_out))) == number)  # type: ignore[misc]
@@ -184,7 +184,7 @@ def test_room_for_work_is_taken_before_it_is_leased(tmp_path: Path) -> None:
         house.service.open_answers.take("others", 96 * 2**20, always=True)
         made = house.ask("POST", "/v1/jobs", "theirs", json={**tiny("theirs"), "reward": "worker"})
         assert made.status_code == 201, "they read theirs"
-        leased = house.ask("POST", f"/v1/jobs/{made.json()['id']}/scoring/lease", "theirs", json=asked)
+        leased = house.ask("POST", f"/v1/jobs/{made.json()['id']}/work/rewards/lease", "theirs", json=asked)
         assert leased.status_code == 200, "one answer of each tenant has room"
 
 

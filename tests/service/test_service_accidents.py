@@ -60,6 +60,7 @@ from motet.service.jobs.handover import Handover
 from motet.service.jobs.queue import JobQueue
 from motet.service.jobs.recorder import EventRecorder
 from motet.service.rewards import Grading, Scoring
+from motet.service.schemas.workers import LeaseRequest
 from motet.service.settings import Settings
 from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
@@ -244,8 +245,10 @@ def test_rollouts_are_scored_though_the_database_is_away_for_a_moment(house: Hou
         async with asyncio.timeout(PATIENCE):
             while store.away:
                 await asyncio.sleep(0.02)
-            for unit in await workers.lease(job, "w", "key", 1, 20.0, _stays, lambda: lambda: None):
-                await workers.settle(job, {unit.key: [0.5, 1.0]})
+            asked, stored = LeaseRequest(worker="w", most=1), Store.job_by_id(store, job)
+            assert stored is not None
+            for unit in await workers.lease(stored, asked, "key", _stays, lambda: lambda: None):
+                await workers.settle(job, {unit["id"]: [0.5, 1.0]})
         return await asking
 
     assert asyncio.run(work()) == ScoresAnswered(7, [0.5, 1.0])

@@ -182,8 +182,8 @@ def test_who_has_nothing_left_of_the_day_gets_nothing_more_of_the_device(tenants
     client = Client(http)
     client.wait(client.gradient([9]))
     http.post("/v1/jobs", json=of_agent("agent", 50)).raise_for_status()
-    path, lease = "/v1/jobs/agent/episodes", {"worker": "by-hand", "most": 1, "wait_seconds": 20}
-    episodes = http.post(f"{path}/lease", json=lease).raise_for_status().json()["episodes"]
+    path, lease = "/v1/jobs/agent/work/episodes", {"worker": "by-hand", "most": 1, "wait_seconds": 20}
+    episodes = http.post(f"{path}/lease", json=lease).raise_for_status().json()["units"]
     with httpx2.Client(base_url=service.url, timeout=PATIENCE, trust_env=False) as model:
         model.headers["Authorization"] = f"Bearer {episodes[0]['key']}"
         assert asked(model, episodes[0]["path"])
@@ -193,7 +193,7 @@ def test_who_has_nothing_left_of_the_day_gets_nothing_more_of_the_device(tenants
             results = [{"id": one["id"], "reward": 1.0} for one in episodes]
             http.post(f"{path}/results", json={"results": results}).raise_for_status()
             service.until(lambda: http.get("/v1/jobs/agent").json()["state"] == "paused", PATIENCE)
-        assert http.post(f"{path}/lease", json={**lease, "wait_seconds": 0}).json()["episodes"] == []
+        assert http.post(f"{path}/lease", json={**lease, "wait_seconds": 0}).json()["units"] == []
         for route in ("chat/completions", "responses", "messages"):
             body = {**CHAT, "max_tokens": 4, "input": "a"}
             assert model.post(f"{episodes[0]['path']}/{route}", json=body).status_code == 404, route

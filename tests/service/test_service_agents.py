@@ -137,7 +137,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 def lease(service: Service, job: str, worker: str = "me", **fields: Any) -> Json:
     """What a worker by hand gets."""
     wanted = {"worker": worker, "most": 1, "wait_seconds": 20, **fields}
-    found: Json = service.ask("POST", f"/v1/jobs/{job}/episodes/lease", json=wanted)
+    found: Json = service.ask("POST", f"/v1/jobs/{job}/work/episodes/lease", json=wanted)
     return found
 
 
@@ -255,7 +255,7 @@ def by_hand(service: Service, request: pytest.FixtureRequest) -> Iterator[str]:
 def test_whoever_speaks_http_opens_an_episode_talks_and_hands_its_reward_in_once(
     service: Service, by_hand: str
 ) -> None:
-    (episode,) = lease(service, by_hand)["episodes"]
+    (episode,) = lease(service, by_hand)["units"]
     assert set(episode["problem"]) == {"id", "messages", "answer", "metadata", "conversational"}
     client = openai.OpenAI(base_url=f"{service.url}{episode['path']}", api_key=episode["key"])
     assert [model.id for model in client.models.list()] == [service.job(by_hand)["id"]]
@@ -267,7 +267,7 @@ def test_whoever_speaks_http_opens_an_episode_talks_and_hands_its_reward_in_once
     ) as stream:
         assert any(event.choices[0].finish_reason for event in stream if event.choices)
     result = {"results": [{"id": episode["id"], "rewards": {said.id: 1.0}}, {"id": "ep-none", "reward": 1.0}]}
-    path = f"/v1/jobs/{by_hand}/episodes/results"
+    path = f"/v1/jobs/{by_hand}/work/episodes/results"
     assert service.ask("POST", path, json=result) == {"counted": [episode["id"]], "known": [], "unknown": ["ep-none"]}
     assert service.ask("POST", path, json=result)["known"] == [episode["id"]]
     status, body = asked(service, f"{episode['path']}/chat/completions", episode["key"])
@@ -276,7 +276,7 @@ def test_whoever_speaks_http_opens_an_episode_talks_and_hands_its_reward_in_once
 
 def test_each_key_opens_what_is_its_own_and_nothing_else(service: Service, by_hand: str) -> None:
     """Those of tenants open leases and rewards of their jobs, an episode's the model's answers in it."""
-    episode, other = (lease(service, by_hand)["episodes"][0] for _ in range(2))
+    episode, other = (lease(service, by_hand)["units"][0] for _ in range(2))
     routes = ("chat/completions", "responses", "messages", "models")
     strangers = [other["key"], key_of(service, "ours"), key_of(service, "theirs"), "ek-wrong", ""]
     for route in routes:
@@ -287,7 +287,7 @@ def test_each_key_opens_what_is_its_own_and_nothing_else(service: Service, by_ha
         assert asked(service, f"/episodes/ep-none/v1/{route}", episode["key"], method)[0] == 404
         for own in (episode, other):  # which keeps them
             assert asked(service, f"{own['path']}/models", own["key"], "GET")[0] == 200
-    base = f"/v1/jobs/{by_hand}/episodes"
+    base = f"/v1/jobs/{by_hand}/work/episodes"
     result = {"results": [{"id": episode["id"], "reward": 1.0}]}
     for method, path, sent in (
         ("POST", "/lease", {"worker": "me"}),
@@ -311,18 +311,18 @@ def test_each_key_opens_what_is_its_own_and_nothing_else(service: Service, by_ha
 
 
 def test_a_new_lease_begins_the_episode_anew_under_another_key(service: Service, by_hand: str) -> None:
-    (old,) = lease(service, by_hand)["episodes"]
+    (old,) = lease(service, by_hand)["units"]
     chat = f"{old['path']}/chat/completions"
     status, first = asked(service, chat, old["key"])
     assert status == 200
-    service.ask("DELETE", f"/v1/jobs/{by_hand}/episodes/workers/me")
+    service.ask("DELETE", f"/v1/jobs/{by_hand}/work/episodes/workers/me")
     assert asked(service, chat, old["key"])[0] == 404
-    (new,) = lease(service, by_hand, "another")["episodes"]
+    (new,) = lease(service, by_hand, "another")["units"]
     assert (new["handed_out"], new["seed"], new["problem"]) == (2, old["seed"], old["problem"])
     assert not {new["id"], new["key"]} & {old["id"], old["key"]}
     assert asked(service, f"{new['path']}/chat/completions", old["key"])[0] == 401
     results = {"results": [{"id": old["id"], "reward": 1.0}]}
-    assert service.ask("POST", f"/v1/jobs/{by_hand}/episodes/results", json=results)["unknown"] == [old["id"]]
+    assert service.ask("POST", f"/v1/jobs/{by_hand}/work/episodes/results", json=results)["unknown"] == [old["id"]]
     # as if it were the first time: the same question has the same answer, which the old one's does not count for
     status, again = asked(service, f"{new['path']}/chat/completions", new["key"])
     assert (status, again["id"]) == (200, first["id"])
@@ -331,7 +331,7 @@ def test_a_new_lease_begins_the_episode_anew_under_another_key(service: Service,
 
 
 def test_calls_beyond_the_jobs_limits_are_refused_with_the_reason(service: Service, by_hand: str) -> None:
-    (episode,) = lease(service, by_hand)["episodes"]
+    (episode,) = lease(service, by_hand)["units"]
     chat = f"{episode['path']}/chat/completions"
     long = {"role": "user", "content": "word " * 20_000}  # more than anybody may send without a key
     status, body = asked(service, chat, episode["key"], model="any", messages=[long])
@@ -351,7 +351,7 @@ def test_what_an_agent_was_answered_is_charged_though_its_job_is_cancelled_befor
     try:
         episodes = list[Json]()
         while not episodes:
-            episodes = lease(service, "left")["episodes"]
+            episodes = lease(service, "left")["units"]
         chat, key = f"{episodes[0]['path']}/chat/completions", episodes[0]["key"]
         answers = [asked(service, chat, key) for _ in range(9)]
         assert [status for status, _ in answers] == [200] * 9

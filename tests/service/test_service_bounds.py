@@ -250,9 +250,9 @@ def test_nothing_large_of_a_stranger_is_read(house: House) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/jobs/ended/scoring/results", {"results": [{"id": "a", "scores": [{}] * 8_000}]}),
-        ("/v1/jobs/ended/scoring/results", {"results": [{}] * 1000}),
-        ("/v1/jobs/ended/scoring/results", {"results": [{"id": "a", "scores": [1.0] * 1025}]}),
+        ("/v1/jobs/ended/work/rewards/results", {"results": [{"id": "a", "scores": [{}] * 8_000}]}),
+        ("/v1/jobs/ended/work/rewards/results", {"results": [{}] * 1000}),
+        ("/v1/jobs/ended/work/rewards/results", {"results": [{"id": "a", "scores": [1.0] * 1025}]}),
         ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 1000}] * 8}),
         ("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": [{}] * 8_000}]}),
         ("/v1/chat/completions", {"model": "small", "messages": [], **{f"{number}": 1 for number in range(16_000)}}),

@@ -203,7 +203,7 @@ def test_a_sample_takes_the_memory_of_its_longest_answer(house: House) -> None:
         ("/v1/messages", 2**17, MOST_PROMPT),
         ("/episodes/x/v1/responses", 2**17, MOST_PROMPT),
         (f"{TINKER}/forward_backward", MOST_GRADIENT, MOST_GRADIENT),
-        ("/v1/jobs/x/scoring/results", MOST_SCORES, MOST_SCORES),
+        ("/v1/jobs/x/work/rewards/results", MOST_SCORES, MOST_SCORES),
         ("/v1/jobs", MOST, MOST),
     ],
 )
@@ -223,12 +223,14 @@ DEAR = {
 @pytest.mark.parametrize("kind", ["application/json", "text/plain"])
 def test_json_has_so_many_values(house: House, what: str, kind: str) -> None:
     body = b'{"results": ' + DEAR[what] + b"}"
-    error = house.refused(413, "POST", "/v1/jobs/ended/scoring/results", content=body, headers={"content-type": kind})
+    error = house.refused(
+        413, "POST", "/v1/jobs/ended/work/rewards/results", content=body, headers={"content-type": kind}
+    )
     assert f"{what} at most" in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("path", "most"), [("/v1/submissions", 2**16), ("/v1/jobs/ended/scoring/results", 2**15), ("/v1/check", 2**15)]
+    ("path", "most"), [("/v1/submissions", 2**16), ("/v1/jobs/ended/work/rewards/results", 2**15), ("/v1/check", 2**15)]
 )
 def test_only_prompts_have_more_values_than_other_bodies(house: House, path: str, most: int) -> None:
     for number in ("1", "0.5", "null"):
@@ -500,9 +502,9 @@ WORK = {
     ),
     WAIT: (
         "GET /healthz", "GET /readyz", f"GET {TINKER}/healthz", "GET /v1/events/stream", "GET /v1/jobs/{job}/events/stream",
-        "POST /v1/jobs/{job}/scoring/lease", "POST /v1/jobs/{job}/scoring/results",
-        "DELETE /v1/jobs/{job}/scoring/workers/{worker}", "POST /v1/jobs/{job}/episodes/lease",
-        "POST /v1/jobs/{job}/episodes/results", "DELETE /v1/jobs/{job}/episodes/workers/{worker}",
+        "POST /v1/jobs/{job}/work/{kind}/lease", "POST /v1/jobs/{job}/work/{kind}/results",
+        "DELETE /v1/jobs/{job}/work/{kind}/workers/{worker}",
+        *(f"{way} /v1/jobs/{{job}}/{kind}/{{rest:path}}" for way in ("POST", "DELETE") for kind in ("scoring", "episodes")),
         f"POST {TINKER}/retrieve_future", f"POST {TINKER}/cancel_future", "GET /login", "GET /login/callback", "GET /v1/login",
         "POST /v1/login/device", "POST /v1/login/device/key",
     ),

@@ -171,7 +171,7 @@ def test_a_service_that_stops_lets_go_of_everybody_without_a_word(service: Servi
 
         def leased(number: int) -> int:
             asked = {"worker": f"w{number}", "most": 0 if number else 1, "wait_seconds": 30}
-            return client.post("/v1/jobs/works/scoring/lease", json=asked, extensions={"trace": trace}).status_code
+            return client.post("/v1/jobs/works/work/rewards/lease", json=asked, extensions={"trace": trace}).status_code
 
         paths = ["/v1/events/stream", "/v1/jobs/long/events/stream", "/v1/jobs/works/events/stream"]
         streams = [threads.submit(followed, path) for path in paths * 3]

@@ -326,7 +326,7 @@ def test_a_rate_is_looked_at_before_a_body(tmp_path: Path) -> None:
             pass
         for path in (
             "/v1/submissions",
-            "/v1/jobs/ended/scoring/results",
+            "/v1/jobs/ended/work/rewards/results",
             "/tinker/api/v1/forward_backward",
             "/v1/files",
         ):
@@ -340,7 +340,7 @@ def test_a_rate_is_looked_at_before_a_body(tmp_path: Path) -> None:
 def test_a_body_of_many_values_counts_as_many_requests(tmp_path: Path) -> None:
     with open_house(tmp_path, rate=RateConfig(requests_per_second=0.01, burst=40)) as house:
         scores = {"results": [{"id": f"unit-{one}", "scores": [0.5] * 125} for one in range(250)]}
-        assert house.ask("POST", "/v1/jobs/ended/scoring/results", json=scores).status_code == 200
+        assert house.ask("POST", "/v1/jobs/ended/work/rewards/results", json=scores).status_code == 200
         statuses = [house.ask("GET", "/v1/me").status_code for _ in range(40)]
         assert 0 < statuses.count(200) < 40 - 31_250 / VALUES_OF_A_REQUEST
         assert house.ask("GET", "/v1/me", "theirs").status_code == 200
@@ -493,7 +493,7 @@ def test_a_lease_costs_one_request_whatever_it_holds(tmp_path: Path) -> None:
         work = {"reward": {"args": {}}, "problem": {"text": "x" * 2**23}, "completions": ["a"]}
         house.service.reward_workers.units.ask(job, key_of(work), 0, work)
         lease = {"worker": "w", "wait_seconds": 0}
-        answer = house.ask("POST", f"/v1/jobs/{job}/scoring/lease", json=lease)
+        answer = house.ask("POST", f"/v1/jobs/{job}/work/rewards/lease", json=lease)
         assert len(answer.content) > 2**23
         assert house.ask("GET", "/v1/me").status_code == 200
 

@@ -23,9 +23,10 @@ from motet.core.types import JobState
 from motet.rewards.reward_elsewhere import ELSEWHERE, SEALED, AnswerDetails, WorkerArgs
 from motet.rewards.reward_installed import install
 from motet.rewards.rewards import BUILTIN
-from motet.service.database.tables import ScoringUnit
+from motet.service.database.tables import ScoringUnit, StoredJob
 from motet.service.events import EventBus
 from motet.service.http.bodies import MOST_SCORES
+from motet.service.schemas.workers import LeaseRequest
 from motet.service.workers.attached import TAKES_PER_SECOND, AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers, key_of
 from tests.support.commands import NOBODY
@@ -174,7 +175,9 @@ def waiting(house: House) -> Iterator[tuple[str, list[str]]]:
 
 def lease(house: House, job: str, worker: str = "w", **fields: Any) -> Json:
     """What a worker gets."""
-    answer = house.ask("POST", f"/v1/jobs/{job}/scoring/lease", json={"worker": worker, "wait_seconds": 0, **fields})
+    answer = house.ask(
+        "POST", f"/v1/jobs/{job}/work/rewards/lease", json={"worker": worker, "wait_seconds": 0, **fields}
+    )
     assert answer.status_code == 200, answer.text
     found: Json = answer.json()
     return found
@@ -183,7 +186,7 @@ def lease(house: House, job: str, worker: str = "w", **fields: Any) -> Json:
 def results(house: House, job: str, given: dict[str, Any]) -> Json:
     """What becomes of scores."""
     body = {"results": [{"id": key, "scores": scores} for key, scores in given.items()]}
-    answer = house.ask("POST", f"/v1/jobs/{job}/scoring/results", json=body)
+    answer = house.ask("POST", f"/v1/jobs/{job}/work/rewards/results", json=body)
     assert answer.status_code == 200, answer.text
     found: Json = answer.json()
     return found
@@ -203,7 +206,7 @@ def test_a_worker_leases_scores_and_hands_in_as_often_as_it_likes(house: House, 
         told = results(house, job, {keys[0]: [9, 9], "none": [1]})
         assert told == {"counted": [], "known": keys[:1], "unknown": ["none"]}
     assert house.part(RewardWorkers).units.ask(job, keys[0], 0, {"completions": []}) == scores
-    assert house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/v").status_code == 204
+    assert house.ask("DELETE", f"/v1/jobs/{job}/work/rewards/workers/v").status_code == 204
     assert [unit["handed_out"] for unit in lease(house, job)["units"]] == [2]
     with house.store.transaction() as session:
         session.execute(update(ScoringUnit).values(leased_until=0.0))
@@ -248,7 +251,7 @@ def test_what_a_worker_gets_wrong_is_refused_and_nothing_is_counted(
     house: House, waiting: tuple[str, list[str]]
 ) -> None:
     job, keys = waiting
-    path = f"/v1/jobs/{job}/scoring/results"
+    path = f"/v1/jobs/{job}/work/rewards/results"
     for scores, status in (([1.0], 400), ([1.0, 2.0, 3.0], 400), ([{}, 1.0], 422), ([[1.0], 1.0], 422), ("no", 422)):
         body = {"results": [{"id": keys[0], "scores": [1.0, 1.0]}, {"id": keys[1], "scores": scores}]}
         assert house.refused(status, "POST", path, json=body)["message"]
@@ -263,18 +266,18 @@ def test_what_a_worker_gets_wrong_is_refused_and_nothing_is_counted(
         {"worker": "a", "most": 1000},
         {"worker": "a", "wait_seconds": 99},
     ):
-        house.refused(422, "POST", f"/v1/jobs/{job}/scoring/lease", json=asked)
+        house.refused(422, "POST", f"/v1/jobs/{job}/work/rewards/lease", json=asked)
     assert len(lease(house, job)["units"]) == 2
 
 
 def test_another_tenant_neither_takes_nor_scores(house: House, waiting: tuple[str, list[str]]) -> None:
     job, keys = waiting
     body = {"results": [{"id": keys[0], "scores": [1.0, 1.0]}]}
-    house.refused(404, "POST", f"/v1/jobs/{job}/scoring/lease", "theirs", json={"worker": "w"})
-    house.refused(404, "POST", f"/v1/jobs/{job}/scoring/results", "theirs", json=body)
-    house.refused(404, "DELETE", f"/v1/jobs/{job}/scoring/workers/w", "theirs")
+    house.refused(404, "POST", f"/v1/jobs/{job}/work/rewards/lease", "theirs", json={"worker": "w"})
+    house.refused(404, "POST", f"/v1/jobs/{job}/work/rewards/results", "theirs", json=body)
+    house.refused(404, "DELETE", f"/v1/jobs/{job}/work/rewards/workers/w", "theirs")
     other = house.ask("POST", "/v1/jobs", "theirs", json={**tiny("theirs"), "reward": "worker"}).json()["id"]
-    told = house.ask("POST", f"/v1/jobs/{other}/scoring/results", "theirs", json=body).json()
+    told = house.ask("POST", f"/v1/jobs/{other}/work/rewards/results", "theirs", json=body).json()
     assert told == {"counted": [], "known": [], "unknown": keys[:1]}
     assert len(lease(house, job)["units"]) == 2
 
@@ -294,11 +297,11 @@ def test_a_worker_that_waits_gets_work_at_once_and_hears_of_the_end(
     deadline = time.monotonic() + PATIENCE
     while min(took, default=math.inf) > 2.5:
         assert time.monotonic() < deadline, took
-        house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/patient")
+        house.ask("DELETE", f"/v1/jobs/{job}/work/rewards/workers/patient")
         lease(house, job)
         got = list[Json]()
         asking, started = asked(got), time.monotonic()
-        house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
+        house.ask("DELETE", f"/v1/jobs/{job}/work/rewards/workers/w")
         asking.join()
         took.append(time.monotonic() - started)
         assert len(got[0]["units"]) == 2
@@ -318,12 +321,12 @@ def test_a_worker_that_hangs_up_while_it_waits_is_handed_nothing(house: House, w
         "import sys, httpx2; httpx2.post(sys.argv[1], headers={'Authorization': sys.argv[2]}, timeout=60, "
         "json={'worker': 'dead', 'wait_seconds': 30})"
     )
-    url = str(house.http.base_url.join(f"/v1/jobs/{job}/scoring/lease"))
+    url = str(house.http.base_url.join(f"/v1/jobs/{job}/work/rewards/lease"))
     words = [sys.executable, "-c", code, url, f"Bearer {house.keys['ours']}"]
     with ending(subprocess.Popen(words)):
         wait_until(lambda: "dead" in house.part(RewardWorkers)._seen[job])
     wait_until(lambda: "dead" not in house.part(RewardWorkers)._seen[job])
-    house.ask("DELETE", f"/v1/jobs/{job}/scoring/workers/w")
+    house.ask("DELETE", f"/v1/jobs/{job}/work/rewards/workers/w")
     assert [unit["id"] for unit in lease(house, job, "alive")["units"]] == keys
 
 
@@ -335,15 +338,16 @@ class Counting(AttachedWorkers):
     async def state(self, job_id: str) -> JobState:
         return JobState.RUNNING
 
-    async def lease(self, worker: str, seconds: float) -> list[str]:
+    async def take(self, job: StoredJob, asked: LeaseRequest, owner: str) -> list[Json]:
+        self.looks += 1
+        return []
+
+    async def wait(self, worker: str, seconds: float) -> list[Json]:
         async def nobody() -> bool:
             return False
 
-        async def take() -> list[str]:
-            self.looks += 1
-            return []
-
-        return await self._taken("job", worker, seconds, nobody, lambda: lambda: None, take)
+        asked = LeaseRequest.model_construct(worker=worker, most=1, wait_seconds=seconds, holds=None)
+        return await self.lease(StoredJob(id="job"), asked, "key", nobody, lambda: lambda: None)
 
 
 def test_many_workers_that_wait_for_work_of_a_job_look_seldom(house: House) -> None:
@@ -351,7 +355,7 @@ def test_many_workers_that_wait_for_work_of_a_job_look_seldom(house: House) -> N
         """How often they looked, and how often there was something new."""
         bus, news = EventBus(), 0
         workers = Counting(house.store, bus, 60.0)
-        waiting = asyncio.gather(*(workers.lease(f"w{number}", seconds) for number in range(many)))
+        waiting = asyncio.gather(*(workers.wait(f"w{number}", seconds) for number in range(many)))
         while not waiting.done() and workers.looks < looks:
             workers._publish("job")
             news += 1

@@ -282,7 +282,7 @@ def test_a_reward_that_is_bad_on_the_worker_fails_its_job_only(service: Service,
 
 def test_a_result_that_the_service_refuses_is_told_and_does_not_end_the_worker(service: Service, file: Path) -> None:
     service.submit(job("refused", {"name": "worker", "args": {}}))
-    path = "/v1/jobs/refused/scoring"
+    path = "/v1/jobs/refused/work/rewards"
 
     async def handed_in(path: str, *scores: Any) -> str:
         async with motet.AsyncClient(service.url) as client:
@@ -291,7 +291,7 @@ def test_a_result_that_the_service_refuses_is_told_and_does_not_end_the_worker(s
     assert "scores.0" in asyncio.run(handed_in(path, "x" * 9000))
     assert asyncio.run(handed_in(path, 1.0)) == ""  # nobody waits for it
     with pytest.raises(ServiceError, match="nobody"):
-        asyncio.run(handed_in("/v1/jobs/nobody/scoring", 1.0))
+        asyncio.run(handed_in("/v1/jobs/nobody/work/rewards", 1.0))
     assert to_wire(["x" * 9000, Chance("y" * 9000), 1.0]) == ["x" * 4000, {"chance": "y" * 4000}, 1.0]
     service.steer("refused", "cancel")
 

@@ -42,7 +42,7 @@ def names_of_others(ring: Ring) -> str:
         *(("GET", f"/v1/jobs/{job}/versions/{which}/download") for which in ("1", "latest", "best")),
         *(("POST", f"/v1/jobs/{job}/{word}") for word in ("pause", "resume", "cancel")),
         ("PATCH", f"/v1/jobs/{job}"), ("DELETE", f"/v1/jobs/{job}"),
-        ("POST", f"/v1/jobs/{job}/scoring/lease"), ("POST", f"/v1/jobs/{job}/episodes/lease"),
+        ("POST", f"/v1/jobs/{job}/work/rewards/lease"), ("POST", f"/v1/jobs/{job}/work/episodes/lease"),
         ("GET", f"/v1/files/{file}"), ("GET", f"/v1/files/{file}/content"), ("DELETE", f"/v1/files/{file}"),
         ("GET", f"/v1/adapters/{job}"), ("DELETE", f"/v1/adapters/{job}"), ("GET", f"/v1/fine_tuning/jobs/{job}"),
         ("GET", f"/v1/fine_tuning/jobs/{job}/events"), ("GET", f"/v1/fine_tuning/jobs/{job}/checkpoints"),

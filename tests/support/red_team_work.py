@@ -189,7 +189,7 @@ def jobs_that_only_wait(ring: Ring) -> str:
 
 def scores_of_others(ring: Ring) -> str:
     name = ring.submit(tiny("scored", reward={"name": "worker"}))
-    path = f"/v1/jobs/{name}/scoring"
+    path = f"/v1/jobs/{name}/work/rewards"
     wrong: list[list[Json]] = [
         [{"id": "x", "scores": [1.0]}], [{"id": "x", "scores": ["NaN"]}], [{}] * 1000,
         [{"id": "x", "scores": [1e308] * 1024}] * 256,
@@ -209,7 +209,7 @@ def scores_of_others(ring: Ring) -> str:
 def agents_that_do_as_they_like(ring: Ring) -> str:
     name = ring.submit(of_agent("likes", 5))
     lease = {"worker": "w", "most": 8, "wait_seconds": 20}
-    (first, *_) = ring.ask("POST", f"/v1/jobs/{name}/episodes/lease", json=lease).json()["episodes"]
+    (first, *_) = ring.ask("POST", f"/v1/jobs/{name}/work/episodes/lease", json=lease).json()["units"]
     headers = {"Authorization": f"Bearer {first['key']}"}
     with httpx2.Client(base_url=ring.url, headers=headers, trust_env=False, timeout=PATIENCE) as model:
         for body in (

@@ -67,16 +67,16 @@ def agent_worker(http: httpx2.Client, job: str, play: Callable[[httpx2.Client, s
     def work() -> None:
         while not over.is_set():
             wanted = {"worker": "by-hand", "most": 4, "wait_seconds": 1}
-            leased = http.post(f"/v1/jobs/{job}/episodes/lease", json=wanted).raise_for_status().json()
+            leased = http.post(f"/v1/jobs/{job}/work/episodes/lease", json=wanted).raise_for_status().json()
             if leased["state"] in FINAL:
                 return
             over.wait(0.05)
-            for episode in leased["episodes"]:
+            for episode in leased["units"]:
                 url, headers = f"{http.base_url}".rstrip("/"), {"Authorization": f"Bearer {episode['key']}"}
                 with httpx2.Client(base_url=url, headers=headers, timeout=PATIENCE, trust_env=False) as model:
                     reward = play(model, episode["path"])
                 result = {"results": [{"id": episode["id"], "reward": reward}]}
-                http.post(f"/v1/jobs/{job}/episodes/results", json=result).raise_for_status()
+                http.post(f"/v1/jobs/{job}/work/episodes/results", json=result).raise_for_status()
 
     def watched() -> None:
         try:

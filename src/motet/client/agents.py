@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from motet.client.connection import Connection
-from motet.client.leases import Asked, LeaseWorker, Running
+from motet.client.leases import LeaseWorker, Running
 from motet.core.errors import EnvironmentFault
 from motet.core.types import Problem
 from motet.environments.agent_processes import AgentProcesses
 from motet.rewards.reward_elsewhere import MOST_LETTERS
 from motet.service.schemas import Job
-from motet.service.schemas.workers import EpisodeLease, EpisodeWork
+from motet.service.schemas.workers import EpisodeWork
 from motet.workers.worker_link import AGAIN
 
 _SECRETS = ("MOTET_API_KEY",)
@@ -65,13 +65,11 @@ class AgentWorker(LeaseWorker[EpisodeWork]):
             self._processes[key] = AgentProcesses(self._agent, args, None, _SECRETS)
         return self._processes[key]
 
-    async def _lease(self, path: str, wanted: Asked, running: Running) -> tuple[EpisodeLease, Sequence[EpisodeWork]]:
-        """Lease episodes; stops those that others have now, or whose host has ended."""
-        lease = await self._client._patiently(EpisodeLease, "POST", f"{path}/lease", json=wanted)
-        for key in running.keys() - set(lease.held) - self._handing_in:
+    def _stop_lost(self, held: Sequence[str], running: Running) -> None:
+        """Stop episodes that others have now, or whose host has ended."""
+        for key in running.keys() - set(held) - self._handing_in:
             if not running[key].done():
                 running.pop(key).cancel()
-        return lease, lease.episodes
 
     async def _do(self, path: str, work: EpisodeWork) -> None:
         deadline = time.time() + work.seconds

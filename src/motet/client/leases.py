@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from motet.client.connection import Connection, path_of, worker_name
 from motet.core.errors import ServiceError
 from motet.core.json_text import storable
 from motet.core.types import JobState
 from motet.service.schemas import Job
-from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeWork, Lease, ScoringWork
+from motet.service.schemas.workers import Counted, EpisodeWork, Lease, ScoringWork
 
 Work = TypeVar("Work", EpisodeWork, ScoringWork)
 Asked = dict[str, Any]
@@ -30,7 +30,7 @@ class LeaseWorker(ABC, Generic[Work]):
     """Does one kind of work for some jobs. Subclasses load, lease and execute the work."""
 
     kind: str
-    """The last part of a job's path: `scoring` or `episodes`."""
+    """`rewards` or `episodes`."""
 
     def __init__(self, client: Connection, at_once: int) -> None:
         """Connects to nothing yet; runs `at_once` pieces of work per job."""
@@ -39,13 +39,12 @@ class LeaseWorker(ABC, Generic[Work]):
     @abstractmethod
     async def _prepare(self, job: Job) -> None: ...
     @abstractmethod
-    async def _lease(
-        self, path: str, wanted: Asked, running: Running
-    ) -> tuple[Lease | EpisodeLease, Sequence[Work]]: ...
-    @abstractmethod
     async def _do(self, path: str, work: Work) -> None: ...
     @abstractmethod
     async def _close(self) -> None: ...
+
+    def _stop_lost(self, held: Sequence[str], running: Running) -> None:
+        """Stop work that others have now; by default it is done all the same, and counts once."""
 
     async def run(self, jobs: Sequence[str]) -> None:
         """Work until all jobs have ended.
@@ -82,7 +81,7 @@ class LeaseWorker(ABC, Generic[Work]):
 
     async def _serve(self, job: Job) -> None:
         """Take work of one job, up to `at_once` pieces, until the job has ended."""
-        path, running, wait = f"{path_of('jobs', job.id)}/{self.kind}", Running(), 0.0
+        path, running, wait = f"{path_of('jobs', job.id)}/work/{self.kind}", Running(), 0.0
         try:
             while True:
                 free = self._at_once - len(running)
@@ -94,14 +93,15 @@ class LeaseWorker(ABC, Generic[Work]):
                     "wait_seconds": wait if free else 0.0,
                     "holds": list(running),
                 }
-                lease, taken = await self._lease(path, wanted, running)
+                lease = await self._client._patiently(Lease, "POST", f"{path}/lease", json=wanted)
+                self._stop_lost(lease.held, running)
                 wait = min(_WAIT_SECONDS, lease.seconds / 3)  # another request renews the leases
-                for work in taken:
+                for work in lease.units:
                     if work.id not in running:
-                        running[work.id] = asyncio.create_task(self._do(path, work))
+                        running[work.id] = asyncio.create_task(self._do(path, cast("Work", work)))
                 for key in [key for key, task in running.items() if task.done()]:
                     running.pop(key).result()
-                if JobState(lease.state).final and not taken:
+                if JobState(lease.state).final and not lease.units:
                     return
         finally:
             for task in running.values():

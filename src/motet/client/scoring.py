@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from motet.client.connection import Connection
-from motet.client.leases import Asked, LeaseWorker, Running
+from motet.client.leases import LeaseWorker
 from motet.client.reward_files import RewardFiles
 from motet.config import RewardConfig
 from motet.rewards.reward_elsewhere import AnswerDetails, ScoreOrReason, WorkerArgs, to_wire
 from motet.rewards.reward_pool import RewardPool
 from motet.service.schemas import Job
-from motet.service.schemas.workers import Lease, ScoringWork
+from motet.service.schemas.workers import ScoringWork
 
 _AT_ONCE = 16
 _MOST_LOADED = 16
@@ -27,7 +27,7 @@ _MOST_LOADED = 16
 class RewardWorker(LeaseWorker[ScoringWork]):
     """Scores rollouts of some jobs until they have ended."""
 
-    kind = "scoring"
+    kind = "rewards"
 
     def __init__(
         self, client: Connection, files: RewardFiles, processes: int = 2, most_loaded: int = _MOST_LOADED
@@ -50,11 +50,6 @@ class RewardWorker(LeaseWorker[ScoringWork]):
 
     async def _close(self) -> None:
         await self._pool.close()
-
-    async def _lease(self, path: str, wanted: Asked, running: Running) -> tuple[Lease, Sequence[ScoringWork]]:
-        """Lease rollouts; those leased to others meanwhile are still scored, and count once."""
-        lease = await self._client._patiently(Lease, "POST", f"{path}/lease", json=wanted)
-        return lease, lease.units
 
     async def _do(self, path: str, work: ScoringWork) -> None:
         scores = await self.score(work)

@@ -29,7 +29,6 @@ from motet.service.routes import (
     adapters,
     completions,
     dashboard,
-    episodes,
     events,
     files,
     fine_tuning,
@@ -38,6 +37,7 @@ from motet.service.routes import (
     rewards,
     sign_in,
     tenants,
+    work,
 )
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Error
@@ -48,7 +48,7 @@ from motet.service.tinker.parts import Tinker
 
 ROUTES = (
     completions, training, sessions, runs,
-    files, jobs, events, adapters, tenants, sign_in, fine_tuning, dashboard, rewards, episodes, health,
+    files, jobs, events, adapters, tenants, sign_in, fine_tuning, dashboard, rewards, work, health,
 )  # fmt: skip
 """Searched in this order for each request: those that are sent most come first."""
 ERRORS: dict[int | str, dict[str, Any]] = {

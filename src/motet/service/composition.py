@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from motet.hosts.host_link import HostHandlers
@@ -43,6 +44,7 @@ from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.quotas import QuotaEnforcer, Quotas
 from motet.service.tenants.stored import StoredBytes
 from motet.service.workers.agents import AgentWorkers
+from motet.service.workers.attached import AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers
 
 JOBS_AHEAD = 4
@@ -79,7 +81,8 @@ class Service:
         allowed = Allowed.by(settings)
         asking = secrets.asking(HttpRewards(allowed.addresses))
         self.scoring = Scoring(store, asking, self.reward_workers, self.grading)
-        workers = self.reward_workers, self.agent_workers
+        self.workers: Mapping[str, AttachedWorkers] = {"rewards": self.reward_workers, "episodes": self.agent_workers}
+        workers = tuple(self.workers.values())
         warn = logging.getLogger(__name__).warning
         self.followers = Followers(config.observers, settings.directory / "observers", warn)
         self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers, self.followers)

@@ -49,8 +49,8 @@ _PROMPTS = {
 """Bytes of a body per position of the base: of a token id, of a token's text as JSON, of 16 such texts."""
 _JOBS = "/v1/submissions"
 _LONG = ("/v1/fine_tuning/alpha/graders/run", _JOBS)
-_LEASES = ("/scoring/lease", "/episodes/lease")
-_SCORES = "/scoring/results"
+_LEASES = ("/work/rewards/lease", "/work/episodes/lease")
+_SCORES = ("/work/rewards/results", "/work/{kind}/results")
 _EPISODES, _EPISODE_BYTES = "/episodes/", 64
 _AROUND = 2**16  # extra bytes of a form around its file, and of a request around its prompt
 _NUMBERS = ("/tinker/api/v1/asample", "/v1/completions")

@@ -56,16 +56,6 @@ class ScoringWork(Answer):
     """How often it was leased, including now."""
 
 
-class Lease(Answer):
-    """Work leased to a worker."""
-
-    units: list[ScoringWork]
-    seconds: float
-    """Duration of the lease; another request renews it."""
-    state: str
-    """State of the job; the worker can stop when it has ended."""
-
-
 class ByChance(Asked):
     """No score because of a timeout or the network; another run may give one."""
 
@@ -112,12 +102,6 @@ class Result(Asked):
     """
 
 
-class Results(Asked):
-    """Scores of several units."""
-
-    results: list[Result] = Field(max_length=MOST_UNITS, fail_fast=True)
-
-
 class EpisodeWork(Answer):
     """An episode for an agent."""
 
@@ -139,15 +123,20 @@ class EpisodeWork(Answer):
     """How often it was leased, including now."""
 
 
-class EpisodeLease(Answer):
-    """Episodes leased to a worker."""
+class Lease(Answer):
+    """Work leased to a worker, of the kind in the path."""
 
-    episodes: list[EpisodeWork]
-    """New episodes."""
-    held: list[str]
+    units: list[
+        Annotated[
+            Annotated[ScoringWork, Tag("rewards")] | Annotated[EpisodeWork, Tag("episodes")],
+            Discriminator(lambda given: "rewards" if "completions" in given else "episodes"),
+        ]
+    ]
+    """New work."""
+    held: list[str] = []
     """All episodes that the worker holds now; missing ones were leased to others."""
     seconds: float
-    """Duration of the lease; another request, or a call of the model, renews it."""
+    """Duration of the lease; another request renews it, and so does a call of the model in an episode."""
     state: str
     """State of the job; the worker can stop when it has ended."""
 
@@ -165,21 +154,30 @@ class EpisodeResult(Asked):
     """Whether a timeout ended it; another run may give another result."""
 
 
-class EpisodeResults(Asked):
-    """Results of several episodes."""
+def _kind_of_result(given: Any) -> str:
+    return "rewards" if isinstance(given, dict) and "scores" in given else "episodes"
 
-    results: list[EpisodeResult] = Field(max_length=MOST_UNITS, fail_fast=True)
+
+class Results(Asked):
+    """Results of several units, of the kind in the path."""
+
+    results: list[
+        Annotated[
+            Annotated[Result, Tag("rewards")] | Annotated[EpisodeResult, Tag("episodes")],
+            Discriminator(_kind_of_result),
+        ]
+    ] = Field(max_length=MOST_UNITS, fail_fast=True)
 
 
 class Counted(Answer):
     """How results were counted."""
 
     counted: list[str]
-    """Units whose scores were stored now."""
+    """Units whose results were stored now."""
     known: list[str]
-    """Units that had scores already; not counted again."""
+    """Units that had results already; not counted again."""
     unknown: list[str]
-    """Units that are no longer needed."""
+    """Units that are no longer needed, or whose lease has ended."""
 
 
 class Reward(Answer):

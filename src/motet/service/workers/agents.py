@@ -11,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,8 +21,10 @@ from motet.core.json_text import rough_size
 from motet.environments import episode_messages as m
 from motet.environments.environment_messages import LATE
 from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
 from motet.service.errors import Refusal
 from motet.service.events import EventBus
+from motet.service.schemas.workers import Counted, EpisodeResult, LeaseRequest
 from motet.service.workers.attached import MOST_LEASED, AttachedWorkers, Gone, Room
 
 KEY_PREFIX = "ek-"
@@ -125,20 +127,18 @@ class AgentWorkers(AttachedWorkers):
     # --- leases -----------------------------------------------------------------------------------------------------------
 
     async def lease(
-        self, job_id: str, tenant: str, worker: str, owner: str, most: int, seconds: float, gone: Gone, room: Room
-    ) -> list[OfferedEpisode]:
-        """Lease episodes of a tenant's job to a worker; empty after `seconds` without any. `owner` is the id of its API key."""
+        self, job: StoredJob, asked: LeaseRequest, owner: str, gone: Gone, room: Room
+    ) -> list[dict[str, Any]]:
+        """As `AttachedWorkers.lease`; also a worker for whose answer there is no room keeps what it holds."""
+        self.renew(job.id, asked.worker, asked.holds)
+        return await super().lease(job, asked, owner, gone, room)
 
-        async def take() -> list[OfferedEpisode]:
-            return self._lease(job_id, tenant, worker, owner, most)
-
-        return await self._taken(job_id, worker, seconds if most else 0.0, gone, room, take)
-
-    def _lease(self, job_id: str, tenant: str, worker: str, owner: str, most: int) -> list[OfferedEpisode]:
+    async def take(self, job: StoredJob, asked: LeaseRequest, owner: str) -> list[dict[str, Any]]:
+        """Lease waiting episodes to a worker."""
         until = time.monotonic() + self.lease_seconds
-        room = min(most, MOST_OPEN - sum(one.tenant == tenant for one in self._open.values()))
+        room = min(asked.most, MOST_OPEN - sum(one.tenant == job.tenant_id for one in self._open.values()))
         free, size = list[OfferedEpisode](), 0
-        for one in self._waiting.get(job_id, ()):
+        for one in self._waiting.get(job.id, ()):
             if one.name or one.ended.done():
                 continue
             if len(free) >= room or (free and size + one.size > MOST_LEASED):
@@ -147,12 +147,20 @@ class AgentWorkers(AttachedWorkers):
             size += one.size
         for one in free:
             one.name, one.key = f"ep-{secrets.token_hex(8)}", f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
-            one.worker, one.owner, one.tenant, one.calls = worker, owner, tenant, 0
+            one.worker, one.owner, one.tenant, one.calls = asked.worker, owner, job.tenant_id, 0
+            one.tokens = int(job.spec["sampling"]["max_tokens"])
             one.leased_until, one.deadline = until, time.monotonic() + one.offer.seconds
             one.handed_out += 1
             self._open[one.name] = one
             one.host.send(m.BeginEpisode(one.offer.episode, one.name))
-        return free
+        return [
+            {
+                "id": one.name, "path": f"/episodes/{one.name}/v1", "key": one.key, "problem": one.offer.problem,
+                "args": one.offer.args, "seed": one.offer.seed, "seconds": one.offer.seconds,
+                "handed_out": one.handed_out,
+            }
+            for one in free
+        ]  # fmt: skip
 
     def renew(self, job_id: str, worker: str, holds: Collection[str] | None) -> None:
         """Renew the episodes in `holds` (None for all), and free the worker's others."""
@@ -173,12 +181,20 @@ class AgentWorkers(AttachedWorkers):
     def _held(self, job_id: str, worker: str) -> list[OfferedEpisode]:
         return [one for one in self._waiting.get(job_id, ()) if one.name and one.worker == worker]
 
-    def leave(self, job_id: str, worker: str) -> None:
+    async def leave(self, job_id: str, worker: str) -> None:
         """Free a leaving worker's episodes at once."""
         self._seen[job_id].pop(worker, None)
         for one in self._held(job_id, worker):
             self._free(one)
         self._publish(job_id)
+
+    def count(self, job_id: str, results: Sequence[EpisodeResult]) -> Counted:
+        """Take results; those of expired leases do not count."""
+        said: dict[str, list[str]] = {"counted": [], "known": [], "unknown": []}
+        for one in results:
+            ended = m.EpisodeEnded(0, one.reward, one.rewards or {}, one.error, one.late)
+            said[self.settle(job_id, one.id, ended)].append(one.id)
+        return Counted(**said)
 
     def settle(self, job_id: str, name: str, result: m.EpisodeEnded) -> str:
         """Record an episode's result: returns `counted`, `known` for a repeat, or `unknown`."""

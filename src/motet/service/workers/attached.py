@@ -12,15 +12,16 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import TypeVar
+from typing import Any
 
 from motet.core.types import JobState
 from motet.service.database.store import Store
+from motet.service.database.tables import StoredJob
 from motet.service.events import EventBus
+from motet.service.schemas.workers import LeaseRequest
 
 _log = logging.getLogger(__name__)
 
-Work = TypeVar("Work")
 Gone = Callable[[], Awaitable[bool]]
 """Returns whether the client has disconnected."""
 MOST_LEASED = 2**24
@@ -67,6 +68,18 @@ class AttachedWorkers:
     def check(self) -> None:
         """Check waiting work; called every second."""
 
+    async def take(self, job: StoredJob, asked: LeaseRequest, owner: str) -> list[dict[str, Any]]:
+        """Lease waiting work of a job to a worker, as it is shown. `owner` is the id of its API key."""
+        raise NotImplementedError
+
+    async def leave(self, job_id: str, worker: str) -> None:
+        """Free a leaving worker's work at once."""
+        raise NotImplementedError
+
+    def held(self, job_id: str, worker: str) -> list[str]:
+        """Names of the episodes that a worker has."""
+        return []
+
     # --- shared methods -----------------------------------------------------------------------------------------------
 
     def asked(self, job_id: str) -> bool:
@@ -97,17 +110,12 @@ class AttachedWorkers:
         job = await asyncio.to_thread(self._store.job_by_id, job_id)
         return JobState.CANCELLED if job is None else JobState(job.state)
 
-    async def _taken(
-        self,
-        job_id: str,
-        worker: str,
-        seconds: float,
-        gone: Gone,
-        room: Room,
-        take: Callable[[], Awaitable[list[Work]]],
-    ) -> list[Work]:
-        """Wait up to `seconds` for work that a worker can take. Raises what `room` raises, before work is leased."""
-        deadline = time.monotonic() + seconds
+    async def lease(
+        self, job: StoredJob, asked: LeaseRequest, owner: str, gone: Gone, room: Room
+    ) -> list[dict[str, Any]]:
+        """Wait for work that a worker can take, and renew what it has. Raises what `room` raises, before work is leased."""
+        job_id, worker = job.id, asked.worker
+        deadline = time.monotonic() + (asked.wait_seconds if asked.most else 0.0)
         self._polling[job_id] += 1
         try:
             while True:
@@ -117,7 +125,7 @@ class AttachedWorkers:
                     self._seen[job_id].pop(worker, None)
                     return []
                 give_back = room()
-                taken, left = await take(), deadline - time.monotonic()
+                taken, left = await self.take(job, asked, owner), deadline - time.monotonic()
                 if not taken:
                     give_back()
                 if taken or left <= 0 or self._bus.closed or (await self.state(job_id)).final:

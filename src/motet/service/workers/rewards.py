@@ -27,9 +27,11 @@ from motet.process.apart import ThreadTurns
 from motet.rewards.reward_elsewhere import NO_DETAILS, AnswerDetails, Chance, ScoreOrReason, from_wire
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now
+from motet.service.errors import Refusal
 from motet.service.events import EventBus
+from motet.service.schemas.workers import ByChance, Counted, Given, LeaseRequest, WithLogs
 from motet.service.tenants.quotas import Quotas
-from motet.service.workers.attached import MOST_LEASED, AttachedWorkers, Gone, Room
+from motet.service.workers.attached import MOST_LEASED, AttachedWorkers
 
 _THREADS, _WAITING = 2, 10**6
 """Threads that keep work; each tenant uses one at a time."""
@@ -231,27 +233,11 @@ class RewardWorkers(AttachedWorkers):
         self._pruned.pop(job_id, None)
         self._publish(job_id)
 
-    async def lease(
-        self,
-        job_id: str,
-        worker: str,
-        owner: str,
-        most: int,
-        seconds: float,
-        gone: Gone,
-        room: Room,
-        holds: Collection[str] | None = None,
-    ) -> list[Leased]:
-        """Lease work to a worker; empty after `seconds` without any. Renews what it holds (None for all its work).
-
-        `owner` is the id of its API key.
-        """
-        self._owners[job_id, worker] = owner
-
-        async def take() -> list[Leased]:
-            return await asyncio.to_thread(self.units.lease, job_id, worker, most, self.lease_seconds, holds)
-
-        return await self._taken(job_id, worker, seconds if most else 0.0, gone, room, take)
+    async def take(self, job: StoredJob, asked: LeaseRequest, owner: str) -> list[dict[str, Any]]:
+        """Lease waiting work to a worker, and renew what it holds (None for all its work)."""
+        self._owners[job.id, asked.worker] = owner
+        lease = functools.partial(self.units.lease, job.id, asked.worker, asked.most, self.lease_seconds, asked.holds)
+        return [{"id": one.key, **one.work, "handed_out": one.handed_out} for one in await asyncio.to_thread(lease)]
 
     async def leave(self, job_id: str, worker: str) -> None:
         """Free a leaving worker's work at once."""
@@ -271,6 +257,20 @@ class RewardWorkers(AttachedWorkers):
         """Free the work leased under these keys."""
         for job_id, worker in [one for one, key in self._owners.items() if key in keys]:
             await self.leave(job_id, worker)
+
+    async def score(self, job_id: str, given: Mapping[str, Sequence[Given]]) -> Counted:
+        """Take scores by unit. Raises Refusal if a unit has too many or too few; nothing was counted."""
+        expected = await asyncio.to_thread(self.units.completions, job_id, list(given))
+        for key, n in expected.items():
+            if len(given[key]) != n:
+                raise Refusal(400, f"{key} has {n} completions, but got {len(given[key])} scores; nothing was counted")
+        wire = {
+            key: [score.model_dump() if isinstance(score, ByChance | WithLogs) else score for score in given[key]]
+            for key in expected
+        }
+        counted = await self.settle(job_id, wire)
+        known = [key for key in expected if key not in counted]
+        return Counted(counted=counted, known=known, unknown=[key for key in given if key not in expected])
 
     async def settle(self, job_id: str, results: Mapping[str, Sequence[Any]]) -> list[str]:
         """Store scores by unit key, and deliver them; returns the keys that had no scores before."""

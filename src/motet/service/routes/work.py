@@ -1,19 +1,21 @@
-"""Episodes of remote agents: lease one, chat under its address and key, and send its result.
+"""Work of jobs for their owners' machines, rewards and episodes: lease it, and send the results.
 
-Leases and results need a tenant's key; chats use the episode's own key, which permits nothing else.
+Workers open all connections, and may repeat each request. Leases and results need a tenant's key; an agent chats under
+the address of its episode with the episode's own key, which permits nothing else.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from motet import __version__
 from motet.core.errors import HostGone
 from motet.core.json_text import rough_size
 from motet.core.types import JobState
-from motet.environments.episode_messages import AskEpisode, EpisodeEnded
+from motet.environments.episode_messages import AskEpisode
 from motet.environments.served_episode import MODELS, RETRY
 from motet.service.composition import Service
 from motet.service.depends import Asker, NamedJob, ServiceDep
@@ -23,61 +25,54 @@ from motet.service.http.bodies import hold
 from motet.service.routes.completions import STREAMED
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Models
-from motet.service.schemas.workers import Counted, EpisodeLease, EpisodeResults, LeaseRequest
+from motet.service.schemas.workers import Counted, EpisodeResult, Lease, LeaseRequest, Result, Results
 from motet.service.workers.attached import MOST_LEASED
 
-router = APIRouter(tags=["episodes"], route_class=TenantRoute)
+router = APIRouter(tags=["work"], route_class=TenantRoute)
+Kind = Literal["rewards", "episodes"]
 
 
-@router.post("/v1/jobs/{job}/episodes/lease", response_model=EpisodeLease)
-async def lease(request: Request, who: Asker, service: ServiceDep, job: NamedJob, asked: LeaseRequest) -> Response:
-    """Lease episodes for an agent worker. The call waits until some are available; the lease lasts `seconds`.
+@router.post("/v1/jobs/{job}/work/{kind}/lease", response_model=Lease)
+async def lease(
+    request: Request, who: Asker, service: ServiceDep, job: NamedJob, kind: Kind, asked: LeaseRequest
+) -> Response:
+    """Lease rewards or episodes to a worker. The call waits until some are available; the lease lasts `seconds`.
 
-    Episodes that the worker holds are renewed. If a worker stops renewing, its episode is leased again, under another
-    id and key, and starts over.
+    Work that the worker holds is renewed. Work without a result by the end of its lease is leased again; an episode then has
+    another id and key, and starts over.
     """
-    leased, state, held = [], JobState(job.state), []
+    workers = service.workers[kind]
+    shown: dict[str, Any] = {"units": [], "held": [], "seconds": workers.lease_seconds, "state": job.state}
     room = functools.partial(hold, request, service.open_answers, who.tenant_id, MOST_LEASED)
-    if not state.final:
-        service.agent_workers.renew(job.id, asked.worker, asked.holds)
-        leased = await service.agent_workers.lease(
-            job.id,
-            job.tenant_id,
-            asked.worker,
-            who.key_id,
-            asked.most,
-            asked.wait_seconds,
-            request.is_disconnected,
-            room,
-        )
-        for episode in leased:
-            episode.tokens = int(job.spec["sampling"]["max_tokens"])
-        held, state = service.agent_workers.held(job.id, asked.worker), await service.agent_workers.state(job.id)
-    episodes = [
-        {
-            "id": one.name, "path": f"/episodes/{one.name}/v1", "key": one.key, "problem": one.offer.problem,
-            "args": one.offer.args, "seed": one.offer.seed, "seconds": one.offer.seconds, "handed_out": one.handed_out,
-        }
-        for one in leased
-    ]  # fmt: skip
-    shown = {"episodes": episodes, "held": held, "seconds": service.agent_workers.lease_seconds, "state": state.value}
+    if not JobState(job.state).final:
+        shown["units"] = await workers.lease(job, asked, who.key_id, request.is_disconnected, room)
+        shown |= {"held": workers.held(job.id, asked.worker), "state": (await workers.state(job.id)).value}
     return await service.encode_threads.answer(who.tenant_id, rough_size(shown, FEW_BYTES), lambda: shown)
 
 
-@router.post("/v1/jobs/{job}/episodes/results")
-async def results(service: ServiceDep, job: NamedJob, asked: EpisodeResults) -> Counted:
-    """Send results of episodes. Repeats count once; results of expired leases do not count."""
-    said: dict[str, list[str]] = {"counted": [], "known": [], "unknown": []}
-    for one in asked.results:
-        ended = EpisodeEnded(0, one.reward, one.rewards or {}, one.error, one.late)
-        said[service.agent_workers.settle(job.id, one.id, ended)].append(one.id)
-    return Counted(**said)
+@router.post("/v1/jobs/{job}/work/{kind}/results")
+async def results(service: ServiceDep, job: NamedJob, kind: Kind, asked: Results) -> Counted:
+    """Send results. Repeats count once, also scores from different workers; episodes of expired leases do not count."""
+    scores = {one.id: one.scores for one in asked.results if isinstance(one, Result)}
+    ended = [one for one in asked.results if isinstance(one, EpisodeResult)]
+    if (kind == "rewards" and ended) or (kind == "episodes" and scores):
+        raise Refusal(422, "a result of rewards has `scores`, one of episodes none; nothing was counted")
+    if kind == "rewards":
+        return await service.reward_workers.score(job.id, scores)
+    return service.agent_workers.count(job.id, ended)
 
 
-@router.delete("/v1/jobs/{job}/episodes/workers/{worker}", status_code=204)
-async def leave(service: ServiceDep, job: NamedJob, worker: str) -> None:
-    """Report that an agent worker leaves; its episodes are leased again at once."""
-    service.agent_workers.leave(job.id, worker)
+@router.delete("/v1/jobs/{job}/work/{kind}/workers/{worker}", status_code=204)
+async def leave(service: ServiceDep, job: NamedJob, kind: Kind, worker: str) -> None:
+    """Report that a worker leaves; its work is leased again at once."""
+    await service.workers[kind].leave(job.id, worker)
+
+
+@router.api_route("/v1/jobs/{job}/scoring/{rest:path}", methods=["POST", "DELETE"], include_in_schema=False)
+@router.api_route("/v1/jobs/{job}/episodes/{rest:path}", methods=["POST", "DELETE"], include_in_schema=False)
+async def left(who: Asker, job: str, rest: str) -> None:
+    """Tell clients of 0.1 that these addresses have left."""
+    raise Refusal(410, f"work is leased at /v1/jobs/JOB/work/KIND/lease now; install motet {__version__} or newer")
 
 
 class EpisodeAnswers:
