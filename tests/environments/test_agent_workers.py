@@ -248,8 +248,9 @@ def test_an_episode_whose_time_is_up_ends_whatever_its_worker_says(tmp_path: Pat
 def test_what_the_model_is_asked_keeps_an_episode_and_needs_its_key(tmp_path: Path) -> None:
     async def work(on: Bench) -> None:
         await on.offer()
-        (one,) = await on.taken()
-        name, key = one["id"], one["key"]
+        (leased,) = await on.taken()
+        name, key = leased["id"], leased["key"]
+        one = on.workers._open[name]
         question = AskEpisode(name, "chat/completions", "words", again=False)
         for given in ("", "ek-other", key[:-1]):
             with pytest.raises(Refusal, match="not that of this episode"):

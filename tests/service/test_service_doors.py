@@ -36,7 +36,7 @@ from motet.service.http.open_bytes import OpenBytes
 from motet.service.routes.completions import ChatCompletion
 from motet.service.schemas import CheckedJobs, Events, Jobs, JobsToSubmit, Models, Steps, SubmittedJobs
 from motet.service.schemas.adapters import Shares
-from motet.service.schemas.workers import ByChance, Results, WithLogs
+from motet.service.schemas.workers import ByChance, Result, Results, WithLogs
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
 from tests.support.house import House, open_house
@@ -242,8 +242,9 @@ def test_only_prompts_have_more_values_than_other_bodies(house: House, path: str
 def test_a_score_is_read_as_the_one_kind_that_it_is() -> None:
     """To try each kind for each of many whole numbers takes twenty times as long."""
     scores = [1, 0.5, True, None, "1.5", {"chance": "late"}, {"score": 2}]
-    read = Results.model_validate({"results": [{"id": "unit", "scores": scores}]}).results[0].scores
-    assert read == [1.0, 0.5, 1.0, None, "1.5", ByChance(chance="late"), WithLogs(score=2.0)]
+    (read,) = Results.model_validate({"results": [{"id": "unit", "scores": scores}]}).results
+    assert isinstance(read, Result)
+    assert read.scores == [1.0, 0.5, 1.0, None, "1.5", ByChance(chance="late"), WithLogs(score=2.0)]
     wrong: Any
     for wrong in ([], {}, {"chance": 1}, "x" * 4001, 10**400):
         with pytest.raises(ValidationError) as error:

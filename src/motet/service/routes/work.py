@@ -68,8 +68,10 @@ async def leave(service: ServiceDep, job: NamedJob, kind: Kind, worker: str) -> 
     await service.workers[kind].leave(job.id, worker)
 
 
-@router.api_route("/v1/jobs/{job}/scoring/{rest:path}", methods=["POST", "DELETE"], include_in_schema=False)
-@router.api_route("/v1/jobs/{job}/episodes/{rest:path}", methods=["POST", "DELETE"], include_in_schema=False)
+@router.post("/v1/jobs/{job}/scoring/{rest:path}", include_in_schema=False)
+@router.delete("/v1/jobs/{job}/scoring/{rest:path}", include_in_schema=False)
+@router.post("/v1/jobs/{job}/episodes/{rest:path}", include_in_schema=False)
+@router.delete("/v1/jobs/{job}/episodes/{rest:path}", include_in_schema=False)
 async def left(who: Asker, job: str, rest: str) -> None:
     """Tell clients of 0.1 that these addresses have left."""
     raise Refusal(410, f"work is leased at /v1/jobs/JOB/work/KIND/lease now; install motet {__version__} or newer")
