@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+import motet
 from motet.client.reward_files import RewardFiles
 from motet.config import JobConfig, RewardConfig
 from motet.config.jobfile import load_service
@@ -484,3 +485,16 @@ def test_a_services_file_names_rewards_beside_it(tmp_path: Path, rewards_file: P
     config.write_text("rewards: {tiny: {file: x}}\n")
     with pytest.raises(ConfigError, match="function"):
         load_service(config)
+
+
+@pytest.mark.parametrize("path", ["scoring/lease", "episodes/results"])
+def test_addresses_of_an_earlier_worker_say_which_version_to_install(house: House, path: str) -> None:
+    error = house.refused(410, "POST", f"/v1/jobs/ended/{path}", json={"worker": "w", "most": 1})
+    assert error["message"].endswith(f"install motet {motet.__version__} or newer")
+
+
+def test_results_of_another_kind_are_refused_and_nothing_is_counted(house: House) -> None:
+    for kind, result in (("rewards", {"reward": 1.0}), ("episodes", {"scores": [1.0]})):
+        path = f"/v1/jobs/ended/work/{kind}/results"
+        error = house.refused(422, "POST", path, json={"results": [{"id": "a", **result}]})
+        assert "nothing was counted" in error["message"]
