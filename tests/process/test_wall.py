@@ -324,7 +324,7 @@ def test_rows_are_made_behind_the_wall(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["tasks/reasoning", "tasks/parquet_rows", "tasks/row_files", "service/adapters/archive"]
+    "module", ["data/reasoning", "data/parquet_rows", "data/row_files", "service/adapters/archive"]
 )
 def test_a_process_that_parses_goes_behind_the_wall_first(module):
     *_, block = ast.parse((wall.PACKAGE_ROOT / f"motet/{module}.py").read_text()).body

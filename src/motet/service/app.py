@@ -34,7 +34,6 @@ from motet.service.routes import (
     fine_tuning,
     health,
     jobs,
-    rewards,
     sign_in,
     tenants,
     work,
@@ -48,7 +47,7 @@ from motet.service.tinker.parts import Tinker
 
 ROUTES = (
     completions, training, sessions, runs,
-    files, jobs, events, adapters, tenants, sign_in, fine_tuning, dashboard, rewards, work, health,
+    files, jobs, events, adapters, tenants, sign_in, fine_tuning, dashboard, work, health,
 )  # fmt: skip
 """Searched in this order for each request: those that are sent most come first."""
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -81,8 +81,7 @@ class Service:
         allowed = Allowed.by(settings)
         asking = secrets.asking(HttpRewards(allowed.addresses))
         self.scoring = Scoring(store, asking, self.reward_workers, self.grading)
-        self.workers: Mapping[str, AttachedWorkers] = {"rewards": self.reward_workers, "episodes": self.agent_workers}
-        workers = tuple(self.workers.values())
+        workers = self.reward_workers, self.agent_workers
         warn = logging.getLogger(__name__).warning
         self.followers = Followers(config.observers, settings.directory / "observers", warn)
         self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers, self.followers)
@@ -118,6 +117,11 @@ class Service:
         rate = RateLimit(config.rate, restarted=settings.restarted)
         self.access = Access(store.tenants, rate, self.agent_workers, settings.open_to_all)
         self.request_metrics, self.request_files = RequestMetrics(), RequestFiles(settings.directory)
+
+    @property
+    def workers(self) -> Mapping[str, AttachedWorkers]:
+        """Workers on their owners' machines, by the kind of their work."""
+        return {"rewards": self.reward_workers, "episodes": self.agent_workers}
 
     def handlers(self) -> HostHandlers:
         """Callbacks for reports of hosts."""

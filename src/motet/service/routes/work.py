@@ -1,4 +1,4 @@
-"""Work of jobs for their owners' machines, rewards and episodes: lease it, and send the results.
+"""The rewards that jobs may use, and work of jobs for their owners' machines: lease it, and send the results.
 
 Workers open all connections, and may repeat each request. Leases and results need a tenant's key; an agent chats under
 the address of its episode with the episode's own key, which permits nothing else.
@@ -7,16 +7,22 @@ the address of its episode with the episode's own key, which permits nothing els
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import inspect
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
+from pydantic_core import PydanticUndefined
 
-from motet import __version__
 from motet.core.errors import HostGone
 from motet.core.json_text import rough_size
 from motet.core.types import JobState
 from motet.environments.episode_messages import AskEpisode
 from motet.environments.served_episode import MODELS, RETRY
+from motet.rewards.reward_elsewhere import ELSEWHERE
+from motet.rewards.reward_loading import SCORER
+from motet.rewards.rewards import BUILTIN
 from motet.service.composition import Service
 from motet.service.depends import Asker, NamedJob, ServiceDep
 from motet.service.errors import Refusal
@@ -25,7 +31,7 @@ from motet.service.http.bodies import hold
 from motet.service.routes.completions import STREAMED
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Models
-from motet.service.schemas.workers import Counted, EpisodeResult, Lease, LeaseRequest, Result, Results
+from motet.service.schemas.workers import Counted, EpisodeResult, Lease, LeaseRequest, Result, Results, Reward, Rewards
 from motet.service.workers.attached import MOST_LEASED
 
 router = APIRouter(tags=["work"], route_class=TenantRoute)
@@ -53,8 +59,8 @@ async def lease(
 @router.post("/v1/jobs/{job}/work/{kind}/results")
 async def results(service: ServiceDep, job: NamedJob, kind: Kind, asked: Results) -> Counted:
     """Send results. Repeats count once, also scores from different workers; episodes of expired leases do not count."""
-    scores = {one.id: one.scores for one in asked.results if isinstance(one, Result)}
-    ended = [one for one in asked.results if isinstance(one, EpisodeResult)]
+    scores = {result.id: result.scores for result in asked.results if isinstance(result, Result)}
+    ended = [result for result in asked.results if isinstance(result, EpisodeResult)]
     if (kind == "rewards" and ended) or (kind == "episodes" and scores):
         raise Refusal(422, "a result of rewards has `scores`, one of episodes none; nothing was counted")
     if kind == "rewards":
@@ -74,7 +80,10 @@ async def leave(service: ServiceDep, job: NamedJob, kind: Kind, worker: str) -> 
 @router.delete("/v1/jobs/{job}/episodes/{rest:path}", include_in_schema=False)
 async def left(who: Asker, job: str, rest: str) -> None:
     """Tell clients of 0.1 that these addresses have left."""
-    raise Refusal(410, f"work is leased at /v1/jobs/JOB/work/KIND/lease now; install motet {__version__} or newer")
+    raise Refusal(
+        410,
+        f"work is leased at /v1/jobs/JOB/work/KIND/lease now; install motet {importlib.metadata.version('motet')} or newer",
+    )
 
 
 class EpisodeAnswers:
@@ -130,3 +139,46 @@ async def responses(episode: str, answers: Answers) -> Response:
 async def messages(episode: str, answers: Answers) -> Response:
     """Continue a conversation in the format of Anthropic's Messages."""
     return await answers(episode, "messages")
+
+
+# --- rewards that jobs may use ------------------------------------------------------------------------------------------
+
+
+@router.get("/v1/rewards")
+def list_rewards(who: Asker, service: ServiceDep) -> Rewards:
+    """List the rewards that jobs may use: built in, installed here, and scored elsewhere."""
+    installed = [
+        Reward(name=name, kind="installed", summary=one.summary, parameters=dict(one.parameters))
+        for name, one in service.settings.rewards.items()
+    ]
+    return Rewards(data=[*_built_in(), *installed, *_elsewhere()])
+
+
+@functools.cache
+def _built_in() -> tuple[Reward, ...]:
+    return tuple(_each_built_in())
+
+
+def _each_built_in() -> Iterator[Reward]:
+    for name, function in BUILTIN.items():
+        own = [one for one in inspect.signature(function).parameters.values() if one.kind is one.KEYWORD_ONLY]
+        parameters = {one.name: "" if one.default is one.empty else repr(one.default) for one in own}
+        summary = (inspect.getdoc(function) or "").partition("\n")[0]
+        yield Reward(name=name, kind="built-in", summary=summary, parameters=parameters)
+    summary = "The scorer of reasoning-gym data."
+    yield Reward(name=SCORER, kind="built-in", summary=summary, parameters={})
+
+
+@functools.cache
+def _elsewhere() -> tuple[Reward, ...]:
+    return tuple(_each_elsewhere())
+
+
+def _each_elsewhere() -> Iterator[Reward]:
+    for name, model in ELSEWHERE.items():
+        fields = {
+            field: "" if info.default is PydanticUndefined else repr(info.default)
+            for field, info in model.model_fields.items()
+        }
+        summary = (inspect.getdoc(model) or "").partition("\n")[0]
+        yield Reward(name=name, kind="elsewhere", summary=summary, parameters=fields)

@@ -237,7 +237,8 @@ class RewardWorkers(AttachedWorkers):
         """Lease waiting work to a worker, and renew what it holds (None for all its work)."""
         self._owners[job.id, asked.worker] = owner
         lease = functools.partial(self.units.lease, job.id, asked.worker, asked.most, self.lease_seconds, asked.holds)
-        return [{"id": one.key, **one.work, "handed_out": one.handed_out} for one in await asyncio.to_thread(lease)]
+        leased = await asyncio.to_thread(lease)
+        return [{"id": unit.key, **unit.work, "handed_out": unit.handed_out} for unit in leased]
 
     async def leave(self, job_id: str, worker: str) -> None:
         """Free a leaving worker's work at once."""
