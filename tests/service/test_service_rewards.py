@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import math
 import subprocess
 import sys
@@ -15,7 +16,6 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-import motet
 from motet.client.reward_files import RewardFiles
 from motet.config import JobConfig, RewardConfig
 from motet.config.jobfile import load_service
@@ -490,7 +490,7 @@ def test_a_services_file_names_rewards_beside_it(tmp_path: Path, rewards_file: P
 @pytest.mark.parametrize("path", ["scoring/lease", "episodes/results"])
 def test_addresses_of_an_earlier_worker_say_which_version_to_install(house: House, path: str) -> None:
     error = house.refused(410, "POST", f"/v1/jobs/ended/{path}", json={"worker": "w", "most": 1})
-    assert error["message"].endswith(f"install motet {motet.__version__} or newer")
+    assert error["message"].endswith(f"install motet {importlib.metadata.version('motet')} or newer")
 
 
 def test_results_of_another_kind_are_refused_and_nothing_is_counted(house: House) -> None:
