@@ -354,7 +354,7 @@ class ShoutRequest(ChatRequest):
                 '    "shout": __import__("motet.chat.shout", fromlist=["ShoutRequest"]).ShoutRequest,\n',
             ),
             (
-                "service/routes/episodes.py",
+                "service/routes/work.py",
                 '@router.post("/episodes/{episode}/v1/messages", responses=STREAMED)\n',
                 '@router.post("/episodes/{episode}/v1/shout", response_model=None)\n'
                 "async def shout(episode: str, answers: Answers) -> Response:\n"
