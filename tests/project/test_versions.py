@@ -25,11 +25,11 @@ MISSING = (
 """Tests that fail with transformers 5.17: LFM2 is refused there, GGUF has fewer types, the delta rule another call."""
 OF_TORCH = """
 model/test_base.py model/test_expert_adapters.py model/test_four_bits.py model/test_gguf.py model/test_kernels.py
-model/test_mixers.py model/test_peft_io.py native/test_native.py cuda/test_math.py
+model/test_mixers.py model/test_peft_io.py kernels/cpu/test_native.py kernels/cuda/test_math.py
 training/test_trainer.py chat/test_chat.py
 """
 """Tests that call what torch, transformers, peft and Triton change."""
-OF_PYTHON = "core config native/test_native.py"
+OF_PYTHON = "core config kernels/cpu/test_native.py"
 
 
 def interpreter(version: str) -> Path | None:

@@ -73,7 +73,7 @@ def filled(house: House, path: str) -> str:
     key = next(one for one, _ in house.store.tenants.keys_of(None) if one.name == "revoked")
     known = {"job": house.job["id"], "file": house.file["id"], "key": key.id, "version": "latest", "word": "pause"}
     known |= {"adapter": "brought", "share": "share-1", "tenant": "us", "worker": "w", "episode": "e"}
-    known |= {"model": "ended@latest"}
+    known |= {"model": "ended@latest", "kind": "rewards"}
     return path.format(**known)
 
 

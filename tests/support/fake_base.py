@@ -38,7 +38,7 @@ VOCABULARY = len(CHARACTERS) + 1
 class FakeTokenizer:
     """One token per character, and one end-of-turn token.
 
-    Implements the part of a `transformers` tokenizer that `tasks.chat` uses.
+    Implements the part of a `transformers` tokenizer that `chat.template` uses.
     """
 
     chat_template = None

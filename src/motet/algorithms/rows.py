@@ -45,7 +45,7 @@ class RowAlgorithm(Algorithm):
     """Base of algorithms that learn from rows."""
 
     rows: ClassVar[str]
-    """The kind of rows: a name in `tasks.rows.KINDS`."""
+    """The kind of rows: a name in `data.rows.KINDS`."""
     best_by: ClassVar[str] = "log-lik"
 
     rows_per_step: int = Field(16, ge=1, le=10**6)
@@ -53,7 +53,7 @@ class RowAlgorithm(Algorithm):
 
     @property
     def kind(self) -> str:
-        """The kind of rows; see `tasks.rows`."""
+        """The kind of rows; see `data.rows`."""
         return self.rows
 
     @property

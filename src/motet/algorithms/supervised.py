@@ -26,7 +26,7 @@ class Supervised(RowAlgorithm):
 
     @property
     def kind(self) -> str:
-        """The kind of rows; see `tasks.rows`."""
+        """The kind of rows; see `data.rows`."""
         return "last_answer" if self.turns == "last" else self.rows
 
     def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:

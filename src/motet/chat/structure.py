@@ -33,7 +33,7 @@ def grammar_of(asked: Any) -> str:
     """The grammar of llguidance for a chat's `response_format` or a response's `text.format`; empty for plain text.
 
     It is not compiled here; see `check_grammar`. Where the answer is sampled, thoughts and tool calls are let through, in
-    the form of the base (`tasks.forms.bounds`).
+    the form of the base (`chat.forms.bounds`).
 
     Raises:
         ChatRefusal: the format is not supported; the message says why.

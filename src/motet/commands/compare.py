@@ -1,6 +1,6 @@
 """`motet compare`: which of some runs, jobs or settings is better; `motet diff`: where two jobs differ.
 
-Both compare held-out answers to the same problems, by `report.comparison`.
+Both compare held-out answers to the same problems, by `observe.report.comparison`.
 """
 
 from __future__ import annotations

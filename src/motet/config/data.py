@@ -106,7 +106,7 @@ class DataConfig(Config):
     (`hub/name`). From Python also the rows: a list of mappings, a `datasets.Dataset` or `IterableDataset`, a DataFrame or a
     table of pyarrow."""
     rows: Any = Field(None, exclude=True)
-    """What was given as the source: see `tasks.tables`."""
+    """What was given as the source: see `data.tables`."""
     split: str = "train"
     """The split of a `datasets` source."""
     subset: str | None = None

@@ -27,7 +27,7 @@ class StepLimits:
     """The most tokens of a step on a host."""
 
     usual: int = 0
-    """What the base does in ten minutes (`hosting.base_speed`); 0 if it is not known."""
+    """What the base does in ten minutes (`hosts.base_speed`); 0 if it is not known."""
     given: dict[str, int | Literal["auto"] | None] = field(default_factory=dict)
     """By tenant; those without have no limit."""
 

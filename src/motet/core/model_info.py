@@ -35,7 +35,7 @@ def kept_on_another(was: str, is_: str) -> str:
 
 
 class Tokenizer(Protocol):
-    """The methods of a `transformers` tokenizer that code outside `tasks.chat` uses."""
+    """The methods of a `transformers` tokenizer that code outside `chat.template` uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
         """Token ids of a text."""

@@ -159,7 +159,7 @@ class ScoresAnswered(ChannelMessage, frozen=True):
 
     key: int
     scores: list[Any] | None = None
-    """As `tasks.reward_elsewhere` writes them."""
+    """As `rewards.reward_elsewhere` writes them."""
     away: bool = False  # whether no scorer is connected, so that the job must pause
 
 

@@ -72,7 +72,7 @@ class Sources:
         return data
 
     def check_rows(self, config: DataConfig, kind: str) -> None:
-        """Look at the rows of a section that are learned from; see `tasks.rows.check_rows`."""
+        """Look at the rows of a section that are learned from; see `data.rows.check_rows`."""
         data, key = self.split(config), f"{kind} {key_of(config)}"
         if key not in self._learned:
             for part in (data.train, data.holdout):

@@ -122,7 +122,7 @@ class Scoring:
         }
 
     async def answer(self, request: ScoreRequest) -> ScoresAnswered:
-        """Scores, or reasons for missing ones; see `hosting.scores`."""
+        """Scores, or reasons for missing ones; see `hosts.scores`."""
         wait = _SHORTEST_WAIT
         while True:
             try:
