@@ -25,8 +25,6 @@ from motet.process import cpu_time, ending, wall
 
 _log = logging.getLogger(__name__)
 _BATCH = 256
-_WAITS = 20
-"""How many times as long as its limit of the processor a process may take by the clock: it waits for readers and disks."""
 _NO_MEMORY = 70
 """Exit status of a process that met its memory limit."""
 _PRINTED = 2**20
@@ -50,15 +48,16 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
 
 
-def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
+def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, *, patience: int = 20) -> Generator[bytes]:
     """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
-    `seconds` are of the processor; by the clock there are twenty times as many.
+    `seconds` are of the processor. By the clock there are `patience` times as many: it waits for readers and disks.
 
     Raises:
         DataError: it cannot be read, or not within the limits.
     """
-    limits = memory_mb, math.ceil(seconds), math.ceil(_WAITS * seconds)
+    longest_wait = patience * math.ceil(seconds)
+    limits = memory_mb, math.ceil(seconds), longest_wait
     command = wall.command(__name__, str(path.resolve()), *map(str, limits))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     with tempfile.TemporaryFile() as printed, cpu_time.CountedProcess(
@@ -71,7 +70,7 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Gene
                     raise DataError(json.loads(line))
                 yield line
             if (status := process.wait()) != 0:
-                late = {signal.SIGXCPU: f"{seconds:g} s of the processor", signal.SIGALRM: f"{_WAITS * seconds:g} s"}
+                late = {signal.SIGXCPU: f"{seconds:g} s of the processor", signal.SIGALRM: f"{longest_wait} s"}
                 if -status in late or status == _NO_MEMORY or -status in _CRASHES:
                     limit = late.get(signal.Signals(max(-status, 1)), f"{memory_mb} MB of memory")
                     raise DataError(
