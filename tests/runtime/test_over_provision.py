@@ -400,7 +400,7 @@ def test_a_step_does_not_wait_for_groups_whose_turn_has_not_come(tmp_path: Path)
         assert isinstance(run.engine, _GatedEngine)
         accounts, gates = run.services.scheduler._accounts, run.engine.gates
         run.pipeline.pause("hog")
-        await until(lambda: run.state("hog") is JobState.PAUSED and accounts["a"].running == 1)
+        await until(lambda: run.state("hog") is JobState.PAUSED and "a" in accounts and accounts["a"].running == 1)
         run.pipeline.resume("hog")
         await until(lambda: "hog" in accounts and bool(accounts["hog"].waiting))
         gates["a"].set()
