@@ -233,7 +233,7 @@ class _Restarted(http.server.BaseHTTPRequestHandler):
         ]  # fmt: skip
         self._answer(
             200,
-            {"episodes": episodes, "held": offered, "seconds": 0.3, "state": "succeeded" if handed_in else "running"},
+            {"units": episodes, "held": offered, "seconds": 0.3, "state": "succeeded" if handed_in else "running"},
         )
 
     def do_DELETE(self) -> None:

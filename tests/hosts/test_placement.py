@@ -223,8 +223,8 @@ def reward(problem: Problem, completion: str) -> float:
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ({"reward": reward}, "its reward is a function of this process, .* name it as `file.py:function`"),
-        ({"data": [{"prompt": "1 + 1 =", "answer": "2"}]}, "its rows are of this process, .* write them to a file"),
+        ({"reward": reward}, "its reward is a function of this process, .* name a file"),
+        ({"data": [{"prompt": "1 + 1 =", "answer": "2"}]}, "its rows are of this process, .* name a file"),
     ],
 )
 def test_what_only_this_process_has_is_refused_with_hosts(own: dict[str, Any], words: str, tmp_path: Path) -> None:

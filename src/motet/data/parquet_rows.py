@@ -66,6 +66,8 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, *, pati
         assert process.stdout is not None
         try:
             while line := process.stdout.readline(longest):
+                if not line.endswith(b"\n") and len(line) < longest:  # it was ended while it wrote
+                    break
                 if line.startswith(b'"'):  # a row is an object; a text says what is wrong
                     raise DataError(json.loads(line))
                 yield line
