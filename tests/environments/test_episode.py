@@ -14,6 +14,7 @@ from motet.chat.template import Chat
 from motet.config import EnvironmentConfig
 from motet.core.errors import ContextFull, EngineError
 from motet.core.types import Chunk, FinishReason, Message, Problem
+from motet.environments.environment_calls import OWN
 from motet.environments.episode import ENVIRONMENTS, RETRY_MESSAGE, SECOND_TRY, GroupContext, retry, single_turn
 from motet.rewards.reward_answers import ScoreOutcome
 from tests.support.scripted_model import CHATML, byte_tokenizer
@@ -179,3 +180,9 @@ def test_a_generate_that_returns_too_few_is_refused():
 
 def test_environments_are_those_a_job_may_name():
     assert set(ENVIRONMENTS) == set(EnvironmentConfig.TURNS)
+
+
+def test_modules_that_moved_are_found_by_the_names_that_job_files_have():
+    for before, now in (("tasks.shipped.sandbox:Tools", "environments.shipped.sandbox:Tools"),
+                        ("agents.episode_messages:AskEpisode", "environments.episode_messages:AskEpisode")):  # fmt: skip
+        assert OWN.find(f"motet.{before}") is OWN.find(f"motet.{now}")

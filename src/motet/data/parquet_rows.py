@@ -25,6 +25,8 @@ from motet.process import cpu_time, ending, wall
 
 _log = logging.getLogger(__name__)
 _BATCH = 256
+_WAITS = 20
+"""How many times as long as its limit of the processor a process may take by the clock."""
 _NO_MEMORY = 70
 """Exit status of a process that met its memory limit."""
 _PRINTED = 2**20
@@ -48,17 +50,15 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path} cannot be read as parquet: {error or type(error).__name__}") from error
 
 
-def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, *, patience: int = 20) -> Generator[bytes]:
+def read_apart(path: Path, seconds: float, memory_mb: int, longest: int) -> Generator[bytes]:
     """The rows of a file as lines of JSON, read in a process with limits; a line of more than `longest` bytes comes in pieces.
 
-    `seconds` are of the processor. By the clock there are `patience` times as many: it waits for readers and disks.
+    `seconds` are of the processor. By the clock there are twenty times as many: it waits for readers and disks.
 
     Raises:
         DataError: it cannot be read, or not within the limits.
     """
-    longest_wait = patience * math.ceil(seconds)
-    limits = memory_mb, math.ceil(seconds), longest_wait
-    command = wall.command(__name__, str(path.resolve()), *map(str, limits))
+    command = wall.command(__name__, str(path.resolve()), str(memory_mb), str(seconds))
     environment = wall.environment(PYTHONWARNINGS="ignore", ARROW_DEFAULT_MEMORY_POOL="system")
     with tempfile.TemporaryFile() as printed, cpu_time.CountedProcess(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=printed, env=environment
@@ -72,9 +72,13 @@ def read_apart(path: Path, seconds: float, memory_mb: int, longest: int, *, pati
                     raise DataError(json.loads(line))
                 yield line
             if (status := process.wait()) != 0:
-                late = {signal.SIGXCPU: f"{seconds:g} s of the processor", signal.SIGALRM: f"{longest_wait} s"}
-                if -status in late or status == _NO_MEMORY or -status in _CRASHES:
-                    limit = late.get(signal.Signals(max(-status, 1)), f"{memory_mb} MB of memory")
+                late = -status in (signal.SIGXCPU, signal.SIGALRM)
+                if late or status == _NO_MEMORY or -status in _CRASHES:
+                    limit = (
+                        f"{seconds:g} s of the processor ({_WAITS * seconds:g} s by the clock)"
+                        if late
+                        else f"{memory_mb} MB of memory"
+                    )
                     raise DataError(
                         f"{path} cannot be read within {limit}, the limit here; split it, or make it .jsonl"
                     )
@@ -99,8 +103,9 @@ def _write(path: Path, target: IO[str]) -> None:
 
 if __name__ == "__main__":
     wall.enter(int(sys.argv[2]), readable=[Path(sys.argv[1])], most_written=_PRINTED, where_possible=True)
-    signal.alarm(int(sys.argv[4]))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[3]), int(sys.argv[3]) + 1))
+    seconds = float(sys.argv[3])
+    signal.setitimer(signal.ITIMER_REAL, _WAITS * seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 1))
     try:
         _write(Path(sys.argv[1]), sys.stdout)
     except MemoryError:

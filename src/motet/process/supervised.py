@@ -8,7 +8,6 @@ All of them end with the parent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -20,6 +19,7 @@ from pathlib import Path
 from socket import recv_fds, send_fds, socket, socketpair
 from typing import Any, NoReturn
 
+from motet.process import wall
 from motet.process.alive import BEAT_SECONDS, SILENT, Pulse, Restarts
 from motet.process.ending import how_it_ended
 
@@ -28,7 +28,6 @@ _UNJUDGED = 255
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_REQUEST = 2**14
 """Bytes of a request to the parent: a word and a path."""
-_PR_SET_PDEATHSIG = 1
 
 
 class Heart:
@@ -155,7 +154,7 @@ class Owned:
             if pid == 0:
                 try:
                     os.setsid()  # Ctrl-C comes from the parent's child, as a message
-                    _end_with_parent(parent)
+                    wall.end_with(parent)
                     for number, stream in enumerate((theirs.fileno(), out.fileno(), out.fileno())):
                         os.dup2(stream, number)
                     os.execv(command[0], command)
@@ -270,7 +269,7 @@ class _Child:
             asks.close()
             owned.release()
             os.setsid()  # Ctrl-C comes from the parent, once
-            _end_with_parent(parent)
+            wall.end_with(parent)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             return Heart(out, theirs, first=first)
         os.close(out)
@@ -315,11 +314,3 @@ class _Child:
                 return True
             self._owned.note(ended[0], status)
         return False
-
-
-def _end_with_parent(parent: int) -> None:
-    """Be killed as soon as the parent is dead, whatever this process does then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -207,8 +207,8 @@ def end_with(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def limit_memory(extra_mb: int) -> None:
