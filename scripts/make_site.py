@@ -23,9 +23,7 @@ from urllib.parse import unquote
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-SUMMARY = (
-    "Train many LoRA adapters at once by reinforcement learning over one frozen base model. No GPU has run Motet yet."
-)
+SUMMARY = "Train many LoRA adapters at once by reinforcement learning over one frozen base model. One GPU has run it, on one day."
 
 
 class Page(html.parser.HTMLParser):

@@ -313,6 +313,13 @@ def test_the_example_of_the_readme_prints_the_version_that_the_run_recommends(tm
     assert (printed[1], f"{float(printed[2]):.2f}", printed[3]) == (version, figure, version)
 
 
+def test_readme_code_has_lines_of_80_and_the_loop_of_the_example() -> None:
+    blocks = FENCE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [line for _, block in blocks for line in block.splitlines() if len(line) > 80] == []
+    loop, *_ = fences((ROOT / "README.md").read_text(encoding="utf-8"), "python")
+    assert textwrap.indent(loop, "    ") in (ROOT / "examples" / "loop.py").read_text(encoding="utf-8")
+
+
 def test_the_base_alone_fails_at_the_question_of_the_first_run() -> None:
     """Else the tutorial shows nothing: the adapter's answer has to be better than the base's."""
     words = " ".join(page_text("first-run").split())
