@@ -1,12 +1,11 @@
-"""A 70B base on 16 cards as a plan: memory, bytes over links, steps an hour, cost: `python -m bench.plan_70b --write`.
+"""A 70B base on 16 cards as a plan: memory, bytes over links, steps an hour, cost: `python -m bench.plan_70b`.
 
 Nothing is measured here. Memory of adapters is that of `motet.hosts.slot_memory`, time is that of `bench.cluster` with
-costs that follow from the assumptions, and `docs/plan-70b.md` has both.
+costs that follow from the assumptions, and `docs/capacity.md` has the sum.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from motet.algorithms.packing import cut
 from motet.hosts.slot_memory import SlotMemory
 from motet.training.sharded.trainer import scatter
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan-70b.md"
-BEGIN, END = "<!-- plan -->\n", "<!-- end of plan -->"
 GB = 10**9
 HIDDEN, INNER, LAYERS, KV_WIDTH, VOCABULARY = 8192, 28672, 80, 1024, 128256
 """Llama 3 70B."""
@@ -155,7 +152,7 @@ def plan(given: Assumptions) -> Plan:
 
 
 def written(given: Assumptions) -> str:
-    """The part of the page between its marks."""
+    """Write the plan as tables."""
     found = plan(given)
     lines = Path(__file__).read_text().splitlines()
     said = {
@@ -189,17 +186,5 @@ def written(given: Assumptions) -> str:
     )
 
 
-def main() -> None:
-    """Print the plan, or write it into the page."""
-    parser = argparse.ArgumentParser(prog="python -m bench.plan_70b")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
-    text = written(Assumptions())
-    if not parser.parse_args().write:
-        print(text)
-        return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
-
-
 if __name__ == "__main__":
-    main()
+    print(written(Assumptions()))

@@ -18,12 +18,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-SUMMARY = "Train many LoRA adapters at once by reinforcement learning over one frozen base model. One GPU has run it, on one day."
+SUMMARY = (
+    "Train many LoRA adapters at once by reinforcement learning over one frozen base model. One GPU ran it, on one day."
+)
 
 
 class Page(html.parser.HTMLParser):
@@ -44,13 +47,14 @@ class Page(html.parser.HTMLParser):
                 self.fragments.add(value)
 
 
-def nav_pages(nav: list[dict[str, object]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Sections of the navigation, each with titles and files."""
-    found: list[tuple[str, list[tuple[str, str]]]] = []
-    for entry in nav:
-        for title, inside in entry.items():
-            pages = [(title, inside)] if isinstance(inside, str) else [pair for one in inside for pair in one.items()]  # type: ignore[attr-defined]
-            found.append((title, [(str(name), str(file)) for name, file in pages]))
+def nav_pages(nav: list[dict[str, Any]], above: tuple[str, ...] = ()) -> list[tuple[str, list[tuple[str, str]]]]:
+    """List the sections of the navigation, each with titles and files."""
+    entries = [(title, inside) for entry in nav for title, inside in entry.items()]
+    pages = [(title, inside) for title, inside in entries if isinstance(inside, str)]
+    found = [(": ".join(above) or "Begin", pages)] if pages else []
+    for title, inside in entries:
+        if not isinstance(inside, str):
+            found += nav_pages(inside, (*above, title))
     return found
 
 

@@ -47,7 +47,7 @@ def service(shared_service: Service, monkeypatch: pytest.MonkeyPatch) -> Service
 
 
 def test_the_script_of_the_page_prints_rewards_of_steps_and_held_out_rewards(service: Service, tmp_path: Path) -> None:
-    script, *_ = fences((ROOT / "docs" / "python-client.md").read_text("utf-8"), "py")
+    script, *_ = fences((ROOT / "docs" / "team.md").read_text("utf-8"), "py")
     rows = [{"prompt": f"{n} + {n} =", "answer": f"{2 * n}"} for n in range(40)]
     (tmp_path / "exam.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     asked = [sys.executable, "-c", script.replace('"steps": 100', '"steps": 2')]

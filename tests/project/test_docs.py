@@ -399,7 +399,7 @@ def test_the_page_about_metrics_has_every_field() -> None:
     shown.remove("errors")  # only of steps with failed rewards
     shown.remove("judge")  # only of jobs with a judge
     assert shown == [name for names in nested for name in names]
-    for page in ("runs", "adapters", "python-client", "chat"):
+    for page in ("runs", "adapters", "team", "chat"):
         for number, example in enumerate(fences(page_text(page), "py")):
             compile(example, f"{page}.md, example {number}", "exec")
 
