@@ -97,6 +97,7 @@ def test_a_program_reaches_nothing_outside(tmp_path: Path, run: str) -> None:
     attempts = [
         f"print(open({str(secret)!r}).read())",
         f"open({str(tmp_path / 'new')!r}, 'w')",
+        "open('../new', 'w')",
         "import socket; socket.socket()",
         f"import os; os.kill({os.getpid()}, 0)",
         "import os; os.symlink('/etc/passwd', 'link')",
