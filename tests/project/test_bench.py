@@ -18,10 +18,9 @@ from bench.speed import against_peers, page
 from bench.speed.__main__ import main
 from bench.speed.goals import GOALS, kind_of, units_of, with_goals
 from bench.speed.limits import Counts, Machine, Shape, least_seconds
-from bench.speed.link import Program, SideFailed, Workers
+from bench.speed.link import Program, Workers
 from bench.speed.measure import Measured, judge, run_block
 from bench.speed.plan import cpu_blocks, shape_blocks
-from bench.speed.plot import draw
 from bench.speed.profiling import (
     ATTENTION,
     BASE,
@@ -33,11 +32,10 @@ from bench.speed.profiling import (
     REST,
     Dimensions,
     group_of,
-    totals,
 )
-from bench.speed.ratios import Goal, Ratio, compare, cost, middle
-from bench.speed.rows import Block, Row, Side, chosen
-from bench.speed.table import cells, cost_text, markdown, number, share_text, text
+from bench.speed.ratios import Goal, Ratio, compare, middle
+from bench.speed.rows import Block, Row, Side
+from bench.speed.table import cells, share_text, text
 
 from motet.kernels.cpu.choice import of_machine
 from tests.support.processes import ending
@@ -46,12 +44,6 @@ from tests.support.waiting import PATIENCE
 ROOT = Path(__file__).resolve().parents[2]
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
-
-
-def test_costs_are_seconds_for_each_unit_or_the_figure_itself() -> None:
-    assert cost({"seconds": 3.0, "units": 12}) == 0.25
-    assert cost({"value": 7.0, "seconds": 1.0, "units": 1}) == 7.0
-    assert cost({"seconds": 3.0, "units": 12, "busy": 0.9}, "busy") == 0.9
 
 
 def test_a_ratio_is_of_medians_and_its_spread_of_neighbours() -> None:
@@ -63,25 +55,7 @@ def test_a_ratio_is_of_medians_and_its_spread_of_neighbours() -> None:
     assert math.isnan(middle([math.nan]))
 
 
-@pytest.mark.parametrize(
-    ("goal", "met", "missed"), [(Goal("≥", 2.0), 2.0, 1.9), (Goal("≤", 1.1), 1.1, 1.2), (Goal("<", 0.5), 0.4, 0.5)]
-)
-def test_goals(goal: Goal, met: float, missed: float) -> None:
-    assert goal.met(met)
-    assert not goal.met(missed)
-
-
 SHAPE = Shape(layers=2, width=8, inner=16, heads=2, kv_heads=1, head=4, vocabulary=32)
-
-
-def test_a_shape_counts_the_weights_of_a_real_model(small_base_dir: Path) -> None:
-    from safetensors import safe_open
-
-    shape = Shape.of(small_base_dir)
-    with safe_open(str(small_base_dir / "model.safetensors"), framework="np") as file:
-        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert shape.body_weights == sum(size for name, size in sizes.items() if "proj" in name)
-    assert shape.head_weights == sizes["model.embed_tokens.weight"]
 
 
 def test_the_limit_is_the_longer_of_products_and_bytes() -> None:
@@ -106,11 +80,6 @@ def test_the_limit_of_training_has_two_products_with_the_base_and_three_with_the
     assert least_seconds(update, SHAPE, 4, Machine(1e12, 1.0)) == pytest.approx(2 * 34 * one)
 
 
-def test_what_has_no_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="sampled"):
-        Counts.of({"decoded": 1, "sampled": 2})
-
-
 @pytest.mark.parametrize(
     ("name", "shapes", "group"),
     [
@@ -132,14 +101,6 @@ def test_what_has_no_limit_is_refused() -> None:
 )
 def test_operations_are_told_apart(name: str, shapes: list[list[int]], group: str) -> None:
     assert group_of(name, shapes, Dimensions(vocabulary=4096, rank=16, head=64)) == group
-
-
-def test_what_no_operation_accounts_for_is_python() -> None:
-    sizes = Dimensions(vocabulary=4096, rank=16, head=64)
-    events = [("aten::mm", [[64, 576], [576, 1536]], 0.5), ("aten::add", [[64, 576]], 0.25), ("_Python", [], 9.0)]
-    found = totals(events, 1.0, sizes)
-    assert (found[BASE], found[ELEMENTWISE], found[REST]) == (0.5, 0.25, 0.25)
-    assert sum(found.values()) == pytest.approx(1.0)
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
@@ -213,19 +174,6 @@ def test_sides_take_turns_after_a_warm_up_each(workers: Workers, tmp_path: Path)
     assert found.ratio == Ratio(3.0, 3.0, 3.0)
     assert found.met is True
     assert (found.ours, found.other, found.repeats) == (0.5, 1.5, 3)
-
-
-def test_a_smaller_work_can_warm_up_and_nothing_can(workers: Workers, tmp_path: Path) -> None:
-    workers.start(["a", "b"])
-    small = Side("a", "turn", {"seconds": 1.0}, {"seconds": 0.1})
-    block = Block(
-        "block",
-        "",
-        {"ours": small, "theirs": Side("b", "turn", {"seconds": 1.0}, False)},
-        (row("r", "ours", "theirs"),),
-    )
-    run_block(block, workers, 1, print)
-    assert (tmp_path / "diary").read_text().split() == ["a", "a", "b"]
 
 
 def state(pid: int) -> str:
@@ -314,29 +262,7 @@ def test_a_peer_that_fails_leaves_its_rows_and_the_others_go_on(workers: Workers
     assert found["never"].met is None
 
 
-def test_no_answer_in_time_is_a_failure(workers: Workers) -> None:
-    workers.start(["a"])
-    slow = {"op": "prepare", "work": "turn", "warm": True, "args": {"seconds": 1.0, "sleeps": 30}}
-    with pytest.raises(SideFailed, match="no answer within 0 s"):
-        workers.ask("a", slow, seconds=0.2)
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def test_numbers_have_three_figures() -> None:
-    assert [number(value) for value in (12345.6, 123.4, 12.34, 1.234, 0.01234, math.nan)] == [
-        "12,346",
-        "123",
-        "12.3",
-        "1.23",
-        "0.012",
-        "–",
-    ]
-    assert cost_text(1 / 1112, "tokens/s") == "1,112 tokens/s"
-    assert cost_text(0.00001, "ms") == "0.01 ms"
-    assert cost_text(2**30, "MB") == "1,024 MB"
-    assert cost_text(0.912, "%") == "91.2 %"
 
 
 RESULTS = [
@@ -359,15 +285,6 @@ RESULTS = [
 ]
 
 
-def test_cells_say_ratio_spread_goal_and_share() -> None:
-    one, two, three, four = (cells(item) for item in RESULTS)
-    assert one[2:] == ("1,000 tokens/s", "400 tokens/s", "**2.50×** (2.00–3.00)", "≥ 2.00×, reached", "44 %")
-    assert two[4:6] == ("**1.50×**", "≥ 2.00×, **not reached**")
-    assert three[4:] == ("not measured: it | broke", "–", "–")
-    assert four[1:] == ("–", "0.01 ms", "–", "0.01 ms – 0.02 ms", "< 1.00 ms, reached", "–")
-    assert "2.50× (2.00–3.00) · Motet 1,000 tokens/s · the other: 400 tokens/s · 44 % of the limit" in text(RESULTS)
-
-
 def test_a_limit_that_is_passed_is_none() -> None:
     assert [share_text(share) for share in (math.nan, 0.004, 1.0, 1.0001, 2.63)] == [
         "–", "0 %", "100 %", "limit passed", "limit passed"
@@ -380,11 +297,6 @@ def test_a_limit_that_is_passed_is_none() -> None:
     assert "`limit passed` marks rows for which this is no limit" in " ".join(page.compose(a_run(), "", "").split())
 
 
-def test_bars_in_cells_do_not_break_a_table() -> None:
-    lines = markdown(("a", "b"), [("x | y", "two\nlines")]).splitlines()
-    assert lines == ["| a | b |", "| --- | --- |", "| x \\| y | two lines |"]
-
-
 def a_run() -> page.Run:
     return page.Run(
         title="Speed",
@@ -395,31 +307,6 @@ def a_run() -> page.Run:
         limits={"value": 5e11, "bandwidth": 4e10, "together": {"64×8×8": 4e11}, "apart": {"64×8×8": 5e11}},
         profiles={"decode": {**dict.fromkeys(GROUPS, 0.0), BASE: 3.0, REST: 1.0}},
     )
-
-
-def test_what_people_wrote_survives_a_new_page(tmp_path: Path) -> None:
-    file = tmp_path / "benchmarks.md"
-    assert page.findings(file) == "\n"
-    file.write_text(page.compose(a_run(), "benchmarks.svg", page.findings(file)))
-    written = file.read_text().replace(page.END, f"Prompts in blocks of 32 paid.\n{page.END}")
-    file.write_text(written)
-    again = page.compose(a_run(), "benchmarks.svg", page.findings(file))
-    assert again == written
-    assert "| base products | 75.0 % |" in again
-    rates = "500 GFLOP/s (400 GFLOP/s with all threads in one process (64×8×8); 500 with one process for each core"
-    assert rates in " ".join(again.split())
-
-
-def test_the_page_has_a_column_for_each_kind_of_processor() -> None:
-    zen = page.remember(a_run(), "AMD family 26 with AVX512_BF16", {})
-    assert "On each kind" not in page.compose(a_run(), "benchmarks.svg", "", zen)
-    both = page.remember(a_run(), "Intel with AMX", json.loads(json.dumps(zen)))
-    written = page.compose(a_run(), "benchmarks.svg", "", both)
-    assert (
-        "| ratio, share of limit | AMD family 26 with AVX512_BF16, 2026-11-24 | Intel with AMX, 2026-11-24 |" in written
-    )
-    assert "| work of one, against the other | **2.50×** (2.00–3.00), 44 % | **2.50×** (2.00–3.00), 44 % |" in written
-    assert "work of four" not in written, "a figure that stands alone has no ratio"
 
 
 def test_goals_are_those_of_the_processor() -> None:
@@ -438,19 +325,6 @@ def test_goals_are_those_of_the_processor() -> None:
     assert set(GOALS) <= named
 
 
-def test_results_as_data_are_json_and_the_picture_is_the_same_again() -> None:
-    rows = json.loads(json.dumps(page.record(a_run()), allow_nan=False))["rows"]
-    assert [(item["ratio"], item["limit"], item["met"]) for item in rows] == [
-        (2.5, 0.437, True),
-        (1.5, None, False),
-        (None, None, None),
-        (1e-5, None, True),
-    ]
-    picture = draw(RESULTS)
-    assert picture.startswith("<?xml")
-    assert picture == draw(RESULTS)
-
-
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -462,22 +336,6 @@ def test_rows_compare_sides_that_are_there(quick: bool) -> None:
     names = [item.name for block in cpu_blocks(quick) for item in block.rows]
     assert len(names) == len(set(names))
     assert {block.name for block in cpu_blocks(True)} <= {block.name for block in cpu_blocks(False)}
-
-
-def test_choosing_rows_leaves_out_sides_that_nobody_needs() -> None:
-    (block,) = chosen([against_peers.decode_block(True)], ["adapters-64-rows"])
-    assert set(block.sides) == {"Motet", "Motet, 8 adapters"}
-    with pytest.raises(ValueError, match="decode-adapters"):
-        chosen([against_peers.decode_block(True)], ["nothing"])
-
-
-def test_the_list_and_a_row_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list"]) == 0
-    listed = capsys.readouterr().out
-    assert "grpo-eight" in listed
-    assert "decode:small" in listed
-    assert main(["--only", "nothing"]) == 2
-    assert "there is no row 'nothing'" in capsys.readouterr().err
 
 
 # --- Motet ------------------------------------------------------------------------------------------------------------

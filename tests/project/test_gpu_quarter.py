@@ -1,16 +1,11 @@
-"""The quarter of an hour on a card: parts that pass, fail, hang or cannot run here, the page with a column for each card, the
-archive, and the folder for a machine."""
+"""The quarter of an hour on a card: parts that pass, fail, hang or cannot run here, the page with a column for each card, and
+the archive."""
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +18,9 @@ from bench.gpu.figures import Figure, figures_in
 from bench.gpu.gradients import gradient_questions
 from bench.gpu.parts import INSTALL_SECONDS, card_tests, parts
 from bench.gpu.products import compared, rows_unequal
-from bench.gpu.schedule import Part, Result, Schedule, end, kept, result_of
+from bench.gpu.schedule import Part, Schedule, kept
 from bench.gpu.tokens import MOST_GAP, beside, completions
 from bench.speed.shapes import SHAPES
-from bench.speed.workers.job_files import figures
 
 import gpu_kit
 from motet.config import EngineConfig
@@ -34,8 +28,6 @@ from motet.core.types import Chunk
 from motet.model.frozen_weight import FrozenWeight
 from tests.support import cuda_bases
 from tests.support import tiny_models as tiny
-from tests.support.processes import ending
-from tests.support.waiting import PATIENCE, wait_until
 
 SAYS = "import json, sys; print(json.dumps(dict(group='speed', row=sys.argv[1], value=1234.5, unit='tokens/s')), flush=True)"
 HANGS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
@@ -44,10 +36,6 @@ FAILS = f"{SAYS}; import os; print('no | card'); sys.exit(not os.path.exists(sys
 
 def program(text: str, *words: object) -> tuple[str, ...]:
     return ("-c", text, *map(str, words))
-
-
-def columns(place: Path) -> dict[str, page.Column]:
-    return page.read(place / "page.json")
 
 
 def test_a_part_that_fails_hangs_or_is_left_out_leaves_the_others(tmp_path: Path) -> None:
@@ -75,15 +63,6 @@ def test_a_part_that_fails_hangs_or_is_left_out_leaves_the_others(tmp_path: Path
     assert [again[part.name].state for part in every[:3]] == ["passed"] * 3
 
 
-def test_a_base_is_made_in_each_session_that_needs_it_and_in_no_other(tmp_path: Path) -> None:
-    every = [Part("base", "", (), 1, makes=tmp_path), Part("bits", "", (), 1, needs="base"), Part("demo", "", (), 1)]
-    passed = {part.name: Result(part.name, "passed", 1.0, "") for part in every}
-    assert to_run(every, passed, []) == []
-    assert to_run(every, {**passed, "bits": Result("bits", "cut", 1.0, "")}, []) == every[:2]
-    assert to_run(every, passed, ["demo"]) == every[2:]
-    assert to_run(every, passed, ["base"]) == every[:1]
-
-
 def test_what_is_timed_runs_alone_and_in_its_turn(tmp_path: Path) -> None:
     """Each part writes its name when it begins and when it ends."""
     diary = tmp_path / "diary"
@@ -93,37 +72,6 @@ def test_what_is_timed_runs_alone_and_in_its_turn(tmp_path: Path) -> None:
     Schedule(every, tmp_path, 600, lambda results: None).run()
     written = diary.read_text()
     assert (sorted(written[:4]), written[4:]) == (["a", "a", "b", "b"], "CCDDee")
-
-
-def test_no_part_begins_when_the_time_is_over_and_results_of_before_stay(tmp_path: Path) -> None:
-    part = Part("decode", "", program(SAYS, "decode"), 100)
-    Schedule([part], tmp_path, 0.0, lambda results: None).run()
-    assert kept(tmp_path)["decode"].state == "not run"
-    Schedule([part], tmp_path, 600.0, lambda results: None).run()
-    late = Schedule([part], tmp_path, 0.0, lambda results: None).run()
-    assert (late["decode"].state, len(late["decode"].figures)) == ("passed", 1)
-
-
-def test_a_run_replaces_what_it_measured_in_its_own_column_and_nothing_else(tmp_path: Path) -> None:
-    written = tmp_path / "page.md"
-    written.write_text(f"# Cards\n\nBy hand.\n\n{page.BEGIN}old\n{page.END}\nAfter.\n")
-    figures = Figure("speed", "decode", 100.0, "tokens/s", "torch"), Figure("bits", "rows", "0 of 8 unequal")
-    first = page.merged({}, "H200", {"commit": "aaaa"}, [Result("decode", "passed", 1.0, "", figures)])
-    other = page.merged(first, "B200", {"commit": "bbbb"}, [Result("decode", "failed", 1.0, "why")])
-    assert other["H200"] == first["H200"]
-    faster = Result("decode", "passed", 1.0, "", (Figure("speed", "decode", 200.0, "tokens/s", "cuda"),))
-    again = page.merged(other, "H200", {"commit": "cccc"}, [faster, Result("train", "not run", 0.0, "")])
-    assert again["B200"] == other["B200"]
-    page.write(written, again)
-    assert columns(tmp_path) == again
-    text = written.read_text()
-    assert text.startswith("# Cards\n\nBy hand.\n")
-    assert text.endswith("\nAfter.\n")
-    assert "| decode | 200 tokens/s (cuda) | – |" in text
-    assert "| rows | 0 of 8 unequal (at aaaa) | – |" in text  # of an older commit
-    assert "| `decode` | passed | failed: why |" in text
-    assert "train" not in text
-    assert "old" not in text
 
 
 def test_the_page_is_what_its_figures_say(tmp_path: Path) -> None:
@@ -142,43 +90,6 @@ def test_the_archive_has_a_bound_and_keeps_what_is_worth_most(tmp_path: Path) ->
     with tarfile.open(archive) as opened:
         assert opened.getnames() == ["z.result.json", "00.log", "01.log", "02.log"]
     assert MOST_BYTES == 16 * 2**20
-
-
-def test_a_part_that_is_cut_keeps_the_figures_that_it_has_printed() -> None:
-    whole = json.dumps({"group": "bits", "row": "rows", "value": 1})
-    cut = result_of(Part("bits", "", (), 9), None, f"{whole}\nnoise\n{whole[:-9]}", 9.0)
-    assert cut == Result("bits", "cut", 9.0, "ended after 9 s", (Figure("bits", "rows", 1),))
-
-
-SLOW_TESTS = """
-import time, pytest
-@pytest.mark.parametrize("number", range(4))
-def test_slow(number):
-    assert number != 1, "what a card showed"
-    if number == 2:
-        open("begun", "w").close()
-        time.sleep(600)
-"""
-
-
-def test_tests_that_are_cut_say_how_far_they_came_and_what_failed(tmp_path: Path) -> None:
-    """What is cut is the part whose log says that the third test has begun; no clock decides."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_card.py").write_text(SLOW_TESTS)
-    part = Part("tests", "", ("-m", "pytest", "-v", "-p", "no:cacheprovider", "tests"), 1)
-    command = [sys.executable, *part.words]
-    with (
-        (tmp_path / "log").open("wb") as log,
-        ending(subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)) as process,
-    ):
-        wait_until((tmp_path / "begun").exists, process=process)
-        end(process, signal.SIGINT, PATIENCE)
-    said = (tmp_path / "log").read_text()
-    cut = result_of(part, None, said, 100.2)
-    assert (cut.state, cut.said) == ("cut", "ended after 100 s: 1 passed, 1 failed of 4 tests")
-    assert "what a card showed" in said.partition("FAILURES")[2]
-    of_some = said.replace("collected 4 items", "collected 9 items / 5 deselected / 4 selected")
-    assert result_of(part, None, of_some, 100.2) == cut
 
 
 def test_a_whole_run_takes_thirteen_minutes_by_its_own_limits(
@@ -205,12 +116,6 @@ def test_every_test_that_needs_a_card_has_a_part() -> None:
     ]
     assert {str(file) for file in marked} <= set(card_tests())
     assert "tests/model/test_kernels.py" in card_tests()
-
-
-def test_a_file_whose_tests_are_all_for_the_soak_has_no_part_without_tests(tmp_path: Path) -> None:
-    names = {part.name for part in parts("cuda", ["0.5b"], tmp_path, tmp_path)}
-    assert {"tests-cuda-ranks-more", "tests-cuda-base", "tests-cuda-base-more"} <= names
-    assert "tests-cuda-ranks" not in names
 
 
 def test_products_whose_sums_depend_on_the_number_of_rows_are_found() -> None:
@@ -287,19 +192,6 @@ def test_tokens_count_until_one_differs_and_logprobs_up_to_it() -> None:
     assert beside([one], [one]) == (3, 0.0)
     assert beside([one], [chunk([5, 8, 7], -0.5, -0.75, 0.0)]) == (1, 0.5)
     assert beside([one, one], [chunk([9, 6, 7], -1.5, 0.0, 0.0), one]) == (3, 1.0)
-
-
-def test_jobs_in_turn_are_timed_without_what_lies_between_them() -> None:
-    def step(end: float) -> dict[str, Any]:
-        return {
-            "time": end, "seconds": {"sample": 1.5, "train": 0.5}, "tokens_sampled": 8, "tokens_trained": 12, "trainable": 8,
-        }  # fmt: skip
-
-    jobs = [[step(12.0), step(14.0)], [step(22.0), step(24.0)]]
-    args = {"groups": 1, "each": 4, "jobs": 2, "max_tokens": 2}
-    assert figures(jobs, args, 64, 1024)["seconds"] == 14
-    found = figures(jobs, {**args, "without_gaps": True}, 64, 1024)
-    assert (found["seconds"], found["units"]) == (8, 4)
 
 
 def test_nan_equals_itself_and_zeros_have_signs() -> None:

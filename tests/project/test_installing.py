@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import shutil
 import signal
@@ -33,20 +32,6 @@ def build_wheel(directory, settings=None, metadata=None):
         wheel.writestr("slow-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr("slow-1.dist-info/RECORD", "")
     return "slow-1-py3-none-any.whl"
-"""
-
-_TALKING = """
-import signal, sys
-
-def end(*_):
-    for _ in range(2000):
-        print("Collecting a package" * 10)
-        print("it ends", file=sys.stderr, flush=True)
-    sys.exit(1)
-
-signal.signal(signal.SIGTERM, end)
-print("it has begun", file=sys.stderr, flush=True)
-signal.pause()
 """
 
 
@@ -83,25 +68,6 @@ def test_without_a_terminal_a_line_says_what_pip_does(tmp_path: Path) -> None:
     assert (tmp_path / "there" / "slow.py").is_file()
 
 
-def test_on_a_terminal_one_line_changes(tmp_path: Path) -> None:
-    reads, writes = pty.openpty()
-    process = _begin(tmp_path, writes)
-    os.close(writes)
-    seen = b""
-    while seen.count(b"\r\x1b[K") < 2:
-        seen += os.read(reads, 1000)
-    assert b"\n" not in seen.partition(b"\r\x1b[K")[2], "the same line"
-    (tmp_path / "go").touch()
-    try:
-        while piece := os.read(reads, 1000):
-            seen += piece
-    except OSError:  # Linux ends a terminal thus
-        pass
-    assert seen.rstrip().endswith(b"installed")
-    assert process.wait() == 0
-    os.close(reads)
-
-
 def test_errors_are_told_in_full_with_the_exit_status_of_pip(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     reads, writes = os.pipe()
@@ -136,21 +102,6 @@ def test_ctrl_c_ends_it_without_a_traceback(tmp_path: Path, whom: Callable[[int,
     assert process.wait() == 130
     assert "Traceback" not in rest
     assert "scripts/install.py" not in rest
-
-
-def test_what_pip_says_after_ctrl_c_is_read_to_its_end(tmp_path: Path) -> None:
-    """A pip that says much when it is interrupted."""
-    (tmp_path / "pip.py").write_text(_TALKING)
-    command = [sys.executable, str(ROOT / "scripts" / "install.py")]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert next(process.stdout) == "it has begun\n"
-        process.send_signal(signal.SIGINT)
-        lines = list(process.stdout)
-    assert process.returncode == 130
-    assert lines == ["it ends\n"] * 2000
 
 
 _COMPILER = """#!/bin/sh

@@ -443,33 +443,14 @@ PLANTED = {
         "chat.template:1 read_text names no encoding",
     ),
     "upward": ({"core__types": "from motet.protocols import y"}, "core.types:1 imports protocols"),
-    "upward, in a function": (
-        {"core__types": "def f():\n    import motet.runtime.pipeline"},
-        "imports runtime.pipeline",
-    ),
-    "upward, relative": (
-        {"chat__template": "from ..runtime import pipeline"},
-        "chat.template:1 imports runtime.pipeline",
-    ),
-    "sideways": (
-        {"chat__template": "def f():\n    from motet.model.base import z"},
-        "chat.template:2 imports model.base",
-    ),
     "half to half": ({"kernels__cuda__base": "from motet.kernels.cpu import plan"}, "the other half of its room"),
     "engine in the runtime": ({"runtime__loop": "from motet.rollout import embedded"}, "engines are handed in"),
-    "room without a place": ({"plugins": ""}, "'plugins' has no place"),
     "torch at load": ({"chat__template": "import torch.nn as nn"}, "chat.template:1 imports torch when it is loaded"),
-    "torch in a function": ({"runtime__loop": "def f():\n    import torch"}, "runtime.loop:2 imports torch;"),
-    "transformers at load": (
-        {"commands__cli": "from transformers import AutoModel"},
-        "commands.cli:1 imports transformers",
-    ),
     "torch through others": (
         {"commands__cli": "from motet.hosts import launch"},
         "commands.cli → hosts.launch → rollout.embedded loads torch",
     ),
     "torch in a server": ({"rollout__server": "import torch"}, "rollout.server:1 imports torch when it is loaded"),
-    "torch in a package": ({"rollout____init__": "import torch"}, "rollout:1 imports torch when"),
     "server engine": ({"rollout__server": "def f():\n    import vllm"}, "imports vllm, which is reached over HTTP"),
     "Motet in a server": (
         {"rollout__in_vllm__motet_vllm": "def f():\n    import vllm\n    from motet.core import types"},
@@ -483,21 +464,6 @@ PLANTED = {
         },
         "import cycle: chat.rows → chat.template → chat.rows",
     ),
-    "cycle, for types": (
-        {
-            "chat__rows": "from motet.chat import template",
-            "chat__template": "import typing\nif typing.TYPE_CHECKING:\n    from motet.chat.rows import g",
-        },
-        "import cycle: chat.rows → chat.template → chat.rows",
-    ),
-    "upward on the last lines": (
-        {"observe__page": "def f():\n    from motet.hosts.running import x", "hosts__running": ""},
-        "observe.page:2 imports",
-    ),
-    "upward in the service": (
-        {"service__tenants__quotas": "def f():\n    from motet.service.jobs import queue", "service__jobs__queue": ""},
-        "service.tenants.quotas:2 imports service.jobs.queue, which comes at or after",
-    ),
     "upward in the service, for types": (
         {
             "service__events": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from motet.service.app import x",
@@ -505,11 +471,6 @@ PLANTED = {
         },
         "service.events:3 imports service.app, which comes at or after",
     ),
-    "sideways in the service": (
-        {"service__tenants__ledger": "from ..adapters import archive", "service__adapters__archive": ""},
-        "service.tenants.ledger:1 imports service.adapters.archive",
-    ),
-    "part without a place": ({"service__desk": ""}, "'desk' has no place in the order of the service"),
     "empty name": ({"tasks__utils": ""}, "'utils' names no thing"),
     "long file": ({"core__types": "x = 1\n" * 400}, "core.types has 401 lines"),
     "long function": ({"core__types": "def f():\n" + "    x = 1\n" * 59}, "core.types:1 function f has 60 lines"),
@@ -517,14 +478,7 @@ PLANTED = {
         {"core__types": "class Group:\n    x: int", "chat__template": "class Group:\n    y: int"},
         "class Group has the name of another, in ",
     ),
-    "name of Python's": ({"chat__template": "class Sequence:\n    x: int"}, "in collections.abc"),
     "fork": ({"core__types": "import os\nos.fork()"}, "core.types:2 os.fork: start a new program"),
-    "fork by a library": (
-        {"core__types": "import multiprocessing.pool"},
-        "core.types:1 imports multiprocessing.pool: start a new",
-    ),
-    "fork before a program": ({"core__types": "f(preexec_fn=g)"}, "core.types:1 preexec_fn: start a new program"),
-    "long class": ({"core__types": "class C:\n" + "    x = 1\n" * 249}, "core.types:1 class C has 250 lines"),
 }
 
 

@@ -46,16 +46,3 @@ def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
     assert len(lines) == 4
     kept.write_text("\n".join([*lines[:3], "0" + lines[3]]) + "\n")
     assert "1 passed" in run(tmp_path, *words, GOOD="1"), "what passed on other files does not count"
-
-
-def test_the_files_that_lasted_longest_begin_first(tmp_path: Path) -> None:
-    """By what each of their tests took when it last passed, also on other files."""
-    for name in "abc":
-        (tmp_path / f"test_{name}.py").write_text("def test_one(): pass\ndef test_two(): pass\n")
-    (tmp_path / "kept").mkdir()
-    took = {"b": (9.0, 1.0), "c": (4.0, 3.0)}
-    lines = [f"of-old {seconds} test_{name}.py::test_one" for name, found in took.items() for seconds in found]
-    (tmp_path / "kept" / "passed").write_text("\n".join([*lines, "of-old 2.0 test_c.py::test_two", ""]))
-    said = run(tmp_path, "-n", "1", "-v", "--dist", "loadfile", "--no-loadscope-reorder")
-    passed = [line.split()[-1].partition("::")[0] for line in said.splitlines() if "PASSED" in line]
-    assert passed == [f"test_{name}.py" for name in "ccbbaa"]

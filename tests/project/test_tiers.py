@@ -42,21 +42,6 @@ def test_first_tier_is_short_and_each_file_is_measured() -> None:
     assert set(stored["tier1"]) <= marked <= {*stored["tier1"], *stored["tier2"]}
 
 
-def test_limits_of_the_first_tier_are_seen() -> None:
-    short = {"tests/a.py": 9.0}
-    assert (
-        faults({"tier1": short, "tier2": {"tests/b.py": 90.0}}, "x family 1 avx512f", {"tests/a.py", "tests/b.py"})
-        == []
-    )
-    (long,) = faults({"tier1": {"tests/a.py": 19.0}, "tier2": {}}, "x family 1 avx512f", set())
-    assert long.startswith("tests/a.py takes 19.0 s")
-    assert faults({"tier1": {"tests/a.py": 19.0}, "tier2": {}}, "x family 1 avx2", set()) == []
-    many = {f"tests/{number}.py": 9.0 for number in range(40)}
-    assert faults({"tier1": many, "tier2": {}}, "x family 1 avx512f", set()) == ["the first tier takes 360 s"]
-    (new,) = faults({"tier1": short, "tier2": {}}, "x family 1 avx512f", {"tests/new.py"})
-    assert new == "tests/new.py has no line: make seconds PYTEST_ARGS=tests/new.py"
-
-
 def test_what_else_names_rooms_of_changed_files() -> None:
     tier2 = {"tests/service/test_keys.py": 480.0, "tests/tinker/test_wire.py": 12.0}
     assert what_else.line(["docs/index.md", "tests/conftest.py"], tier2) == ""
