@@ -113,7 +113,7 @@ def test_a_teacher_on_a_server_is_the_same_teacher(tmp_path: Path) -> None:
     lines = [record for record in records(tmp_path / "there", "a") if "loss" in record]
     assert [line["kl_base"] for line in lines] == pytest.approx([0.0] * 3, abs=1e-9)
     assert weights(tmp_path / "here", "a", 3) == weights(tmp_path / "there", "a", 3)
-    assert done.jobs["a"].inexact == ["a server judges what is learned (algorithm.teacher)"]
+    assert done.jobs["a"].progress.inexact == ["a server judges what is learned (algorithm.teacher)"]
 
 
 def test_a_server_may_know_its_teacher_by_a_name(tmp_path: Path) -> None:

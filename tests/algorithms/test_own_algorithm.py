@@ -177,7 +177,7 @@ def test_one_may_learn_from_a_server_and_no_reward(file: Path, tmp_path: Path) -
         done = run_jobs(tmp_path, [job("a", rewards=[], algorithm=algorithm, steps=1)])
     assert done.state("a") is JobState.SUCCEEDED, done.jobs["a"].progress.message
     assert json.loads(metrics(tmp_path, "a").splitlines()[0])["kl_base"] is not None
-    assert done.jobs["a"].inexact == ["a server judges what is learned (algorithm.reference)"]
+    assert done.jobs["a"].progress.inexact == ["a server judges what is learned (algorithm.reference)"]
 
 
 def test_an_edited_file_is_another_job(file: Path, tmp_path: Path) -> None:

@@ -288,12 +288,12 @@ def run_all(
     tree = {"base": "small", "run": str(path), "engine": engine, "jobs": [job(name) for name in NAMES]}
     config = validate(tree, "the test")
     with contextlib.closing(RunDirectory(path, "run")) as directory:
-        run, interrupt = HostedRun(config, directory, launch=launch), Interrupt()
+        run, interrupt = HostedRun(config, directory, None, launch=launch), Interrupt()
         interrupt.run(lambda: follow(run, interrupt, observe))
-    for one in run.jobs:
-        assert one.progress.state is JobState.SUCCEEDED, one.progress.message
-        assert one.progress.next_line == 7
-        assert (one.directory.version(6) / "adapter_model.safetensors").read_bytes() == alone[one.config.name]
+    for one in run.progress():
+        assert one.state is JobState.SUCCEEDED, one.message
+        assert one.next_line == 7
+        assert (path / one.name / "versions/v6/adapter_model.safetensors").read_bytes() == alone[one.name]
 
 
 @pytest.mark.soak

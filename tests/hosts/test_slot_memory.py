@@ -20,9 +20,8 @@ from motet.core.batch import AdamW, Batch
 from motet.core.errors import ConfigError
 from motet.core.types import AdapterRef
 from motet.hosts.launch import assemble, load
-from motet.hosts.sample_memory import SampleMemory
-from motet.hosts.slot_memory import SlotMemory, check_slots
-from motet.hosts.workshop import FreeMemory, Workshop
+from motet.hosts.slot_memory import FreeMemory, SampleMemory, SlotMemory, check_slots
+from motet.hosts.workshop import Workshop
 from motet.model.unit_sums import UnitSums
 from motet.runtime.rundir import RunDirectory
 from motet.training.memory import pass_memory
@@ -151,7 +150,8 @@ def test_a_sample_that_alone_does_not_fit_is_refused_before_a_step(base: Any, tm
     if base.kernels is None:
         return
     free = pass_memory(base, recompute=False).of(100)
-    kept, limited = (SampleMemory.of(base, engine, free) for engine in (EngineConfig(recompute=False), limits_of(100)))
+    engines = EngineConfig(recompute=False), limits_of(100)
+    kept, limited = (SampleMemory.of(base, free, engine.kept_tokens) for engine in engines)
     assert kept is not None
     assert limited is not None
     kept.check([Need(64, 16, least=100), Need(900, 900)])

@@ -87,7 +87,7 @@ def test_rollouts_under_way_go_on_under_newer_versions(environment: str, tmp_pat
     assert run.services.scheduler.in_flight == 0
     status = json.loads((tmp_path / "all" / "a" / "status.json").read_text())
     assert status["inexact"] == ["rollouts under way go on under newer versions (algorithm.in_flight)"]
-    assert run.jobs["good"].inexact == []
+    assert run.jobs["good"].progress.inexact == []
     assert metrics(tmp_path / "all", "good") == metrics(tmp_path / "alone", "good")
     assert weights(tmp_path / "all", "good", 4) == weights(tmp_path / "alone", "good", 4)
 
@@ -104,7 +104,7 @@ def test_a_job_whose_rollouts_finish_stays_exact(tmp_path: Path) -> None:
         assert {(request.stream, len(request.seeds)) for request in asked} == {(False, 4)}
     assert metrics(tmp_path / "plain", "a") == metrics(tmp_path / "finish", "a")
     assert weights(tmp_path / "plain", "a", 4) == weights(tmp_path / "finish", "a", 4)
-    assert run.jobs["a"].inexact == []
+    assert run.jobs["a"].progress.inexact == []
 
 
 @pytest.mark.parametrize("environment", ["single", "retry"])

@@ -643,7 +643,7 @@ def run(base: Any, directory: Path, jobs: Any, samplers: int, kill: bool = False
         wait_until(lambda: used[0].seconds > 0, "the process sampled nothing")
         os.kill(used[0].pid, signal.SIGKILL)
 
-    def started(host: Any, jobs: Any) -> None:
+    def started(host: Any) -> None:
         used.extend(getattr(host.workshop.engine, "links", ()))
         for link in used:
             wait_for(link)

@@ -441,7 +441,7 @@ def test_a_run_has_its_own_switches_of_torch_and_puts_the_users_back(tmp_path: P
     inside = list[bool]()
     config = validate({"base": "small", "run": str(tmp_path), "jobs": [job("one")]}, "test")
     with users("medium") as before:
-        assert run_config(config, started=lambda host, jobs: inside.append(are_motets())).ok
+        assert run_config(config, started=lambda run: inside.append(are_motets())).ok
         assert inside == [True]
         assert switches() == before
         with pytest.raises(ConfigError, match="stop here"):
@@ -449,7 +449,7 @@ def test_a_run_has_its_own_switches_of_torch_and_puts_the_users_back(tmp_path: P
         assert switches() == before
 
 
-def stop_here(host: Any, jobs: Any) -> None:
+def stop_here(run: Any) -> None:
     raise ConfigError("stop here")
 
 

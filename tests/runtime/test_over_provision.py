@@ -135,7 +135,7 @@ def test_a_step_takes_what_is_done_first_and_the_next_one_the_rest(tmp_path: Pat
     assert set(lateness(run, tmp_path / "all", configs[0])) == {0, 1}
     assert 0 < len(committed.pending) <= 2
     assert [record["staleness"] for record in records(tmp_path / "all", "a")[:-1]].count(1) >= 2
-    assert run.jobs["a"].inexact == ["steps take the groups that are done first (algorithm.over_provision)"]
+    assert run.jobs["a"].progress.inexact == ["steps take the groups that are done first (algorithm.over_provision)"]
     assert metrics(tmp_path / "all", "good") == metrics(tmp_path / "alone", "good")
     assert weights(tmp_path / "all", "good", 4) == weights(tmp_path / "alone", "good", 4)
     check_quiet(run)

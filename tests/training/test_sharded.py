@@ -407,9 +407,9 @@ def test_a_run_on_ranks_has_the_bytes_of_one_process(engine: dict[str, Any], tmp
 def test_a_rank_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
     assert run_config(job_file(tmp_path / "whole", steps=3)).ok
 
-    def started(host: Any, jobs: Any) -> None:
+    def started(host: Any) -> None:
         def kill() -> None:
-            while jobs[0].progress.step < 2:
+            while host.jobs[0].progress.step < 2:
                 pause.wait(0.01)
             os.kill(host.base.group.pids[1], signal.SIGKILL)
 

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from motet.core.batch import Batch, Sample, Segment
     from motet.core.device import BusyTime
     from motet.core.types import AdapterRef, GenerateRequest
-    from motet.hosts.host import Host
+    from motet.hosts.runs import Run
     from motet.hosts.workshop import Workshop
     from motet.model.lora_model import LoraModel
     from motet.protocols import RolloutEngine, Trainer
     from motet.rollout.sampler_link import SamplerLink
-    from motet.runtime.job import Job
     from motet.runtime.progress import JobProgress
 
 Result = TypeVar("Result")
@@ -270,8 +269,11 @@ class Watch:
         self._busy: BusyTime | None = None
         self._marks: list[tuple[float, float]] = []
 
-    def started(self, host: Host, jobs: Sequence[Job]) -> None:
+    def started(self, host: Run) -> None:
         """Everything is loaded, and no step has begun."""
+        from motet.hosts.host import Host
+
+        assert isinstance(host, Host), "it has several hosts"
         wait_for_samplers(host.workshop)
         self._busy = host.workshop.device.busy
 

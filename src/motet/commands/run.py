@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +12,9 @@ from motet.commands.answers import print_table, same_command, width_of
 from motet.config.engine import ClusterConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError
-from motet.core.types import HostNow, JobState
-from motet.hosts.host import Host
+from motet.core.types import JobState
 from motet.hosts.running import run_config
+from motet.hosts.runs import Run
 from motet.observe import glyphs_of, make_view, settings_table, summary_table
 from motet.observe.results import RunResult
 from motet.observe.text import plain_console
@@ -48,14 +48,10 @@ def run_file(
         last[:] = progress
         view.update(progress)
 
-    def watch(hosts: Callable[[], Sequence[HostNow]]) -> None:
-        view.watch(hosts)
-        view.start()
-
-    def started(host: Host, jobs: Sequence[Job]) -> None:
-        _print_notes(console, host.workshop.notes, printed)
-        print_rates(console, jobs)
-        view.watch(host.workshop.loads)
+    def started(run: Run) -> None:
+        _print_notes(console, run.notes, printed)
+        print_rates(console, run.jobs)
+        view.watch(run.loads)
         view.start()
 
     try:
@@ -67,7 +63,6 @@ def run_file(
             loading=lambda: console.print(f"loading {config.base} for {_counted(len(config.jobs))} …"),
             started=started,
             notify=view.print_line,
-            watch=watch,
         )
     finally:
         view.stop()

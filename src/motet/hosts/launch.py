@@ -16,9 +16,8 @@ from motet.config.service import Largest
 from motet.core.device import Device
 from motet.core.errors import ConfigError
 from motet.core.model_info import ModelInfo
-from motet.hosts.sample_memory import SampleMemory
-from motet.hosts.slot_memory import check_slots
-from motet.hosts.workshop import FreeMemory, Workshop
+from motet.hosts.slot_memory import FreeMemory, SampleMemory, check_slots
+from motet.hosts.workshop import Workshop
 from motet.kernels.cpu.choice import Choice, kernels_of
 from motet.model import lean_import
 from motet.process.allocator import keep_freed_memory, without_collections
@@ -162,12 +161,12 @@ def assemble(
         workshop = build(whole, config.engine, needs, directory.path / "samplers.log", trainer)
     if group is not None:
         group.watch(workshop.device.lose)
-    workshop.notes = [*base.info.notes, *budgets.idle_gpus(config, base.info.device, budgets.gpus())]
+    workshop.notes.extend((*base.info.notes, *budgets.idle_gpus(config, base.info.device, budgets.gpus())))
     if alone and isinstance(base, LoraModel) and workshop.memory is not None:
-        workshop.samples = SampleMemory.of(base, config.engine, workshop.memory.of_device)
+        workshop.samples = SampleMemory.of(base, workshop.memory.of_device, kept_tokens=config.engine.kept_tokens)
         try:
             workshop.check(needs)
-            workshop.notes += check_slots(base, config, workshop.memory, wanted)
+            workshop.notes.extend(check_slots(base, config, workshop.memory, wanted))
         except ConfigError:
             workshop.close()
             raise

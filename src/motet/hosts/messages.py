@@ -24,16 +24,17 @@ class StartHost(ChannelMessage, frozen=True):
 
     base: str
     run: str  # the run directory
-    engine: dict[str, Any]
-    """`EngineConfig`."""
-    rollout: dict[str, Any]
+    engine: dict[str, Any] = {}
+    """`EngineConfig`; it and the next are those of one host (`starts_of`)."""
+    rollout: dict[str, Any] = {}
     """`RolloutConfig`."""
-    rewards: dict[str, dict[str, Any]]
+    rewards: dict[str, dict[str, Any]] = {}
     """The operator's rewards: fields of `Installed`, by name."""
-    unwalled: list[str]
+    unwalled: list[str] = []
     """Rewards that may run without a wall."""
-    patience_seconds: float
-    largest: Largest
+    patience_seconds: float = 1e9
+    """Before a job that only waits loses its slot to another tenant's; a run's jobs have one tenant."""
+    largest: Largest = Largest()
     step_seconds: float = 60.0
     serves: str = ""
     """The base's name, on a service with several bases."""

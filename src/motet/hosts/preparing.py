@@ -172,7 +172,6 @@ def prepare(
         base_rate=_rate(config, info, original or own),
         stop_token_ids=stop_token_ids(info.tokenizer, info.eos_token_ids),
         progress=JobProgress.of(config),
-        inexact=list(filter(None, [info.inexact])),
         keeps=read,
     )
     if read.longest is None:

@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 from msgspec import structs
 
-from motet.chat.clock import moment
 from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
 from motet.core.errors import EngineError
 from motet.core.types import JobState, Wanted
@@ -29,8 +28,8 @@ from motet.hosts.answers import Answers, Send, reason
 from motet.hosts.base_speed import measure_steps
 from motet.hosts.host import opened_host
 from motet.hosts.line import Gone, ServiceLine
-from motet.hosts.preparing import ReadData, Sources, bytes_of_rows, first_notes, prepare
-from motet.hosts.reports import CpuTime, EveryStep, HandedOver, UsageReports
+from motet.hosts.preparing import ReadData, Sources, bytes_of_rows, first_notes
+from motet.hosts.reports import EveryStep, UsageReports
 from motet.hosts.scores import AskedOfService
 from motet.hosts.workshop import Workshop
 from motet.process.alive import Pulse
@@ -42,7 +41,6 @@ from motet.rewards.reward_elsewhere import ELSEWHERE
 from motet.rewards.reward_installed import Installed
 from motet.rewards.reward_pool import RewardPool
 from motet.rewards.reward_walls import Walls
-from motet.runtime.beginning import clock_at
 from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
@@ -80,29 +78,32 @@ class HostProcess:
         self._opened = contextlib.ExitStack()
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
-        self._cpu = CpuTime()
-        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._cpu.add)
+        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._charge)
         agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
         largest, alone = (start.largest, USUAL), start.host is None
-        host = opened_host(config, directory, start.own, largest, alone=alone, rewards=rewards, agents=agents)
-        self.host = self._opened.enter_context(host)
-        self.base, self.workshop, self._shared = self.host.base, self.host.workshop, self.host.services
-        turns, slots = SlotTurns("" if start.host is None else f"{start.host}"), config.engine.slots
-        idle, step = start.patience_seconds, start.step_seconds
-        self.pipeline = Pipeline([], self._shared, slots, stays=True, max_idle=idle, step_seconds=step, turns=turns)
+        turns, idle, step = SlotTurns(f"{'' if alone else start.host}"), start.patience_seconds, start.step_seconds
+        stays = functools.partial(Pipeline, stays=True, max_idle=idle, step_seconds=step, turns=turns)
+        opened = opened_host(
+            config, directory, start.own, largest, alone=alone, rewards=rewards, agents=agents, pipeline=stays
+        )
+        self.host = host = self._opened.enter_context(opened)
+        self.base, self.workshop, self._shared, self.pipeline = host.base, host.workshop, host.services, host.pipeline
         room = min(filter(None, (self.base.info.max_positions, self.workshop.kv_tokens)))
         self._answers = Answers(self.base, self._shared, room, parent.send)
         self._tasks: set[asyncio.Task[None]] = set()
         meter, names = Meter(self.workshop.device.busy), (self._shared.engine_suffix, start.serves)
-        self._usage = UsageReports(meter, self._cpu, self._shared.scheduler.read, parent.send, *names)
+        self._usage = UsageReports(meter, self._shared.scheduler.read, parent.send, *names)
         self._servers = _Servers(self.workshop, away_seconds(config.rollout))
         self._changes: dict[str, m.ChangeJob] = {}  # of jobs that are being prepared: another budget or priority
         self._leaving: set[str] = set()  # jobs that are to save and go to another host
         self._read = WeakValueDictionary[str, ReadData]()  # of the jobs that are here: those of a sweep share it
         self._preparing = ThreadTurns(_PREPARING, sys.maxsize, "motet-preparing")
         self._wanted: dict[str, Wanted] = {}  # of jobs that are being prepared
-        self._handed_over, self._events = HandedOver(), itertools.count()
+        self._held, self._events = dict[str, m.Held](), itertools.count()  # as they stood at the last look
         self._resting = set[str]()  # jobs that stop waiting as soon as no scorer is connected
+
+    def _charge(self, job: str, seconds: float) -> None:
+        self._usage.add_cpu(job, seconds)
 
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
@@ -154,10 +155,19 @@ class HostProcess:
     def _attach(self) -> None:
         """Serve a connected service: report the jobs here, and repeat unanswered requests."""
         self._parent.resume()
-        self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
-        self._parent.send(structs.replace(self._ready, jobs=self._handed_over.held(self.pipeline.jobs)))
+        held = [job for job in self._look().values() if not job.state.final]
+        self._parent.send(structs.replace(self._ready, jobs=held))
         self._scores.ask_again()
         self._episodes.offer_again()
+
+    def _look(self) -> dict[str, m.Held]:
+        """The jobs that are here, as they stand; those that are being prepared are queued."""
+        states = dict.fromkeys(self._wanted, JobState.QUEUED) | {
+            job.name: job.state for job in self.pipeline.jobs.values()
+        }
+        held = ((name, job) for name, job in self._held.items() if name in states)
+        self._held = {name: structs.replace(job, state=states[name]) for name, job in held}
+        return self._held
 
     def handle(self, message: m.ToHost | Gone) -> None:
         """Start handling one message."""
@@ -171,11 +181,12 @@ class HostProcess:
                 name = str(message.job["name"])
                 if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
                     self._wanted[name] = message.wanted
-                    self._handed_over.add(message)
+                    self._held[name] = m.Held(name, message.tenant, message.slots, JobState.QUEUED, message.wanted)
                     self._begin(self._add(name, message))
                     self.pipeline.rule(message.tenant, message.rule)
             case m.SteerJob():
-                self._handed_over.steer(message)
+                if (held := self._held.get(message.job)) is not None:
+                    self._held[message.job] = structs.replace(held, wanted=message.wanted)
                 self._steer(message.job, message.wanted)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
@@ -221,7 +232,7 @@ class HostProcess:
                     work = functools.partial(self._prepared, message, room, seconds.append)
                     job = await self._preparing.run(f"{message.tenant} {free}", work)
                 finally:
-                    self._cpu.add(name, sum(seconds))
+                    self._usage.add_cpu(name, sum(seconds))
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
             self._changes.pop(name, None)
             if self._wanted.pop(name, None) is not None:
@@ -236,17 +247,15 @@ class HostProcess:
 
     def _prepared(self, message: m.AddJob, room: float, charge: Callable[[float], None]) -> Job:
         """A job that has done a step keeps what it began with, whatever it takes. Runs in a thread."""
-        start, info, name = self._start, self.base.info, str(message.job["name"])
+        start, name = self._start, str(message.job["name"])
         endless = start.own_jobs or self.directory.job(name).newest() is not None
         with (Pace(seconds=math.inf) if endless else Pace(room)).kept(charge):
             sources = Sources(None if start.own_jobs else OF_A_JOB)
             config = JobConfig.model_validate(message.job)
             known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
-            clock = clock_at(self.directory.job(config.name), known, moment())
             most = self._shared.steps.of(message.tenant)
-            job, need = prepare(config, info, self.directory, sources, clock, self._read, step_tokens=most)
             accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
-            self.host.take(job, known, [need], **accepts)
+            job = self.host.add(config, known, sources, self._read, most, **accepts)
             committed = job.directory.newest()
             job.progress.step, job.notes = (0, first_notes(job)) if committed is None else (committed.step, ())
         job.observer = EveryStep(job.directory, message.first_step, self._tell)
@@ -295,7 +304,7 @@ class HostProcess:
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
                 self.pipeline.forget(job.name)
             self._release()
-            self._handed_over.keep({*self.pipeline.jobs, *self._wanted})
+            self._look()
             away = self._servers.check() if self._start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy

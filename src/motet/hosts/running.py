@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from motet.config import Config, EngineConfig, JobConfig, RunConfig, StopConfig
 from motet.core.errors import ConfigError, RunError, for_scripts
-from motet.core.types import HostNow, JobState
+from motet.core.types import JobState
 from motet.hosts.before_loading import (
     Checked,
     auto_kernels,
@@ -19,18 +19,18 @@ from motet.hosts.before_loading import (
     check_something_is_left,
     on_hosts,
 )
-from motet.hosts.host import Host, opened_host
+from motet.hosts.host import opened_host
 from motet.hosts.launch import own_switches
 from motet.hosts.preparing import notes_of, prepare_all
-from motet.hosts.runs import HostedJob, HostedRun, LocalRun, Observe, follow, notices_to
+from motet.hosts.runs import HostedRun, Observe, Run, follow, notices_to
 from motet.observe.follow import Followers, begin, job_of_run
 from motet.observe.results import JobResult, RunResult
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.job import Job
 from motet.runtime.progress import JobProgress
+from motet.runtime.rundir import RunDirectory
 from motet.runtime.settings import setting_of
 from motet.runtime.stopping import ended_early
 
@@ -46,9 +46,8 @@ def run_config(
     accept_changes: bool = False,
     observe: Observe | None = None,
     loading: Callable[[], None] = lambda: None,
-    started: Callable[[Host, Sequence[Job]], None] = lambda host, jobs: None,
+    started: Callable[[Run], None] = lambda run: None,
     notify: Callable[[str], None] | None = None,
-    watch: Callable[[Callable[[], Sequence[HostNow]]], None] = lambda now: None,
     original: JobDirectory | None = None,
 ) -> RunResult:
     """Run all jobs to their end (or until Ctrl-C, which finishes the steps under way and saves).
@@ -60,9 +59,8 @@ def run_config(
         accept_changes: go on in a run directory that was made with another configuration.
         observe: called a few times a second with the progress of all jobs; what it raises ends the run, with all saved.
         loading: called once, when all that needs no base has been checked.
-        started: called once, before the first step, with what was loaded; not where hosts load it.
+        started: called once, before the first step, with the run; one of several hosts has no job in this process.
         notify: called with a line for the person who pressed Ctrl-C, and of hosts that end.
-        watch: called once with what says how hosts stand, where there are several.
         original: of the one job, if it is derived again.
 
     Raises:
@@ -78,24 +76,23 @@ def run_config(
         checked = check_before_loading(config, accept_changes=accept_changes, loaded=loaded, begun=original)
         check_something_is_left(config, checked)
         loading()
+        own = auto_kernels(config)
         if several:
             stack.enter_context(notices_to(notify))
-            run: LocalRun | HostedRun = HostedRun(config, directory, accept_changes=accept_changes)
+            run: Run = HostedRun(config, directory, own, accept_changes=accept_changes)
         else:
             stack.enter_context(own_switches())
             jobs = functools.partial(prepare_all, config.jobs, directory, checked.sources, checked.clocks, original)
-            run = LocalRun(stack.enter_context(opened_host(config, directory, auto_kernels(config), jobs, base=base)))
-            for job in run.jobs:
+            run = host = stack.enter_context(opened_host(config, directory, own, jobs, base=base))
+            for job in host.jobs:
                 known = checked.identity(job.config)
-                run.host.take(job, known, accept_changes=accept_changes, accept_damage=accept_changes)
-            run.notes += notes_of(run.jobs)
-        run.notes += _taken_up(run.jobs, checked)
-        if isinstance(run, LocalRun):
-            started(run.host, run.jobs)
-        else:
-            watch(run.now)
+                host.take(job, known, accept_changes=accept_changes, accept_damage=accept_changes)
+            run.notes.extend(notes_of(host.jobs))
+        progress = run.progress()
+        run.notes.extend(_taken_up(config.jobs, progress, directory, checked))
+        started(run)
         (interrupt := Interrupt(notify)).run(lambda: follow(run, interrupt, seen))
-    results = {job.name: _result(job) for job in run.jobs}
+    results = {job.name: _result(job, directory.job(job.name)) for job in progress}
     return RunResult(directory.path, results, _report(directory.path), tuple(run.notes))
 
 
@@ -128,12 +125,14 @@ def _followed(
         yield seen
 
 
-def _taken_up(jobs: Sequence[Job | HostedJob], checked: Checked) -> list[str]:
+def _taken_up(
+    jobs: Sequence[JobConfig], progress: Sequence[JobProgress], directory: RunDirectory, checked: Checked
+) -> list[str]:
     """Start from what earlier processes left; gives why accepted changes do not apply, and why some may go unnoticed."""
-    for job in jobs:
-        job.progress.setting = setting_of(checked.identity(job.config))
-        _take_up(job.directory, job.progress, job.config.stop_when, changed=job.name in checked.changed)
-    ended = [job.name for job in jobs if job.name in checked.changed and job.progress.state.final]
+    for job, now in zip(jobs, progress, strict=True):
+        now.setting = setting_of(checked.identity(job))
+        _take_up(directory.job(job.name), now, job.stop_when, changed=job.name in checked.changed)
+    ended = [job.name for job in progress if job.name in checked.changed and job.state.final]
     return [
         *(
             f"job {name}: it has ended, so your changes do not apply to it; train it under another name"
@@ -159,9 +158,8 @@ def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig, *
         progress.message += "; your changes do not apply to it" if changed else ""
 
 
-def _result(job: Job | HostedJob) -> JobResult:
-    last, best = map(job.directory.version_named, ("latest", "best"))
-    progress = job.progress
+def _result(progress: JobProgress, directory: JobDirectory) -> JobResult:
+    last, best = map(directory.version_named, ("latest", "best"))
     return JobResult(
         name=progress.name,
         state=progress.state,
@@ -170,7 +168,7 @@ def _result(job: Job | HostedJob) -> JobResult:
         rewards=tuple(progress.rewards),
         evaluations=tuple(progress.evaluations),
         message=progress.message,
-        inexact=tuple(job.inexact),
+        inexact=tuple(progress.inexact),
         spent=progress.spent,
         setting=progress.setting,
     )
@@ -257,9 +255,15 @@ def _run_shown(config: RunConfig, *, sequential: bool, accept_changes: bool) -> 
     console = plain_console()
     view = make_view(console, config.base)
     view.start()
-    seen: dict[str, Any] = {"observe": view.update, "notify": view.print_line, "watch": view.watch}
     try:
-        result = run_config(config, sequential=sequential, accept_changes=accept_changes, **seen)
+        result = run_config(
+            config,
+            sequential=sequential,
+            accept_changes=accept_changes,
+            observe=view.update,
+            started=lambda run: view.watch(run.loads),
+            notify=view.print_line,
+        )
         for note in result.notes:
             view.print_line(f"note: {note}")
         return result

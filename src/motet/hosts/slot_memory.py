@@ -1,4 +1,4 @@
-"""Checks that adapters of the largest rank in all slots fit into the memory that base and sampling leave free."""
+"""Checks that adapters of the largest rank in all slots, and the longest sample, fit into the memory beside a base."""
 
 from __future__ import annotations
 
@@ -8,19 +8,71 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from motet.config import AdapterConfig, HostConfig, JobConfig, budgets
+from motet.config.budgets import Need
 from motet.config.optimizers import OPTIMIZERS
 from motet.config.service import Largest
 from motet.config.team import MOST_RANK
 from motet.core.batch import AdamW, Optimizer
 from motet.core.errors import ConfigError
 from motet.core.model_info import ALL_LINEAR
-from motet.hosts.workshop import FreeMemory
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
 
 _WHOLE = 4
 """How many more bytes per parameter a gradient takes that waits for its step as whole numbers."""
+
+
+@dataclass(frozen=True)
+class FreeMemory:
+    """Memory beside a base, in bytes."""
+
+    of_device: int
+    """Free memory of the device, before anything but the base is put there."""
+    sampling: int = 0
+    """Part of it that sampling may take."""
+    of_host: int = 0
+    """Host memory that sampling may take, if the device has memory of its own."""
+    processes: int = 1
+    """Number of processes with a copy of each version."""
+
+
+@dataclass(frozen=True)
+class SampleMemory:
+    """What can be trained in the memory beside a base that Motet's kernels compute."""
+
+    free: int
+    """Bytes."""
+    longest: int
+    """Tokens of the longest sample, as the engine is configured."""
+    recomputed: int
+    """The same if all passes compute their layers again."""
+
+    @classmethod
+    def of(cls, base: LoraModel, free: int, kept_tokens: int | None) -> SampleMemory | None:
+        """None if torch computes the base: what it keeps is estimated, so that is told by `motet check` only."""
+        from motet.training.memory import longest_sample
+
+        if base.kernels is None:
+            return None
+        return cls(free, longest_sample(base, kept_tokens, free), longest_sample(base, 0, free))
+
+    def check(self, needs: Sequence[Need]) -> None:
+        """Check the samples that jobs have in any case.
+
+        Raises:
+            ConfigError: the longest does not fit.
+        """
+        least = max((need.least for need in needs), default=0)
+        if least <= self.longest:
+            return
+        more = self.recomputed
+        way = f"set engine.recompute to true, with which {more:,} fit, or " if more >= least else ""
+        raise ConfigError(
+            f"the jobs have a sample of at least {least:,} tokens, and beside the base {self.free / 2**30:.1f} GiB are "
+            f"free, in which one of {self.longest:,} can be trained; {way}shorten such rows, or, where the "
+            f"prompt alone is as long, leave them out by data.max_prompt_tokens: {max(self.longest - 1, 1)}"
+        )
 
 
 @dataclass(frozen=True)

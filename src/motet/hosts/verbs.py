@@ -19,7 +19,6 @@ from anyio.from_thread import start_blocking_portal
 
 from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss, batch_of
-from motet.chat.clock import moment
 from motet.chat.template import Chat, stop_token_ids
 from motet.config import OF_CLIENT, AdapterConfig, EngineConfig, HostConfig, JobConfig, RolloutConfig, budgets
 from motet.config.jobfile import validate_as
@@ -31,10 +30,9 @@ from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem,
 from motet.environments.episode import extended
 from motet.hosts.host import opened_host
 from motet.hosts.launch import own_switches
-from motet.hosts.preparing import Sources, prepare
+from motet.hosts.preparing import Sources
 from motet.kernels.cpu.choice import of_jobs
 from motet.runtime import rundir
-from motet.runtime.beginning import check_rules, clock_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by, of_config
 from motet.runtime.session import FinishedStep, Session
@@ -135,11 +133,11 @@ class Verbs:
         self._asked = 0
         with own_switches(), ExitStack() as opening:
             place = Path(directory or opening.enter_context(TemporaryDirectory(prefix="motet-verbs-")))
-            self._directory = opening.enter_context(rundir.opened(place))
+            runs = opening.enter_context(rundir.opened(place))
             known = computed_by(JobDirectory(path) for path in sorted(place.iterdir()) if path.is_dir())
             own = of_jobs(known) if config.engine.kernels == "auto" else None
             largest = Largest(_SHAPE.rank, 0), budgets.Need(longest, 0)
-            self._host = opening.enter_context(opened_host(config, self._directory, own, largest))
+            self._host = opening.enter_context(opened_host(config, runs, own, largest))
             tokenizer = self._host.info.tokenizer
             self._chat = Chat.plain(tokenizer)
             self._stops = stop_token_ids(tokenizer, self._host.info.eos_token_ids)
@@ -248,13 +246,8 @@ class Verbs:
     # --- in the event loop -----------------------------------------------------------------------------------------------
 
     async def _add(self, config: JobConfig) -> int:
-        host, name = self._host, config.name
-        known = of_config(config)
-        if not self._accept_changes:
-            await asyncio.to_thread(check_rules, self._directory.job(name))
-        clock = await asyncio.to_thread(clock_at, self._directory.job(name), known, moment())
-        job, _ = await asyncio.to_thread(prepare, config, host.info, self._directory, Sources(), clock)
-        await asyncio.to_thread(host.take, job, known, accept_changes=self._accept_changes)
+        host, name, known, accepts = self._host, config.name, of_config(config), self._accept_changes
+        job = await asyncio.to_thread(host.add, config, known, Sources(), accept_changes=accepts)
         if not self._commits:
             job.directory.materials = None  # receipts of what nobody keeps
         job.starts = self._starts[name]

@@ -10,26 +10,12 @@ from typing import TYPE_CHECKING
 from motet.config.budgets import Need
 from motet.core.device import Device
 from motet.core.types import ServerLoad
-from motet.hosts.sample_memory import SampleMemory
+from motet.hosts.slot_memory import FreeMemory, SampleMemory
 from motet.protocols import RolloutEngine, Trainer, WeightSync
 
 if TYPE_CHECKING:
     from motet.rollout.server import ServerEngine
     from motet.rollout.spread import SpreadEngine
-
-
-@dataclass(frozen=True)
-class FreeMemory:
-    """Memory beside a base, in bytes."""
-
-    of_device: int
-    """Free memory of the device, before anything but the base is put there."""
-    sampling: int = 0
-    """Part of it that sampling may take."""
-    of_host: int = 0
-    """Host memory that sampling may take, if the device has memory of its own."""
-    processes: int = 1
-    """Number of processes with a copy of each version."""
 
 
 @dataclass

@@ -109,8 +109,6 @@ class Job:
     """Learning rate before warm-up and schedule."""
     stop_token_ids: tuple[int, ...]
     progress: JobProgress
-    inexact: list[str] = field(default_factory=list)
-    """Why bytes may differ from a solo run; reasons are only added."""
     starts: int = 0
     """Slots taken in this process; part of engine-side names."""
     restarts: int = 0
@@ -173,7 +171,7 @@ class Job:
         self.progress.message = message
         self.progress.phase = ""
         self._tell()
-        self.directory.write_status({"state": state.value, "message": message, "inexact": list(self.inexact)})
+        self.directory.write_status(self.progress.status)
 
     def note(self, text: str) -> None:
         """Append a notice to the message, once; it lasts until the state changes."""
@@ -185,7 +183,7 @@ class Job:
         now, message = self.progress, self.progress.message
         if now.state is JobState.SUCCEEDED:
             message = message or "; ".join(now.signs.warnings.values())
-        self.observer(JobChanged(self.name, now.state, message, list(self.inexact), now.spent))
+        self.observer(JobChanged(self.name, now.state, message, list(now.inexact), now.spent))
 
     def sampling(self) -> SamplingParams:
         """Sampling parameters for training."""
@@ -231,5 +229,5 @@ class Job:
 
     def note_inexact(self, reason: str) -> None:
         """Record a reason why the job's bytes may depend on more than the job."""
-        if reason not in self.inexact:
-            self.inexact.append(reason)
+        if reason not in self.progress.inexact:
+            self.progress.inexact.append(reason)

@@ -168,6 +168,8 @@ class JobProgress:
     """`tokens` at that step."""
     message: str = ""
     """Reason of a failure, or a notice."""
+    inexact: list[str] = field(default_factory=list)
+    """Why bytes may differ from a solo run; reasons are only added."""
     spent: bool = False
     """Whether it is paused because its budget is spent."""
     setting: str = ""
@@ -225,6 +227,7 @@ class JobProgress:
                 self.choose(step if event.best else self.best_version, event.best_by)
         elif isinstance(event, JobChanged):
             self.state, self.message, self.phase, self.spent = event.state, event.message, "", event.spent
+            self.inexact = self.inexact if event.inexact is None else event.inexact
             if self.state is JobState.RUNNING and not self.started:
                 self.begin(self.step)
 
@@ -239,6 +242,16 @@ class JobProgress:
         """Count rates from now on: the job runs, or runs again, from `step`."""
         self.step = self.first_step = step
         self.first_tokens, self.started = self.tokens, time.monotonic()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What status.json of the job's directory says."""
+        return {"state": self.state.value, "message": self.message, "inexact": list(self.inexact)}
+
+    @property
+    def open(self) -> bool:
+        """Whether the job has work left that it may do."""
+        return not self.state.final and not self.spent
 
     @property
     def standing(self) -> JobStanding:

@@ -283,7 +283,7 @@ class Session:
             position=step.position,
             pending=tuple(sorted(step.pending)),
             threads=self.services.threads,
-            inexact=tuple(job.inexact),
+            inexact=tuple(job.progress.inexact),
         )
         self._trained = self._trained or not unchanged(record)
         self.stopping.see(record)

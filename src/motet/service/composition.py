@@ -152,8 +152,6 @@ def _start(settings: Settings, storage: Storage, store: Store, base: str) -> Sta
         base=settings.bases.places[base],
         serves=base,
         run=str(storage.run),
-        engine={},
-        rollout={},
         rewards={name: asdict(one) for name, one in settings.rewards.items()},
         unwalled=list(config.unwalled),
         patience_seconds=config.patience_seconds,
