@@ -70,6 +70,16 @@ def test_a_second_turn_equals_the_template(tokenizer, ended, message):
     )
 
 
+@pytest.mark.parametrize("sampled", ["hm!4", "hm!4<|im_end|>"])
+def test_turn_that_the_template_rewrites_has_no_follow_up(sampled):
+    """Its sampled tokens are no part of what the template writes; one of the two turns was cut before its end."""
+    tokenizer = byte_tokenizer(CHATML.replace("m.content", "m.content if loop.last else m.content.split('!')[-1]"))
+    ids = np.asarray(tokenizer.encode(sampled, add_special_tokens=False), np.int32)
+    turns = (*PROBLEM.messages, Message("assistant", "hm!4"))
+    assert Chat(byte_tokenizer(CHATML)).follow_up_ids(turns, ids, [Message("user", "No.")]) is not None
+    assert Chat(tokenizer).follow_up_ids(turns, ids, [Message("user", "No.")]) is None
+
+
 def test_sampled_text_is_not_tokenised_again(tokenizer):
     """The follow-up does not depend on what was sampled, only on whether the turn was ended."""
     chat, end = Chat(tokenizer), tokenizer.convert_tokens_to_ids("<|im_end|>")
