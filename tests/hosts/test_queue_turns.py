@@ -214,6 +214,7 @@ def test_a_job_that_was_not_placed_is_placed_when_one_before_it_has_a_slot(tmp_p
 
     assert give("one", "me")
     jobs.moved_on(host, m.JobChanged("one", JobState.RUNNING, ""))
+    assert not give("one", "me"), "it came with its host while the queue was read"
     assert [give(name, "me") for name in ("two", "three")] == [True, False]
     assert give("other", "you")
     assert (jobs.room("me", "small"), jobs.room("new", "small")) == (0, 1)
