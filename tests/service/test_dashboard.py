@@ -351,6 +351,14 @@ def test_a_held_out_figure_has_its_name_and_an_older_rule_is_told(page: Page, be
     page.unroute_all(behavior="wait")
 
 
+def test_chart_of_one_value_is_a_word_in_a_line(service: Keyed, page: Page) -> None:
+    open_job(page, "ended")
+    expect(page.locator(".charts .same")).to_contain_text(re.compile(r"The same in every step: .*Learning rate [\d.]+"))
+    expect(chart(page, "Learning rate")).to_be_hidden()
+    expect(chart(page, "Gradient norm")).to_be_visible()
+    expect(page.get_by_role("heading", name="Are the updates sound?")).to_be_visible()
+
+
 def test_curves_of_several_jobs_have_a_legend(service: Keyed, page: Page) -> None:
     service.submit(tiny("beside", 2))
     assert service.ended("beside") == "succeeded"

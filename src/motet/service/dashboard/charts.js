@@ -67,7 +67,7 @@ export const area = ({name, x, y, colour, opacity = "d0"}) => [{
 /** One chart: add `node` to the page, and call `draw(traces)` for every update. */
 export class Chart {
   constructor(title, note, {size = "", xTitle = "step", share = false, range = null, empty = "no data yet", latest = true} = {}) {
-    Object.assign(this, {xTitle, share, range, traces: [], due: null, drawn: 0});
+    Object.assign(this, {title, xTitle, share, range, traces: [], due: null, drawn: 0});
     this.latest = latest ? el("span", {class: "latest"}) : null;
     this.plot = el("div", {class: "plot none", data: {empty}});
     this.keys = el("div", {class: "keys below", hidden: true});

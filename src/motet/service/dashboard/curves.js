@@ -1,25 +1,25 @@
 // Charts of one job, or of all jobs of a run, for the dashboard and the report of `motet run`.
 import {Chart, curves, known, look, marks} from "./charts.js";
-import {add, el} from "./dom.js";
+import {add, el, say} from "./dom.js";
 import {COLOURS} from "./palette.js";
 
 const SMALL = [ // field of metrics.jsonl, title, note, options
-  ["length", "Length", "sampled tokens per rollout"],
+  ["length", "Length", "sampled tokens per rollout", {asks: "Are the answers sound?"}],
   ["truncated", "Truncated", "share of rollouts that ran into max_tokens", {share: true}],
   ["no_signal", "Groups without signal", "share of groups whose rewards are all equal", {share: true}],
   ["distinct", "Distinct answers", "share of a group’s answers that differ", {share: true}],
-  ["entropy", "Entropy", "nats per token"],
-  ["kl_base", "KL to the reference", "nats per token, on steps that evaluate", {joined: true}],
-  ["kl_sampler", "KL to the sampler", "nats per token"],
-  ["logprob_gap", "Logprob gap", "largest |trainer − sampler|", {plain: true}],
-  ["grad_norm", "Gradient norm", "before clipping"],
-  ["staleness", "Staleness", "steps that sampling ran ahead", {plain: true}],
   ["accuracy", "Accuracy", "share of pairs, or answers, that the policy gets right", {share: true}],
   ["eval/accuracy", "Held-out accuracy", "the same pairs, or answers, at every evaluation", {share: true, joined: true}],
   ["eval/nll", "Held-out NLL", "nats per token of the answers", {joined: true}],
-  ["loss", "Loss", "before the update"],
-  ["clip_fraction", "Clipped", "share of tokens whose gradient the clip removed", {share: true}],
+  ["loss", "Loss", "before the update", {asks: "Are the updates sound?"}],
+  ["entropy", "Entropy", "nats per token"],
+  ["kl_base", "KL to the reference", "nats per token, on steps that evaluate", {joined: true}],
+  ["grad_norm", "Gradient norm", "before clipping"],
   ["lr", "Learning rate", "of the update", {plain: true}],
+  ["clip_fraction", "Clipped", "share of tokens whose gradient the clip removed", {share: true}],
+  ["kl_sampler", "KL to the sampler", "nats per token"],
+  ["logprob_gap", "Logprob gap", "largest |trainer − sampler|", {plain: true}],
+  ["staleness", "Staleness", "steps that sampling ran ahead", {plain: true}],
 ];
 const PARTS = "reward_parts/", HELD = "eval/", MOST_PARTS = 12;
 
@@ -65,8 +65,9 @@ export function jobCurves() {
   const parts = new Chart("Reward parts", "mean of each reward; dotted: held-out", {size: "large", latest: false});
   const small = SMALL.map(([field, title, note, options = {}]) => [new Chart(title, note, options), field, options]);
   const all = [[reward, "reward", {}], [held, "eval/reward", {joined: true}], ...small];
-  const node = el("div", {class: "charts"});
-  add(node, all.map(([chart]) => chart.node));
+  const node = el("div", {class: "charts"}), same = el("p", {class: "same small soft", hidden: true});
+  const asked = new Map(small.filter(([, , {asks}]) => asks).map(([chart, , {asks}]) => [chart, el("h2", {}, asks)]));
+  add(node, all.flatMap(([chart]) => [asked.get(chart), chart.node].filter(Boolean)), same);
 
   const ofPart = new Map();
   const partsOf = ({series}) => Object.keys(series).filter(field => field.startsWith(PARTS)).map(field => field.slice(PARTS.length));
@@ -95,12 +96,20 @@ export function jobCurves() {
   }
 
   return {node, update(jobs) {
-    const begun = jobs.some(job => job.series.loss);
+    const begun = jobs.some(job => job.series.loss), told = [];
+    let title = null;
     for (const [chart, field, options] of all) {
-      const some = jobs.some(job => chart.node.classList.contains("large") ? job.series[field] : job.series[field]?.y.some(Boolean));
-      chart.node.style.display = begun && !some ? "none" : ""; // once there are steps, hide charts without data, and small ones of zeros
+      const large = chart.node.classList.contains("large"), values = jobs.flatMap(job => job.series[field]?.y.filter(known) || []);
+      const flat = !large && values.length > 1 && values.every(value => value === values[0]);
+      if (flat) told.push(`${chart.title} ${chart.value(values[0])}`);
+      const hidden = begun && (flat || !values.some(value => large || value)); // once there are steps: charts without data, and small ones that say one thing
+      if (asked.has(chart)) (title = asked.get(chart)).hidden = true;
+      if (title && !hidden) title.hidden = false;
+      chart.node.style.display = hidden ? "none" : "";
       chart.draw(jobs.flatMap(job => drawn(job, field, {...options, crowd: jobs.length})));
     }
+    same.hidden = !told.length;
+    say(same, `The same in every step: ${told.join(", ")}.`);
     drawParts(jobs);
   }, stop() { for (const chart of [parts, ...ofPart.values(), ...all.map(([chart]) => chart)]) chart.close(); }};
 }
