@@ -418,6 +418,17 @@ def test_the_page_about_security_says_up_to_which_size_the_http_process_parses()
     assert [one for one in said if one not in text] == []
 
 
+def test_week_one_has_the_cells_of_the_page_about_cards() -> None:
+    heads = [
+        next(line for line in page_text(name).splitlines() if line.startswith("| base | "))
+        for name in ("fits", "week-one")
+    ]
+    cards, chosen = ([cell.strip() for cell in head.strip("|").split("|")] for head in heads)
+    known = {row[0]: dict(zip(cards, row, strict=True)) for row in table(page_text("fits"), "base")}
+    rows = table(page_text("week-one"), "base")
+    assert rows == [[known[row[0]][card] for card in chosen] for row in rows]
+
+
 def test_figures_of_learning_say_at_which_commit_they_were_made() -> None:
     for section in page_text("learning").split("\n## "):
         assert "|---" not in section or re.search(r"[Cc]ommits? [0-9a-f]{7}\b", section), section.partition("\n")[0]
