@@ -95,7 +95,18 @@ def epochs(run: Path, file: Path) -> None:
     steps = [epoch * ROWS // BATCH for epoch in EPOCHS]
     print("held-out loss before:", round(loss[0], 2), *(f"after {step} steps: {loss[step]:.2f}" for step in steps))
     models = [f"taught@{step}" for step in steps]
-    command = [sys.executable, "-m", "motet", "eval", file, *models, "--reward", "numeric", "--samples", "2"]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "motet",
+        "eval",
+        file,
+        *models,
+        "--reward",
+        "numeric",
+        "--samples",
+        "2",
+    ]
     subprocess.run([*command, "--set", f"run={run}"], check=True)
 
 
