@@ -37,7 +37,7 @@ from motet.core.types import Chunk, FinishReason, GenerateRequest, Message, Prob
 from motet.environments.agent_episode import AgentEpisode
 from motet.environments.episode import GroupContext
 from motet.model.load import load_base, load_tokenizer
-from motet.process.apart import Apart, here
+from motet.process.isolated_calls import IsolatedPool, here
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.grammars import Grammar, Grammars, _Account, check_answer
 from tests.support.captured import none_scored
@@ -397,14 +397,14 @@ def test_a_tenant_alone_keeps_a_part_of_the_values():
 def test_a_schema_whose_grammar_takes_many_megabytes_is_refused_and_paid():
     """An engine would keep it; its check takes more of the processor than a hundred chats."""
     paid: list[tuple[str, float]] = []
-    apart = Apart(charge=lambda key, seconds: paid.append((key, seconds)))
+    pool = IsolatedPool(charge=lambda key, seconds: paid.append((key, seconds)))
     try:
         for most, right in ((9973, True), (99_991, False)):
             grammar = grammar_of({"type": "json_schema", "schema": {"type": "integer", "multipleOf": most}})
             with contextlib.nullcontext() if right else pytest.raises(ChatRefusal, match="too complex"):
-                asyncio.run(check_grammar(grammar, apart, "paying"))
+                asyncio.run(check_grammar(grammar, pool, "paying"))
     finally:
-        apart.close()
+        pool.close()
     assert [key for key, _ in paid] == ["paying", "paying"]
     assert all(seconds > 0 for _, seconds in paid)
 

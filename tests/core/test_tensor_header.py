@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from motet.core.errors import AdapterError, DataError
 from motet.core.tensor_header import MOST_HEADER, MOST_TENSORS, check_header, count_tensors
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from motet.service.adapters.archive import unpack_apart
+from motet.service.adapters.archive import unpack_isolated
 from tests.support.adapter_files import tarred
 
 pytestmark = pytest.mark.tier1
@@ -116,5 +116,5 @@ def test_what_is_wrong_with_an_archive_is_told_without_the_servers_paths(
     (tmp_path / "archive").write_bytes(tarred(files))
     (tmp_path / "inside").mkdir()
     with pytest.raises(DataError, match=words) as refused:
-        unpack_apart(tmp_path / "archive", tmp_path / "inside", 2**26)
+        unpack_isolated(tmp_path / "archive", tmp_path / "inside", 2**26)
     assert str(tmp_path) not in str(refused.value)

@@ -81,16 +81,16 @@ def test_a_file_that_takes_more_time_of_the_processor_is_refused(tmp_path: Path)
         {"prompt": pyarrow.array(["what?" * 20_000] * 30_000).dictionary_encode(), "answer": ["b"] * 30_000}
     )
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"cannot be read within 1 s of the processor"):
-        for _ in parquet_rows.read_apart(tmp_path / "rows.parquet", 1.0, 4096, MB):
+    with pytest.raises(DataError, match=r"cannot be read: it takes more than 1 s of the processor, the limit"):
+        for _ in parquet_rows.read_limited(tmp_path / "rows.parquet", 1.0, 4096, MB):
             pass
 
 
 def test_a_file_that_gives_nothing_is_given_up(tmp_path: Path) -> None:
     """It takes no time of the processor: a pipe that nobody writes to, as a disk that is away."""
     os.mkfifo(tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"cannot be read within .* \(1 s by the clock\), the limit"):
-        list(parquet_rows.read_apart(tmp_path / "rows.parquet", 0.05, 4096, MB))
+    with pytest.raises(DataError, match=r"cannot be read: it takes more than 1 s by the clock, the limit"):
+        list(parquet_rows.read_limited(tmp_path / "rows.parquet", 0.05, 4096, MB))
 
 
 def test_rows_that_grow_beyond_a_tenants_room_are_refused_while_they_are_read(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from motet.environments.episode_messages import AskEpisode, BeginEpisode, Episod
 from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.hosts import messages as cluster
 from motet.hosts.host_link import HostHandlers, HostLink
-from motet.process import apart
+from motet.process import isolated_calls
 from motet.process.channel import ChannelMessage, Child, decode, encode
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob
@@ -508,8 +508,8 @@ def test_schemas_of_all_agents_of_a_tenant_are_compiled_in_its_turns() -> None:
             body = {"model": "m", "messages": [{"role": "user", "content": "?"}], "response_format": schema}
             ask = AskEpisode(offer.job, "chat/completions", json.dumps(body), again=False)
             asked.append(asyncio.create_task(episodes.answer(ask)))
-        await until(lambda: bool(apart.here()._busy and apart.here()._queues))
-        assert (apart.here()._busy, set(apart.here()._queues)) == ({"us"}, {"us"})
+        await until(lambda: bool(isolated_calls.here()._busy and isolated_calls.here()._queues))
+        assert (isolated_calls.here()._busy, set(isolated_calls.here()._queues)) == ({"us"}, {"us"})
         episodes.hang_up()
         assert [answer.status for answer in await asyncio.gather(*asked)] == [404, 404]
         for group in groups:

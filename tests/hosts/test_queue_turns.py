@@ -19,7 +19,7 @@ from motet.hosts import messages as m
 from motet.hosts.assignments import Assignments
 from motet.hosts.host_link import HostLink
 from motet.hosts.placement import HostLoad, placed
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.runtime.scheduler import FairScheduler
 from motet.runtime.slot_turns import MOST_REST, StartTurns
 from motet.runtime.slots import FREE, Claim

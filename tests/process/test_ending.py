@@ -18,9 +18,9 @@ from motet.core.types import Message, Problem
 from motet.environments.agent_processes import AgentProcesses
 from motet.environments.environment_messages import EnvironmentStep, Reset
 from motet.environments.environments import EnvironmentWorkers
-from motet.process.apart import Apart
+from motet.process.child import ChildPipes
 from motet.process.ending import how_it_ended, size_of
-from motet.process.piped import Piped
+from motet.process.isolated_calls import IsolatedPool
 from motet.rewards.reward_messages import REWARD_CALLS, ScoreCompletions
 from motet.rewards.reward_workers import load_request
 from motet.workers.worker_link import ProcessDiedError, WorkerLink
@@ -95,18 +95,18 @@ def test_a_process_that_closes_its_output_before_it_exits_ends_by_itself(tmp_pat
     async def main() -> str:
         (tmp_path / "log").write_text("of an earlier process\n")
         command = [sys.executable, "-c", f"import os, sys, time\n{code}"]
-        piped = await Piped.start(command, tmp_path / "log", os.environ, 2**16)
-        await piped.output.read()
-        return await piped.how_it_ended(" (hint)")
+        pipes = await ChildPipes.start(command, tmp_path / "log", os.environ, 2**16)
+        await pipes.output.read()
+        return await pipes.how_it_ended(" (hint)")
 
     assert re.fullmatch(how, asyncio.run(main()))
 
 
 def test_a_process_that_was_stopped_here_is_not_said_to_have_been_killed(tmp_path: Path) -> None:
     async def main() -> str:
-        piped = await Piped.start([sys.executable, "-c", "input()"], tmp_path / "log", os.environ, 2**16)
-        await piped.kill()
-        return await piped.how_it_ended()
+        pipes = await ChildPipes.start([sys.executable, "-c", "input()"], tmp_path / "log", os.environ, 2**16)
+        await pipes.kill()
+        return await pipes.how_it_ended()
 
     assert asyncio.run(main()) == "was stopped by Motet"
 
@@ -173,26 +173,26 @@ def test_how_the_process_of_an_agent_ended_is_told(own: Path, name: str, told: s
 
 
 def test_work_whose_process_was_killed_from_outside_is_not_said_to_be_too_much() -> None:
-    apart = Apart()
+    pool = IsolatedPool()
 
     async def main() -> None:
-        asked = asyncio.create_task(apart.call("us", eval, b"__import__('time').sleep(600)"))
-        await until(lambda: bool(apart.pids()))
-        os.kill(apart.pids()[0], signal.SIGKILL)
+        asked = asyncio.create_task(pool.call("us", eval, b"__import__('time').sleep(600)"))
+        await until(lambda: bool(pool.pids()))
+        os.kill(pool.pids()[0], signal.SIGKILL)
         await asked
 
     with pytest.raises(EngineError, match=re.escape(f"the process for this work {KILLED}")):
         asyncio.run(main())
-    apart.close()
+    pool.close()
 
 
 def test_work_that_ends_with_its_service_is_not_said_to_be_too_much() -> None:
-    apart = Apart()
+    pool = IsolatedPool()
 
     async def main() -> None:
-        asked = asyncio.create_task(apart.call("us", eval, b"__import__('time').sleep(600)"))
-        await until(lambda: bool(apart.pids()))
-        apart.close()
+        asked = asyncio.create_task(pool.call("us", eval, b"__import__('time').sleep(600)"))
+        await until(lambda: bool(pool.pids()))
+        pool.close()
         await asked
 
     with pytest.raises(EngineError, match="the process for this work was stopped by Motet"):

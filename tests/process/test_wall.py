@@ -323,25 +323,28 @@ def test_rows_are_made_behind_the_wall(tmp_path):
     assert make_entries(ScorerSpec("chain_sum", size=2))
 
 
-@pytest.mark.parametrize(
-    "module", ["data/reasoning", "data/parquet_rows", "data/row_files", "service/adapters/archive"]
-)
-def test_a_process_that_parses_goes_behind_the_wall_first(module):
-    *_, block = ast.parse((wall.PACKAGE_ROOT / f"motet/{module}.py").read_text()).body
-    assert isinstance(block, ast.If)
-    assert ast.unparse(block.test) == "__name__ == '__main__'"
-    first, *_ = [line for line in map(ast.unparse, block.body) if not line.startswith("given = (Path(sys.argv[1]),")]
-    assert first.startswith("wall.enter("), first
+def test_only_what_an_operator_installs_is_called_without_a_wall():
+    calls = [
+        path.relative_to(wall.PACKAGE_ROOT / "motet").as_posix()
+        for path in (wall.PACKAGE_ROOT / "motet").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "WorkLimits"
+        and "walled=False" in map(ast.unparse, node.keywords)
+    ]
+    assert calls == ["rewards/reward_installed.py"]
 
 
 def test_libraries_behind_the_wall_load_for_a_user_who_has_no_directories_yet(tmp_path):
     """matplotlib, which reasoning-gym imports, looks for one that it could write to."""
     (home := tmp_path / "home").mkdir()
     environment = wall.environment(HOME=str(home), PYTHONHASHSEED="0")
-    asked = json.dumps(asdict(ScorerSpec("leg_counting")))
-    done = subprocess.run(
-        wall.command("motet.data.reasoning"), input=asked, env=environment, capture_output=True, text=True, check=False
+    code = (
+        "import sys; from motet.data import reasoning; from motet.process import wall; wall.enter(4096)\n"
+        "print(reasoning._reply(sys.argv[1].encode()))"
     )
+    asked = [sys.executable, "-c", code, json.dumps(asdict(ScorerSpec("leg_counting")))]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert not any(home.iterdir())
 

@@ -74,6 +74,8 @@ SHARED = frozenset({"Adapters", "Asked", "Models", "Tenants"})
 
 FORKS = frozenset({"process.breaking_out", "process.supervised"})
 """Where a process forks: for one call, and in a parent that does nothing else."""
+STARTS = frozenset({"process.child", "process.guard", "kernels.cpu.building"})
+"""Where a program is started: in one module, and in two that run without Motet."""
 HEAVY = frozenset({"torch", "transformers", "peft", "accelerate"})
 HEAVY_HOMES = ("model", "kernels", "training", "rollout", "algorithms.losses")
 SERVERS = (
@@ -83,7 +85,6 @@ SERVERS = (
     "completion",
     "version_files",
     "server_process",
-    "server_guard",
     "served_versions",
     "connection",
     "version_server",
@@ -348,6 +349,8 @@ def fork_faults(modules: dict[str, Module]) -> Iterator[str]:
         for imported in module.imports:
             if imported.target.split(".")[0] == "multiprocessing" or imported.target.endswith(".ProcessPoolExecutor"):
                 yield f"{module.name}:{imported.line} imports {imported.target}: start a new program"
+            if imported.target.split(".")[0] == "subprocess" and module.name not in STARTS:
+                yield f"{module.name}:{imported.line} imports {imported.target}: start a program by process.child"
         for node in ast.walk(module.tree):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             name = str(node.arg) if isinstance(node, ast.keyword) else name
@@ -479,6 +482,10 @@ PLANTED = {
         "class Group has the name of another, in ",
     ),
     "fork": ({"core__types": "import os\nos.fork()"}, "core.types:2 os.fork: start a new program"),
+    "program of one's own": (
+        {"core__types": "import subprocess"},
+        "core.types:1 imports subprocess: start a program by",
+    ),
 }
 
 

@@ -151,7 +151,7 @@ def test_every_door_trains_on_a_vllm_that_is_killed(replicas: int, publish_by: s
 def kill_server(parent: Any = None) -> int:
     """The first server below a process, under its guard."""
     below = psutil.Process(None if parent is None else parent.pid).children(recursive=True)
-    guards = [one for one in below if any("server_guard" in word for word in one.cmdline())]
+    guards = [one for one in below if any("process/guard" in word for word in one.cmdline())]
     (server,) = guards[0].children()
     server.kill()
     return int(server.pid)

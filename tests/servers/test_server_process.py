@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.core.errors import EngineError
+from motet.process import child
 from motet.rollout import server_process
 from motet.rollout.server import ServerEngine
 from motet.rollout.server_process import ServerProcess, free_port
@@ -105,10 +106,10 @@ def ended(process: ServerProcess, seconds: float = PATIENCE) -> bool:
 
 def ended_after(seconds: float, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give servers this long between SIGTERM and SIGKILL."""
-    guard = Path(server_process.__file__).with_name("server_guard.py").read_text()
+    guard = Path(child.__file__).with_name("guard.py").read_text()
     assert "END_SECONDS = 10.0" in guard
-    (directory / "server_guard.py").write_text(guard.replace("END_SECONDS = 10.0", f"END_SECONDS = {seconds}"))
-    monkeypatch.setattr(server_process, "__file__", str(directory / "server_process.py"))
+    (directory / "guard.py").write_text(guard.replace("END_SECONDS = 10.0", f"END_SECONDS = {seconds}"))
+    monkeypatch.setattr(child, "__file__", str(directory / "child.py"))
     monkeypatch.setattr(server_process, "_END_SECONDS", seconds)
 
 

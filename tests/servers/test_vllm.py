@@ -451,7 +451,7 @@ def guards(service: Service) -> list[psutil.Process]:
     """The processes that start a server and watch over it."""
     assert service.process is not None
     below = psutil.Process(service.process.pid).children(recursive=True)
-    return [one for one in below if any("server_guard" in word for word in one.cmdline())]
+    return [one for one in below if any("process/guard" in word for word in one.cmdline())]
 
 
 @pytest.mark.smollm2

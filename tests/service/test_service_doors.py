@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from motet.config.service import HttpConfig
 from motet.hosts.hosts import Hosts
 from motet.hosts.messages import HostReady
-from motet.process.apart import Apart
+from motet.process.isolated_calls import IsolatedPool
 from motet.service.app import ROUTES
 from motet.service.http.bodies import MOST, MOST_GRADIENT, MOST_PROMPT, MOST_SCORES, _limit
 from motet.service.http.connections import Connections, network_of
@@ -71,7 +71,7 @@ def test_a_schema_that_never_ends_is_refused_and_costs_the_http_process_nothing(
     assert "too complex" in error["message"]
     assert error["param"] == "response_format"
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
-    assert len(house.part(Apart).pids()) <= 1
+    assert len(house.part(IsolatedPool).pids()) <= 1
 
 
 def test_the_check_of_a_schema_is_paid_and_waits_for_the_next_day_when_that_is_spent(house: House) -> None:
@@ -88,14 +88,14 @@ def test_the_check_of_a_schema_is_paid_and_waits_for_the_next_day_when_that_is_s
 
 def test_work_ends_when_its_client_leaves(tmp_path: Path) -> None:
     with open_house(tmp_path, http=HttpConfig(work_seconds=600)) as house:
-        apart, body = house.part(Apart), json.dumps({**CHAT, "response_format": hostile(mark="gone")}).encode()
+        pool, body = house.part(IsolatedPool), json.dumps({**CHAT, "response_format": hostile(mark="gone")}).encode()
         head = f"Authorization: Bearer {house.keys['ours']}\r\nContent-Type: application/json\r\n".encode()
         request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n" + head
         with half_sent(house, request + b"Content-Length: %d\r\n\r\n" % len(body) + body):
-            wait_until(lambda: bool(apart.pids()))
-            (process,) = apart._processes
-        wait_until(lambda: not apart.pids())
-        assert process._child.wait() == -signal.SIGKILL  # by itself it ends too, for want of memory
+            wait_until(lambda: bool(pool.pids()))
+            (process,) = pool._processes
+        wait_until(lambda: not pool.pids())
+        assert process.wait() == -signal.SIGKILL  # by itself it ends too, for want of memory
 
 
 COMPLETION = {"model": "small", "prompt": [7], "max_tokens": 9}
@@ -122,7 +122,7 @@ def test_an_answer_that_nobody_waits_for_is_given_up(tmp_path: Path, path: str, 
 def test_a_long_gradient_is_read_apart_and_is_the_same(house: House) -> None:
     body = b"\x0a\x04none" + b"\x10\x01" + b"\x22\x0dcross_entropy" + b"\x1a\x00" * SMALL
     assert len(body) > SMALL
-    read = asyncio.run(house.part(Apart).call("us", read_gradient, body))
+    read = asyncio.run(house.part(IsolatedPool).call("us", read_gradient, body))
     assert gradient_of(read) == gradient_of(read_gradient(body))
     error = house.ask(
         "POST", f"{TINKER}/forward_backward", content=body, headers={"content-type": "application/x-protobuf"}

@@ -39,7 +39,7 @@ from motet.core.section import Described, described
 from motet.core.types import JobState
 from motet.hosts.hosts import Hosts
 from motet.hosts.messages import AdapterExamined, Answered
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.service.adapters.adapters import Adapters
 from motet.service.database.tables import StoredJob, StoredRace, UploadedAdapter
 from motet.service.http.downloads import MOST_OPEN, Packing

@@ -11,7 +11,7 @@ from motet.chat.forms.marks import ONE_LAYOUT
 from motet.core.errors import ChatRefusal
 from motet.core.tenant_cache import TenantCache
 from motet.core.types import JSON_GRAMMAR
-from motet.process.apart import Apart, TooMuchError
+from motet.process.isolated_calls import IsolatedPool, TooMuchError
 
 _LONGEST = 16_000
 """The cost per token grows faster than a schema's length."""
@@ -77,7 +77,7 @@ def _kept_to(schema: Any) -> Any:
     return named
 
 
-async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
+async def check_grammar(grammar: str, pool: IsolatedPool, key: str) -> None:
     """Compile a grammar in a process with limits, in the turn of `key`, a tenant. Call this before an engine compiles it.
 
     Raises:
@@ -88,7 +88,7 @@ async def check_grammar(grammar: str, apart: Apart, key: str) -> None:
         return
     if (reason := _known.get(key, grammar)) is None:
         try:
-            reason = (await apart.call(key, _wrong_with, grammar.encode("utf-8", "surrogatepass"), _MEMORY_MB)).decode()
+            reason = (await pool.call(key, _wrong_with, grammar.encode("utf-8", "surrogatepass"), _MEMORY_MB)).decode()
         except TooMuchError as error:
             reason = f"the schema is too complex: {error}; use fewer or simpler patterns"
             if error.by_clock:

@@ -7,7 +7,6 @@ import difflib
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from motet.core.errors import AdapterError, BaseModelError, RunError
 from motet.core.token_ids import TokenIds
 from motet.core.types import FloatArray, IntArray, Message, Problem, ToolCall
 from motet.observe.report.read import Line, read_job, read_pairs
+from motet.process.child import run
 from motet.process.ending import how_it_ended
 from motet.runtime.receipts import RECEIPT, base_sums, dependencies_of, read_receipt
 
@@ -139,7 +139,7 @@ def ask(
     if loaded.adapter is not None:
         request["adapter"] = str(loaded.adapter)
     command = [sys.executable, "-P", "-m", "motet.commands.export_apart", loaded.consumer]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
+    done = run(command, json.dumps(request))
     lines = done.stdout.splitlines()
     answer: dict[str, Any] = json.loads(lines[-1]) if lines and not done.returncode else {}
     if "logprobs" in answer:

@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from motet.commands.export_check import Loaded
 from motet.commands.merging import ExportSource, merge
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.types import ADAPTER_CONFIG
+from motet.process.child import run
 from motet.process.ending import how_it_ended
 
 _NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -104,9 +104,7 @@ def _convert(script: Path, given: Path, target: Path, *options: str) -> Path:
         BaseModelError: it does not convert, with the last that it said.
     """
     command = [sys.executable, "-P", "-m", "motet.commands.export_apart", "convert", str(script)]
-    done = subprocess.run(
-        [*command, str(given), "--outfile", str(target), *options], capture_output=True, text=True, check=False
-    )
+    done = run([*command, str(given), "--outfile", str(target), *options])
     if done.returncode or not target.is_file():
         how = how_it_ended(done.returncode, printed=done.stderr or done.stdout)
         raise BaseModelError(f"{script.name} does not convert {given}: it {how}")

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import operator
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -21,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from motet.core.errors import DataError, RewardError
+from motet.core.errors import DataError, MotetError, RewardError
 from motet.core.near import close_matches
 from motet.core.types import Problem
-from motet.process import wall
+from motet.process.isolated_calls import TooMuchError, call
+from motet.process.isolated_process import WorkLimits
 
 if TYPE_CHECKING:  # every reward process loads this module, and files of rows take as long as all the rest of Motet
     from motet.data.row_files import RowLimits
 
-_MEMORY_MB = 1 << 16
-"""Default memory limit of the process that makes rows."""
+_OWN = WorkLimits(1e6, 1 << 16, clock=1.0)
+"""Limits on rows of one's own."""
 _MOST_ROWS, _APART = 10**9, 709_183_895
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -71,7 +71,7 @@ def make_entries(spec: ScorerSpec, bounds: RowLimits | None = None) -> list[dict
         DataError: there is no such task (the message has similar names), it refuses its options (the message lists them), or
             its rows take more time or memory than the bounds.
     """
-    reply = json.loads(_made_apart(json.dumps(asdict(spec), sort_keys=True), bounds))
+    reply = json.loads(_made(json.dumps(asdict(spec), sort_keys=True), bounds))
     if "error" in reply:
         raise DataError(reply["error"])
     entries: list[dict[str, Any]] = reply["entries"]
@@ -79,18 +79,17 @@ def make_entries(spec: ScorerSpec, bounds: RowLimits | None = None) -> list[dict
 
 
 @functools.lru_cache(maxsize=4)  # jobs of a sweep share their data
-def _made_apart(spec: str, bounds: RowLimits | None) -> str:
+def _made(spec: str, bounds: RowLimits | None) -> bytes:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise DataError(
             "reasoning-gym is not installed: `make smollm2` brings it, or pip install 'motet[reasoning]' "
             "(it needs a C compiler)"
         )
-    memory, seconds = ([], None) if bounds is None else ([str(bounds.memory_mb)], bounds.seconds)
-    environ = wall.environment(PYTHONWARNINGS="ignore")
+    limits = _OWN if bounds is None else WorkLimits(bounds.seconds, bounds.memory_mb, clock=1.0)
     try:
-        return wall.call_apart(__name__, *memory, given=spec, seconds=seconds, environ=environ)
-    except (TimeoutError, ChildProcessError) as error:
-        hint = "; lower data.size, or make the task easier in data.config" if isinstance(error, TimeoutError) else ""
+        return call(_reply, spec.encode(), limits)
+    except (MotetError, RuntimeError) as error:
+        hint = "; lower data.size, or make the task easier in data.config" if isinstance(error, TooMuchError) else ""
         raise DataError(f"reasoning-gym made no rows: {error}{hint}") from error
 
 
@@ -195,8 +194,12 @@ READ_INSTEAD: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
 products of polynomials, which sympy evaluates."""
 
 
-def _reply(spec: ScorerSpec) -> dict[str, Any]:
+def _reply(given: bytes) -> bytes:
     """Runs in the process that makes rows: the entries, or the fault in the spec."""
+    return json.dumps(_entries(msgspec.convert(json.loads(given), ScorerSpec))).encode()
+
+
+def _entries(spec: ScorerSpec) -> dict[str, Any]:
     from reasoning_gym.factory import DATASETS
 
     from motet.core.plain_json import as_json
@@ -210,13 +213,9 @@ def _reply(spec: ScorerSpec) -> dict[str, Any]:
     try:
         dataset = spec.build()
         return {"entries": [as_json(dict(dataset[i])) for i in range(spec.size)]}
+    except MemoryError:
+        raise
     except Exception as error:  # see build_scorer
         options = sorted(set(getattr(DATASETS[spec.task][1], "__dataclass_fields__", {})) - {"seed", "size"})
         refused = f"reasoning-gym task {spec.task!r} refuses data.config {dict(spec.config)}: {error!r}"
         return {"error": f"{refused}. Its options: {', '.join(options)}"}
-
-
-if __name__ == "__main__":
-    wall.enter(int(sys.argv[1]) if len(sys.argv) > 1 else _MEMORY_MB, where_possible=True)
-    replies, sys.stdout = sys.stdout, sys.stderr  # a task that prints must not end up among the rows
-    json.dump(_reply(msgspec.convert(json.load(sys.stdin), ScorerSpec)), replies)

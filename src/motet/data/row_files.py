@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from motet.core.errors import DataError
+from motet.core.errors import DataError, EngineError
 from motet.core.near import doubled_in
 from motet.data import parquet_rows
-from motet.process import wall
+from motet.data.parquet_rows import too_much
+from motet.process.isolated_calls import TooMuchError, call
+from motet.process.isolated_process import WorkLimits
 
 Row = dict[str, Any]
 _MARK = re.compile(r"[ \t\n\r]*([\[,\]])[ \t\n\r]*")
@@ -73,18 +75,17 @@ def count_rows(path: Path, bounds: RowLimits) -> int:
     return count
 
 
-def count_apart(path: Path, bounds: RowLimits) -> int:
+def count_isolated(path: Path, bounds: RowLimits) -> int:
     """As `count_rows`; large files are read in a separate process with limits on time and memory."""
     if path.suffix.lower() == ".parquet" or path.stat().st_size <= SMALL:  # parquet has a process already
         return count_rows(path, bounds)
-    arguments = str(path.resolve()), json.dumps(asdict(bounds))
+    limits = WorkLimits(bounds.seconds, bounds.memory_mb, clock=1.0, readable=(place := str(path.resolve()),))
     try:
-        answer = json.loads(wall.call_apart(__name__, *arguments, seconds=bounds.seconds))
-    except (TimeoutError, ChildProcessError) as error:
-        if isinstance(error, ChildProcessError) and "MemoryError" not in str(error):
-            raise DataError(f"{path} cannot be read: the process that reads it failed: {error}") from error
-        most = f"{bounds.seconds:g} s and {bounds.memory_mb} MB of memory"
-        raise DataError(f"{path} cannot be read within {most}, the limit here; split it, or make it .jsonl") from error
+        answer = json.loads(call(_counted, json.dumps([place, asdict(bounds)]).encode(), limits))
+    except TooMuchError as error:
+        raise too_much(path, error) from error
+    except (EngineError, RuntimeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     if isinstance(answer, str):
         raise DataError(answer)
     return int(answer)
@@ -267,7 +268,7 @@ def _parquet(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     if bounds is None:
         yield from parquet_rows.read(path)
         return
-    lines = parquet_rows.read_apart(path, bounds.seconds, bounds.memory_mb, bounds.row_bytes + 1)
+    lines = parquet_rows.read_limited(path, bounds.seconds, bounds.memory_mb, bounds.row_bytes + 1)
     with contextlib.closing(lines):
         yield from _objects(lines, path, "row", bounds)
 
@@ -277,15 +278,10 @@ READERS: dict[str, Callable[[Path, RowLimits | None], Iterator[Row]]] = {
 }  # fmt: skip
 
 
-def _counted(path: Path, bounds: RowLimits) -> int | str:
-    """The number of rows in a file, or what is wrong with it; called in a separate process."""
+def _counted(given: bytes) -> bytes:
+    """Runs in a separate process: the number of rows in a file, or what is wrong with it."""
+    path, bounds = json.loads(given)
     try:
-        return count_rows(path, bounds)
+        return json.dumps(count_rows(Path(path), RowLimits(**bounds))).encode()
     except DataError as error:
-        return str(error)
-
-
-if __name__ == "__main__":
-    given = Path(sys.argv[1]), RowLimits(**json.loads(sys.argv[2]))
-    wall.enter(given[1].memory_mb, readable=given[:1], where_possible=True)
-    json.dump(_counted(*given), sys.stdout)
+        return json.dumps(str(error)).encode()

@@ -21,7 +21,7 @@ from motet.core.json_text import json_text
 from motet.core.stops import met
 from motet.core.types import FinishReason
 from motet.environments.agent_episode import AgentEpisode
-from motet.process import apart
+from motet.process import isolated_calls
 
 _FORMATS: Mapping[str, type[ChatFormat]] = {
     "chat/completions": ChatRequest,
@@ -112,7 +112,7 @@ class ServedEpisode:
     async def _sampled(self, asked: Conversation) -> Reply:
         """The whole answer."""
         episode = self.episode
-        await check_grammar(asked.limits.grammar, apart.here(), self._payer)
+        await check_grammar(asked.limits.grammar, isolated_calls.here(), self._payer)
         calls = [await episode.complete(asked.messages, asked.tools, asked.limits) for _ in range(asked.n)]
         chat = episode.context.chat
         pieces = [

@@ -30,7 +30,7 @@ from motet.core.token_ids import TokenIds
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, Message
 from motet.hosts import messages as m
 from motet.hosts.loaded_versions import LoadedVersions
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.runtime.generation import together
 from motet.runtime.job import Services
 from motet.runtime.meter import COMPLETIONS

@@ -33,9 +33,9 @@ from motet.hosts.reports import EveryStep, UsageReports
 from motet.hosts.scores import AskedOfService
 from motet.hosts.workshop import Workshop
 from motet.process.alive import Pulse
-from motet.process.apart import ThreadTurns
 from motet.process.channel import Parent
 from motet.process.pace import Pace
+from motet.process.thread_turns import ThreadTurns
 from motet.protocols import RolloutEngine
 from motet.rewards.reward_elsewhere import ELSEWHERE
 from motet.rewards.reward_installed import Installed

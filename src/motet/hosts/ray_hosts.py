@@ -12,7 +12,6 @@ import platform
 import secrets
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
@@ -34,6 +33,8 @@ from motet.hosts.listener import ADDRESS, TOKEN, host_that_connects
 from motet.hosts.messages import StartHost
 from motet.hosts.nodes import NodeFacts, address_of
 from motet.hosts.project import Seen, leads_away, look_of, moved, place_on, seen_here
+from motet.process import wall
+from motet.process.child import ChildProcess
 from motet.rollout.server_process import free_port
 
 _log = logging.getLogger(__name__)
@@ -165,12 +166,8 @@ class MotetHost:
     def run(self, settings: dict[str, str], directory: str, log: str) -> int:
         """Run the host to its end; returns its exit status."""
         sys.stdout.write(f"a host of Motet runs in {directory} and writes to {log}\n")
-        with Path(log).open("ab") as out:
-            return subprocess.run(
-                [sys.executable, "-P", "-m", "motet.hosts"],
-                cwd=directory, env={**os.environ, **settings}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, check=False,
-            ).returncode  # fmt: skip
+        command, environment = wall.command("motet.hosts"), {**os.environ, **settings}
+        return ChildProcess(command, Path(log), quiet=True, cwd=directory, env=environment).wait()
 
 
 def _told(error: BaseException) -> str:

@@ -13,9 +13,7 @@ import inspect
 import json
 import netrc
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +21,7 @@ from typing import Any, cast
 from motet.config.observer import ObserverConfig
 from motet.core.errors import ConfigError
 from motet.observe.observing import ObservedJob, ObservedStep, ObserverFactory, StepObserver
-from motet.process.ending import how_it_ended, last_line
+from motet.process.child import ChildProcess
 from motet.process.own_code import OwnCode
 
 
@@ -162,11 +160,7 @@ class Swanlab:
     """
 
     def __init__(self, job: ObservedJob, project: str = "motet", **args: Any) -> None:
-        self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - open as long as the process
-        self._child = subprocess.Popen(
-            [sys.executable, "-c", _SWANLAB],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._said, text=True, start_new_session=True,
-        )  # fmt: skip
+        self._child = ChildProcess([sys.executable, "-c", _SWANLAB], quiet=True)
         named = {"mode": _mode("SWANLAB", "swanlab.cn"), "log_dir": str(job.shared("swanlog"))}
         named |= {"group": job.run or None, "name": job.name, **args}
         fixed = {"project": job.project(project), "id": job.id, "resume": "allow", "config": dict(job.config)}
@@ -181,20 +175,17 @@ class Swanlab:
         if state == "failed":
             self._write(state)
         self._child.communicate()
+        how = self._child.how_it_ended()
+        self._child.close()
         if self._child.returncode:
-            raise OSError(f"its process {how_it_ended(self._child.returncode)}: {self._why()}")
+            raise OSError(f"its process {how}")
 
     def _write(self, line: str) -> None:
-        assert self._child.stdin is not None
         try:
-            self._child.stdin.write(f"{line}\n")
+            self._child.stdin.write(f"{line}\n".encode())
             self._child.stdin.flush()
         except BrokenPipeError as error:
-            raise OSError(f"its process {how_it_ended(self._child.wait())}: {self._why()}") from error
-
-    def _why(self) -> str:
-        self._said.seek(0)
-        return last_line(self._said.read())
+            raise OSError(f"its process {self._child.how_it_ended()}") from error
 
 
 class Parquet:

@@ -1,6 +1,6 @@
 """A typed channel to a child process: tagged structs, one line of JSON each, over its standard input and output.
 
-The parent uses `Child` in an event loop or `ChildProcess` in threads; the child uses `Parent`. A child exits when its
+The parent uses `Child` in an event loop or `ThreadChild` in threads; the child uses `Parent`. A child exits when its
 input ends, as it does when the parent is killed. Dataclasses and numpy arrays may be fields. Floats are preserved bit
 for bit, including NaN, and texts may contain invalid UTF-8.
 """
@@ -15,7 +15,6 @@ import logging
 import os
 import select
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -26,8 +25,8 @@ import msgspec
 import numpy as np
 
 from motet.core.errors import EngineError
-from motet.process import ending, importable, wall
-from motet.process.piped import Piped
+from motet.process import importable, wall
+from motet.process.child import ChildPipes, ChildProcess
 
 _log = logging.getLogger(__name__)
 
@@ -116,18 +115,20 @@ class Child(Generic[Received]):
 
         The child gets this process's environment with these `variables`.
         """
-        return cls.of(await Piped.start(wall.command(module), log, {**os.environ, **variables}, LONGEST_LINE), kinds)
+        return cls.of(
+            await ChildPipes.start(wall.command(module), log, {**os.environ, **variables}, LONGEST_LINE), kinds
+        )
 
     @classmethod
-    def of(cls, piped: Piped, kinds: Any) -> Child[Received]:
+    def of(cls, pipes: ChildPipes, kinds: Any) -> Child[Received]:
         """The channel to a process that was started for messages of at most `LONGEST_LINE` bytes."""
-        hanging_up = asyncio.create_task(piped.hang_up())
+        hanging_up = asyncio.create_task(pipes.hang_up())
 
         async def end() -> None:
-            await piped.kill()
+            await pipes.kill()
             hanging_up.cancel()
 
-        return cls(kinds, piped.output, piped.input, end, piped.how_it_ended)
+        return cls(kinds, pipes.output, pipes.input, end, pipes.how_it_ended)
 
     def send(self, message: ChannelMessage) -> None:
         """Send one message; does nothing if the process is gone."""
@@ -158,8 +159,8 @@ class Child(Generic[Received]):
         await self._end()
 
 
-class ProcessStreams:
-    """Input and output streams of a process, for use in threads."""
+class ThreadChild:
+    """The parent's end of the channel to a child process, for threads."""
 
     def __init__(self, lines: IO[bytes], out: IO[bytes]) -> None:
         """`lines` is its output, `out` its input."""
@@ -174,6 +175,10 @@ class ProcessStreams:
     def kill(self) -> None:
         """End the process at once."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Close its output, once it is gone and nobody reads it."""
+        self.lines.close()
 
     def messages(self, kinds: Any) -> Iterator[Any]:
         """Yield its messages until it is gone; `kinds` as in `decode`. A process that writes anything else is killed."""
@@ -190,47 +195,14 @@ class ProcessStreams:
                 yield message
 
 
-class ChildProcess(ProcessStreams):
-    """A child process, started with `python -m module`."""
+class StartedChild(ChildProcess, ThreadChild):
+    """A child process that was started here, with `python -m module`."""
 
     def __init__(self, module: str, log: Path | None, **variables: str) -> None:
-        """Its standard error is appended to `log`, or discarded if None; `variables` are added to its environment."""
-        self._log, self._logged, self._stopped = log, ending.size_of(log), False
-        with contextlib.ExitStack() as stack:
-            stderr = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
-            self._process = subprocess.Popen(
-                wall.command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                env={**os.environ, **variables, "PYTHONPATH": importable.python_path()},
-                start_new_session=True,  # Ctrl-C does not reach it
-            )  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        super().__init__(self._process.stdout, self._process.stdin)
-        self.pid = self._process.pid
-
-    def how_it_ended(self) -> str:
-        """Wait for its exit, after its output has ended (`motet.process.ending`)."""
-        try:
-            status = self._process.wait(ending.EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            status = self._process.wait()
-        return ending.how_it_ended(status, stopped=self._stopped, log=self._log, since=self._logged)
-
-    def kill(self) -> None:
-        """Kill the process at once."""
-        self._stopped = self._stopped or self._process.poll() is None
-        self._process.kill()
-
-    def close(self) -> None:
-        """Close its input, and kill the process if it does not exit within `END_SECONDS`."""
-        with contextlib.suppress(OSError):
-            self.out.close()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """`log` as in `ChildProcess`; `variables` are added to its environment."""
+        environment = {**os.environ, **variables, "PYTHONPATH": importable.python_path()}
+        ChildProcess.__init__(self, wall.command(module), log, env=environment)
+        ThreadChild.__init__(self, self.stdout, self.stdin)
 
 
 class Parent(Generic[Received]):

@@ -1,10 +1,9 @@
-"""CPU time of a piece of work: of its thread, and of the processes that it starts as `CountedProcess` and waits for."""
+"""CPU time of a piece of work: of its thread, and of the processes that it starts by `motet.process.child` and waits for."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -34,11 +33,7 @@ def counted(charge: Callable[[float], None]) -> Iterator[None]:
         charge(time.thread_time() - begun + sum(children.values()))
 
 
-class CountedProcess(subprocess.Popen[bytes]):
-    """A process whose CPU time counts in the `counted` block that waits for it."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; it has closed its outputs or was killed, and its time is forgotten with it."""
-        if self.returncode is None and (children := _CHILDREN.get()) is not None:
-            children[self.pid] = cpu_seconds_of(self.pid) or 0.0
-        return super().wait(timeout)
+def count(pid: int) -> None:
+    """Count what a process has used so far in the block that waits for its end."""
+    if (children := _CHILDREN.get()) is not None:
+        children[pid] = cpu_seconds_of(pid) or children.get(pid, 0.0)

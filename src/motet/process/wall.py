@@ -13,25 +13,23 @@ import contextlib
 import ctypes
 import functools
 import json
-import logging
 import os
 import resource
 import runpy
 import signal
 import stat
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
 from motet.core.errors import WallError
-from motet.process import cpu_time, importable
+from motet.process import importable
+from motet.process.child import run
 from motet.process.ending import how_it_ended, last_line
 from motet.process.system_calls import LOGGED, filter_calls
 
 PACKAGE_ROOT = importable.PACKAGE_ROOT
-_log = logging.getLogger(__name__)
 _MOST_WRITTEN = 1 << 28
 _MOST_PENDING = 512
 
@@ -73,13 +71,11 @@ def _examined() -> tuple[Mapping[str, str], Mapping[str, str]]:
         return {"the wall": f"{sys.platform} has none; it takes Linux with Landlock and seccomp"}, {}
     asked = command(_PROBE, json.dumps([str(Path(entry or ".").resolve()) for entry in sys.path]))
     try:
-        done = subprocess.run(
-            asked, env=environment(), capture_output=True, encoding="utf-8", timeout=_PROBE_SECONDS, check=False
-        )
+        done = run(asked, env=environment(), seconds=_PROBE_SECONDS)
         answer = json.loads(done.stdout)
         return answer["outcomes"], answer["left_out"]
-    except subprocess.TimeoutExpired:
-        return {"the wall": f"a process behind it did not answer within {_PROBE_SECONDS:g} s"}, {}
+    except TimeoutError as error:
+        return {"the wall": f"a process behind it gave {error}"}, {}
     except ValueError:
         said = f": {last_line(done.stderr)}"
         return {"the wall": f"a process behind it {how_it_ended(done.returncode)}{said}"}, {}
@@ -88,35 +84,6 @@ def _examined() -> tuple[Mapping[str, str], Mapping[str, str]]:
 def command(module: str, *arguments: str) -> list[str]:
     """The command that starts one of Motet's own processes; files in the working directory do not affect it."""
     return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def call_apart(
-    module: str,
-    *arguments: str,
-    given: str = "",
-    seconds: float | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> str:
-    """The output of `python -m module` for this input; by default in the environment of a walled process.
-
-    Raises:
-        TimeoutError: it took more seconds by the clock.
-        ChildProcessError: it printed nothing, or failed; the text is its last line.
-    """
-    environ = environment() if environ is None else environ
-    pipe = subprocess.PIPE
-    with cpu_time.CountedProcess(command(module, *arguments), -1, None, pipe, pipe, pipe, env=environ) as process:
-        try:
-            answer, told = process.communicate(given.encode("utf-8", "replace"), seconds)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"no answer within {seconds:g} s") from error
-        finally:
-            process.kill()
-    said = told.decode("utf-8", "replace")
-    if (status := process.returncode) != 0 or not answer:
-        _log.warning("%s %s:\n%s", module, how_it_ended(status), said[-2000:])
-        raise ChildProcessError(last_line(said) if status >= 0 else f"it {how_it_ended(status)}")
-    return answer.decode("utf-8", "replace")
 
 
 FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC", "PYTHONHASHSEED": "0"}

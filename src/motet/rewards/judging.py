@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 from motet.config import RewardConfig
 from motet.core.errors import ConfigError, EngineError, RewardError
 from motet.core.types import Problem
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.rewards.graders import combined
 from motet.rewards.graders.shapes import Grader, Judge, LabelModel, Multi, Rank, Rubric, ScoreModel, Single
 from motet.rewards.graders.template import MOST_FILLED, Fields, UnfilledError, pieces_of

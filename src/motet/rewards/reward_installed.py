@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from motet.core.errors import RewardError
-from motet.process.wall import call_apart
+from motet.core.errors import MotetError, RewardError
+from motet.process.isolated_calls import call
+from motet.process.isolated_process import WorkLimits
 from motet.rewards.reward_elsewhere import ELSEWHERE
 from motet.rewards.reward_forms import adapted, own_parameters
 from motet.rewards.reward_loading import OWN, SCORER
@@ -48,8 +49,8 @@ def install(wanted: Mapping[str, Mapping[str, Any]], file: Path | None = None) -
     """
     asked = json.dumps({"path": import_path(), "wanted": wanted, "file": None if file is None else str(file)})
     try:
-        answer = json.loads(call_apart(__name__, given=asked, seconds=LOAD_SECONDS, environ=os.environ))
-    except (TimeoutError, ChildProcessError) as error:
+        answer = json.loads(call(_answer, asked.encode(), WorkLimits(LOAD_SECONDS, clock=1.0, walled=False)))
+    except (MotetError, RuntimeError) as error:
         raise RewardError(f"the rewards do not load: {error}") from error
     if "error" in answer:
         raise RewardError(answer["error"])
@@ -96,8 +97,17 @@ def _of_file(file: str) -> dict[str, str]:
     return functions
 
 
-def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(given: bytes) -> bytes:
+    """Runs in a separate process."""
+    asked = json.loads(given)
     sys.path[:] = asked["path"]
+    try:
+        return json.dumps({"found": _described(asked)}).encode()
+    except RewardError as error:
+        return json.dumps({"error": str(error)}).encode()
+
+
+def _described(asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     wanted = dict(asked["wanted"])
     if asked["file"] is not None:
         wanted = {**{name: {"function": target} for name, target in _of_file(asked["file"]).items()}, **wanted}
@@ -108,20 +118,4 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         described = _describe(function, target, args, one.get("wall", True))
         adapted(function, {**dict.fromkeys(described.parameters), **args}, name)  # checks that it can be called
         described_rewards[name] = asdict(described)
-    return {"found": described_rewards}
-
-
-def main() -> None:
-    """Answer one question on standard input."""
-    asked, out = json.loads(sys.stdin.read()), os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a file's prints while it loads must not be read as the answer
-    try:
-        answer = _answer(asked)
-    except RewardError as error:
-        answer = {"error": str(error)}
-    with out:
-        json.dump(answer, out)
-
-
-if __name__ == "__main__":
-    main()
+    return described_rewards

@@ -26,7 +26,7 @@ from motet.core.model_info import ModelInfo
 from motet.core.tenant_cache import TenantCache
 from motet.core.tenant_turns import Payer
 from motet.core.types import BoolArray, SamplingParams
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 
 _KEPT = 32
 """Size of the cache of compiled grammars. Callers validate untrusted ones first (`chat.structure.check_grammar`)."""

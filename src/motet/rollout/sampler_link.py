@@ -17,7 +17,7 @@ from motet.core.device import BusyTime
 from motet.core.errors import DeviceError, EngineError
 from motet.core.types import AdapterRef, Chunk, GenerateRequest
 from motet.model.lora import AdapterWeights
-from motet.process.channel import END_SECONDS, ChildProcess
+from motet.process.channel import END_SECONDS, StartedChild
 from motet.rollout import sampler_messages as m
 
 _MEMORY = Path("/dev/shm")
@@ -50,7 +50,7 @@ class SamplerLink:
         self.note = ""
         """Why the process is not used, for people; empty otherwise."""
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        self._process = ChildProcess("motet.rollout.sampler_process", log, **threads)
+        self._process = StartedChild("motet.rollout.sampler_process", log, **threads)
         self._outbox: queue.SimpleQueue[m.ToSampler | tuple[AdapterRef, AdapterWeights] | None] = queue.SimpleQueue()
         self._outbox.put(replace(load, files=self._files.name))
         self._writer = threading.Thread(target=self._write, name="motet-sampler-out", daemon=True)
@@ -125,9 +125,9 @@ class SamplerLink:
             self._process.kill()
         self._outbox.put(None)
         self._writer.join(END_SECONDS)
-        self._process.close()
+        self._process.hang_up(END_SECONDS)
         self._reader.join()
-        self._process.lines.close()
+        self._process.close()
         self._files.cleanup()
 
     def _write(self) -> None:

@@ -10,12 +10,11 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from motet.core.errors import EngineError
+from motet.process.child import ChildProcess, guard
 from motet.process.ending import how_it_ended
 
 _END_SECONDS = 15.0
@@ -38,7 +37,7 @@ class ServerProcess:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self._command, self._env, self._log = list(command), dict(env), log
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self.answered = False
         """Whether it has answered since its last start; set by whoever asks it."""
         self._in_vain = 0
@@ -87,13 +86,8 @@ class ServerProcess:
                 raise EngineError(self.ending)
         self.starts += 1
         self.answered = False
-        guard = Path(__file__).with_name("server_guard.py")
         try:
-            with self._log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", str(guard), *self._command],
-                    stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=self._env, start_new_session=True,
-                )  # fmt: skip
+            self._process = ChildProcess(guard("run", *self._command), self._log, quiet=True, env=self._env)
         except OSError as error:
             raise EngineError(f"the server's guard cannot be started (log: {self._log}): {error}") from error
         self._swept = self._stopped = False
@@ -104,14 +98,7 @@ class ServerProcess:
         if process is None:
             return
         self._stopped = self._stopped or process.poll() is None
-        with contextlib.suppress(OSError):
-            assert process.stdin is not None
-            process.stdin.close()
-        try:
-            process.wait(_END_SECONDS + 5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.hang_up(_END_SECONDS + 5)
         self._status()
 
     def _status(self) -> int | None:

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Response
 from starlette.routing import BaseRoute
 
 from motet.hosts.hosts import longest_sequence
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.service.composition import Service
 from motet.service.database.store import AWAY, Store
 from motet.service.errors import error_body, handle_errors

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import sqlite3
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from sqlalchemy import make_url
 
 from motet.core.checksums import hash_of, is_inside, sync
 from motet.core.errors import RunError
+from motet.process.child import run
 from motet.process.ending import how_it_ended
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.rollout_logs import must_be_there, rollout_sums
@@ -257,9 +257,7 @@ def _postgres(command: list[str], database: str) -> None:
     where = url.set(drivername="postgresql", password=None).render_as_string()
     environment = {**os.environ, **({} if url.password is None else {"PGPASSWORD": str(url.password)})}
     try:
-        done = subprocess.run(
-            [*command, f"--dbname={where}"], env=environment, capture_output=True, text=True, check=False
-        )
+        done = run([*command, f"--dbname={where}"], env=environment)
     except FileNotFoundError:
         raise RunError(f"{command[0]} is not installed: it comes with PostgreSQL's client programs") from None
     if done.returncode != 0:

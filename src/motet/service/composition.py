@@ -13,7 +13,9 @@ from motet.hosts.messages import StartHost
 from motet.hosts.starts import launcher, starts_of
 from motet.kernels.cpu.choice import of_tenants
 from motet.observe.follow import Followers
-from motet.process.apart import Apart, ThreadTurns, WorkLimits
+from motet.process.isolated_calls import IsolatedPool
+from motet.process.isolated_process import WorkLimits
+from motet.process.thread_turns import ThreadTurns
 from motet.rewards.reward_http import HttpRewards
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
@@ -110,8 +112,8 @@ class Service:
         self.streams = Counter[str]()
         """Open event streams, by tenant."""
         self.packing = Packing(self.storage.directory, self.read_threads)
-        limits = WorkLimits(http.processes, http.waiting_per_tenant, http.work_seconds)
-        self.apart = Apart(limits, self.ledger.count_cpu)
+        limits = WorkLimits(http.work_seconds)
+        self.isolated = IsolatedPool(limits, http.processes, http.waiting_per_tenant, self.ledger.count_cpu)
         self.open_bytes, self.open_answers = OpenBytes(http), OpenBytes(http)
         self.sign_ins = SignIns(settings, store, secrets)
         rate = RateLimit(config.rate, restarted=settings.restarted)

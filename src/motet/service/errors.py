@@ -25,7 +25,7 @@ from motet.core.errors import (
     StoreError,
 )
 from motet.core.json_text import json_text
-from motet.process.apart import TooMuchError
+from motet.process.isolated_calls import TooMuchError
 from motet.runtime.disk_gate import is_full
 from motet.service.database.presence import DatabaseReplaced
 from motet.service.database.store import AWAY

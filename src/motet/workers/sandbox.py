@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, ClassVar, Literal, Self
 
 from motet.process import wall
+from motet.process.child import ChildProcess, TimedOut
 
 MODULE = "motet.workers.sandbox_process"
 PLACE = "MOTET_SANDBOXES"
@@ -104,11 +104,10 @@ class Sandbox:
         head = {"kind": kind, "bytes": len(text), "seconds": self._seconds, "memory_mb": self._memory_mb}
         # The output goes to files, which the process cannot make longer than its limit.
         with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(
-                wall.command(MODULE, str(os.getpid())),
-                stdin=subprocess.PIPE, stdout=printed, stderr=errors,
+            process = ChildProcess(
+                wall.command(MODULE, str(os.getpid())), Path(os.devnull), stdout=printed, stderr=errors,
                 cwd=self.directory, env=wall.environment(HOME=str(self.directory), PYTHONHASHSEED="0"),
-                process_group=0,  # in the session of its worker (`worker_remains`)
+                start_new_session=False, process_group=0,  # in the session of its worker (`process.guard`)
             )  # fmt: skip
             status: int | None = None
             sent = json.dumps(head).encode() + b"\n" + text + given.encode("utf-8", "replace")
@@ -127,14 +126,14 @@ class Sandbox:
         """Without the names of directories, which differ each time: the text for the model must not depend on them."""
         return text.replace(str(self.directory), "~").replace(str(self.directory.parent), tempfile.gettempdir())
 
-    def _watched(self, process: subprocess.Popen[bytes], sent: bytes) -> str:
+    def _watched(self, process: ChildProcess, sent: bytes) -> str:
         """Wait until a program has ended, timed out, or written too much; returns the excess, if any."""
         until, given = time.monotonic() + self._seconds * _BY_THE_CLOCK, sent or None
         while (left := until - time.monotonic()) > 0:
             try:
                 process.communicate(given, timeout=min(left, _LOOK_SECONDS))
                 break
-            except subprocess.TimeoutExpired:
+            except TimedOut:
                 given = None  # passed on to the caller
             if wrote := self._too_much(process.pid):
                 return wrote
@@ -174,7 +173,7 @@ def _unlinked(program: int) -> int:
     return sum(sizes.values())
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: ChildProcess) -> None:
     """Kill a program and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +17,8 @@ from msgspec import structs
 
 from motet.process import wall
 from motet.process.channel import LONGEST_LINE, Child, ProcessFault
+from motet.process.child import ChildPipes, ChildProcess, guard
 from motet.process.cpu_time import cpu_seconds_of
-from motet.process.piped import Piped
 from motet.workers import worker_messages as m
 from motet.workers.sandbox import PLACE
 
@@ -27,7 +26,6 @@ LOAD_SECONDS = 120.0
 """Wall-clock time for loading a user's code."""
 AGAIN = 2
 """How often what a killed process did is tried again, each time in a fresh process."""
-_REMAINS = str(Path(__file__).with_name("worker_remains.py"))
 _NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
 Charge = Callable[[float], None]
 
@@ -48,10 +46,10 @@ class ClockLimitError(Exception):
 class WorkerLink:
     """One worker process. Rewards and environments take one call at a time, an agent many."""
 
-    def __init__(self, calls: m.Calls, piped: Piped, remains: subprocess.Popen[bytes], charge: Charge) -> None:
-        """`remains` ends and removes what the process leaves (`worker_remains`)."""
-        self._calls, self._piped, self._remains, self._charge = calls, piped, remains, charge
-        self.child, self.loaded = Child[Any].of(piped, calls.replies), m.WorkerReply()
+    def __init__(self, calls: m.Calls, pipes: ChildPipes, remains: ChildProcess, charge: Charge) -> None:
+        """`remains` ends and removes what the process leaves (`process.guard`)."""
+        self._calls, self._pipes, self._remains, self._charge = calls, pipes, remains, charge
+        self.child, self.loaded = Child[Any].of(pipes, calls.replies), m.WorkerReply()
         self.answered = -1
         """Number of answered calls, besides the first, which loads."""
         self.ended = ""
@@ -95,19 +93,18 @@ class WorkerLink:
         cls, calls: m.Calls, load: m.LoadCode, log: Path | None, charge: Charge, hidden: Collection[str]
     ) -> WorkerLink:
         sandboxes = tempfile.mkdtemp(prefix="motet-worker-")
-        remains = _keep(sandboxes)
+        remains = ChildProcess(guard("remove", sandboxes), Path(os.devnull), quiet=True, cwd="/")
         all_variables = _environment(load, limited=not calls.at_once)
         environment = {name: value for name, value in all_variables.items() if name not in hidden}
         try:
             command = wall.command("motet.workers.worker", calls.module, str(os.getpid()))
-            piped = await Piped.start(command, log, {**environment, PLACE: sandboxes}, LONGEST_LINE)
-            assert remains.stdin is not None
-            remains.stdin.write(b"%d" % piped.process.pid)
+            pipes = await ChildPipes.start(command, log, {**environment, PLACE: sandboxes}, LONGEST_LINE)
+            remains.stdin.write(b"%d" % pipes.process.pid)
             remains.stdin.flush()
         except BaseException:
             remains.communicate()
             raise
-        return cls(calls, piped, remains, charge)
+        return cls(calls, pipes, remains, charge)
 
     async def kill(self) -> None:
         """Kill the process and all that it started, wait for the end, and remove its sandboxes.
@@ -162,7 +159,7 @@ class WorkerLink:
         try:
             async for reply in self.child.messages():
                 if isinstance(reply, ProcessFault):
-                    where = f"; see {self._piped.log}" if self._piped.log is not None else ""
+                    where = f"; see {self._pipes.log}" if self._pipes.log is not None else ""
                     fault = f"failed outside a call: {reply.error}{where}"
                     break
                 # A user's code may write anything to the pipe: each call has one reply, of its kind.
@@ -176,22 +173,22 @@ class WorkerLink:
             fault = _NO_REPLY
         article = "an" if self._calls.kind[0] in "aeiou" else "a"
         hint = f" ({article} {self._calls.kind} must return, not exit)"
-        self.ended = fault or await self._piped.how_it_ended(hint)
-        self._killed = not fault and self._piped.killed
+        self.ended = fault or await self._pipes.how_it_ended(hint)
+        self._killed = not fault and self._pipes.killed
         await self._end()
         for _, waiting, cpu_seconds in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(self._died(cpu_seconds))
 
     def _died(self, cpu_seconds: float) -> ProcessDiedError:
-        if self._piped.process.returncode == -signal.SIGXCPU:
+        if self._pipes.process.returncode == -signal.SIGXCPU:
             limit = f"{cpu_seconds:g} s of CPU time ({self._calls.kind} field cpu_seconds)"
             return ProcessDiedError(f"took more than {limit} and could not be interrupted")
         return ProcessDiedError(self.ended, killed=self._killed)
 
     def _count(self, most: float) -> None:
         """Charge what the process has used since the last call; `most` for one that is gone and cannot be asked."""
-        used = cpu_seconds_of(self._piped.process.pid)
+        used = cpu_seconds_of(self._pipes.process.pid)
         self._charge(most if used is None else max(0.0, used - self._used))
         self._used = used or self._used
 
@@ -246,12 +243,6 @@ def _environment(load: m.LoadCode, *, limited: bool) -> dict[str, str]:
     if load.walled:
         return environment
     return {**os.environ, **{name: value for name, value in environment.items() if name not in (*wall.HOMES, "PATH")}}
-
-
-def _keep(sandboxes: str) -> subprocess.Popen[bytes]:
-    """Start what removes a worker's sandboxes when its input ends."""
-    command = [sys.executable, "-IS", _REMAINS, sandboxes]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", start_new_session=True)
 
 
 def import_path() -> list[str]:

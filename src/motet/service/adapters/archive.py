@@ -10,7 +10,6 @@ import gzip
 import io
 import json
 import struct
-import sys
 import tarfile
 import zipfile
 import zlib
@@ -19,10 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
 from motet.core.checksums import check_version
-from motet.core.errors import AdapterError, DataError
+from motet.core.errors import AdapterError, DataError, MotetError
 from motet.core.tensor_header import check_header
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
-from motet.process import wall
+from motet.process.isolated_calls import call
+from motet.process.isolated_process import WorkLimits
 
 MOST_MEMBERS = 1000
 MOST_LIST = 2**20
@@ -34,7 +34,6 @@ _MOST_VALUES = 20_000
 _HEADER = 2**16  # headers such as long names, which `tarfile` reads whole
 _PIECE = 2**20
 _SECONDS = 300.0
-_MEMORY_MB = 1024
 _END = struct.Struct("<4s4H2LH")  # last record of a .zip
 _END_64 = b"PK\x06\x07"
 
@@ -85,7 +84,7 @@ def _check_config(path: Path) -> None:
         raise AdapterError(f"{path} is not a JSON object")
 
 
-def unpack_apart(archive: Path, directory: Path, limit: int) -> int:
+def unpack_isolated(archive: Path, directory: Path, limit: int) -> int:
     """Run `unpack` in a process behind a wall that sees only the archive and the directory; it also parses both files.
 
     The process with the base then reads only tensors of a known number, and JSON of a known size.
@@ -94,9 +93,11 @@ def unpack_apart(archive: Path, directory: Path, limit: int) -> int:
         DataError: as `unpack`, or a timeout.
         OSError: the disk failed.
     """
+    places = str(archive.resolve()), str(directory.resolve())
+    limits = WorkLimits(_SECONDS, clock=1.0, readable=places[:1], writable=places[1:], most_written=limit)
     try:
-        answer = json.loads(wall.call_apart(__name__, str(archive), str(directory), str(limit), seconds=_SECONDS))
-    except (TimeoutError, ChildProcessError) as error:
+        answer = json.loads(call(_answer, json.dumps([*places, limit]).encode(), limits))
+    except (MotetError, RuntimeError) as error:
         raise DataError(f"the archive could not be unpacked: {error}") from error
     if "of_disk" in answer:
         raise OSError(*answer["of_disk"])
@@ -271,19 +272,16 @@ def _look_at_directory(file: IO[bytes]) -> None:
     file.seek(0)
 
 
-def _answer(archive: Path, directory: Path, limit: int) -> dict[str, Any]:
+def _answer(given: bytes) -> bytes:
+    """Runs in a separate process."""
+    archive, place, limit = json.loads(given)
+    directory = Path(place)
     try:
-        size = unpack(archive, directory, limit)
+        answer: dict[str, Any] = {"size": unpack(Path(archive), directory, limit)}
         check_header(directory / ADAPTER_WEIGHTS)
         _check_config(directory / ADAPTER_CONFIG)
-        return {"size": size}
     except (AdapterError, DataError) as error:
-        return {"reason": str(error).replace(f"{directory}/", "")}
+        answer = {"reason": str(error).replace(f"{directory}/", "")}
     except OSError as error:
-        return {"of_disk": [error.errno, error.strerror]}
-
-
-if __name__ == "__main__":
-    given = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    wall.enter(_MEMORY_MB, readable=given[:1], writable=given[1:2], most_written=given[2], where_possible=True)
-    json.dump(_answer(*given), sys.stdout)
+        answer = {"of_disk": [error.errno, error.strerror]}
+    return json.dumps(answer).encode()

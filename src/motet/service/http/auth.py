@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from motet.config.service import RateConfig
 from motet.core.json_text import json_pieces
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.service.database.store import AWAY
 from motet.service.database.tenants import PREFIX, Principal, Tenants
 from motet.service.errors import Refusal

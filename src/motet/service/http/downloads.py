@@ -13,7 +13,7 @@ from typing import IO
 from fastapi import Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.service.errors import Refusal
 from motet.service.http.bodies import when_sent
 

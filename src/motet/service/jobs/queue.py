@@ -23,7 +23,7 @@ from motet.config.adapters import SHAPE
 from motet.config.chain import ChainStart, check_chains, shape_of, take_shape
 from motet.core.errors import ConfigError, StoreError
 from motet.core.types import JobState, Wanted
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.service.adapters.adapters import Adapters, Resolved
 from motet.service.database.store import Store, name_taken
 from motet.service.database.tables import StoredJob, new_id

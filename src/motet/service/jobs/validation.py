@@ -30,7 +30,7 @@ from motet.data.row_files import OF_A_JOB
 from motet.data.row_problems import parts_of
 from motet.data.sources import check_toy
 from motet.environments.episode import ENVIRONMENTS
-from motet.process.apart import Apart, TooMuchError
+from motet.process.isolated_calls import IsolatedPool, TooMuchError
 from motet.rewards.graders.shapes import parse
 from motet.rewards.reward_elsewhere import ELSEWHERE, SEALED, check
 from motet.rewards.reward_forms import adapted
@@ -271,11 +271,11 @@ def _check_texts(data: DataConfig) -> None:
     check_variables(data.chat_template_kwargs, "data.chat_template_kwargs")
 
 
-async def jobs_in(text: str, bases: Bases, apart: Apart, key: str) -> list[dict[str, Any]]:
+async def jobs_in(text: str, bases: Bases, pool: IsolatedPool, key: str) -> list[dict[str, Any]]:
     """`read_jobs` in a separate process, in the turn of `key`; also raises `LimitError` if too many requests wait."""
     given = json.dumps({"text": text, "places": bases.places}).encode()
     try:
-        answer: dict[str, Any] = json.loads(await apart.call(key, _read_apart, given))
+        answer: dict[str, Any] = json.loads(await pool.call(key, _read_isolated, given))
     except TooMuchError as error:
         raise ConfigError(f"this cannot be read: {error}; give the jobs in parts") from error
     if "reason" in answer:
@@ -284,7 +284,7 @@ async def jobs_in(text: str, bases: Bases, apart: Apart, key: str) -> list[dict[
     return jobs
 
 
-def _read_apart(given: bytes) -> bytes:
+def _read_isolated(given: bytes) -> bytes:
     """Runs in a separate process."""
     asked = json.loads(given)
     try:

@@ -19,7 +19,7 @@ from motet.hosts.messages import AdapterExamined, ExamineAdapter, Unfit
 from motet.runtime.held_out import first_trained, lines_of
 from motet.service.adapters.adapters import ALL, PLACE_OF_ADAPTER, PLACE_OF_SHARE, Shared
 from motet.service.adapters.adapters import Adapters as AdaptersPart
-from motet.service.adapters.archive import pack_into, unpack_apart
+from motet.service.adapters.archive import pack_into, unpack_isolated
 from motet.service.composition import Service
 from motet.service.database.tables import Share as StoredShare
 from motet.service.database.tables import UploadedAdapter, new_id
@@ -173,7 +173,7 @@ def _unpack(file: UploadFile, directory: Path, limit: int) -> int:
     with archive.open("wb") as target:
         shutil.copyfileobj(file.file, target, _PIECE)
     try:
-        return unpack_apart(archive, directory, limit)
+        return unpack_isolated(archive, directory, limit)
     except DataError as error:
         status = 413 if "too large" in str(error) else 400
         raise Refusal(status, f"{error} (the limit is {limit / 2**20:g} MB)") from error

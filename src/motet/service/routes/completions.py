@@ -236,7 +236,7 @@ class Chats:
         asked = wanted.conversation()
         answerer = await _answerer(service, who, wanted.model, cpu=bool(asked.limits.grammar))
         if asked.limits.grammar:
-            await while_there(self._request, check_grammar(asked.limits.grammar, service.apart, who.tenant_id))
+            await while_there(self._request, check_grammar(asked.limits.grammar, service.isolated, who.tenant_id))
         completer = StoredVersion(service.asks, wanted.question(who, answerer), wanted.model, name)
         reply = await while_there(self._request, completer.reply(asked))
         if asked.stream:

@@ -12,7 +12,7 @@ from fastapi import File as FormFile
 from fastapi.responses import Response
 
 from motet.core.errors import LimitError, MotetError
-from motet.data.row_files import UPLOADED, count_apart
+from motet.data.row_files import UPLOADED, count_isolated
 from motet.service.database.store import files_of, size_of
 from motet.service.database.tables import StoredFile, new_id
 from motet.service.depends import Asker, ServiceDep, read, while_there, worked
@@ -54,7 +54,7 @@ async def upload(
                     most = service.settings.config.max_upload_mb
                     raise Refusal(413, f"{name} is larger than {most:g} MB, the limit of this service")
                 await asyncio.to_thread(target.write, piece)
-        rows = await while_there(request, read(service, who, lambda: count_apart(part, UPLOADED)))
+        rows = await while_there(request, read(service, who, lambda: count_isolated(part, UPLOADED)))
         with_room = service.quotas.storing(who.tenant_id, size)
         landed = service.storage.landed(part, path)
         add = functools.partial(with_room(landed(service.store.add_file)), who, file_id, name, size, rows)

@@ -226,7 +226,7 @@ async def rollouts(
 @router.post("/check", response_model=CheckedJobs)
 async def check(request: Request, who: Asker, service: ServiceDep, given: JobText) -> Response:
     """Parse a job file (YAML or JSON) or a single job, and check its jobs as for a submission; nothing is stored."""
-    read = await while_there(request, jobs_in(given.text, service.settings.bases, service.apart, who.tenant_id))
+    read = await while_there(request, jobs_in(given.text, service.settings.bases, service.isolated, who.tenant_id))
 
     def look() -> Response:
         service.submissions.check(who, [GivenJob(job) for job in read])

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from motet.core.errors import ConfigError, EngineError, LimitError
 from motet.core.types import JobState
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.runtime.journal import Done, Failed, Gradient
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredJob

@@ -133,7 +133,7 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
 
     try:
         if (read := read_small(body)) is None:
-            read = await while_there(request, service.apart.call(who.tenant_id, read_gradient, body))
+            read = await while_there(request, service.isolated.call(who.tenant_id, read_gradient, body))
             take(request, len(read))
         asked = await asyncio.to_thread(gradient_of, read)
         return await tinker.write_threads.run(who.tenant_id, functools.partial(order, asked))

@@ -23,7 +23,7 @@ from sqlalchemy.exc import IntegrityError
 from motet.config import JobConfig, RewardConfig
 from motet.core.errors import LimitError, ScorerAway
 from motet.core.json_text import json_pieces, json_text
-from motet.process.apart import ThreadTurns
+from motet.process.thread_turns import ThreadTurns
 from motet.rewards.reward_elsewhere import NO_DETAILS, AnswerDetails, Chance, ScoreOrReason, from_wire
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, new_id, now

@@ -19,13 +19,13 @@ from msgspec.structs import replace
 
 from motet.core import errors
 from motet.core.errors import BaseModelError, MotetError, RankGone
-from motet.process.channel import END_SECONDS, ChildProcess, ProcessStreams
+from motet.process.channel import END_SECONDS, StartedChild, ThreadChild
 from motet.training.sharded import messages as m
 
 _MODULE = "motet.training.sharded.process"
 
 
-class Connected(ProcessStreams):
+class Connected(ThreadChild):
     """A rank that was started elsewhere, perhaps on another machine."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,17 +44,17 @@ class Connected(ProcessStreams):
             self.out.close()
         self._connection.close()
 
-    def close(self) -> None:
-        """Ask it to leave, and disconnect after a time limit."""
+    def hang_up(self, seconds: float) -> None:
+        """Ask it to leave, and disconnect after so many seconds."""
         with contextlib.suppress(OSError, ValueError):  # it has disconnected itself
             self.send(m.Leave())
             hung_up = select.poll()
             hung_up.register(self._connection, getattr(select, "POLLRDHUP", 0))
-            hung_up.poll(1000 * END_SECONDS)
+            hung_up.poll(1000 * seconds)
         self.kill()
 
 
-Link = ChildProcess | Connected
+Link = StartedChild | Connected
 
 
 class _Rank:
@@ -94,9 +94,9 @@ class _Rank:
 
     def close(self) -> None:
         """End the process."""
-        self.link.close()
+        self.link.hang_up(END_SECONDS)
         self._reader.join()
-        self.link.lines.close()
+        self.link.close()
 
     def _read(self) -> None:
         for answer in self.link.messages(m.FromRank):
@@ -131,7 +131,7 @@ class RankGroup:
         self._lock = threading.Lock()
         self._files = tempfile.TemporaryDirectory(prefix="motet-ranks-")
         links: list[Link] = [] if others is None else list(others(self.n_ranks))
-        links = [*(ChildProcess(_MODULE, log) for _ in range(self.n_ranks - len(links))), *links]
+        links = [*(StartedChild(_MODULE, log) for _ in range(self.n_ranks - len(links))), *links]
         self._ranks = [_Rank(rank, link, self._ended) for rank, link in enumerate(links)]
         for rank in self._ranks:  # all are known before one can end
             rank.start()
@@ -150,7 +150,7 @@ class RankGroup:
     @property
     def pids(self) -> tuple[int, ...]:
         """Ids of the processes that were started here."""
-        return tuple(rank.link.pid for rank in self._ranks if isinstance(rank.link, ChildProcess))
+        return tuple(rank.link.pid for rank in self._ranks if isinstance(rank.link, StartedChild))
 
     def ask(self, messages: Mapping[int, m.ToRank]) -> dict[int, m.FromRank]:
         """Send each rank its message and wait for all answers. Thread-safe: all ranks see the same order.

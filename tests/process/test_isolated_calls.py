@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.chat.structure import check_grammar, grammar_of
-from motet.core.errors import ChatRefusal, LimitError
-from motet.process.apart import Apart, ThreadTurns, TooMuchError, WorkLimits
+from motet.core.errors import ChatRefusal, EngineError, LimitError
+from motet.process.cpu_time import counted
+from motet.process.isolated_calls import IsolatedPool, TooMuchError, call, read_lines
+from motet.process.isolated_process import WorkLimits
+from motet.process.thread_turns import ThreadTurns
 from motet.service.bases import Bases
 from motet.service.jobs.validation import jobs_in
 from tests.support.openai_requests import hostile
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 SLEEP = b"__import__('time').sleep(600)"
 
@@ -30,8 +36,8 @@ def turns() -> Iterator[ThreadTurns]:
 
 
 @pytest.fixture
-def apart() -> Iterator[Apart]:
-    made = Apart(WorkLimits(seconds=0.5))
+def pool() -> Iterator[IsolatedPool]:
+    made = IsolatedPool(WorkLimits(seconds=0.5))
     yield made
     made.close()
 
@@ -94,16 +100,16 @@ def test_a_key_may_have_so_much_waiting_and_what_is_cancelled_does_not_count(tur
     asyncio.run(main())
 
 
-def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(apart):
+def test_a_schema_that_takes_too_long_is_refused_and_its_process_ends(pool):
     async def main() -> None:
         with pytest.raises(ChatRefusal, match="too complex: it takes more than"):
-            await check_grammar(grammar_of(hostile()), apart, "us")
+            await check_grammar(grammar_of(hostile()), pool, "us")
         with pytest.raises(ChatRefusal, match="too complex"):  # which is remembered
-            await check_grammar(grammar_of(hostile()), apart, "them")
-        await check_grammar(grammar_of({"type": "json_object"}), apart, "us")
+            await check_grammar(grammar_of(hostile()), pool, "them")
+        await check_grammar(grammar_of({"type": "json_object"}), pool, "us")
 
     asyncio.run(main())
-    assert len(apart.pids()) == 1
+    assert len(pool.pids()) == 1
 
 
 def test_work_that_takes_too_long_ends_by_the_processor_or_by_the_clock():
@@ -112,20 +118,20 @@ def test_work_that_takes_too_long_ends_by_the_processor_or_by_the_clock():
         (1.0, b"sum(iter(int, 1))", "more than 1 s of the processor"),
         (0.1, SLEEP, "by the clock"),
     ):
-        apart = Apart(WorkLimits(seconds=seconds))
+        pool = IsolatedPool(WorkLimits(seconds=seconds))
         with pytest.raises(TooMuchError, match=why):
-            asyncio.run(apart.call("us", eval, code))
-        apart.close()
+            asyncio.run(pool.call("us", eval, code))
+        pool.close()
 
 
 def test_a_schema_that_takes_too_much_memory_is_refused():
-    apart, most = Apart(WorkLimits(seconds=60)), 0
+    pool, most = IsolatedPool(WorkLimits(seconds=60)), 0
 
     async def main() -> None:
         nonlocal most
-        asked = asyncio.create_task(check_grammar(grammar_of(hostile(40, "m")), apart, "us"))
+        asked = asyncio.create_task(check_grammar(grammar_of(hostile(40, "m")), pool, "us"))
         while not asked.done():
-            for pid in apart.pids():
+            for pid in pool.pids():
                 with contextlib.suppress(psutil.Error):  # it has ended
                     most = max(most, psutil.Process(pid).memory_info().rss)
             await asyncio.sleep(0.01)
@@ -134,36 +140,87 @@ def test_a_schema_that_takes_too_much_memory_is_refused():
     with pytest.raises(ChatRefusal, match="more than 32 MB of memory"):
         asyncio.run(main())
     assert most < 256 * 2**20  # the process may have 1,024 MB for other work
-    apart.close()
+    pool.close()
 
 
 def test_work_that_nobody_waits_for_ends():
-    apart = Apart(WorkLimits(seconds=600))
+    pool = IsolatedPool(WorkLimits(seconds=600))
 
     async def main() -> int:
-        asked = asyncio.create_task(apart.call("us", eval, SLEEP))
-        while not (pids := apart.pids()):
+        asked = asyncio.create_task(pool.call("us", eval, SLEEP))
+        while not (pids := pool.pids()):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
         async with asyncio.timeout(PATIENCE):
-            while apart.pids():
+            while pool.pids():
                 await asyncio.sleep(0.01)
         return pids[0]
 
     assert not psutil.pid_exists(asyncio.run(main()))
-    apart.close()
+    pool.close()
 
 
-def test_work_apart_is_behind_the_wall(apart):
+def test_work_apart_is_behind_the_wall(pool):
     with pytest.raises(RuntimeError, match="PermissionError"):
-        asyncio.run(apart.call("us", os.listdir, b"/etc"))
+        asyncio.run(pool.call("us", os.listdir, b"/etc"))
 
 
-def test_jobs_of_a_text_are_read_apart(apart):
+def test_jobs_of_a_text_are_read_apart(pool):
     bases = Bases({"small": "small"})
     text = "jobs:\n- {name: a, data: 'toy:add', reward: exact}\n"
-    jobs = asyncio.run(jobs_in(text, bases, apart, "us"))
+    jobs = asyncio.run(jobs_in(text, bases, pool, "us"))
     assert [job["name"] for job in jobs] == ["a"]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_call_reaches_the_files_that_it_names_and_no_others(tmp_path: Path, writes: bool) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for place in (own, other):
+        place.mkdir()
+        (place / "file").write_bytes(b"text")
+    mode = f"'{'w' if writes else 'r'}b'"
+    limits = WorkLimits(**{"writable" if writes else "readable": (str(own),)})  # type: ignore[arg-type]
+    code = "bytes([open({!r}, " + mode + ").fileno() > 0])"
+    assert call(eval, code.format(f"{own}/file").encode(), limits) == b"\x01"
+    with pytest.raises(RuntimeError, match="PermissionError"):
+        call(eval, code.format(f"{other}/file").encode(), limits)
+
+
+def test_a_call_is_counted_and_leaves_no_process() -> None:
+    used, before = list[float](), psutil.Process().children()
+    with counted(used.append):
+        assert call(eval, b"b'1' * 2", WorkLimits()) == b"11"
+    assert used[0] > 0.03, "a Python has started"
+    assert psutil.Process().children() == before
+
+
+def test_what_a_call_raises_is_told_and_what_it_prints_is_no_answer() -> None:
+    with pytest.raises(RuntimeError, match="IndexError: list index out of range"):
+        call(eval, b"[][0]", WorkLimits())
+    assert call(eval, b"b'%d' % __import__('os').write(1, b'noise')", WorkLimits()) == b"5"
+
+
+def test_lines_that_cannot_go_on_are_told_with_the_last_that_was_printed() -> None:
+    lines = read_lines(eval, b"(b'%d\\n' % (4 // left) for left in (2, 1, 0))", WorkLimits(), 2**10)
+    assert [next(lines), next(lines)] == [b"2\n", b"4\n"]
+    with pytest.raises(EngineError, match=r"exit status 1; its last line is: ZeroDivisionError"):
+        next(lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends between two calls")
+def test_a_call_ends_with_its_parent() -> None:
+    """Also where nothing of the parent's own runs any more."""
+    script = (
+        "from motet.process.isolated_calls import call; from motet.process.isolated_process import WorkLimits\n"
+        f"call(eval, {SLEEP!r}, WorkLimits())"
+    )
+    parent = psutil.Popen([sys.executable, "-c", script])
+    with parent:
+        wait_until(lambda: bool(parent.children()))
+        (child,) = parent.children()
+        time.sleep(0.2)  # it starts, or sleeps
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=PATIENCE)[1] == []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.process.piped import Piped
+from motet.process.child import ChildPipes
 
 pytestmark = pytest.mark.tier1
 
@@ -31,12 +31,12 @@ def test_what_was_not_sent_to_a_killed_process_is_dropped(tmp_path: Path) -> Non
     async def main() -> None:
         gc.collect()
         before = len(os.listdir("/proc/self/fd"))
-        piped = await Piped.start([sys.executable, "-c", FORKS], tmp_path / "log", os.environ, 2**16)
-        await piped.output.readline()
-        piped.input.write(b"x" * 2**20)
-        await piped.kill()
+        pipes = await ChildPipes.start([sys.executable, "-c", FORKS], tmp_path / "log", os.environ, 2**16)
+        await pipes.output.readline()
+        pipes.input.write(b"x" * 2**20)
+        await pipes.kill()
         await asyncio.sleep(0.1)
-        assert piped.input.transport.get_write_buffer_size() == 0
+        assert pipes.input.transport.get_write_buffer_size() == 0
         assert len(os.listdir("/proc/self/fd")) <= before
 
     asyncio.run(main())
