@@ -49,7 +49,8 @@ def run_file(
         view.update(progress)
 
     def started(run: Run) -> None:
-        _print_notes(console, run.notes, printed)
+        printed.extend(run.notes)
+        _print_notes(console, printed)
         print_rates(console, run.jobs)
         view.watch(run.loads)
         view.start()
@@ -66,7 +67,7 @@ def run_file(
         )
     finally:
         view.stop()
-    _print_notes(console, result.notes, printed)
+    _print_notes(console, result.notes[len(printed) :])
     _print_tables(console, last, Path(config.run), view.seconds)
     return _farewell(console, result, config.base)
 
@@ -112,12 +113,9 @@ def _be_the_rank_that_torchrun_wants(cluster: ClusterConfig) -> None:
         take_part()
 
 
-def _print_notes(console: Console, notes: Sequence[str], printed: list[str]) -> None:
-    """Print the notes that were not printed before."""
-    for note in notes:
-        if note not in printed:
-            printed.append(note)
-            console.print(f"note: {note}", soft_wrap=True)
+def _print_notes(console: Console, notes: Sequence[str]) -> None:
+    for note in dict.fromkeys(notes):
+        console.print(f"note: {note}", soft_wrap=True)
 
 
 def _farewell(console: Console, result: RunResult, base: str) -> int:

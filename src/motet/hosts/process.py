@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 from msgspec import structs
 
-from motet.config import HostConfig, JobConfig, RolloutConfig, budgets
+from motet.config import EngineConfig, HostConfig, JobConfig, RolloutConfig, budgets
 from motet.core.errors import EngineError
 from motet.core.types import JobState, Wanted
 from motet.data.row_files import OF_A_JOB
@@ -78,7 +78,7 @@ class HostProcess:
         self._opened = contextlib.ExitStack()
         self._scores = AskedOfService(parent.send)
         self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
-        rewards = None if start.own_jobs else _rewards(config, start, self._scores, self._rest, self._charge)
+        rewards = None if start.own_jobs else _rewards(start, config.engine, self._scores, self._rest, self._charge)
         agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
         largest, alone = (start.largest, USUAL), start.host is None
         turns, idle, step = SlotTurns(f"{'' if alone else start.host}"), start.patience_seconds, start.step_seconds
@@ -98,8 +98,7 @@ class HostProcess:
         self._leaving: set[str] = set()  # jobs that are to save and go to another host
         self._read = WeakValueDictionary[str, ReadData]()  # of the jobs that are here: those of a sweep share it
         self._preparing = ThreadTurns(_PREPARING, sys.maxsize, "motet-preparing")
-        self._wanted: dict[str, Wanted] = {}  # of jobs that are being prepared
-        self._held, self._events = dict[str, m.Held](), itertools.count()  # as they stood at the last look
+        self._held, self._events = dict[str, m.Held](), itertools.count()  # jobs in the pipeline or being prepared
         self._resting = set[str]()  # jobs that stop waiting as soon as no scorer is connected
 
     def _charge(self, job: str, seconds: float) -> None:
@@ -155,19 +154,12 @@ class HostProcess:
     def _attach(self) -> None:
         """Serve a connected service: report the jobs here, and repeat unanswered requests."""
         self._parent.resume()
-        held = [job for job in self._look().values() if not job.state.final]
+        for name in self._held.keys() & self.pipeline.jobs.keys():
+            self._held[name] = structs.replace(self._held[name], state=self.pipeline.jobs[name].state)
+        held = [job for job in self._held.values() if not job.state.final]
         self._parent.send(structs.replace(self._ready, jobs=held))
         self._scores.ask_again()
         self._episodes.offer_again()
-
-    def _look(self) -> dict[str, m.Held]:
-        """The jobs that are here, as they stand; those that are being prepared are queued."""
-        states = dict.fromkeys(self._wanted, JobState.QUEUED) | {
-            job.name: job.state for job in self.pipeline.jobs.values()
-        }
-        held = ((name, job) for name, job in self._held.items() if name in states)
-        self._held = {name: structs.replace(job, state=states[name]) for name, job in held}
-        return self._held
 
     def handle(self, message: m.ToHost | Gone) -> None:
         """Start handling one message."""
@@ -179,14 +171,11 @@ class HostProcess:
                 self._attach()
             case m.AddJob():
                 name = str(message.job["name"])
-                if name not in self.pipeline.jobs and name not in self._wanted:  # it comes twice while this starts
-                    self._wanted[name] = message.wanted
+                if name not in self._held:  # it comes twice while this starts
                     self._held[name] = m.Held(name, message.tenant, message.slots, JobState.QUEUED, message.wanted)
                     self._begin(self._add(name, message))
                     self.pipeline.rule(message.tenant, message.rule)
             case m.SteerJob():
-                if (held := self._held.get(message.job)) is not None:
-                    self._held[message.job] = structs.replace(held, wanted=message.wanted)
                 self._steer(message.job, message.wanted)
             case m.SetRule():
                 self.pipeline.rule(message.tenant, message.rule)
@@ -195,11 +184,11 @@ class HostProcess:
             case m.Nudge():
                 if (job := self.pipeline.jobs.get(message.job)) is not None:
                     job.news.set()
-            case m.ReleaseJob() if message.job in {*self.pipeline.jobs, *self._wanted}:  # else it was released already
+            case m.ReleaseJob() if message.job in self._held:  # else it was released already
                 self._leaving.add(message.job)
-                self._steer(message.job, Wanted.PAUSE)
+                self._release()
             case m.ForgetJob():
-                self.pipeline.forget(message.job)
+                self._forget(message.job)
             case m.Complete():
                 self._answers.hold(message.key, self._begin(self._answers.answer(message)))
             case m.ExamineAdapter():
@@ -222,7 +211,7 @@ class HostProcess:
     async def _add(self, name: str, message: m.AddJob) -> None:
         try:
             await asyncio.shield(self._measuring)  # chats are answered meanwhile
-            cancelled, free = lambda: name not in self._wanted, message.resumes
+            cancelled, free = lambda: name not in self._held, message.resumes
             async with self._shared.starts.turn("prepare", message.tenant, cancelled, free=free) as seconds:
                 if seconds is None:
                     return
@@ -234,16 +223,16 @@ class HostProcess:
                 finally:
                     self._usage.add_cpu(name, sum(seconds))
         except Exception as error:  # the boundary of a tenant: a job that cannot be prepared is that job's business
-            self._changes.pop(name, None)
-            if self._wanted.pop(name, None) is not None:
+            if name in self._held:
+                self._forget(name)
                 self._tell(JobChanged(name, JobState.FAILED, reason(error)))
             return
-        if name in self._wanted:
+        if (given := self._held.get(name)) is not None:
             job.tenant, job.resumes = message.tenant, message.resumes
             self.pipeline.add(job)
             if (change := self._changes.pop(name, None)) is not None:
                 self._change(change)
-            self._steer(name, self._wanted.pop(name))
+            self.pipeline.steer(name, Wanted.PAUSE if name in self._leaving else given.wanted)
 
     def _prepared(self, message: m.AddJob, room: float, charge: Callable[[float], None]) -> Job:
         """A job that has done a step keeps what it began with, whatever it takes. Runs in a thread."""
@@ -269,42 +258,48 @@ class HostProcess:
             event = structs.replace(event, key=f"{self._shared.engine_suffix}.{next(self._events)}")
         self._parent.send(event)
 
+    def _forget(self, name: str) -> None:
+        """Forget a job without a slot, also one that is being prepared."""
+        self.pipeline.forget(name)
+        if name not in self.pipeline.jobs:
+            self._held.pop(name, None)
+            self._changes.pop(name, None)
+
     def _release(self) -> None:
         """Release jobs that must leave and have saved."""
         for name in list(self._leaving):
             job = self.pipeline.jobs.get(name)
             if job is not None and job.state is JobState.PAUSED:
-                self.pipeline.forget(name)
+                self._forget(name)
             elif job is not None and not job.state.final:
                 self.pipeline.pause(name)  # again: a fault of the device has put it back into the queue
-            if name not in self.pipeline.jobs and name not in self._wanted:
+            if name not in self._held:
                 self._leaving.discard(name)
                 self._parent.send(m.Released(name))
 
     def _change(self, change: m.ChangeJob) -> None:
         if change.job in self.pipeline.jobs:
             self.pipeline.change(change.job, budget=change.budget, priority=change.priority)
-        elif change.job in self._wanted:
+        elif change.job in self._held:
             self._changes[change.job] = change
 
     def _steer(self, name: str, wanted: Wanted) -> None:
-        if name in self._wanted and wanted is Wanted.CANCEL:  # at once: to prepare it may take long
-            del self._wanted[name]
-            self._changes.pop(name, None)
-            self._tell(JobChanged(name, JobState.CANCELLED, "cancelled before it began"))
-        elif name in self._wanted:
-            self._wanted[name] = wanted
-        elif name in self.pipeline.jobs:
+        if name not in self._held:
+            return
+        self._held[name] = structs.replace(self._held[name], wanted=wanted)
+        if name in self.pipeline.jobs:
             self.pipeline.steer(name, wanted)
+        elif wanted is Wanted.CANCEL:  # at once: to prepare it may take long
+            self._forget(name)
+            self._tell(JobChanged(name, JobState.CANCELLED, "cancelled before it began"))
 
     async def _watch(self) -> None:
         """Send the progress of jobs periodically, and forget ended ones."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             for job in [job for job in self.pipeline.jobs.values() if job.state.final]:
-                self.pipeline.forget(job.name)
+                self._forget(job.name)
             self._release()
-            self._look()
             away = self._servers.check() if self._start.host is not None else ""  # of several: others go on
             running = [job for job in self.pipeline.jobs.values() if job.state is JobState.RUNNING]
             busy = self.workshop.device.busy
@@ -327,21 +322,16 @@ async def _answer_agent(episodes: EpisodesElsewhere, question: e.AskEpisode, sen
 
 
 def _rewards(
-    config: HostConfig,
     start: m.StartHost,
+    engine: EngineConfig,
     scores: AskedOfService,
     rest: Callable[[str, bool], None],
     charge: Callable[[str, float], None],
 ) -> RewardPool:
     """Rewards of other people's jobs."""
-    return RewardPool(
-        config.engine.reward_processes,
-        dict.fromkeys(ELSEWHERE, scores),
-        {name: Installed(**one) for name, one in start.rewards.items()},
-        rest,
-        Walls(required=True, exempt=frozenset(start.unwalled)),
-        charge,
-    )
+    installed = {name: Installed(**one) for name, one in start.rewards.items()}
+    walls, elsewhere = Walls(required=True, exempt=frozenset(start.unwalled)), dict.fromkeys(ELSEWHERE, scores)
+    return RewardPool(engine.reward_processes, elsewhere, installed, rest, walls, charge)
 
 
 async def _tokens_per_second(engine: RolloutEngine, vocabulary: int) -> float:

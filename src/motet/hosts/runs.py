@@ -155,24 +155,18 @@ def none_can_start(hosts: Sequence[HostLink]) -> bool:
     return all(host.hopeless for host in hosts)
 
 
-class _Notices(logging.Handler):
-    """Shows warnings about host processes, each message once."""
-
-    def __init__(self, notify: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._notify, self._said = notify, set[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show a record unless it was shown before."""
-        if (line := record.getMessage()) not in self._said:
-            self._said.add(line)
-            self._notify(line)
-
-
 @contextmanager
 def notices_to(notify: Callable[[str], None] | None) -> Iterator[None]:
-    """Show warnings about host processes while the block runs."""
-    log, notices = logging.getLogger("motet.hosts"), _Notices(notify or (lambda line: None))
+    """Show warnings about host processes while the block runs, each message once."""
+    log, notices, said = logging.getLogger("motet.hosts"), logging.Handler(logging.WARNING), set[str]()
+
+    def show(record: logging.LogRecord) -> bool:
+        if notify is not None and (line := record.getMessage()) not in said:
+            said.add(line)
+            notify(line)
+        return False  # nothing is left to emit
+
+    notices.addFilter(show)
     log.addHandler(notices)
     try:
         yield
