@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -14,6 +15,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
+from motet.config.jobfile import validate
 from motet.config.service import ANY_SIZE
 from motet.core.errors import EngineError
 from motet.core.types import JobState, SamplingParams, Wanted
@@ -40,11 +42,14 @@ from motet.hosts.messages import (
     Stopped,
     ToHost,
 )
+from motet.hosts.runs import HostedRun
 from motet.process.alive import SILENT
 from motet.process.channel import LONGEST_LINE, Alive, ChannelMessage, Child, encode
+from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import Rule
 from tests.support import hungry_host
 from tests.support.memory_limit import memory_limit
+from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE, until
 
 START = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
@@ -452,3 +457,42 @@ def test_a_host_that_is_stopped_while_it_tells_what_it_did_saves_before_it_ends(
         await stopping
 
     asyncio.run(go())
+
+
+def test_a_run_on_hosts_counts_the_tokens_since_the_last_report(tmp_path: Path) -> None:
+    """Reports come twice a second: without the last event, those of a short job would count for nothing."""
+    tree = {"base": "small", "run": str(tmp_path), "engine": {"hosts": 2}, "jobs": [tiny("quick")]}
+    played = [cast(Any, Played()) for _ in range(2)]
+
+    async def launch(start: StartHost, log: Path) -> HostChild:
+        return cast(HostChild, played[start.host or 0])
+
+    async def play(run: HostedRun) -> None:
+        first, second = played
+        for one in played:
+            one.says.put_nowait(HostReady([]))
+        await until(lambda: any(isinstance(one, AddJob) for one in (*first.sent, *second.sent)))
+        before, after = played if any(isinstance(one, AddJob) for one in first.sent) else (second, first)
+        standing = JobStanding("sampling", 0, 0, 0, 50, 1.0, None)
+        before.says.put_nowait(JobChanged("quick", JobState.RUNNING, ""))
+        await until(lambda: run.progress()[0].state is JobState.RUNNING)
+        before.says.put_nowait(Progress({"quick": standing}, {}))
+        await until(lambda: run.progress()[0].tokens == 50)
+        before.says.put_nowait(None)  # it dies, and its job goes on there
+        await until(lambda: any(isinstance(one, AddJob) for one in after.sent))
+        after.says.put_nowait(JobChanged("quick", JobState.RUNNING, ""))
+        after.says.put_nowait(JobChanged("quick", JobState.SUCCEEDED, "", tokens=60))
+
+    async def go() -> int:
+        with contextlib.closing(RunDirectory(tmp_path, "run")) as directory:
+            run = HostedRun(validate(tree, "the test"), directory, None, launch=launch)
+            playing = asyncio.create_task(play(run))
+            running = asyncio.create_task(run.run())
+            await playing
+            await until(lambda: run.progress()[0].state is JobState.SUCCEEDED)
+            for one in played:
+                one.says.put_nowait(Stopped())
+            await running
+            return run.progress()[0].tokens
+
+    assert asyncio.run(go()) == 110

@@ -183,7 +183,7 @@ class Job:
         now, message = self.progress, self.progress.message
         if now.state is JobState.SUCCEEDED:
             message = message or "; ".join(now.signs.warnings.values())
-        self.observer(JobChanged(self.name, now.state, message, list(now.inexact), now.spent))
+        self.observer(JobChanged(self.name, now.state, message, list(now.inexact), now.spent, tokens=now.tokens))
 
     def sampling(self) -> SamplingParams:
         """Sampling parameters for training."""

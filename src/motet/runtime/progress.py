@@ -39,6 +39,7 @@ class JobChanged(ChannelMessage, frozen=True):
     spent: bool = False  # whether the job is paused because its budget is spent
     key: str = ""
     """Unique for each event of a host, so that an event sent twice is stored once."""
+    tokens: int = 0  # as of `JobStanding`
 
 
 class JobStepped(ChannelMessage, frozen=True):
@@ -177,7 +178,7 @@ class JobProgress:
     next_line: int = 0
     """The step of the next metrics line; a host sends lines again that another one sent."""
     counted: int = 0
-    """`tokens` of its host at the last report."""
+    """`tokens` of its host that are counted."""
 
     @classmethod
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
@@ -228,15 +229,22 @@ class JobProgress:
         elif isinstance(event, JobChanged):
             self.state, self.message, self.phase, self.spent = event.state, event.message, "", event.spent
             self.inexact = self.inexact if event.inexact is None else event.inexact
+            if self.state is JobState.RUNNING:  # on a host that counts from here
+                self.counted = event.tokens
+            self._count(event.tokens)
             if self.state is JobState.RUNNING and not self.started:
                 self.begin(self.step)
 
     def see(self, standing: JobStanding) -> None:
-        """Take in a host's report of it; a smaller number of tokens comes from another host."""
-        tokens = standing.tokens
-        self.tokens += tokens if tokens < self.counted else tokens - self.counted
-        self.counted, self.phase = tokens, standing.phase
-        self.rollouts_done, self.rollouts_wanted = standing.rollouts_done, standing.rollouts_wanted
+        """Take in a host's report; nothing once the job runs no more, when its host's last report may still be there."""
+        if self.state is JobState.RUNNING:
+            self._count(standing.tokens)
+            self.phase = standing.phase
+            self.rollouts_done, self.rollouts_wanted = standing.rollouts_done, standing.rollouts_wanted
+
+    def _count(self, tokens: int) -> None:
+        self.tokens += max(0, tokens - self.counted)
+        self.counted = max(tokens, self.counted)
 
     def begin(self, step: int) -> None:
         """Count rates from now on: the job runs, or runs again, from `step`."""
