@@ -10,8 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.fake_base import FakePolicy, FakeTokenizer, read_adapter
-from tests.support.protocol_client import PROMPT, Client, adapter_directory, events, give_up, in_process, run
+from tests.support.protocol_client import PROMPT, Client, adapter_directory, in_process, run
 from tests.support.protocol_server import ProtocolServer, Setup
 from tests.support.server_run import sampled
 from tests.support.waiting import until
@@ -43,95 +42,6 @@ async def load(client: Client, name: str, path: str, **fields: Any) -> dict[str,
     found: dict[str, Any] = response.json()
     assert response.status_code == (200 if found["success"] else 400)
     return found
-
-
-def test_what_is_answered_is_what_the_engine_samples(tmp_path: Path) -> None:
-    async def test(client: Client) -> None:
-        assert (await load(client, "v1", strong))["loaded_adapters"] == {"v1": strong}
-        for name in (None, "v1"):
-            answer = (await client.post("/generate", json=body(name, rid="mine"))).json()
-            assert answer["meta_info"]["id"] == "mine"
-            assert answer["text"] == FakeTokenizer().decode(answer["output_ids"])
-            assert [read(answer)] == in_process((7,), strong if name else None)
-        greedy = (await client.post("/generate", json=body("v1", temperature=0, top_k=-1))).json()
-        assert [read(greedy)] == in_process((7,), strong, temperature=0.0)
-        stops = body(stop=["e", "a"], stop_token_ids=[5], ignore_eos=True, max_new_tokens=400)
-        stopped = (await client.post("/generate", json=stops)).json()
-        assert [read(stopped)] == in_process((7,), stop=("e", "a"), stop_token_ids=(5,), max_tokens=400)
-        cause = stopped["meta_info"]["finish_reason"]["matched"]
-        assert cause in ("e", "a")
-        # ids keep what the text leaves out
-        assert FakeTokenizer().decode(stopped["output_ids"]) == stopped["text"] + cause
-
-    strong = adapter_directory(tmp_path, "strong")
-    with ProtocolServer("sglang") as server:
-        run(server, test)
-        assert server.counts.loads == {"v1": 1}
-        assert server.entries == ("v1",)
-
-
-def test_samples_of_one_request_share_its_seed() -> None:
-    async def test(client: Client) -> None:
-        answers = (await client.post("/generate", json=body(n=3, rid="mine"))).json()
-        assert [read(answer) for answer in answers] == in_process((7, 7, 7))
-        assert "mine" not in {answer["meta_info"]["id"] for answer in answers}
-        unseeded = (await client.post("/generate", json=body(sampling_seed=None))).json()
-        assert [read(unseeded)] == in_process((42,))
-
-    with ProtocolServer("sglang") as server:
-        run(server, test)
-
-
-def test_without_deterministic_inference_seeds_are_nothing() -> None:
-    async def test(client: Client) -> None:
-        assert (await client.get("/server_info")).json()["enable_deterministic_inference"] is False
-        request = body(max_new_tokens=60, ignore_eos=True)
-        first, second = [(await client.post("/generate", json=request)).json()["output_ids"] for _ in range(2)]
-        assert first != second
-
-    with ProtocolServer("sglang", Setup(deterministic=False)) as server:
-        run(server, test)
-
-
-def test_logprobs_of_a_prompt(tmp_path: Path) -> None:
-    async def test(client: Client) -> None:
-        await load(client, "v1", directory)
-        request = body("v1", max_new_tokens=0, temperature=0.5) | {"logprob_start_len": 0}
-        answer = (await client.post("/generate", json=request)).json()
-        assert answer["output_ids"] == []
-        first, *others = answer["meta_info"]["input_token_logprobs"]
-        assert first == [None, PROMPT[0], None]
-        right = FakePolicy(read_adapter(Path(directory))).logprobs(PROMPT)[1:].tolist()
-        assert others == [[logprob, token, None] for logprob, token in zip(right, PROMPT[1:], strict=True)]
-        answer = (await client.post("/generate", json=request | {"logprob_start_len": 2})).json()
-        assert answer["meta_info"]["input_token_logprobs"] == [[None, PROMPT[2], None], *others[2:]]
-        answer = (await client.post("/generate", json=body("v1"))).json()
-        assert answer["meta_info"]["input_token_logprobs"] == [[None, PROMPT[-1], None]]
-
-    directory = adapter_directory(tmp_path, "v1")
-    with ProtocolServer("sglang") as server:
-        run(server, test)
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-def test_a_stream_repeats_what_it_said_unless_told_not_to(incremental: bool) -> None:
-    async def test(client: Client) -> None:
-        found = events((await client.post("/generate", json=body(stream=True))).text)
-        parts = [
-            (one["output_ids"], [logprob for logprob, _, _ in one["meta_info"]["output_token_logprobs"]])
-            for one in found
-        ]
-        if incremental:
-            assert parts == [([token], [logprob]) for token, logprob in zip(tokens, logprobs, strict=True)]
-        else:
-            assert parts == [(tokens[: place + 1], logprobs[: place + 1]) for place in range(len(tokens))]
-        reasons = [one["meta_info"]["finish_reason"] for one in found]
-        assert reasons[:-1] == [None] * (len(found) - 1)
-        assert reasons[-1]["type"] == reason
-
-    ((tokens, logprobs, reason),) = in_process((7,))
-    with ProtocolServer("sglang", Setup(incremental=incremental)) as server:
-        run(server, test)
 
 
 def test_errors_are_those_of_sglang(tmp_path: Path) -> None:
@@ -260,41 +170,3 @@ def test_abort_goes_by_the_beginning_of_ids() -> None:
     with ProtocolServer("sglang") as server:
         run(server, test)
         assert server.counts.aborts == 3
-
-
-def test_a_client_that_leaves_frees_its_adapter(tmp_path: Path) -> None:
-    async def test(client: Client) -> None:
-        await load(client, "v1", directory)
-        for stream in (False, True):
-            request = body("v1", stream=stream, max_new_tokens=4000, ignore_eos=True)
-            await give_up(server, client.post("/generate", json=request))
-            await until(lambda: not server.counts.open)
-        server.faults.lost = {"generate": 1}
-        with pytest.raises(httpx2.RemoteProtocolError):
-            await client.post("/generate", json=body("v1", stream=True))
-        assert (await client.post(UNLOAD, json={"lora_name": "v1"})).status_code == 200  # nobody refers to it
-
-    directory = adapter_directory(tmp_path, "v1")
-    with ProtocolServer("sglang") as server:
-        server.faults.token_seconds = 0.005
-        run(server, test)
-        assert server.counts.disconnects == 2
-
-
-def test_the_faults_of_values(tmp_path: Path) -> None:
-    async def test(client: Client) -> None:
-        await load(client, "v1", directory)
-        server.faults.logprobs, server.faults.lies = (None,), True
-        tokens, logprobs, _ = read((await client.post("/generate", json=body("v1"))).json())
-        assert (tokens, logprobs) == (base[0], [None, *base[1][1:]])
-        server.faults.logprobs, server.faults.length = (), 1
-        answer = (await client.post("/generate", json=body("v1"))).json()
-        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) + 1
-        server.faults.refuses_loads = True
-        response = await client.post(LOAD, json={"lora_name": "v2", "lora_path": directory})
-        assert (response.status_code, server.entries) == (500, ("v1",))
-
-    directory = adapter_directory(tmp_path, "v1")
-    (base,) = in_process((7,))
-    with ProtocolServer("sglang") as server:
-        run(server, test)

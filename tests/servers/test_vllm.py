@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from tests.support.doors_run import FLOAT32_GAP, teacher
 from tests.support.fake_run import records
 from tests.support.peft_files import export
 from tests.support.service_run import Service, serving, tiny
+from tests.support.vllm_contract import CLAUSES, Served
 from tests.support.vllm_server import OPTIONS, launch, vllm_python, vllm_server
 from tests.support.waiting import PATIENCE
 
@@ -130,6 +131,25 @@ def test_it_reads_every_option_as_it_is_meant(server: Launched, on_gpus: Launche
     assert (found["logprobs_mode"], found["generation_config"]) == ("processed_logprobs", "vllm")
     assert found["worker_extension_cls"] == EXTENSION
     assert "guidance" in found["structured_outputs_config"]
+
+
+@NEWEST
+@pytest.mark.parametrize("clause", CLAUSES)
+def test_vllm_answers_as_the_protocol_server(
+    clause: Callable[[Served], None], small: Any, server: Launched, tmp_path: Path
+) -> None:
+    trainer, places = TorchTrainer(small, slots=3), [str(tmp_path / name) for name in ("one", "other", "large")]
+    for place, rank in zip(map(Path, places), (8, 8, 32), strict=True):
+        trainer.add_adapter(place.name, AdapterConfig(rank=rank), ord(place.name[0]))
+        place.mkdir()
+        trainer.save_adapter(place.name, place, optimizer=False)
+        tensors = load_file(place / ADAPTER_WEIGHTS)
+        save_file({name: tensor + 0.02 for name, tensor in tensors.items()}, place / ADAPTER_WEIGHTS)
+    tokenizer, model = small.info.tokenizer, str(small.model.config.name_or_path)
+    prompt = tokenizer.encode("Sort the letters of this word: cab")
+    with httpx2.Client(base_url=server.url, timeout=PATIENCE, trust_env=False) as client:
+        adapter, other, large = places
+        clause(Served(client, server.key, model, adapter, other, large, prompt, small.model.config.vocab_size, 512))
 
 
 @pytest.mark.cell("single turn, publish by files", "vLLM")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
 from tests.support.fake_base import END, FakeAdapter, FakeTokenizer, write_adapter
 from tests.support.fake_engine import FakeEngine
 from tests.support.protocol_server import ProtocolServer
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import PATIENCE
 
 PROMPT = FakeTokenizer().encode("ab? ")
 GENERATE, LOAD, UNLOAD = "/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -78,18 +77,3 @@ def read(answer: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 async def load(client: Client, name: str, path: str) -> httpx2.Response:
     return await client.post(LOAD, json={"lora_name": name, "lora_path": path})
-
-
-async def give_up(server: ProtocolServer, request: Coroutine[Any, Any, httpx2.Response]) -> None:
-    """Close the connection of a request that is being answered."""
-    asked = asyncio.create_task(request)
-    await until(lambda: server.counts.open.total() > 0)
-    asked.cancel()
-    await asyncio.gather(asked, return_exceptions=True)
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """The events of a stream that is complete."""
-    lines = text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]

@@ -37,8 +37,6 @@ class Setup:
     """vLLM: its workers have Motet's extension; without it a version's location is a directory that is not there."""
     dies: bool = True
     """vLLM: the whole server ends when it must read an adapter again whose directory is gone, as the real one does."""
-    deterministic: bool = True
-    """SGLang: `--enable-deterministic-inference`; without it `sampling_seed` is ignored."""
     incremental: bool = False
     """SGLang: `--incremental-streaming-output`; without it each streamed event repeats all tokens so far."""
 
@@ -71,8 +69,6 @@ class Faults:
     """Connections are accepted and requests are read; nothing is answered while this is set."""
     ill: bool = False
     """The server says that it is not well."""
-    refuses_loads: bool = False
-    """Loads are answered as if the engine had failed, with 500, and not done."""
     most_turns: float = math.inf
     """Turns of sampling, one for each token of a completion, after which the engine stands still while this is set."""
     unknown: set[str] = field(default_factory=set)

@@ -218,10 +218,8 @@ class ProtocolServer:
         token = call.headers.get("authorization", "")
         if self.setup.api_key and self._protocol.guards(call.path) and token != f"Bearer {self.setup.api_key}":
             return JSONResponse({"error": "Unauthorized"}, 401)
-        refused = route.kind == "load" and self.faults.refuses_loads
-        if refused or self.faults.strikes(self.faults.errors, route.kind):
-            status = 500 if refused else self.faults.error_status
-            return self._protocol.error(Refusal(status, LOST, "InternalServerError"))
+        if self.faults.strikes(self.faults.errors, route.kind):
+            return self._protocol.error(Refusal(self.faults.error_status, LOST, "InternalServerError"))
         assert not (self._backend.asleep and route.kind in ("generate", "load", "unload")), "it sleeps"
         try:
             response = await route.answer(call)

@@ -140,7 +140,7 @@ class Sglang:
             "max_loras_per_batch": setup.max_loras,
             "max_loaded_loras": setup.max_cpu_loras,
             "lora_strict_loading": True,
-            "enable_deterministic_inference": setup.deterministic,
+            "enable_deterministic_inference": True,
             "incremental_streaming_output": setup.incremental,
             "skip_tokenizer_init": False,
             "max_req_input_len": setup.max_model_len - 6,
@@ -263,7 +263,7 @@ class Sglang:
         rid, seed, n = body.get("rid"), params.get("sampling_seed"), whole_number(params.get("n"), 1)
         if rid in self._backend.open:
             raise Refusal(400, f"Duplicate request ID detected: {rid}")
-        seed = whole_number(seed, DEFAULT_SEED) if setup.deterministic else None
+        seed = whole_number(seed, DEFAULT_SEED)
         ids = [f"{random.getrandbits(128):032x}" for _ in range(n)]
         return [
             Ask(
@@ -273,7 +273,7 @@ class Sglang:
                 resolve=lambda: None,
                 prompt=tuple(prompt),
                 sampling=sampling,
-                seeds=((random.getrandbits(63) if seed is None else seed) % 2**64,),
+                seeds=(seed % 2**64,),
                 biases=biases_of(params),
             )
             for index in range(n)

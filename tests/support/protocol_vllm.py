@@ -311,7 +311,9 @@ def _sampling(body: Mapping[str, Any], longest: int, n_prompt: int) -> SamplingP
     if max_tokens > longest:
         text = f"max_tokens={max_tokens} cannot be greater than max_model_len={longest}. Please request fewer output tokens."
         raise Refusal(400, text, param="max_tokens")
-    if n_prompt >= longest:
+    if n_prompt == longest:
+        raise Refusal(400, "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)", param="max_tokens")
+    if n_prompt > longest:
         raise Refusal(400, f"{head}. Please reduce the length of the input prompt.", param="input_tokens")
     if not 0 <= temperature <= 2:
         raise Refusal(400, f"temperature must be in [0, 2], got {temperature}.", param="temperature")
