@@ -206,7 +206,7 @@ def test_what_cannot_teach_is_named(tmp_path: Path) -> None:
         JobConfig.model_validate({"name": "a", "data": "toy:add", "algorithm": "distill"})
     with pytest.raises(ConfigError, match=r"teacher: there is no directory .*nowhere"):
         run(tmp_path, student("a", tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match="temperature: must be 1 with a teacher on a server"):
+    with pytest.raises(ConfigError, match=r"temperature: must.*a teacher on a server"):
         run(tmp_path, student("a", "http://127.0.0.1:9", sampling={"temperature": 0.5}))
     failed = run(tmp_path / "away", student("a", "http://127.0.0.1:9"))
     assert "the teacher at http://127.0.0.1:9/v1/models does not answer" in failed.jobs["a"].message

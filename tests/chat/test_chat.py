@@ -137,10 +137,10 @@ def test_a_turn_ends_with_a_call_as_the_base_ends_it(name, ends):
 
 
 def test_templates_that_are_missing_or_refuse():
-    with pytest.raises(ConfigError, match=r"no chat template.*data\.chat_template: false"):
+    with pytest.raises(ConfigError, match=r"no chat template.*data\.chat_template:"):
         Chat(byte_tokenizer(None))
     problem = Problem(0, (Message("system", "x"), Message("user", "y")), "")
-    with pytest.raises(BaseModelError, match=r"refuses a conversation of system, user: no system prompt.*data\.system"):
+    with pytest.raises(BaseModelError, match=r"user: no system prompt.*data\.system"):
         Chat(byte_tokenizer(LLAMA)).prompt_ids(problem)
     only_users = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     silent = Chat(byte_tokenizer(only_users))

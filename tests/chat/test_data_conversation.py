@@ -117,7 +117,7 @@ def test_the_renders_of_a_row_are_two_for_each_turn_to_learn_and_bounded() -> No
         return CountingChat.renders
 
     assert [renders(3), renders(30), renders(300, "last_answer")] == [6, 60, 2]
-    with pytest.raises(DataError, match=r"row 1 has 300 turns to learn in 600 messages.*rows of at most 360 messages"):
+    with pytest.raises(DataError, match=r"in 600 messages.*rows of at most 360"):
         renders(300)
     assert CountingChat.renders == 0
 

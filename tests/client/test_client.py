@@ -118,7 +118,7 @@ def test_steering(service: Service) -> None:
         assert client.cancel("steered").name == "steered"
         states = [event.data["state"] for event in client.events("steered", follow=True) if event.kind == "state"]
         assert states[-1] == "cancelled"
-        with pytest.raises(ServiceError, match="has cancelled; it cannot be asked to resume") as refused:
+        with pytest.raises(ServiceError, match=r"has cancelled; it.*be asked to resume") as refused:
             client.resume("steered")
         assert refused.value.status == 409
 
@@ -130,9 +130,7 @@ def test_a_job_that_stopped_early_says_why_and_how_to_train_on(service: Service)
         done = client.job("enough")
         assert done.step == 1
         assert done.message.startswith("stopped early after step 1: the held-out reward of v0 is ")
-        with pytest.raises(
-            ServiceError, match=r"has succeeded \(stopped early .*adapter\.init.*cannot be asked to resume"
-        ):
+        with pytest.raises(ServiceError, match=r"early.*adapter\.init.*cannot be asked"):
             client.resume("enough")
 
 
@@ -239,7 +237,7 @@ def test_keys_of_two_tenants(house: House, says: Motet, monkeypatch: pytest.Monk
         (own,) = member.keys()
         with motet.Client(key=member.create_key(name="ci", scope=["read"]).key) as narrow:
             assert [one.id for one in narrow.jobs()] == [job.id]
-            with pytest.raises(ServiceError, match="this needs the right 'jobs', and the key may do: read"):
+            with pytest.raises(ServiceError, match=r"this needs the right.*key may do: read"):
                 narrow.submit(tiny("more"))
         assert says("keys", "rotate", own.id)[0] == 0
         with pytest.raises(ServiceError, match="unknown, revoked or expired"):

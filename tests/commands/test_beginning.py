@@ -254,7 +254,7 @@ def test_a_curriculum_goes_through_the_rows_by_a_column(here: Path) -> None:
     assert [one.metadata["level"] for step in steps for one in step][: len(train)] == levels
     plain = DataConfig.model_validate({"source": "rows.jsonl", "holdout": 4})
     assert load_dataset(plain).holdout == load_dataset(config).holdout
-    with pytest.raises(DataError, match=r"data.order 'none': rows.jsonl row \d+ has nothing there"):
+    with pytest.raises(DataError, match=r"data.order 'none':.*has nothing there"):
         load_dataset(config.model_copy(update={"order": "none"}))
     with pytest.raises(ValueError, match="do not go together"):
         DataConfig.model_validate({"source": "rows.jsonl", "order": "level", "shuffle": True})

@@ -67,9 +67,9 @@ def test_a_full_disk_is_said_to_be_full(adapter: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_merged_is_refused(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(BaseModelError, match="is not empty; give a directory that is not there yet"):
+    with pytest.raises(BaseModelError, match=r"is not empty; give a.*is not there yet"):
         write(adapter, None, tmp_path / "taken", "merged", "auto", checked=False)
-    with pytest.raises(BaseModelError, match="Not a directory; give another directory as --to"):
+    with pytest.raises(BaseModelError, match=r"Not a directory; give.*directory as --to"):
         write(adapter, None, adapter / ADAPTER_CONFIG / "merged", "merged", "auto", checked=False)
     with pytest.raises(BaseModelError, match="there is no directory"):
         write(adapter, "/not/there", tmp_path / "merged", "merged", "auto", checked=False)

@@ -130,7 +130,7 @@ def test_other_tokens_are_refused(ours) -> None:
     token_ids, here = ours
     ids = [one.tolist() for one in token_ids.values()]
     ids[1][3] += 1
-    with pytest.raises(AdapterError, match="makes other tokens of 'Sort these letters"):
+    with pytest.raises(AdapterError, match=r"makes other tokens.*'Sort these letters"):
         compare(Loaded("llama.cpp", SMALL_BASE), token_ids, tuple(here.values()), {"tokens": ids, "logprobs": []})
 
 
@@ -153,7 +153,7 @@ def test_what_is_refused_leaves_nothing(adapter: Path, tmp_path: Path, capsys) -
         (target / ADAPTER_CONFIG).write_text(json.dumps({**config, "lora_alpha": config["r"]}))
         return loaded
 
-    with pytest.raises(AdapterError, match="the export is not what was trained, so nothing is written"):
+    with pytest.raises(AdapterError, match=r"the export is not.*so nothing is written"):
         export.write_as(export.Format(forgets, "peft"), ExportSource(adapter), tmp_path / "wrong")
     assert not list(tmp_path.iterdir())
     export.write(adapter, None, tmp_path / "right", "peft", checked=False)
@@ -221,9 +221,7 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_base_that_the_receipt_does_not_name_is_refused(version: Path, tmp_path: Path) -> None:
     base = shutil.copytree(SMALL_BASE, tmp_path / "base")
     (base / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(
-        AdapterError, match=r"tokenizer_config.json of .* is not the file .* give its own base as --base"
-    ):
+    with pytest.raises(AdapterError, match=r"of.*is not the file.*give its own base"):
         check(Loaded("peft", base, version), version, str(base))
 
 
@@ -355,9 +353,7 @@ def test_a_tokenizer_is_named_by_how_it_splits() -> None:
 
 
 def test_a_converter_is_looked_for_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no-such\.py is not installed: pip install 'motet\[export\]', or put a checkout"
-    ):
+    with pytest.raises(ConfigError, match=r"no-such\.py is not.*or put a checkout"):
         converter("no-such.py")
     (tmp_path / "convert.py").write_text("")
     (tmp_path / "convert.py").chmod(0o755)
@@ -427,7 +423,7 @@ def test_what_llama_cpp_writes_of_a_chat_with_tools_is_told(
 
 
 def test_how_the_process_of_a_consumer_or_a_converter_ended_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BaseModelError, match=r"its process ended with exit status 1\. The end(.|\n)*  IndexError: .*$"):
+    with pytest.raises(BaseModelError, match=r"exit status 1\.(.|\n)*  IndexError: .*$"):
         ask(Loaded("convert", tmp_path), [], [], [])  # without a script, which no consumer has
     (tmp_path / "conversion").mkdir()
     base = tmp_path / "conversion" / "base.py"
@@ -447,9 +443,9 @@ def test_what_a_consumer_says_is_told_and_nothing_is_guessed(llama: tuple[Loaded
     """The last line of a log is the cause of nothing: it stands there when all went well, too."""
     loaded, wanted = llama
     text, known = wanted.pop("of"), list(range(1024))
-    with pytest.raises(BaseModelError, match="gives token 9 no probability beside ids that have no token"):
+    with pytest.raises(BaseModelError, match=r"gives token 9 no.*ids that have no token"):
         ask(loaded, [text], [[7, 9]], known)
-    with pytest.raises(BaseModelError, match=r"RuntimeError: Failed to init(.|\n)*  E llama_model_load: error loading"):
+    with pytest.raises(BaseModelError, match=r"Failed to init(.|\n)*llama_model_load"):
         ask(Loaded("llama.cpp", loaded.model / "none"), [text], wanted["tokens"], known)
     with pytest.raises(BaseModelError, match="knows no token 5000"):
         ask(loaded, [text], [[5, 5000]], known)

@@ -160,14 +160,12 @@ def test_a_configuration_that_is_none_is_told(tmp_path: Path, fields: dict[str, 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma3n", "lfm2", "bamba", "falcon_h1", "gpt_bigcode"])
 def test_a_base_whose_caches_are_unknown_is_refused(name: str) -> None:
-    with pytest.raises(BaseModelError, match="run `motet check` with the whole base, which measures it"):
+    with pytest.raises(BaseModelError, match=r"run `motet check`.*which measures it"):
         outline(str(tiny.directory(name)))
 
 
 def test_a_card_that_is_unknown_and_more_tokens_than_positions_are_told() -> None:
-    with pytest.raises(
-        ConfigError, match="'H1000' is unknown; give one of these, or one with as much memory: L4 24 GB,"
-    ):
+    with pytest.raises(ConfigError, match=r"'H1000' is unknown;.*memory: L4 24 GB,"):
         chosen(["H1000"])
     shown = CliRunner().invoke(app, ["fits", "small", "--tokens", "2000"])
     assert isinstance(shown.exception, ConfigError)

@@ -209,7 +209,7 @@ def test_servers_that_give_no_logprobs_or_no_answer(scores: Scores, versions: Pa
 def test_a_text_that_cannot_be_scored_is_named(scores: Scores, versions: Path) -> None:
     with (
         serving(scores, "right") as url,
-        pytest.raises(AdapterError, match="the number of tokens of 'a' is 1; give a text of 2 to"),
+        pytest.raises(AdapterError, match=r"the number of tokens of.*a text of 2 to"),
     ):
         motet_probe(url, versions, "--text", "Sort these.", "--text", "a")
 

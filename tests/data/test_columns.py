@@ -120,12 +120,10 @@ def test_a_choice_is_that_of_the_source_and_rows_that_differ_are_told() -> None:
     )
     rows[5].pop("answer")
     assert "2 of 8 rows" in read(rows).notes[0]
-    with pytest.raises(DataError, match=r"row 6 has no column 'answer' \(data\.answer\)"):
+    with pytest.raises(DataError, match=r"row 6 has no column.*\(data\.answer\)"):
         read(rows, answer="answer")
     assert read([{"question": "q", "answer": None}]).notes == ()
-    with pytest.raises(
-        DataError, match=r"row 3 has no column 'question', where the first rows have .* in data\.prompt"
-    ):
+    with pytest.raises(DataError, match=r"row 3 has no column 'question'.*prompt"):
         read([{"question": "a"}, {"question": "b"}, {"prompt": "c"}])
     late = [{"question": "q", "answer": "a"}] * FIRST_ROWS + [{"question": "q", "solution": "s"}]
     assert "first of them row 101" in read(late).notes[0]
@@ -196,7 +194,7 @@ LONG, DOTS = "n" * 501, "a" + ".a" * 33
 @pytest.mark.parametrize("field", ["prompt", "answer", "order", "template", "pools"])
 def test_names_that_are_too_long_are_refused(field: str, name: str) -> None:
     value: Any = {"template": f"x{{{name}}}", "pools": {"column": name, "weights": {"a": 1}}}.get(field, name)
-    with pytest.raises((DataError, ValueError), match="may have 500 characters and 32 dots, this one has"):
+    with pytest.raises((DataError, ValueError), match=r"may have 500 characters.*this one has"):
         read([VERL], **{field: value})
     kept = name[1:] if name == LONG else name[2:]
     with pytest.raises(DataError, match=f"no column '{kept}'"):
@@ -287,12 +285,10 @@ def test_a_row_has_tools_and_variables_of_the_template() -> None:
     (example,) = row_of(first, "answer", chat, "data").examples
     assert chat.tokenizer.decode(example.token_ids) == chat.prompt_text(first) + "4<|im_end|>"
     for wrong in ({"chat_template": "{{ 1 }}"}, {"tokenize": True}, {"thinks": [1]}, {"thinks": "x" * 201}):
-        with pytest.raises(
-            DataError, match=r"row 2: chat_template_kwargs\.\w+: (this is not a variable|give true, false)"
-        ):
+        with pytest.raises(DataError, match=r"row 2: \w+\.\w+: (this is not|give true)"):
             read([row, {**row, "chat_template_kwargs": wrong}])
     (third,) = read([{**row, "chat_template_kwargs": {"thinks": "a<|im_end|>"}}]).train
-    with pytest.raises(BaseModelError, match="of a row has a special token; take it out"):
+    with pytest.raises(BaseModelError, match=r"of a row has a.*token; take it out"):
         chat.prompt_text(third)
 
 

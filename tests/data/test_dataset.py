@@ -117,9 +117,7 @@ def test_rows_with_long_prompts_can_be_left_out_before_any_are_held_out(tmp_path
     )
     whole = load_dataset(DataConfig(source=source, holdout=5, max_prompt_tokens=100), longer=longer)
     assert whole == load_dataset(DataConfig(source=source, holdout=5))
-    with pytest.raises(
-        DataError, match=r"each of its 27 rows has a prompt of more than 1 token.* raise data\.max_prompt_tokens"
-    ):
+    with pytest.raises(DataError, match=r"27 rows.*raise data\.max_prompt_tokens"):
         load_dataset(DataConfig(source=source, max_prompt_tokens=1), longer=longer)
 
 
@@ -228,7 +226,7 @@ def test_what_is_no_list_of_rows_is_told():
     import datasets
 
     table = datasets.Dataset.from_list([{"prompt": "x"}])
-    with pytest.raises(ValidationError, match=r"name one of its splits, such as data\['train'\]"):
+    with pytest.raises(ValidationError, match=r"name one of its splits,.*data\['train'\]"):
         DataConfig(source=datasets.DatasetDict({"train": table}))
     with pytest.raises(ValidationError, match="give rows as the source"):
         DataConfig(source="toy:add", rows=[{"prompt": "x"}])
@@ -476,7 +474,7 @@ def test_bad_sources_are_named(tmp_path):
     ]:
         with pytest.raises(DataError, match=message):
             load_dataset(DataConfig(source=source, holdout=0, size=4))
-    with pytest.raises(DataError, match=r"refuses data\.config \{'foo': 1\}.*Its options: .*max_terms"):
+    with pytest.raises(DataError, match=r"\{'foo': 1\}.*Its options:.*max_terms"):
         load_dataset(DataConfig(source="reasoning-gym:chain_sum", config={"foo": 1}))
     rows = str(tmp_path / "train.jsonl")
     given = DataConfig(source=[{"prompt": "x"}], holdout=0, split="a")
@@ -484,9 +482,7 @@ def test_bad_sources_are_named(tmp_path):
     for whole, field in ((of_file, "split"), (DataConfig(source="toy:add", subset="main"), "subset"), (given, "split")):
         with pytest.raises(DataError, match=rf"data\.{field} '\w+': .* has no {field}s; leave it out"):
             load_dataset(whole)
-    with pytest.raises(
-        DataError, match=r"data\.eval_source '.*/trian\.jsonl' is not a file; did you mean 'train\.jsonl'"
-    ):
+    with pytest.raises(DataError, match=r"eval_source.*did you mean 'train\.jsonl'"):
         load_dataset(DataConfig(source="toy:add", eval_source=str(tmp_path / "trian.jsonl")))
     with pytest.raises(DataError, match=r"data\.holdout is 0"):
         load_dataset(DataConfig(source="toy:add", eval_source="toy:add", holdout=0))
@@ -613,7 +609,7 @@ def test_more_rows_than_the_limit_are_drawn_from_the_first(tmp_path: Path, bound
         "1500 rows are read, drawn by data.seed from the first 15000 of more than 200000; mix"
     )
     if bounds is not None:
-        with pytest.raises(DataError, match=r"more than 200000 rows; set data.size to use fewer"):
+        with pytest.raises(DataError, match=r"more than 200000.*data.size to use fewer"):
             load_dataset(DataConfig(source=str(path)), bounds)
 
 

@@ -81,7 +81,7 @@ def test_a_file_that_takes_more_time_of_the_processor_is_refused(tmp_path: Path)
         {"prompt": pyarrow.array(["what?" * 20_000] * 30_000).dictionary_encode(), "answer": ["b"] * 30_000}
     )
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"cannot be read: it takes more than 1 s of the processor, the limit"):
+    with pytest.raises(DataError, match=r"cannot be read: it.*processor, the limit"):
         for _ in parquet_rows.read_limited(tmp_path / "rows.parquet", 1.0, 4096, MB):
             pass
 
@@ -89,7 +89,7 @@ def test_a_file_that_takes_more_time_of_the_processor_is_refused(tmp_path: Path)
 def test_a_file_that_gives_nothing_is_given_up(tmp_path: Path) -> None:
     """It takes no time of the processor: a pipe that nobody writes to, as a disk that is away."""
     os.mkfifo(tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"cannot be read: it takes more than 1 s by the clock, the limit"):
+    with pytest.raises(DataError, match=r"cannot be read: it.*the clock, the limit"):
         list(parquet_rows.read_limited(tmp_path / "rows.parquet", 0.05, 4096, MB))
 
 
@@ -101,7 +101,7 @@ def test_rows_that_grow_beyond_a_tenants_room_are_refused_while_they_are_read(tm
     config = DataConfig(source=str(file))
     with (
         Pace(room=5 * MB).kept(),
-        pytest.raises(DataError, match=r"storage_mb: the rows of this job take more than the 5\.0"),
+        pytest.raises(DataError, match=r"storage_mb: the rows.*more than the 5\.0"),
     ):
         read_source(config, OF_A_JOB)
     with Pace().kept():

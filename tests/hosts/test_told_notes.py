@@ -69,7 +69,7 @@ def test_a_row_that_is_too_long_has_a_cure_that_works(long: str, tmp_path: Path)
     """`data.max_prompt_tokens` leaves rows out by their prompts alone."""
     row = {**ROWS[0], long: "12 34 " * 3000}
     ill = {**SFT, "data": {"source": [*ROWS, row], "holdout": 0}}
-    with pytest.raises(ConfigError, match=r"row 13 has .* tokens with its answer, more than the") as error:
+    with pytest.raises(ConfigError, match=r"row 13 has.*tokens with its answer, more") as error:
         motet.run([ill], directory=tmp_path / "ill", quiet=True)
     most = re.search(r"data\.max_prompt_tokens: (\d+)", str(error.value))
     assert bool(most) == (long == "prompt")
@@ -86,9 +86,7 @@ def test_rows_that_would_fill_the_engine_are_refused_with_the_number_that_fits(t
         prepare(config, base.info, directory, Sources(None), "", step_tokens=most)
 
     with contextlib.closing(directory):
-        with pytest.raises(
-            LimitError, match=r"rows_per_step is 131072, .* set it to 32768, or leave large columns out"
-        ):
+        with pytest.raises(LimitError, match=r"is 131072,.*set it to 32768, or"):
             prepared(131_072, 10**12)
         prepared(32_768, 10**12)
         prepared(131_072, None)  # whoever has no limit

@@ -278,13 +278,13 @@ def test_a_base_with_code_of_its_own_names_the_option_that_trusts_it(copy: Path)
         copy, model_type="of_its_own", auto_map={"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     )
     (copy / "code.py").write_text("raise SystemExit('it ran')\n")
-    with pytest.raises(BaseModelError, match=r"contains Python code that would run here.* add --trust-remote-code to"):
+    with pytest.raises(BaseModelError, match=r"Python code.*--trust-remote-code to"):
         load_base(str(copy), device="cpu")
 
 
 @pytest.mark.skipif("torch.cuda.is_available()", reason="there is a CUDA device")
 def test_cuda_without_cuda():
-    with pytest.raises(BaseModelError, match="torch sees no CUDA device; use `cpu` or `auto`"):
+    with pytest.raises(BaseModelError, match=r"torch sees no CUDA.*use `cpu` or `auto`"):
         load_base("small", device="cuda")
 
 
@@ -378,9 +378,7 @@ def test_a_base_that_cannot_be_trained_is_refused_when_it_is_loaded():
         base.decoder.get_submodule("layers.1").register_forward_hook(fail)
         return base
 
-    with pytest.raises(
-        BaseModelError, match="cannot be trained: LlamaDecoderLayer: no gradient comes through here; take"
-    ):
+    with pytest.raises(BaseModelError, match=r"cannot be trained:.*through here; take"):
         prove_with("llama", wrapper)
 
 

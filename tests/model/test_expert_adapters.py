@@ -277,9 +277,7 @@ def test_experts_one_by_one_that_lack_something_are_refused(tmp_path: Path) -> N
         with pytest.raises(AdapterError, match=str(whole)):
             load(whole, base)
     export(tmp_path / "llama", tiny.base("llama"), tiny.adapter(tiny.base("llama")), "all-linear")
-    with pytest.raises(
-        BaseModelError, match=r"\(llama\) do not store experts one by one; give a server the adapter unchanged"
-    ):
+    with pytest.raises(BaseModelError, match=r"\(llama\) do not.*the adapter unchanged"):
         write(tmp_path / "llama", None, tmp_path / "no", "experts")
     export(tmp_path / "heads", base, tiny.adapter(base, targets=["q_proj"]), ["q_proj"])
     with pytest.raises(AdapterError, match="has no weights on experts"):
@@ -297,11 +295,11 @@ def test_experts_are_adapted_where_they_are_asked_for() -> None:
     shared = tiny.base("qwen2_moe").adapter_layout(["down_proj"], 8)
     assert not shared.experts
     assert shared.places
-    with pytest.raises(AdapterError, match=r"'experts\.q'.*there are: all-linear.*v_proj, experts$"):
+    with pytest.raises(AdapterError, match=r"'experts\.q'.*there are:.*v_proj,"):
         base.adapter_layout(["experts.q"], 8)
     with pytest.raises(AdapterError, match="it has no experts; leave it out"):
         tiny.base("llama").adapter_layout(["q_proj", "experts"], 8)
-    with pytest.raises(AdapterError, match="its class computes experts in its own way; leave it out"):
+    with pytest.raises(AdapterError, match=r"its class computes.*way; leave it out"):
         tiny.base("llama4").adapter_layout(["all-linear", "experts"], 8)
 
 
@@ -328,7 +326,7 @@ def test_a_base_that_servers_sample_has_no_adapters_on_experts(tmp_path: Path) -
     )
     with contextlib.closing(RunDirectory(tmp_path)) as directory, contextlib.ExitStack() as stack:
         info = open_base(config, directory, stack).info
-    with pytest.raises(AdapterError, match=r"Motet samples itself \(rollout.engine: embedded\); leave it out"):
+    with pytest.raises(AdapterError, match=r"Motet samples.*embedded\); leave it out"):
         info.adapted(["all-linear", "experts"])
 
 

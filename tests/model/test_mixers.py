@@ -160,7 +160,7 @@ def test_what_follows_a_prefix_of_several_sequences_has_the_bits_of_the_whole(na
 
 
 def test_a_prompt_that_nobody_brought_is_refused() -> None:
-    with pytest.raises(ValueError, match="the prefix that ends at row 2 does not lie in earlier sequences"):
+    with pytest.raises(ValueError, match=r"the prefix that ends.*earlier sequences"):
         packed_stretches([4, 3], CPU, [None, Prefix(2, 2)])
 
 
@@ -245,7 +245,7 @@ def test_slots_are_zeroed_copied_and_counted() -> None:
     second = states.copy(first)
     assert states.read(0, "recurrent", torch.tensor([second]), (2, 3)).isnan().all()
     assert states.bytes_per_slot == 24
-    with pytest.raises(ValueError, match="a slot for states asked for, all 2 are taken"):
+    with pytest.raises(ValueError, match=r"a slot for states.*for, all 2 are taken"):
         states.take()
     states.give_back(second)
     states.give_back(states.no_slot)
@@ -258,5 +258,5 @@ def test_slots_are_zeroed_copied_and_counted() -> None:
 
 def test_a_sequence_without_a_slot_is_refused() -> None:
     base, cache = tiny.base("lfm2"), KVCache(1, tiny.BLOCK, CPU)
-    with pytest.raises(ValueError, match="a span of a base whose layers have states needs a slot"):
+    with pytest.raises(ValueError, match=r"a span of a base.*states needs a slot"):
         base.attention.cached([Span(0, 4, cache.take(1))], cache)

@@ -250,7 +250,7 @@ def test_missing_and_damaged_files(plain, tmp_path):
     with pytest.raises(AdapterError, match=rf"has no {ADAPTER_WEIGHTS}$"):
         read_adapter(plain)
     (plain / "adapter_model.bin").write_bytes(b"\x80")
-    with pytest.raises(AdapterError, match="a pickle is not read; save it as safetensors"):
+    with pytest.raises(AdapterError, match=r"a pickle is not read;.*it as safetensors"):
         read_adapter(plain)
 
 
@@ -297,7 +297,7 @@ def test_adapter_of_another_base(tmp_path):
         tmp_path,
         lambda tensors: [tensors.update({key.replace("layers", "blocks"): tensors.pop(key)}) for key in list(tensors)],
     )
-    with pytest.raises(AdapterError, match=r"none of its 28 tensors fits .*llama; it was trained on .*llama$"):
+    with pytest.raises(AdapterError, match=r"28 tensors fits.*llama; it was.*llama$"):
         load(tmp_path, base)
 
 
@@ -322,11 +322,11 @@ def test_start_from_a_directory_checks_rank_alpha_and_targets(plain):
         assert torch.equal(trainer.weights("a").flat, load(plain, base).flat)
 
     start()
-    with pytest.raises(AdapterError, match=r"has rank 4, the job asks for 8; set adapter\.rank to 4"):
+    with pytest.raises(AdapterError, match=r"has rank 4, the job.*adapter\.rank to 4"):
         start(rank=8)
-    with pytest.raises(AdapterError, match=r"has alpha 16, the job asks for 4; set adapter\.alpha to 16"):
+    with pytest.raises(AdapterError, match=r"has alpha 16, the.*adapter\.alpha to 16"):
         start(alpha=4)
-    with pytest.raises(AdapterError, match=r"a tensor that nothing asks for: .*mlp\.down_proj"):
+    with pytest.raises(AdapterError, match=r"that nothing asks for:.*mlp\.down_proj"):
         start(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 

@@ -228,9 +228,7 @@ def test_a_right_base_whose_noise_is_large_is_let_in(family: str, layers: int) -
 
 def test_what_logits_hide_is_found_in_the_layer() -> None:
     """Beside 8 layers, this is within the noise of logits."""
-    with pytest.raises(
-        BaseModelError, match=r"random: mlp of layer 4 differs from transformers' own on the same input"
-    ):
+    with pytest.raises(BaseModelError, match=r"random: mlp of layer.*on the same input"):
         proved(base_of("Llama", 8), takes_another_activation)
 
 

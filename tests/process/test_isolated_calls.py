@@ -206,7 +206,7 @@ def test_what_a_call_raises_is_told_and_what_it_prints_is_no_answer() -> None:
 def test_lines_that_cannot_go_on_are_told_with_the_last_that_was_printed() -> None:
     lines = read_lines(eval, b"(b'%d\\n' % (4 // left) for left in (2, 1, 0))", WorkLimits(), 2**10)
     assert [next(lines), next(lines)] == [b"2\n", b"4\n"]
-    with pytest.raises(EngineError, match=r"exit status 1; its last line is: ZeroDivisionError"):
+    with pytest.raises(EngineError, match=r"exit status 1; its.*ZeroDivisionError"):
         next(lines)
 
 

@@ -262,14 +262,14 @@ def test_reward_hears_what_an_answer_says(name: str, answer: str, completion: st
 @pytest.mark.parametrize("answer", NO_SINGLE_NUMBER)
 def test_numeric_refuses_an_expression_of_which_it_would_read_a_part(answer: str) -> None:
     assert score("numeric", answer, answer) == 1
-    with pytest.raises(ValueError, match="is no single number: try `math` or `exact`"):
+    with pytest.raises(ValueError, match=r"is no single number:.*`math` or `exact`"):
         score("numeric", answer, "5")
 
 
 @pytest.mark.parametrize("answer", NO_MATHEMATICS)
 def test_math_refuses_a_sentence_of_which_it_would_read_a_part(answer: str) -> None:
     assert score("math", answer, answer) == 1
-    with pytest.raises(ValueError, match="math-verify finds no expression in the reference answer"):
+    with pytest.raises(ValueError, match=r"math-verify finds.*the reference answer"):
         score("math", answer, "3")
 
 

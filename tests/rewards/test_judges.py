@@ -150,7 +150,7 @@ def test_a_base_that_judges_has_room_for_its_questions(small: Any, args: Any, le
 
 @pytest.mark.parametrize("body", [{"max_tokens": None}, {"temperature": None}, {"chat_template_kwargs": 3}])
 def test_fields_that_the_base_does_not_take_are_refused(body: Any) -> None:
-    with pytest.raises(RewardError, match=r"args.body: the base takes chat_template_kwargs alone"):
+    with pytest.raises(RewardError, match=r"args.body:.*chat_template_kwargs alone"):
         judge_http.check(RewardConfig(name="judge", args={"type": "rank", "model": "base", "body": body}))
 
 
@@ -162,7 +162,7 @@ def test_a_question_without_room_is_the_same_fault_each_time(small: Any) -> None
         "max_tokens": 40,
     }
     ask = BaseJudge(small.info, FakeEngine(), FairScheduler(8), kv_tokens=48)
-    with pytest.raises(UnfilledError, match=r"up to 40; together they exceed 48, .* args.sampling_params.max"):
+    with pytest.raises(UnfilledError, match=r"exceed 48,.*args.sampling_params.max"):
         asyncio.run(ask("job", fields))
 
 
@@ -269,7 +269,7 @@ def test_the_base_judges_on_the_date_of_the_jobs_prompts(small: Any) -> None:
 def test_a_base_without_positions_for_a_question_is_told_before_training(small: Any, tmp_path: Path) -> None:
     asked = {"type": "score_model", "model": "base", "input": ASKED, "sampling_params": {"max_completion_tokens": 1020}}
     job = small_runs.job("a", tmp_path, reward={"name": "judge", "args": asked})
-    with pytest.raises(ConfigError, match=r"at least \d+ tokens, and the base has positions for 1024"):
+    with pytest.raises(ConfigError, match=r"at least \d+ tokens,.*positions for 1024"):
         small_runs.run(small, tmp_path / "run", [job], threads=1)
 
 

@@ -127,7 +127,7 @@ def test_the_job_may_name_the_data_source_for_all_rows() -> None:
     assert asked(all_sources, "4", "5", problem=bare, data_sources="gsm8k")[0] == ["gsm8k", "gsm8k"]
     with pytest.raises(RewardError, match="has no argument 'data_source'"):
         asked(gsm8k, "4", data_source="gsm8k")
-    with pytest.raises(RewardError, match="asks for the column 'data_source', and not every row has one"):
+    with pytest.raises(RewardError, match=r"asks for the column.*every row has one"):
         asked(sources, "4", problem=bare)
 
 
@@ -167,9 +167,7 @@ def test_a_trainer_state_says_what_it_has() -> None:
     def beyond(completions: list[str], trainer_state: Any) -> list[float]:
         return [trainer_state.log_history] * len(completions)
 
-    with pytest.raises(
-        AttributeError, match="has no 'log_history' here; it has global_step, max_steps, epoch, num_train"
-    ):
+    with pytest.raises(AttributeError, match=r"has no 'log_history'.*epoch, num_train"):
         asked(beyond, "x")
 
 
@@ -313,5 +311,5 @@ def test_a_built_in_reward_reads_its_part(name: str) -> None:
 
 def test_a_part_that_answers_do_not_have_is_refused() -> None:
     for name, args in (("regex", {"pattern": "x"}), ("length", {"target": 3})):
-        with pytest.raises(RewardError, match="of must be text, speech or thought, got 'reasoning'"):
+        with pytest.raises(RewardError, match=r"of must be text, speech.*got 'reasoning'"):
             resolve(name, {**args, "of": "reasoning"})

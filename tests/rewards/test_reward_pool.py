@@ -156,7 +156,7 @@ def test_a_process_that_is_killed_while_it_loads_is_started_again_at_most_twice(
         return await pool.score("job", PROBLEM, [f"{tmp_path}/never 0"])
 
     if times == 3:
-        with pytest.raises(RewardError, match="'job' cannot be loaded: the process was killed with SIGKILL"):
+        with pytest.raises(RewardError, match=r"'job' cannot be.*was killed with SIGKILL"):
             run(scenario)
     else:
         assert [one.reward for one in run(scenario)] == [1.0]

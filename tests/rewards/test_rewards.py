@@ -87,7 +87,7 @@ def test_answers_that_cannot_be_compared_are_errors():
     with pytest.raises(ValueError, match="has no number: try `exact`"):
         BUILTIN["numeric"](problem("seven"), "7")
     for name in ("exact", "contains", "numeric", "math"):
-        with pytest.raises(ValueError, match=r"no reference answer: name its column in data\.answer"):
+        with pytest.raises(ValueError, match=r"no reference answer:.*in data\.answer"):
             BUILTIN[name](problem(" "), "")
 
 
@@ -123,7 +123,7 @@ def test_trl_signature_works_unchanged():
     assert loaded.batched
     assert called(loaded, problem("x", solution="b", level="easy"), ["a", "b"]) == [0.0, 1.0]
     assert called(resolved(trl_chat), problem(conversational=True), ["abc", ""]) == [3.0, 0.0]
-    with pytest.raises(TypeError, match="asks for the column 'solution'; the data's columns are level"):
+    with pytest.raises(TypeError, match=r"asks for the column.*columns are level"):
         called(loaded, problem("x", level="easy"), ["a"])
     with pytest.raises(RewardError, match="requires completion_ids"):
         resolved(trl_tokens)
@@ -214,7 +214,7 @@ def test_wrong_parameters_are_refused_at_load(function, told):
     "function", [lambda environments, **columns: [1.0], lambda completions, environments, **columns: [1.0]]
 )
 def test_a_reward_that_reads_environments_is_told_that_these_say_it_themselves(function):
-    with pytest.raises(RewardError, match=r"takes environments.*leave it out.*self\.reward"):
+    with pytest.raises(RewardError, match=r"environments.*leave it out.*self\.reward"):
         resolved(function)
 
 

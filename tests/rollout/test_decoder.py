@@ -353,7 +353,7 @@ def test_versions_are_never_replaced_and_leave(device):
     weights = adapters()[1]
     assert weights is not None
     engine.install(ref, weights)
-    with pytest.raises(EngineError, match="version 7 of adapter 'adapter-1' is loaded already"):
+    with pytest.raises(EngineError, match=r"version 7 of adapter.*is loaded already"):
         engine.install(ref, weights)
     asyncio.run(engine.unload_adapter(ref))
     with pytest.raises(EngineError, match="is not loaded"):

@@ -118,6 +118,6 @@ def test_tokens_are_counted_once(environment: str, tmp_path: Path) -> None:
 
 
 def test_without_newer_versions_there_is_nothing_to_go_on_under() -> None:
-    with pytest.raises(ValueError, match="in_flight: continue needs max_off_policy_steps of 1 or more: on-policy"):
+    with pytest.raises(ValueError, match=r"in_flight: continue.*or more: on-policy"):
         job("a", algorithm={"in_flight": "continue"})
     assert job("a").rl.in_flight == "finish"

@@ -178,7 +178,7 @@ def test_a_reference_is_used_once() -> None:
     async def scene() -> None:
         await versions.publish(0)
         await versions.drop_all()
-        with pytest.raises(EngineError, match=r"version 0 of adapter 'a.run.0' was loaded before"):
+        with pytest.raises(EngineError, match=r"version 0 of adapter.*was loaded before"):
             await versions.publish(0)
 
     play(scene)

@@ -100,7 +100,7 @@ def test_a_changed_job_is_refused_and_one_that_has_ended_need_not_load_its_code_
     (done / "state" / "1").mkdir(parents=True)
     (done / "state" / "1" / "state.json").write_bytes(sealed(asdict(Committed(step=1, rules=RULES))))
     (done / "job.yaml").write_text(json.dumps({"job": {"steps": 1}}))
-    with pytest.raises(RunError, match="was made by a different job, and has done 1 steps"):
+    with pytest.raises(RunError, match=r"was made by a.*job, and has done 1 steps"):
         check_before_loading(config())
     (done / "status.json").write_text('{"state": "succeeded"}')
     assert check_before_loading(config(reward="broken.py:reward"), accept_changes=True)

@@ -98,8 +98,6 @@ def test_an_adapter_gives_its_shape_to_the_job_that_starts_from_it(tmp_path: Pat
     (read,) = motet.load_jobs(tmp_path / "jobs.yaml").jobs
     assert (read.adapter.rank, read.adapter.alpha, read.adapter.target_modules) == tuple(shape.values())
     other = rewarded("", adapter={"rank": 2, "target_modules": ["k_proj"], **start})
-    with pytest.raises(
-        ConfigError, match=r"has rank 4, target_modules \['q_proj', 'v_proj'\], the job asks for 2, \['k_proj'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"has rank 4, target_modules.*\['k_proj'\]"):
         run(tmp_path / "third", other)
     assert not (tmp_path / "third").exists(), "before anything is loaded or written"

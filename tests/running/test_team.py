@@ -324,7 +324,7 @@ def _versions_are_whole(job: JobDirectory, tmp_path: Path) -> None:
     assert verify(job.path) == 0
     forked = fork(job, 4, tmp_path / "forked" / "pair", lag=0)
     assert {path.name for path in (forked.path / "state" / "4").iterdir()} >= {"first", "second"}
-    with pytest.raises(AdapterError, match=r"the adapters of a team; give that of one role, such as .*v4/first"):
+    with pytest.raises(AdapterError, match=r"give that of one role, such as.*v4/first"):
         find_adapter(job.version(4))
     find_adapter(job.version(4) / "second")
     weights = job.version(4) / "second" / "adapter_model.safetensors"
@@ -370,21 +370,19 @@ def test_what_a_team_cannot_do_is_refused(file: Path, fields: dict[str, Any], wo
     ],
 )
 def test_a_team_trains_on_one_host_with_the_embedded_engine(file: Path, place: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="team: trains on one host with the embedded engine only"):
+    with pytest.raises(ConfigError, match=r"team: trains on.*embedded engine only"):
         validate({"base": "small", **place, "jobs": [lengths(file)]}, "the file")
 
 
 def test_who_does_not_know_teams_says_so(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="team: a service trains no teams"):
         validated(lengths(file), Allowed(False, {}, Addresses(), Walls()))
-    with pytest.raises(
-        ConfigError, match="`motet check` samples no team; train one step instead: motet run FILE --set steps=1 --run"
-    ):
+    with pytest.raises(ConfigError, match=r"`motet check` samples no.*steps=1 --run"):
         check([lengths(file)])
     after = {**plain("after"), "adapter": {"init": "pair"}}
-    with pytest.raises(ConfigError, match="which is a team: give the directory of one role"):
+    with pytest.raises(ConfigError, match=r"which is a team:.*directory of one role"):
         run(tmp_path / "chain", lengths(file), after)
-    with pytest.raises(ConfigError, match="has tools; a team needs a class with step"):
+    with pytest.raises(ConfigError, match=r"has tools; a team.*a class with step"):
         run(tmp_path / "tool", lengths(file, environment=f"{file}:Tool"))
 
 

@@ -142,14 +142,14 @@ def test_each_version_is_probed_and_a_name_that_comes_back_has_others(verbs: Ver
     assert len(set(sync.given)) == 2
     verbs.add_adapter("b", rank=4, seed=1)
     verbs.forward_backward({"b": LOSS.batch(groups(verbs, "b")["b"], 6)}, LOSS)
-    with pytest.raises(ProbeError, match="answers version 1 of 'b' with the base model"):
+    with pytest.raises(ProbeError, match=r"answers version 1.*with the base model"):
         verbs.optim_step("b", AdamW(1e-2))
     with pytest.raises(ProbeError, match="answers version 2 of 'b'"):  # the refused number does not come back
         verbs.optim_step("b", AdamW(1e-2))
 
 
 def test_mistakes_are_said(verbs: Verbs) -> None:
-    with pytest.raises(ConfigError, match="use importance_sampling, ppo, cispo or gspo"):
+    with pytest.raises(ConfigError, match=r"use importance_sampling,.*cispo or gspo"):
         verbs.forward_backward({}, "stable_reinforce")
     with pytest.raises(ConfigError, match="it takes clip_low_threshold"):
         verbs.forward_backward({}, "ppo", loss_fn_config={"epsilon": 0.2})

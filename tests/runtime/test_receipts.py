@@ -541,7 +541,7 @@ def test_asynchronous_steps_are_forked_and_derived_again_with_the_versions_that_
     assert verify(project / "new") == 0
     code, output = motet("replay", project / "late.yaml", "words@5", "--set", "steps=5")
     assert (code, "version 5: the same" in output) == (0, True), output
-    with pytest.raises(RunError, match=r"keeps no commit of step 1, which algorithm\.max_off_policy_steps: 2 needs"):
+    with pytest.raises(RunError, match=r"keeps no commit of step 1,.*2 needs"):
         motet("replay", project / "late.yaml", "words@4", "--set", "steps=5")
 
 
@@ -603,14 +603,12 @@ def test_a_fork_of_a_job_with_rows_in_its_file_takes_them_along(project: Path) -
 def test_a_fork_replaces_no_job_file_of_something_else(project: Path) -> None:
     own, new = project / "jobs.yaml", project / "new"
     before = own.read_bytes()
-    with pytest.raises(
-        ConfigError, match=r"jobs\.yaml was not written by `motet fork`.*fork into another run directory"
-    ):
+    with pytest.raises(ConfigError, match=r"by `motet fork`.*fork into another run"):
         motet("fork", own, "words@2", project, "--name", "beside")
     assert (own.read_bytes(), (project / "beside").exists()) == (before, False)
     assert motet("fork", own, "words@2", new)[0] == 0
     before = (new / "jobs.yaml").read_bytes()
-    with pytest.raises(ConfigError, match=r"has a different engine\.block_size: fork into another run directory"):
+    with pytest.raises(ConfigError, match=r"has a different.*another run directory"):
         motet("fork", own, "words@2", new, "--name", "other", "--set", "engine.block_size=32")
     (new / "jobs.yaml").write_bytes(edited := before + b"# the best so far\n")
     with pytest.raises(ConfigError, match="somebody edited it"):
@@ -631,9 +629,7 @@ def test_a_replay_compares_what_was_committed_now_and_then(project: Path) -> Non
     run_config(config.model_copy(update={"run": str(project / "seldom")}))
     write_jobs(project, job())
     seldom = ("--set", f"run={project / 'seldom'}", "--set", "checkpoint.every=2")
-    with pytest.raises(
-        RunError, match="version 3 of words has no receipt to compare with; it has those of versions 0, 2, 4"
-    ):
+    with pytest.raises(RunError, match=r"version 3 of words.*of versions 0, 2, 4"):
         motet("replay", project / "jobs.yaml", "words@3", *seldom)
     code, output = motet("replay", project / "jobs.yaml", "words@0..4", *seldom)
     assert code == 0, output

@@ -104,12 +104,12 @@ def test_a_damaged_identity_is_a_new_one(damage: str, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_a_directory_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"file cannot be a run directory: .*give another one with --run"):
+    with pytest.raises(RunError, match=r"be a run directory:.*give another one"):
         RunDirectory(tmp_path / "file")
-    with pytest.raises(RunError, match="cannot be a run directory: Not a directory"):
+    with pytest.raises(RunError, match=r"cannot be a run.*Not a directory"):
         RunDirectory(tmp_path / "file" / "below")
     (tmp_path / "run.json").mkdir()
-    with pytest.raises(RunError, match="cannot be a run directory: Is a directory"):
+    with pytest.raises(RunError, match=r"cannot be a run.*Is a directory"):
         RunDirectory(tmp_path)
     (tmp_path / "run.json").rmdir()
     RunDirectory(tmp_path).close()  # nobody has it any more
@@ -128,7 +128,7 @@ def test_words_reach_a_running_process_only(holder: subprocess.Popen[str], tmp_p
     assert (run / "a" / "control").read_text() == "pause"
     holder.kill()
     holder.wait()
-    with pytest.raises(RunError, match=r"no process runs .*run; start it with `motet run`, which resumes it"):
+    with pytest.raises(RunError, match=r"no process runs.*run; start it with"):
         send(run, "a", "pause")
     with pytest.raises(RunError, match="there is no run directory"):
         send(tmp_path / "nowhere", "a", "cancel")

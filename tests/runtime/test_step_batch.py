@@ -174,7 +174,7 @@ def test_a_job_fails_above_its_limit(failed: int, limit: float, fails: bool) -> 
     if not fails:
         check_failures(groups, limit)
         return
-    with pytest.raises(JobFailed, match=r"2 of 4 rollouts have no reward.*it raised.*max_failed_fraction = 0\.25"):
+    with pytest.raises(JobFailed, match=r"2 of 4.*it raised.*max_failed_fraction"):
         check_failures(groups, limit)
 
 

@@ -208,6 +208,6 @@ def test_the_commonest_of_many_reasons_is_counted_in_one_pass() -> None:
     problem = Problem(1, (), "")
     reasons = [_Reason(f"reason {n}") for n in range(300)] + [_Reason("reason 7")]
     rollouts = tuple(Rollout(problem, n, (), (), error=reason) for n, reason in enumerate(reasons))
-    with pytest.raises(JobFailed, match="301 of 301 rollouts have no reward, commonest reason: reason 7 "):
+    with pytest.raises(JobFailed, match=r"301 of 301 rollouts.*reason: reason 7"):
         check_failures([Group(problem, 0, 0, rollouts)], 0.25)
     assert _Reason.compared < 5000

@@ -223,7 +223,7 @@ def test_prompts_that_are_too_long_for_the_server(dialect: Any, tmp_path: Path) 
         await engine.ready()
         with pytest.raises(
             EngineError,
-            match=r"request r of job 'job': .* length is 64 tokens.* requested 65 tokens \(4 in the prompt, 61",
+            match=r"job 'job':.*length is 64.*requested 65",
         ):
             await collect(engine, request(max_tokens=61))
         assert not server.counts.asked
@@ -261,7 +261,7 @@ def test_an_answer_that_does_not_keep_to_its_schema_is_an_error(dialect: Any, tm
     async def test(engine: ServerEngine) -> None:
         asked = replace(request(), seeds=tuple(range(20)))
         assert "stop" in {whole.finish for whole in await in_process(asked)}
-        with pytest.raises(ServerFault, match="does not keep to the JSON schema of its request: start vLLM with"):
+        with pytest.raises(ServerFault, match=r"does not keep to the.*start vLLM with"):
             await asking(engine, replace(asked, sampling=replace(asked.sampling, grammar=grammar)))
 
     with ProtocolServer(dialect) as server:
@@ -302,7 +302,7 @@ def test_keys(dialect: Any, key: str, tmp_path: Path) -> None:
         if key == "secret":
             assert await collect(engine, request()) == await in_process(request())
             return
-        with pytest.raises(EngineError, match=r"answers 401: Unauthorized; is rollout.api_key_env set to the variable"):
+        with pytest.raises(EngineError, match=r"answers 401: Unauthorized;.*the variable"):
             await engine.ready()
 
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -68,7 +68,7 @@ def motet(*arguments: object) -> tuple[int, str]:
 
 @pytest.mark.parametrize("steps", ["plain", "plain@3", "plain@0..3"])
 def test_rollouts_of_servers_are_not_sampled_again(steps: str, trained: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sampled the rollouts of plain, and they cannot be sampled again: replay"):
+    with pytest.raises(ConfigError, match=r"sampled the rollouts of.*again: replay"):
         motet("replay", trained / "jobs.yaml", steps)
 
 

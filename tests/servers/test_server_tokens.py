@@ -69,7 +69,7 @@ def test_a_server_that_takes_no_biases_is_asked_without_and_told(
         server.faults.speculates = True
 
         async def refused(engine: ServerEngine) -> None:
-            with pytest.raises(EngineError, match=r"gave a token \d+ that the base does not have"):
+            with pytest.raises(EngineError, match=r"gave a token \d+.*the base does not have"):
                 await collect(engine, asked)
 
         drive(engine_on([server], tmp_path, vocabulary=TokenIds(VOCABULARY, frozenset({wanted[0].tokens[0]}))), refused)
@@ -78,7 +78,7 @@ def test_a_server_that_takes_no_biases_is_asked_without_and_told(
 @both
 def test_likely_ids_without_a_token_are_told(dialect: Any, tmp_path: Path) -> None:
     async def test(engine: ServerEngine) -> None:
-        with pytest.raises(ServerFault, match=r"finds the id \d+ likely, which has no token"):
+        with pytest.raises(ServerFault, match=r"finds the id \d+.*which has no token"):
             await engine.top_logprobs(PROBE, None, 20)
 
     with ProtocolServer(dialect) as server:

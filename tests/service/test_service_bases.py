@@ -478,9 +478,7 @@ def test_hosts_of_all_bases_share_the_machine(tmp_path: Path, says: Motet) -> No
     (tmp_path / "models" / "b").mkdir(parents=True)
     file.write_text("bases: {a: small, b: ./models/b}")
     assert [one.base for one in load_service(file).bases.values()] == ["small", str(tmp_path / "models" / "b")]
-    with pytest.raises(
-        ConfigError, match="--hosts is for one base: with several, set `hosts` of each in the --config file"
-    ):
+    with pytest.raises(ConfigError, match=r"--hosts is for one.*in the --config file"):
         load_service(file, hosts=2)
     assert (
         "--base is for one base, and the --config file has `bases`: leave one of the two out"

@@ -88,9 +88,7 @@ def test_a_process_that_cannot_even_begin_to_read_is_told_with_its_last_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = repeated(tmp_path / "rows.parquet", "x", 1)
-    with pytest.raises(
-        DataError, match=r"ended with exit status 1; its last line is: ImportError: .*failed to map segment"
-    ):
+    with pytest.raises(DataError, match=r"is: ImportError:.*failed to map segment"):
         count_rows(path, RowLimits(memory_mb=16))  # less than Arrow's library takes
     assert "Traceback" in caplog.text
 
@@ -100,7 +98,7 @@ def test_a_small_file_that_stands_for_very_much_is_refused(tmp_path: Path) -> No
     assert path.stat().st_size < 10_000
     with pytest.raises(DataError, match="more than 100 MB"):
         count_rows(path, RowLimits(bytes=100 * 2**20))
-    with pytest.raises(DataError, match=r"cannot be read: it takes more than 0\.2 s by the clock"):
+    with pytest.raises(DataError, match=r"cannot be read: it.*0\.2 s by the clock"):
         count_rows(path, RowLimits(seconds=0.01))
     small = RowLimits(memory_mb=400)
     assert count_rows(repeated(path, "x" * 900, 1000), small) == 1000
@@ -407,7 +405,7 @@ def test_generated_rows_take_bounded_time_and_memory() -> None:
     pytest.importorskip("reasoning_gym")
     spec = ScorerSpec("chain_sum", {}, 3, 1)
     assert make_entries(spec, UPLOADED) == make_entries(spec)
-    with pytest.raises(DataError, match=r"more than 0\.01 s by the clock; lower data\.size"):
+    with pytest.raises(DataError, match=r"more than 0\.01 s by.*lower data\.size"):
         make_entries(spec, RowLimits(seconds=0.01))
     small = RowLimits(seconds=900, memory_mb=250)
     assert make_entries(spec, small) == make_entries(spec)

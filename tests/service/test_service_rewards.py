@@ -463,7 +463,7 @@ def test_what_an_operator_gets_wrong_is_told_at_the_start(tmp_path: Path, text: 
 
 def test_a_file_that_ends_its_process_has_no_reward(tmp_path: Path) -> None:
     (file := tmp_path / "ends.py").write_text("import os\nos._exit(0)\n")
-    with pytest.raises(RewardError, match="do not load: the process for this work ended with exit status 0"):
+    with pytest.raises(RewardError, match=r"do not load: the.*with exit status 0"):
         install({"ends": {"function": f"{file}:score"}})
 
 

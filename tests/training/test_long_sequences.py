@@ -158,7 +158,7 @@ def test_layer_inputs_for_which_a_disk_has_no_room_stay_in_memory(
 
 
 def test_where_layer_inputs_go_is_a_directory_and_nothing_without_recomputing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.offload: .*nowhere is no directory; make it"):
+    with pytest.raises(ConfigError, match=r"engine\.offload:.*is no directory"):
         trainer_of(tiny.base("llama"), EngineConfig(recompute=True, offload=str(tmp_path / "nowhere")))
     with pytest.raises(ValueError, match="set recompute to true"):
         EngineConfig(offload=str(tmp_path))

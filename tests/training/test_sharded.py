@@ -217,7 +217,7 @@ def test_a_segment_that_fails_on_one_rank_leaves_all_ranks_in_step(
         add_all(trainer)
     with pytest.raises(
         RuntimeError,
-        match=r"ValueError: .*(has token 1000000; those of this base go from 0 to 275|needs the base's logprobs)",
+        match=r"has token 1000000|the base's logprobs",
     ):
         pair[1].forward_backward(Batch((spoilt(what), segment("b", 4))))
     try:
@@ -297,7 +297,7 @@ def test_a_rank_that_dies_ends_the_group(pair: tuple[TorchTrainer, ShardedTraine
     told: list[RankGone] = []
     group.watch(told.append)
     os.kill(group.pids[1], signal.SIGKILL)
-    with pytest.raises(RankGone, match=r"rank 1 of 2 was killed with SIGKILL.*resumes from its last commit"):
+    with pytest.raises(RankGone, match=r"rank 1 of 2 was killed with SIGKILL"):
         train(trainer, 3)
     with pytest.raises(RankGone):
         trainer.optim_step("a", ADAMW)

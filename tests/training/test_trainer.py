@@ -264,7 +264,7 @@ def test_recomputing_changes_no_bit(name, dtype):
 
 
 def test_a_base_that_cannot_recompute_is_refused():
-    with pytest.raises(BaseModelError, match=r"cannot compute its layers again; set engine\.recompute to false"):
+    with pytest.raises(BaseModelError, match=r"cannot compute its layers.*to false"):
         make_trainer(tiny.load("ctrl"), recompute=True)
 
 

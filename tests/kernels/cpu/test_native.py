@@ -234,7 +234,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_refused_before_it_is_made(na
     assert len(tables) == 2 * kinds
     needed = base.info.n_parameters * 2 + sum(one.nbytes for one in tables.values())
     check_room(base, needed)
-    with pytest.raises(BaseModelError, match=r"need a copy of the weights, .* are free; set engine\.kernels to torch"):
+    with pytest.raises(BaseModelError, match=r"a copy of the weights.*kernels to torch"):
         check_room(base, needed - 1)
 
 
@@ -355,7 +355,7 @@ def test_a_base_of_fewer_tokens_than_its_proof_stays_with_torch(tmp_path: Path) 
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 21}))
     base = load(str(tmp_path / "base"), EngineConfig(threads=1))
     assert any("are proved on 22 tokens, and this base takes 21" in note for note in base.info.notes)
-    with pytest.raises(BaseModelError, match=r"this base takes 21; set engine\.kernels to torch"):
+    with pytest.raises(BaseModelError, match=r"this base.*set engine\.kernels to torch"):
         compute_with(base, "native")
 
 
@@ -369,7 +369,7 @@ def test_a_base_whose_linear_layers_are_apart_is_refused() -> None:
     base = tiny.load("llama")
     layer = next(iter(base.linears.values()))
     layer.fused = FusedLinears((layer.path,), layer.fused.frozen, layer.fused.sizes)
-    with pytest.raises(BaseModelError, match=r"in one product.*set engine\.kernels to torch"):
+    with pytest.raises(BaseModelError, match=r"in one product.*set engine\.kernels to"):
         compute_with(base, "native")
     assert base.kernels is None
 

@@ -625,7 +625,7 @@ def test_a_form_can_be_asked_for(monkeypatch):
     assert native.form == "portable"
     assert "avx2: MOTET_KERNELS_FORM is portable" in native.passed_over
     monkeypatch.setenv(library.FORM, "sse")
-    with pytest.raises(ConfigError, match="'sse'; there are: amx, avx512, avx2, portable"):
+    with pytest.raises(ConfigError, match=r"'sse'; there are: amx,.*avx2, portable"):
         library._fastest(directory(), portable)
     missing = [form for form in building.FORMS if form not in forms()]
     for form in missing:
