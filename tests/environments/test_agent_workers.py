@@ -35,6 +35,7 @@ from tests.support.captured import none_scored
 from tests.support.house import open_house
 from tests.support.openai_requests import hostile
 from tests.support.scripted_model import CHAT, Script
+from tests.support.sending import sending
 from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE, until
 
@@ -389,7 +390,7 @@ def test_an_episode_that_begins_again_has_nothing_of_what_was_said_before() -> N
     body = '{"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}'
 
     async def work() -> Rollout:
-        episodes = EpisodesElsewhere(sent.append)
+        episodes = EpisodesElsewhere(sending(sent.append))
         config = EnvironmentConfig(name="agent", max_turns=2, wall_seconds=60)
         group = asyncio.create_task(AgentsElsewhere("job", config, episodes).run_group(context))
         await until(lambda: bool(sent))
@@ -431,7 +432,7 @@ def test_of_a_job_few_episodes_are_written_out_that_no_agent_has_taken() -> None
     config = EnvironmentConfig(name="agent", max_turns=2, wall_seconds=60)
 
     async def work() -> None:
-        episodes = EpisodesElsewhere(sent.append)
+        episodes = EpisodesElsewhere(sending(sent.append))
         agents, other = AgentsElsewhere("job", config, episodes), AgentsElsewhere("other", config, episodes)
         group = asyncio.create_task(agents.run_group(context))
         await until(lambda: len(sent) >= 64)
@@ -462,7 +463,7 @@ def test_an_episode_is_offered_to_the_next_service_and_begins_anew() -> None:
     body = '{"model": "m", "messages": [{"role": "user", "content": "2+2?"}]}'
 
     async def work() -> None:
-        episodes = EpisodesElsewhere(sent.append)
+        episodes = EpisodesElsewhere(sending(sent.append))
         agents = AgentsElsewhere("job", EnvironmentConfig(name="agent", max_turns=2, wall_seconds=60), episodes)
         group = asyncio.create_task(agents.run_group(context))
         await until(lambda: bool(sent))
@@ -472,18 +473,16 @@ def test_an_episode_is_offered_to_the_next_service_and_begins_anew() -> None:
         assert (await episodes.answer(AskEpisode("first", "chat/completions", body, again=False))).status == 200
         episodes.hang_up()
         assert not episodes.begun("job")
-        episodes.offer_again()
-        assert sent == [offer, offer]
+        assert list(episodes.pending) == [offer]
         assert (await episodes.answer(AskEpisode("first", "chat/completions", body, again=False))).status == 404
         episodes.hear(BeginEpisode(offer.episode, "second"))
         assert (await episodes.answer(AskEpisode("second", "chat/completions", body, again=False))).status == 200
         episodes.hear(EpisodeEnded(offer.episode, 1.0))
         (rollout,) = await group
         assert ([turn.text for turn in rollout.turns], rollout.reward) == (["four"], 1.0)
-        episodes.offer_again()
-        assert len(sent) == 2
+        assert not list(episodes.pending)
         waiting = asyncio.create_task(agents.run_group(context))
-        await until(lambda: len(sent) == 3)
+        await until(lambda: len(sent) == 2)
         episodes.hear(EpisodeEnded(1, away=True))
         with pytest.raises(ScorerAway):
             await waiting
@@ -497,7 +496,7 @@ def test_schemas_of_all_agents_of_a_tenant_are_compiled_in_its_turns() -> None:
     config = EnvironmentConfig(name="agent", max_turns=2, wall_seconds=60)
 
     async def work() -> None:
-        episodes = EpisodesElsewhere(sent.append, lambda job: "us")
+        episodes = EpisodesElsewhere(sending(sent.append), lambda job: "us")
         groups = [asyncio.create_task(AgentsElsewhere(job, config, episodes).run_group(context)) for job in ("a", "b")]
         await until(lambda: len(sent) == 2)
         asked = []

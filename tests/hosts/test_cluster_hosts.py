@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from motet.hosts.hosts import Hosts
 from motet.hosts.messages import (
     AddJob,
     Answered,
+    CancelScore,
     Complete,
     EventKept,
     FromHost,
@@ -36,6 +38,8 @@ from motet.hosts.messages import (
     Progress,
     Released,
     ReleaseJob,
+    ScoreRequest,
+    ScoresAnswered,
     StartHost,
     SteerJob,
     Stop,
@@ -237,6 +241,42 @@ def test_an_answer_does_not_wait_until_events_are_written_down(tmp_path: Path) -
     finally:
         free.set()
     assert heard[: len(steps) + 2] == [HostReady([]), *steps, None], "it ended before all that it said was written"
+
+
+def test_messages_that_have_arrived_are_read_in_turns_and_the_pieces_of_a_request_are_one(tmp_path: Path) -> None:
+    asked, turns, piece = list[ScoreRequest](), list[int](), ScoreRequest(1, "job", {}, {"id": 1}, ["a"], [])
+
+    async def score(request: ScoreRequest) -> ScoresAnswered:
+        asked.append(request)
+        return ScoresAnswered(request.key, [1.0] * len(request.completions))
+
+    async def go() -> None:
+        played: Any = Played()
+
+        async def launch(start: StartHost, log: Path) -> HostChild:
+            return cast(HostChild, played)
+
+        def turn() -> None:
+            turns.append(played.says.qsize())
+            asyncio.get_running_loop().call_soon(turn)
+
+        host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1), launch)
+        host.start(HostHandlers(list, lambda _: None, score=score), lambda *_: None)
+        more = [replace(piece, problem={}, completions=[f"{number}"], more=number < 49) for number in range(50)]
+        for message in (HostReady([]), replace(piece, more=True), *more, replace(piece, key=2)):
+            played.says.put_nowait(message)
+        turn()
+        await until(lambda: len(asked) == 2)
+        answers = [ScoresAnswered(1, [1.0] * 51), ScoresAnswered(2, [1.0])]
+        await until(lambda: played.sent[1:] == answers)
+        for message in (replace(piece, key=3, more=True), CancelScore(3)):  # its job was cancelled while it was sent
+            played.says.put_nowait(message)
+        await until(lambda: played.says.qsize() == 0 and not host._unfinished)
+        await host.kill()
+
+    asyncio.run(go())
+    assert max(before - after for before, after in pairwise(turns)) == 1
+    assert asked == [replace(piece, completions=["a", *map(str, range(50))]), replace(piece, key=2)]
 
 
 def test_a_question_that_is_too_long_for_a_host_leaves_nothing_open(tmp_path: Path) -> None:

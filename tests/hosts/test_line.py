@@ -25,8 +25,10 @@ from motet.hosts.process import HostProcess
 from motet.hosts.scores import AskedOfService
 from motet.process.alive import Pulse
 from motet.process.channel import ChannelMessage, decode, encode
+from motet.rewards.reward_elsewhere import AnswerDetails
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import Rule
+from tests.support.sending import sending
 from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE, until
 
@@ -219,15 +221,66 @@ def test_scores_are_asked_again() -> None:
     sent: list[Any] = []
 
     async def work() -> None:
-        scores, reward = AskedOfService(sent.append), RewardConfig(name="judge")
+        scores, reward = AskedOfService(sending(sent.append)), RewardConfig(name="judge")
         first, second = (asyncio.create_task(scores("job", reward, {"id": n}, ["a"])) for n in range(2))
         await until(lambda: len(sent) == 2)
         scores.hear(m.ScoresAnswered(sent[0].key, [0.5]))
         assert await first == [0.5]
-        scores.ask_again()
-        assert sent[2:] == [sent[1]]
+        assert list(scores.pending) == [sent[1]]
         scores.hear(m.ScoresAnswered(sent[1].key, away=True))
         with pytest.raises(ScorerAway):
             await second
 
     asyncio.run(work())
+
+
+def test_the_event_loop_does_not_wait_for_who_reads_its_messages(tmp_path: Path) -> None:
+    """Neither while the service reads nothing, nor when all that it has not stored is sent to the next one."""
+    text, most = "x" * 2**20, 16
+
+    async def work() -> None:
+        config = HostConfig(base="small", engine=EngineConfig(threads=1))
+        async with begun() as (made, first, _):
+            host = HostProcess(config, RunDirectory(tmp_path / "run"), START, made.line)
+            with contextlib.closing(host):
+                serving = asyncio.create_task(host.serve(Pulse(lambda still: None)))
+                (ready,) = await asyncio.to_thread(first.hears, 1)
+                for number in range(most):  # a connection holds less
+                    host._send(m.JobStepped("job", {"step": number, "text": text}))
+                assert not host._send().done(), "it is sent in one turn"
+                first.dies()
+                second = OneService(made).send(START)
+                await until(lambda: made.line._next is None and made.line._peer is not None)
+                heard = await asyncio.to_thread(second.hears, most + 1)
+                assert [one.line["step"] for one in heard[:-1]] == [*range(most)]
+                assert heard[-1] == ready
+                serving.cancel()
+                await asyncio.wait([serving])
+                second.dies()
+
+    asyncio.run(work())
+
+
+def test_a_request_for_scores_is_sent_in_messages_of_few_bytes() -> None:
+    sent = list[Any]()
+    texts = [f"{n}" * size for n, size in enumerate((10, 2**19, 2**19, 2**21, 10, 10))]
+    seen = AnswerDetails([[{"role": "user", "content": text}] for text in texts], state={"step": 3})
+    problem = {"id": 1, "metadata": {"page": "p"}}
+
+    async def work() -> None:
+        scores, reward = AskedOfService(sending(sent.append)), RewardConfig(name="judge")
+        asking = asyncio.create_task(scores("job", reward, problem, texts, seen))
+        await until(lambda: bool(sent))
+        assert [one.completions for one in sent] == [texts[:1], texts[1:2], texts[2:3], texts[3:4], texts[4:]]
+        assert [one.more for one in sent] == [True] * 4 + [False]
+        assert [one.problem for one in sent] == [problem, {}, {}, {}, {}]
+        assert list(scores.pending) == sent
+        scores.hear(m.ScoresAnswered(sent[0].key, [0.5] * 6))
+        assert await asking == [0.5] * 6
+
+    asyncio.run(work())
+    joined = sent[0]
+    for later in sent[1:]:
+        joined = joined.with_more(later)
+    found = joined.completions, joined.transcripts, joined.parts, joined.state, joined.more
+    assert found == (texts, seen.transcripts, [], seen.state, False)

@@ -31,6 +31,7 @@ from motet.runtime.slots import Rule
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, run_jobs, weights
 from tests.support.fake_trainer import FakeTrainer
+from tests.support.sending import sending
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.tier1
@@ -222,7 +223,7 @@ def silent(name: str, config: EnvironmentConfig) -> AgentsElsewhere:
             taken.append(message.episode)
             asyncio.get_running_loop().call_soon(lambda: episodes.hear(BeginEpisode(message.episode, "taken")))
 
-    episodes = EpisodesElsewhere(send)
+    episodes = EpisodesElsewhere(sending(send))
     return AgentsElsewhere(name, config, episodes)
 
 

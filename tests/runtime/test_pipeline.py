@@ -28,6 +28,7 @@ from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.fake_run import FakeRun, Setting, job, metrics, records, run_jobs, vowels, weights
 from tests.support.fake_trainer import FakeTrainer
 from tests.support.scheduling_policy import rows_between_turns
+from tests.support.sending import sending
 from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.tier1
@@ -302,7 +303,7 @@ def talkative(name: str, config: EnvironmentConfig) -> AgentsElsewhere:
         if isinstance(message, OfferEpisode):
             talks.add(asyncio.create_task(talk(message.episode)))
 
-    episodes = EpisodesElsewhere(send)
+    episodes = EpisodesElsewhere(sending(send))
     return AgentsElsewhere(name, config, episodes)
 
 

@@ -25,7 +25,7 @@ from motet.core.types import Group, JobState, Message, Problem, Rollout
 from motet.data.dataset import Dataset
 from motet.data.problems import Problems
 from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
-from motet.rewards.reward_elsewhere import MOST_TOGETHER, _in_parts
+from motet.rewards.reward_elsewhere import MOST_TOGETHER, in_parts
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.learner import Learner
 from motet.runtime.rollout_loop import check_failures
@@ -182,7 +182,7 @@ class _Counted(list[int]):
 
 def test_answers_are_put_into_messages_in_one_pass() -> None:
     sizes = _Counted([MOST_TOGETHER // 3] * 2 + [10] * 500 + [MOST_TOGETHER])
-    parts = list(_in_parts([*range(len(sizes))], sizes))
+    parts = list(in_parts([*range(len(sizes))], sizes, MOST_TOGETHER))
     assert [len(part) for part in parts] == [502, 1]
     assert sizes.looks <= 2 * len(sizes)
 

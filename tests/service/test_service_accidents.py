@@ -71,6 +71,7 @@ from tests.support.database import person, queued
 from tests.support.house import House, open_house
 from tests.support.misbehaving_rewards import misbehaving
 from tests.support.places import Place
+from tests.support.sending import sending
 from tests.support.service_run import ROWS, Json, tiny
 from tests.support.small_disk import small_disk
 from tests.support.together import at_once
@@ -539,7 +540,7 @@ def test_what_is_too_long_to_be_scored_elsewhere_is_a_reason_and_the_next_is_sco
         sent.append(decode(encode(message), FromHost))
 
     async def work() -> None:
-        scores, reward = AskedOfService(send), RewardConfig(name="judge")
+        scores, reward = AskedOfService(sending(send)), RewardConfig(name="judge")
         async with asyncio.timeout(PATIENCE):  # sent in spite of it, nobody would answer
             found = await scores("job", reward, {"id": 1, "metadata": {"page": "x" * LONGEST_LINE}}, ["a", "b"])
         assert len(found) == 2

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -24,7 +25,6 @@ from motet.environments import episode_messages as m
 from motet.environments.agent_episode import AgentEpisode, rewarded
 from motet.environments.episode import GroupContext, OwnEnvironment, judged
 from motet.environments.served_episode import OVER, ServedEpisode, refusal
-from motet.process.channel import ChannelMessage
 from motet.rewards.reward_answers import problem_as_given
 
 _NOBODY = "no worker runs this job's agents"
@@ -45,8 +45,8 @@ class _Offer:
 class EpisodesElsewhere:
     """Episodes that were offered and have not ended. Lives in one event loop."""
 
-    def __init__(self, send: Callable[[ChannelMessage], None], payer: Callable[[str], str] = str) -> None:
-        """`send` sends a message to the service; it raises `EngineError` if the message is too long.
+    def __init__(self, send: Callable[..., Future[None]], payer: Callable[[str], str] = str) -> None:
+        """`send` sends a message to the service; the result is an `EngineError` if the message is too long.
 
         `payer` gives the tenant of a job.
         """
@@ -65,7 +65,7 @@ class EpisodesElsewhere:
         number = next(self._numbers)
         one = self._offers[number] = _Offer(msgspec.structs.replace(offer, episode=number), begin)
         try:
-            self._send(one.offer)
+            await asyncio.wrap_future(self._send(one.offer))
             ended = await one.ended
         except EngineError as error:  # too long
             reason = f"the problem cannot be sent to the agent: {error}; leave large columns out of the data"
@@ -107,11 +107,10 @@ class EpisodesElsewhere:
             self._close(one)
             one.served = None if not one.ended.done() else one.served
 
-    def offer_again(self) -> None:
-        """Offer another service the episodes that have not ended."""
-        for one in self._offers.values():
-            if not one.ended.done():
-                self._send(one.offer)
+    @property
+    def pending(self) -> Iterator[m.OfferEpisode]:
+        """Episodes that have not ended, for another service."""
+        return (one.offer for one in self._offers.values() if not one.ended.done())
 
     async def answer(self, asked: m.AskEpisode) -> m.EpisodeAnswered:
         """Answer an agent's request."""

@@ -48,7 +48,7 @@ _CHATS = 16
 """Ways to use the template that are kept."""
 _CHARGED = 64
 """Sampled tokens of a completion that are charged together, because they are sent together; a stream sends each."""
-Send = Callable[[m.FromHost], None]
+Send = Callable[[m.FromHost], object]
 """Sends one message."""
 
 

@@ -108,6 +108,7 @@ class HostLink:
         self._child: HostChild | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._scoring: dict[int, asyncio.Task[None]] = {}
+        self._unfinished: dict[int, m.ScoreRequest] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._open: dict[int, asyncio.Queue[m.Answer]] = {}
         self._payers: dict[int, Bill] = {}  # of completions by key, also of abandoned ones, until they are answered
@@ -278,6 +279,7 @@ class HostLink:
         self._readied.clear()
         self._stopped.set()
         self.progress, self._payers, self.prepared = {}, {}, {}
+        self._unfinished.clear()
         for task in [*self._scoring.values(), *self._episodes.values()]:  # the next process asks again
             task.cancel()
         self.refuse("the engine ended while it answered; try again in a moment")
@@ -308,8 +310,14 @@ class HostLink:
                 if bool(before) != bool(self.away):
                     self._heard(self, message)
             case m.ScoreRequest():
-                _begin(self, self._scoring, message.key, lambda: handlers.score(message))
+                earlier = self._unfinished.pop(message.key, None)
+                request = message if earlier is None else earlier.with_more(message)
+                if request.more:
+                    self._unfinished[request.key] = request
+                else:
+                    _begin(self, self._scoring, request.key, lambda: handlers.score(request))
             case m.CancelScore():
+                self._unfinished.pop(message.key, None)
                 _cancel(self._scoring, message.key)
             case e.OfferEpisode():
                 _begin(self, self._episodes, message.episode, lambda: handlers.episode(self, message))
@@ -349,6 +357,7 @@ async def _answers_first(
         async for message in messages:
             with hearing():  # none is waited for: the database may be away, which is not its fault
                 await (unwritten.put(message) if isinstance(message, InOrder) else handle(message))
+            await asyncio.sleep(0)  # each is read in its own turn, though the next has arrived
         await unwritten.put(None)
 
 

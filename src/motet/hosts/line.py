@@ -12,10 +12,12 @@ import queue
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
+from motet.core.errors import EngineError
 from motet.hosts import messages as m
-from motet.process.channel import ChannelMessage, decode, encode
+from motet.process.channel import ChannelMessage, Parent, decode, encode
 
 KEPT = (m.JobChanged, m.JobStepped, m.JobWorked, m.UsageWindow)
 """Messages that wait until the service has written them down (`EventKept`)."""
@@ -160,3 +162,31 @@ class ServiceLine:
                 self._early.append(message)
             else:
                 self._deliver(message)
+
+
+class Outbox:
+    """Sends messages in order, in a thread: the event loop neither encodes them nor waits for who reads them."""
+
+    def __init__(self, parent: Parent[m.ToHost] | ServiceLine) -> None:
+        self._parent, self._thread = parent, ThreadPoolExecutor(1, "motet-sending")
+
+    def __call__(self, *messages: m.FromHost) -> Future[None]:
+        """Send messages; the result comes when all are sent, an `EngineError` if one is too long."""
+        return self._thread.submit(self._write, messages)
+
+    def resume(self) -> None:
+        """Send what follows to the HTTP process whose `StartHost` has arrived, after what it must store."""
+        self._thread.submit(self._parent.resume)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._thread.shutdown()
+
+    def _write(self, messages: Sequence[m.FromHost]) -> None:
+        for message in messages:
+            try:
+                self._parent.send(message)
+            except EngineError as error:
+                if not isinstance(message, m.Answer):
+                    raise
+                self._parent.send(m.QuestionRefused(message.key, str(error)))

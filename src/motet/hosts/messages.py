@@ -259,6 +259,12 @@ class ScoreRequest(ChannelMessage, frozen=True):
     parts: list[dict[str, Any]] = []
     state: dict[str, Any] = {}
     """As `AnswerDetails` has them."""
+    more: bool = False  # whether a message with more completions follows, without the problem
+
+    def with_more(self, later: ScoreRequest) -> ScoreRequest:
+        """Add the completions of the message that follows."""
+        joined = {name: getattr(self, name) + getattr(later, name) for name in ("completions", "transcripts", "parts")}
+        return msgspec.structs.replace(self, **joined, more=later.more)
 
 
 class CancelScore(ChannelMessage, frozen=True):

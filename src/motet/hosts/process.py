@@ -27,7 +27,7 @@ from motet.hosts import messages as m
 from motet.hosts.answers import Answers, Send, reason
 from motet.hosts.base_speed import measure_steps
 from motet.hosts.host import opened_host
-from motet.hosts.line import Gone, ServiceLine
+from motet.hosts.line import Gone, Outbox, ServiceLine
 from motet.hosts.preparing import ReadData, Sources, bytes_of_rows, first_notes
 from motet.hosts.reports import EveryStep, UsageReports
 from motet.hosts.scores import AskedOfService
@@ -75,9 +75,9 @@ class HostProcess:
     ) -> None:
         """Load the base; `start` has the rewards and bounds of the service."""
         self._config, self._parent, self._start, self.directory = config, parent, start, directory
-        self._opened = contextlib.ExitStack()
-        self._scores = AskedOfService(parent.send)
-        self._episodes = EpisodesElsewhere(parent.send, lambda job: self.pipeline.jobs[job].tenant)
+        self._opened, self._send = contextlib.ExitStack(), Outbox(parent)
+        self._scores = AskedOfService(self._send)
+        self._episodes = EpisodesElsewhere(self._send, lambda job: self.pipeline.jobs[job].tenant)
         rewards = None if start.own_jobs else _rewards(start, config.engine, self._scores, self._rest, self._charge)
         agents = None if start.own_jobs else lambda job, config: AgentsElsewhere(job, config, self._episodes)
         largest, alone = (start.largest, USUAL), start.host is None
@@ -89,10 +89,10 @@ class HostProcess:
         self.host = host = self._opened.enter_context(opened)
         self.base, self.workshop, self._shared, self.pipeline = host.base, host.workshop, host.services, host.pipeline
         room = min(filter(None, (self.base.info.max_positions, self.workshop.kv_tokens)))
-        self._answers = Answers(self.base, self._shared, room, parent.send)
+        self._answers = Answers(self.base, self._shared, room, self._send)
         self._tasks: set[asyncio.Task[None]] = set()
         meter, names = Meter(self.workshop.device.busy), (self._shared.engine_suffix, start.serves)
-        self._usage = UsageReports(meter, self._shared.scheduler.read, parent.send, *names)
+        self._usage = UsageReports(meter, self._shared.scheduler.read, self._send, *names)
         self._servers = _Servers(self.workshop, away_seconds(config.rollout))
         self._changes: dict[str, m.ChangeJob] = {}  # of jobs that are being prepared: another budget or priority
         self._leaving: set[str] = set()  # jobs that are to save and go to another host
@@ -107,7 +107,7 @@ class HostProcess:
     def _rest(self, job: str, wanted: bool) -> None:
         (self._resting.add if wanted else self._resting.discard)(job)
         if self._scores.asked or self._episodes.offered:
-            self._parent.send(m.Rest(job, wanted))
+            self._send(m.Rest(job, wanted))
 
     async def serve(self, pulse: Pulse) -> None:
         """Handle messages until the input ends; `pulse` says meanwhile that this process answers."""
@@ -144,22 +144,22 @@ class HostProcess:
         """Release the resources of `serve`."""
         self._preparing.close()
         self._opened.close()
+        self._send.close()
 
     async def _stopped(self, running: asyncio.Task[None]) -> None:
         """Say when every job has saved."""
         await asyncio.wait([running])
         self._usage.send_due(0.0, 0.0)
-        self._parent.send(m.Stopped())
+        self._send(m.Stopped())
 
     def _attach(self) -> None:
         """Serve a connected service: report the jobs here, and repeat unanswered requests."""
-        self._parent.resume()
+        self._send.resume()
         for name in self._held.keys() & self.pipeline.jobs.keys():
             self._held[name] = structs.replace(self._held[name], state=self.pipeline.jobs[name].state)
         held = [job for job in self._held.values() if not job.state.final]
-        self._parent.send(structs.replace(self._ready, jobs=held))
-        self._scores.ask_again()
-        self._episodes.offer_again()
+        self._send(structs.replace(self._ready, jobs=held))
+        self._send(*self._scores.pending, *self._episodes.pending)
 
     def handle(self, message: m.ToHost | Gone) -> None:
         """Start handling one message."""
@@ -200,7 +200,7 @@ class HostProcess:
             case e.BeginEpisode() | e.EpisodeEnded():
                 self._episodes.hear(message)
             case e.AskEpisode():
-                self._begin(_answer_agent(self._episodes, message, self._parent.send))
+                self._begin(_answer_agent(self._episodes, message, self._send))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -256,7 +256,7 @@ class HostProcess:
             if event.state is JobState.PAUSED and event.job in self._leaving:
                 return
             event = structs.replace(event, key=f"{self._shared.engine_suffix}.{next(self._events)}")
-        self._parent.send(event)
+        self._send(event)
 
     def _forget(self, name: str) -> None:
         """Forget a job without a slot, also one that is being prepared."""
@@ -275,7 +275,7 @@ class HostProcess:
                 self.pipeline.pause(name)  # again: a fault of the device has put it back into the queue
             if name not in self._held:
                 self._leaving.discard(name)
-                self._parent.send(m.Released(name))
+                self._send(m.Released(name))
 
     def _change(self, change: m.ChangeJob) -> None:
         if change.job in self.pipeline.jobs:
@@ -310,7 +310,7 @@ class HostProcess:
             for name in self._resting:  # again: another service does not know it
                 self._rest(name, True)
             rows, usual = bytes_of_rows(self.pipeline.jobs.values()), self._shared.steps.usual
-            self._parent.send(m.Progress(jobs, device, away, rows, usual))
+            self._send(m.Progress(jobs, device, away, rows, usual))
 
 
 async def _answer_agent(episodes: EpisodesElsewhere, question: e.AskEpisode, send: Send) -> None:

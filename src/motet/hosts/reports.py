@@ -12,7 +12,7 @@ from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.meter import Meter
 from motet.runtime.progress import JobEvent, JobStepped
 
-Send = Callable[[m.FromHost], None]
+Send = Callable[[m.FromHost], object]
 
 
 class UsageReports:

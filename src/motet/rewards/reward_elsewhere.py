@@ -335,16 +335,16 @@ def to_send(
             [texts[n] for n in some],
             AnswerDetails([talks[n] for n in some if any(talks)], [parts[n] for n in some if parts], state),
         )
-        for some in _in_parts(sent, sizes)
+        for some in in_parts(sent, sizes, MOST_TOGETHER)
     ]
     return messages, [f"the conversation has {len(one)} characters; {limit}" for one in written]
 
 
-def _in_parts(sent: list[int], sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Groups of answers that fit into one message."""
+def in_parts(sent: Sequence[int], sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Groups of answers, by their places, with at most so many bytes; one answer may have more."""
     part, size = list[int](), 0
     for n in sent:
-        if part and size + sizes[n] > MOST_TOGETHER:
+        if part and size + sizes[n] > most:
             yield part
             part, size = [], 0
         part.append(n)
