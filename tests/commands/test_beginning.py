@@ -23,7 +23,7 @@ from motet.config import DataConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, DataError, MotetError
 from motet.data.dataset import load_dataset
-from motet.hosts.before_loading import check_before_loading
+from motet.hosts.checks import check_run
 from tests.support.commands import Motet
 from tests.support.waiting import PATIENCE
 
@@ -49,7 +49,7 @@ def test_each_kind_of_task_becomes_a_job_file_that_is_right(here: Path, task: st
     write_job_file(here / "jobs.yaml", task, "rows.jsonl", "small", ask=False)
     (job,) = load_jobs(here / "jobs.yaml").jobs
     assert (job.name, Path(job.data.source)) == ("rows", here / "rows.jsonl")
-    check_before_loading(load_jobs(here / "jobs.yaml"))
+    check_run(load_jobs(here / "jobs.yaml"))
 
 
 def test_init_looks_at_the_rows_that_the_job_will_have(here: Path) -> None:
@@ -126,7 +126,7 @@ def test_init_that_may_not_ask_says_how_to_name_columns(unknown: Path, says: Mot
     assert "hold the answers; it has level, solved.final: name it with --answer COLUMN" in " ".join(err.split())
     assert not (unknown / "jobs.yaml").exists()
     assert says(*asked, "--prompt", "task", "--answer", "solved.final")[0] == 0
-    check_before_loading(load_jobs(unknown / "jobs.yaml"))
+    check_run(load_jobs(unknown / "jobs.yaml"))
 
 
 def test_what_init_wrote_passes_check(here: Path, says: Motet) -> None:

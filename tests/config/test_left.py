@@ -9,7 +9,7 @@ import pytest
 
 from motet import config
 from motet.config import JobConfig, service
-from motet.config.jobfile import parse_jobs, validate_as
+from motet.config.jobfile import check_fields, parse_jobs
 from motet.core.errors import ConfigError
 from motet.core.left import LEFT, LeftNotice, without_idle
 from motet.runtime.identity import of_config
@@ -39,7 +39,7 @@ def test_field_that_left_is_refused_with_its_cure_or_ignored_with_a_notice(secti
             assert without_idle(section, {name: "used", "other": 1}) == {"other": 1}
     else:
         with pytest.raises(ConfigError, match=re.escape(f"{name}: there is no such field any more: {left.cure}")):
-            validate_as(model, {name: "used"}, "file")
+            check_fields(model, {name: "used"}, "file")
 
 
 @pytest.mark.parametrize(("section", "name"), FIELDS)

@@ -15,7 +15,7 @@ from motet.config import JobConfig
 from motet.config.jobfile import parse_jobs, validate
 from motet.config.told import told
 from motet.core.errors import MotetError
-from motet.hosts.before_loading import check_before_loading
+from motet.hosts.checks import check_run
 
 pytestmark = pytest.mark.tier1
 
@@ -46,7 +46,7 @@ def job(fields: str, **usual: Any) -> dict[str, Any]:
 
 def checked(**fields: Any) -> object:
     """A run with these sections, before anything is loaded."""
-    return check_before_loading(validate({"base": "small", "run": "run", "jobs": [{**JOB, "data": FEW}], **fields}, ""))
+    return check_run(validate({"base": "small", "run": "run", "jobs": [{**JOB, "data": FEW}], **fields}, ""))
 
 
 READ: dict[str, Callable[[str], object]] = {

@@ -12,8 +12,10 @@ import pytest
 import motet
 from motet.config import JobConfig
 from motet.core.errors import ConfigError, LimitError
-from motet.hosts.preparing import Sources, prepare
+from motet.data.shared import Sources
+from motet.hosts.preparing import prepare
 from motet.model.load import load_base
+from motet.runtime.opening import Given
 from motet.runtime.rundir import RunDirectory
 from tests.support.service_run import Service, tiny
 
@@ -83,7 +85,7 @@ def test_rows_that_would_fill_the_engine_are_refused_with_the_number_that_fits(t
 
     def prepared(n: int, most: int | None) -> None:
         config = JobConfig.model_validate({**SFT, "algorithm": {"type": "sft", "rows_per_step": n}})
-        prepare(config, base.info, directory, Sources(None), "", step_tokens=most)
+        prepare(Given(config, directory.job(config.name)), base.info, Sources(), step_tokens=most)
 
     with contextlib.closing(directory):
         with pytest.raises(LimitError, match=r"is 131072,.*set it to 32768, or"):

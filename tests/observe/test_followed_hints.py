@@ -20,8 +20,8 @@ from motet.config import EngineConfig, JobConfig
 from motet.config.jobfile import parse_jobs
 from motet.config.mistakes import FIELDS
 from motet.core.types import Problem
+from motet.hosts.checks import check_reference
 from motet.hosts.launch import load
-from motet.hosts.preparing import check_reference
 from motet.observe.report.read import read_job, read_run, signs_of
 from motet.runtime import answer_signs, evaluations, signs
 from motet.runtime.signs import LEAST, RECENT, Signs

@@ -12,14 +12,17 @@ import pytest
 import yaml
 
 import motet
+from motet.config import JobConfig
 from motet.config.jobfile import parse_jobs, validate
 from motet.core.checksums import hash_of, sealed
 from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.types import ADAPTER_CONFIG
-from motet.hosts.before_loading import check_before_loading
+from motet.data.row_files import OF_A_JOB
+from motet.data.shared import Sources
+from motet.hosts.checks import check_files, check_run
 from motet.hosts.running import run_config
-from motet.runtime.beginning import RULES
-from motet.runtime.checkpoint import Committed
+from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.opening import RULES, Given
 from tests.support.commands import Motet, job_file
 
 TINY: dict[str, Any] = {"data": {"source": "toy:add", "size": 16, "holdout": 2}, "reward": "exact", "steps": 1}
@@ -50,13 +53,21 @@ def refused(**job: Any) -> str:
     if "rows_per_step" in str(changed.get("algorithm")):
         del changed["reward"]
     with pytest.raises(MotetError) as caught:
-        check_before_loading(validate({"base": "small", "run": "runs/x", "jobs": [changed]}, "test"))
+        check_run(validate({"base": "small", "run": "runs/x", "jobs": [changed]}, "test"))
     return str(caught.value)
 
 
 @pytest.mark.usefixtures("here")
 def test_reward_of_python_takes_completion() -> None:
     assert "takes problem; write def reward(problem, completion)" in refused(reward=lambda problem: 1.0)
+
+
+def test_a_host_checks_the_files_of_a_job_that_comes_alone(here: Path) -> None:
+    """A service has its own names for jobs: the message is for the owner of one."""
+    rows = [{"prompt": "Say a."}, {"prompt": "Say b."}]
+    config = JobConfig.model_validate({**TINY, "name": "id", "data": {"source": rows, "holdout": 0}, "reward": "exact"})
+    with pytest.raises(ConfigError, match=r"^reward 'exact' compares with a reference answer, and no row of"):
+        check_files([Given(config, JobDirectory(here / "id"))], Sources(OF_A_JOB))
 
 
 def test_a_directory_of_a_job_is_no_adapter_and_its_versions_are_named(here: Path) -> None:
@@ -80,7 +91,7 @@ def test_mistakes_of_all_jobs_come_together_and_those_that_are_alike_once(here: 
     ]
     config = validate({"base": "smal", "run": str(here / "run"), "jobs": jobs}, "test")
     with pytest.raises(ConfigError) as caught:
-        check_before_loading(config)
+        check_run(config)
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "there is no base 'smal'; did you mean 'small'?",
@@ -101,11 +112,11 @@ def test_a_changed_job_is_refused_and_one_that_has_ended_need_not_load_its_code_
     (done / "state" / "1" / "state.json").write_bytes(sealed(asdict(Committed(step=1, rules=RULES))))
     (done / "job.yaml").write_text(json.dumps({"job": {"steps": 1}}))
     with pytest.raises(RunError, match=r"was made by a.*job, and has done 1 steps"):
-        check_before_loading(config())
+        check_run(config())
     (done / "status.json").write_text('{"state": "succeeded"}')
-    assert check_before_loading(config(reward="broken.py:reward"), accept_changes=True)
+    assert check_run(config(reward="broken.py:reward"), accept_changes=True)
     with pytest.raises(ConfigError, match="does not load"):
-        check_before_loading(config(reward="broken.py:reward", steps=2), accept_changes=True)
+        check_run(config(reward="broken.py:reward", steps=2), accept_changes=True)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -194,4 +205,4 @@ def test_the_jobs_of_the_examples_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     examples = Path(__file__).parents[2] / "examples"
     monkeypatch.chdir(examples)
     config = parse_jobs((examples / "demo.yaml").read_text(), "demo.yaml", directory=examples)
-    assert check_before_loading(config)
+    assert check_run(config)

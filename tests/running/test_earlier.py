@@ -22,8 +22,8 @@ from motet.core.errors import RunError
 from motet.core.types import ADAPTER_WEIGHTS, JobState
 from motet.hosts.running import run_config
 from motet.observe.results import RunResult
-from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.opening import RULES
 from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 
 pytestmark = pytest.mark.bits

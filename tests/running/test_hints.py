@@ -13,8 +13,8 @@ import pytest
 
 from motet.config.jobfile import validate
 from motet.core.errors import MotetError
-from motet.hosts.before_loading import check_before_loading
-from motet.hosts.preparing import Sources
+from motet.data.shared import Sources
+from motet.hosts.checks import check_run
 from motet.rewards import reward_forms, reward_loading
 from motet.rewards.reward_answers import AnswerContext, TrainerState, columns_of
 from motet.rewards.reward_pool import RewardPool
@@ -277,13 +277,13 @@ def test_who_follows_a_hint_has_the_reward_that_was_meant(
     job |= one.job
     Path("rewards.py").write_text(one.file)
     with pytest.raises(MotetError) as refused:
-        check_before_loading(config(job))
+        check_run(config(job))
     assert re.search(one.hint, str(refused.value)), str(refused.value)
 
     Path("rewards.py").write_text(one.then or one.file)
     data = {**job["data"], **one.then_job.get("data", {})}
     checked = config({**job, **one.then_job, "data": data})
-    check_before_loading(checked)
+    check_run(checked)
     assert asyncio.run(scored(checked.jobs[0])) == list(one.scores)
 
 

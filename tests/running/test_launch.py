@@ -18,16 +18,18 @@ import yaml
 
 import motet
 from motet.config import OF_CLIENT, EngineConfig, HostConfig, JobConfig
-from motet.config.jobfile import validate, validate_as
+from motet.config.jobfile import check_fields, validate
 from motet.core.checksums import sealed
 from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.types import Problem
+from motet.data.shared import ReadData, Sources
+from motet.hosts.checks import Checked
 from motet.hosts.launch import load
-from motet.hosts.preparing import ReadData, Sources, identity, prepare, prepare_all
+from motet.hosts.preparing import identity, prepare, prepare_all
 from motet.hosts.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.identity import learned_before, of_config
-from motet.runtime.opening import check_identity, open_job
+from motet.runtime.opening import Given, Stored, open_job
 from motet.runtime.probe import probe_ids
 from motet.runtime.rundir import RunDirectory
 from tests.support.counting import calls
@@ -84,7 +86,7 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
         run(base, tmp_path / "refused", job("long", data=data))
     config = validate({"base": "small", "jobs": [job("short", data={**data, "max_prompt_tokens": 1020})]}, "test")
     with contextlib.closing(RunDirectory(tmp_path / "prepared")) as directory:
-        prepared, need = prepare(config.jobs[0], base.info, directory, Sources(), "")
+        prepared, need = prepare(Given(config.jobs[0], directory.job("short")), base.info, Sources())
     assert prepared.data.notes == (
         "2 of 1200 rows are left out, because their prompts have more than 1020 tokens (data.max_prompt_tokens)",
     )
@@ -98,11 +100,12 @@ def test_a_long_prompt_anywhere_in_the_data_is_named_and_can_be_left_out(base: A
 def test_jobs_with_the_same_data_share_it_while_one_of_them_is_there(base: Any, tmp_path: Path) -> None:
     """A sweep of hundreds of jobs over one file would read it and count its tokens hundreds of times."""
     shared = WeakValueDictionary[str, ReadData]()
-    configs = [validate_as(JobConfig, job(name), "test") for name in ("a", "b", "c")]
+    configs = [check_fields(JobConfig, job(name), "test") for name in ("a", "b", "c")]
     with contextlib.closing(RunDirectory(tmp_path)) as directory, calls() as counted:
         days = [f"2026-11-0{day}T00:00+00:00" for day in (1, 2, 3)]  # no template here reads them
         each = zip(configs, days, strict=True)
-        made = [prepare(one, base.info, directory, Sources(), day, shared)[0] for one, day in each]
+        given = [Given(one, directory.job(one.name), now=day) for one, day in each]
+        made = [prepare(one, base.info, Sources(), shared)[0] for one in given]
         assert {one.chat.clock for one in made} == {""}
         assert made[0].data is made[1].data is made[2].data
         assert (counted["read_source"], counted["ReadData.of"]) == (1, 1)
@@ -128,9 +131,10 @@ def test_held_out_prompts_that_a_neighbour_is_trained_on_are_told(
     monkeypatch.chdir(tmp_path)
     rows = ({"prompt": f"Say {n}", "answer": str(n)} for n in range(40))
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    configs = [validate_as(JobConfig, job(name, data=data), "test") for name, data in (("a", before), ("b", after))]
+    configs = [check_fields(JobConfig, job(name, data=data), "test") for name, data in (("a", before), ("b", after))]
     with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
-        prepared = prepare_all(configs, directory, Sources(), {"a": "", "b": ""}, None, base.info)
+        jobs = [Given(config, directory.job(config.name)) for config in configs]
+        prepared = prepare_all(Checked(jobs, Sources()), None, base.info)
     notes = [note for note in prepared[1][0].data.notes if "have prompts that job a is trained on" in note]
     assert [int(note.split()[0]) for note in notes] == [shared] * bool(shared)
 
@@ -160,7 +164,7 @@ def test_held_out_rows_that_the_first_adapter_may_have_learned_are_told(
     for name, text in (("rows", "a"), ("same", "a"), ("other", "b")):
         Path(f"{name}.jsonl").write_text(json.dumps({"prompt": text, "answer": text}))
     for place, data in (("linked" if start == "linked" else "job", before), ("own", after)):
-        record = of_config(validate_as(JobConfig, job("a", data=data), "test"))
+        record = of_config(check_fields(JobConfig, job("a", data=data), "test"))
         Path(place).mkdir()
         (Path(place) / "job.yaml").write_text(yaml.safe_dump(record))
     told = learned_before(tmp_path / "own", tmp_path / start)
@@ -172,9 +176,9 @@ def test_held_out_rows_that_the_first_adapter_may_have_learned_are_told(
 
 
 def test_the_job_of_a_client_has_no_rows_and_is_probed(base: Any, tmp_path: Path) -> None:
-    config = validate_as(JobConfig, {"name": "driven", "data": OF_CLIENT, "algorithm": "client"}, "test")
+    config = check_fields(JobConfig, {"name": "driven", "data": OF_CLIENT, "algorithm": "client"}, "test")
     with contextlib.closing(RunDirectory(tmp_path)) as directory:
-        prepared, need = prepare(config, base.info, directory, Sources(), "")
+        prepared, need = prepare(Given(config, directory.job(config.name)), base.info, Sources())
     assert len(prepared.data.train) == len(prepared.data.holdout) == need.prompt_tokens == 0
     assert len(probe_ids(prepared.chat, prepared.data.train)) > 1
 
@@ -199,9 +203,10 @@ def test_the_automatic_rate_follows_rollouts_and_not_the_rank(
 ) -> None:
     tree = {name: value for name, value in {**job("auto", algorithm={}), **fields}.items() if value is not None}
     with contextlib.closing(RunDirectory(tmp_path)) as directory:
-        auto, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), "")
+        place = directory.job("auto")
+        auto, _ = prepare(Given(check_fields(JobConfig, tree, "test"), place), base.info, Sources())
         tree["optimizer"] = {**tree.get("optimizer", {}), "lr": 1e-3}
-        given, _ = prepare(validate_as(JobConfig, tree, "test"), base.info, directory, Sources(), "")
+        given, _ = prepare(Given(check_fields(JobConfig, tree, "test"), place), base.info, Sources())
     assert auto.base_rate == pytest.approx(4e-5 * (4096 / 256) ** 1.5 * factor)
     assert given.base_rate == 1e-3 * given.config.optimizer.lr_multiplier, "a rate that is given is taken as it is"
 
@@ -216,7 +221,8 @@ def test_an_automatic_rate_stays_for_the_steps_that_are_left(base: Any, tmp_path
     changed = {**tree, "optimizer": {"lr_multiplier": 1}}
     for fields, rate in ((tree, 0.125), ({**tree, "steps": 2}, 0.125), (changed, chosen / 2)):
         with contextlib.closing(RunDirectory(tmp_path)) as directory:
-            again, _ = prepare(validate_as(JobConfig, fields, "test"), base.info, directory, Sources(), "")
+            config = check_fields(JobConfig, fields, "test")
+            again, _ = prepare(Given(config, directory.job("auto")), base.info, Sources())
         assert again.base_rate == rate
 
 
@@ -415,9 +421,9 @@ def test_rows_of_the_hub_are_a_part_of_the_job(base: Any, tmp_path: Path) -> Non
     """Their owner may change them while the job waits; a file is compared by its content."""
 
     def described(source: str, size: int) -> dict[str, Any]:
-        config = validate_as(JobConfig, job("a", data={"source": "toy:add", "size": size, "holdout": 2}), "test")
+        config = check_fields(JobConfig, job("a", data={"source": "toy:add", "size": size, "holdout": 2}), "test")
         with contextlib.closing(RunDirectory(tmp_path / "run")) as directory:
-            made, _ = prepare(config, base.info, directory, Sources(), "")
+            made, _ = prepare(Given(config, directory.job(config.name)), base.info, Sources())
         made.config = config.model_copy(update={"data": config.data.model_copy(update={"source": source})})
         return identity(made, base.info, HostConfig(base="small"), of_config(made.config))
 
@@ -426,10 +432,10 @@ def test_rows_of_the_hub_are_a_part_of_the_job(base: Any, tmp_path: Path) -> Non
     open_job(directory, was)
     (directory.path / "state/1").mkdir()
     (directory.path / "state/1/state.json").write_bytes(sealed(asdict(Committed(step=1))))
-    assert check_identity(directory, was, accept_changes=False) == []
+    assert Stored(directory).differences(was) == []
     is_["job"] = was["job"]
     with pytest.raises(RunError, match=r"rows.somebody/numbers.*'\w+', is '\w+'"):
-        check_identity(directory, is_, accept_changes=False)
+        Stored(directory).differences(is_)
     assert "rows" not in described("toy:add", 20)
 
 

@@ -19,15 +19,16 @@ from motet import AdamW, Message, Problem, Verbs
 from motet.algorithms import datum
 from motet.commands.cli import app
 from motet.commands.verify import verify
-from motet.config.jobfile import merge, validate
+from motet.config import JobConfig
+from motet.config.jobfile import check_fields, merge, validate
 from motet.core.checksums import sealed, unsealed
 from motet.core.errors import RunError
 from motet.hosts.running import run_config
 from motet.model.find import SMALL_BASE
 from motet.observe.results import RunResult
-from motet.runtime.beginning import RULES, clock_at
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
+from motet.runtime.opening import RULES, Given
 from motet.runtime.receipts import read_receipt
 from tests.support import tiny_models as tiny
 from tests.support.small_runs import fingerprint
@@ -199,10 +200,10 @@ def test_a_job_that_starts_over_has_the_present_time(whole: Path, tmp_path: Path
     shutil.copytree(whole / "half/dated", begun)
     for step in (1, 2):
         shutil.rmtree(begun / "state" / str(step))
-    known, now = yaml.safe_load((begun / "job.yaml").read_text()), "2030-01-01T00:00+00:00"
-    assert clock_at(JobDirectory(begun), {"job": known["job"]}, now) == clock_of(whole / "run/dated")
-    assert clock_at(JobDirectory(begun), {"job": {**known["job"], "seed": 5}}, now) == now
-    assert clock_at(JobDirectory(tmp_path / "none"), {}, now) == now
+    config, now = check_fields(JobConfig, {**JOB, "steps": 2}, "test"), "2030-01-01T00:00+00:00"
+    assert Given(config, JobDirectory(begun), now=now).clock == clock_of(whole / "run/dated")
+    assert Given(config.model_copy(update={"seed": 5}), JobDirectory(begun), now=now).clock == now
+    assert Given(config, JobDirectory(tmp_path / "none"), now=now).clock == now
 
 
 def test_a_field_that_left_is_no_change_of_a_job(train: Callable[..., RunResult], whole: Path, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_opening_a_job_again_writes_and_reads_its_identity_once(tmp_path: Path, 
     with calls() as counted:
         assert open_job(again, IDENTITY) == ()
     assert counted["safe_dump"] == 1
-    assert counted["identity_in"] == 1
+    assert counted["mapping_in"] == 1
 
 
 def test_commit_and_restore(tmp_path: Path, save: Save) -> None:

@@ -22,7 +22,7 @@ from motet.hosts.running import run_config
 from motet.model.peft_io import read_adapter
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import of_config
-from motet.runtime.opening import check_identity, open_job
+from motet.runtime.opening import Stored, open_job
 from motet.service.adapters.archive import pack
 from tests.support.fake_run import job, metrics, run_jobs
 
@@ -361,8 +361,8 @@ def test_a_file_with_another_content_is_another_job(file: str, old: str, new: st
     edit(old, new)(tmp_path / file)
     changed = of_config(project(tmp_path))
     with pytest.raises(RunError, match=f"(?s)has done 2 steps of it.*{told}.*--accept-changes"):
-        check_identity(directory, changed, accept_changes=False)
-    check_identity(directory, changed, accept_changes=True)
+        Stored(directory).differences(changed)
+    Stored(directory).differences(changed, accepted=True)
 
 
 def test_a_directory_of_data_with_another_content_is_another_job(tmp_path: Path) -> None:
@@ -371,17 +371,17 @@ def test_a_directory_of_data_with_another_content_is_another_job(tmp_path: Path)
     rows.write_text("a")
     config = project(tmp_path).model_copy(update={"data": DataConfig(source=str(tmp_path / "saved"))})
     directory = committed(tmp_path, config)
-    check_identity(directory, of_config(config), accept_changes=False)
+    Stored(directory).differences(of_config(config))
     rows.write_text("b")
     with pytest.raises(RunError, match=r"contents\.saved: was "):
-        check_identity(directory, of_config(config), accept_changes=False)
+        Stored(directory).differences(of_config(config))
 
 
 def test_a_project_that_was_copied_elsewhere_goes_on(tmp_path: Path) -> None:
     committed(tmp_path / "here", project(tmp_path / "here"))
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     moved = JobDirectory(tmp_path / "there" / "runs" / "a")
-    check_identity(moved, of_config(project(tmp_path / "there")), accept_changes=False)
+    Stored(moved).differences(of_config(project(tmp_path / "there")))
 
 
 @pytest.mark.parametrize(
@@ -395,10 +395,10 @@ def test_more_steps_are_no_change_where_the_past_does_not_depend_on_them(
     directory = committed(tmp_path, project(tmp_path, more=first))
     again = of_config(project(tmp_path, steps, more))
     if taken:
-        check_identity(directory, again, accept_changes=False)
+        Stored(directory).differences(again)
     else:
         with pytest.raises(RunError, match="made by a different job"):
-            check_identity(directory, again, accept_changes=False)
+            Stored(directory).differences(again)
 
 
 def test_a_changed_job_is_refused_before_its_base_is_loaded(tmp_path: Path) -> None:

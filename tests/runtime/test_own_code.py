@@ -16,7 +16,7 @@ from motet.config.jobfile import parse_jobs
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED, of_config
-from motet.runtime.opening import check_identity, open_job
+from motet.runtime.opening import Stored, open_job
 
 pytestmark = pytest.mark.tier1
 
@@ -79,7 +79,7 @@ def changes(before: Identity, now: Identity, place: Path) -> str:
     open_job(directory, before)
     (directory.path / "state" / "2").mkdir()
     try:
-        check_identity(JobDirectory(directory.path), now, accept_changes=False)
+        Stored(JobDirectory(directory.path)).differences(now)
     except RunError as error:
         return str(error)
     return ""

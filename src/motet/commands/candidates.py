@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from motet.config import Config, JobConfig
 from motet.core.errors import RunError
+from motet.core.plain_yaml import mapping_in
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.damage import identity_in
 
 _VARIED = ("adapter", "algorithm", "optimizer", "sampling", "eval")
 _PLACES = ("init", "reference", "teacher", "type")
@@ -36,7 +36,7 @@ def known_jobs(jobs: Sequence[JobConfig], run: Path) -> dict[str, JobConfig]:
 def _candidate(job: JobConfig, name: str, directory: JobDirectory) -> JobConfig:
     """Return a job with the settings of its candidate."""
     try:
-        stored = (identity_in(directory) or {})["job"]
+        stored = mapping_in(directory.path / "job.yaml")["job"]
         sections = {section: _stored(getattr(job, section), stored[section]) for section in _VARIED}
         changed = {"name": name, "seed": int(stored["seed"]), **sections}
     except (KeyError, TypeError, ValueError, ValidationError) as error:

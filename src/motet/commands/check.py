@@ -36,9 +36,9 @@ from motet.core.batch import Batch, Segment
 from motet.core.errors import ConfigError, RunError, for_scripts
 from motet.core.types import Group
 from motet.data.rows import row_of
-from motet.hosts.before_loading import Checked, auto_kernels, changes_of, check_before_loading
+from motet.hosts.checks import Checked, check_run
 from motet.hosts.host import Host, opened_host
-from motet.hosts.launch import own_switches
+from motet.hosts.launch import auto_kernels, own_switches
 from motet.hosts.preparing import notes_of, prepare_all
 from motet.hosts.running import config_of
 from motet.observe.text import duration_text, plain_console
@@ -46,7 +46,6 @@ from motet.observe.trackers import load as load_observer
 from motet.rewards import reference_check
 from motet.rewards.reward_elsewhere import weights_of
 from motet.runtime.answer_signs import Earned
-from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.held_out import LOG_LIKELIHOOD
 from motet.runtime.interrupt import Interrupt
 from motet.runtime.job import Job, Services
@@ -99,13 +98,14 @@ def check_config(config: RunConfig, rollouts: int, *, ask: bool = False) -> bool
         load_observer(one)
     with TemporaryDirectory(prefix="motet-check-") as scratch, contextlib.ExitStack() as stack:
         directory = stack.enter_context(contextlib.closing(RunDirectory(Path(scratch))))
-        checked = check_before_loading(config, accept_changes=True)
-        refused = _print_changes(console, config, checked)
+        checked = check_run(config, accept_changes=True)
+        refused = _print_changes(console, checked)
         console.print(f"loading {config.base} …")
         alone = config.model_copy(update={"engine": config.engine.model_copy(update={"samplers": 0})})
         stack.enter_context(own_switches())
-        jobs = functools.partial(prepare_all, config.jobs, directory, checked.sources, checked.clocks, None)
-        host = stack.enter_context(opened_host(alone, directory, auto_kernels(config), jobs))
+        jobs = functools.partial(prepare_all, checked, directory)
+        own = auto_kernels(config.engine, (given.directory for given in checked.jobs))
+        host = stack.enter_context(opened_host(alone, directory, own, jobs))
         for note in [*host.workshop.notes, *notes_of(host.jobs)]:
             console.print(f"note: {note}", soft_wrap=True)
         here: Any = getattr(host.base, "here", host.base)  # None if ranks alone load the base
@@ -114,7 +114,7 @@ def check_config(config: RunConfig, rollouts: int, *, ask: bool = False) -> bool
             if unsaid := never_said(job.chat, job.data.train, head.twins):
                 console.print(f"job {job.name}: {unsaid}", style="red", highlight=False, soft_wrap=True)
         print_rates(console, host.jobs)
-        steps = {job.name: FirstSteps.read(JobDirectory(Path(config.run) / job.name)) for job in config.jobs}
+        steps = {given.config.name: FirstSteps.read(given.directory) for given in checked.jobs}
         begun = {name: found for name, found in steps.items() if found is not None and name not in refused}
         Interrupt().run(lambda: _check_all(console, host.jobs, host, rollouts, failing, config.prices, begun, ask))
         console.print(_longest(host.base, config.engine, max(need.tokens for need in host.needs)))
@@ -127,15 +127,14 @@ def check_config(config: RunConfig, rollouts: int, *, ask: bool = False) -> bool
     return not failing and not refused
 
 
-def _print_changes(console: Console, config: RunConfig, checked: Checked) -> set[str]:
+def _print_changes(console: Console, checked: Checked) -> set[str]:
     """Print and return the jobs that `motet run` would refuse to resume."""
     refused = set[str]()
-    for job in config.jobs:
+    for given in checked.jobs:
         try:
-            directory = JobDirectory(Path(config.run) / job.name)
-            changes_of(directory, job, checked.identities[job.name], accept_changes=False)
+            given.check(accept_changes=False)
         except RunError as error:
-            refused.add(job.name)
+            refused.add(given.config.name)
             console.print(f"motet run refuses this: {error}", style="red", soft_wrap=True)
     return refused
 

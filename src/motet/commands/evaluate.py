@@ -20,15 +20,16 @@ from motet.commands.answers import INTERRUPTED, check_place, say, say_untrained,
 from motet.commands.candidates import known_jobs
 from motet.commands.compare import print_differences
 from motet.config import JobConfig, RunConfig
-from motet.config.jobfile import load_jobs, validate_as
+from motet.config.jobfile import check_fields, load_jobs
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
 from motet.core.near import close_matches
 from motet.core.plain_json import as_json
 from motet.core.types import AdapterRef, Group
 from motet.data.sources import has_splits
-from motet.hosts.before_loading import auto_kernels, check_before_loading
+from motet.hosts.checks import check_run
 from motet.hosts.host import Host, opened_host
+from motet.hosts.launch import auto_kernels
 from motet.hosts.preparing import prepare_all
 from motet.model.find import find_adapter
 from motet.observe.report.comparison import Difference
@@ -150,11 +151,13 @@ def evaluate(
         stack.callback(directory.close)
         engine = config.engine.model_copy(update={"slots": 1})
         alone = config.model_copy(update={"run": scratch, "jobs": [task], "observers": [], "engine": engine})
-        begun = JobDirectory(Path(config.run) / task.name)  # the prompts that the job has
-        checked = check_before_loading(alone, begun=begun)
+        begun = {
+            name: JobDirectory(Path(config.run) / name) for name in (task.name, *(job.name for job in config.jobs))
+        }
+        checked = check_run(alone, original=begun[task.name])  # the prompts that the job has
         say(f"loading {config.base} …", aside=True)
-        jobs = functools.partial(prepare_all, [task], directory, checked.sources, checked.clocks, None)
-        host = stack.enter_context(opened_host(alone, directory, auto_kernels(config), jobs))
+        jobs = functools.partial(prepare_all, checked, None)
+        host = stack.enter_context(opened_host(alone, directory, auto_kernels(config.engine, begun.values()), jobs))
         (job,) = host.jobs
         rows = (job.data.holdout if asked.data is None else job.data.train)[: asked.rows]
         if not rows:
@@ -244,7 +247,7 @@ def task_of(config: RunConfig, names: Sequence[str], asked: Asked) -> JobConfig:
         tree["rewards"] = list(asked.rewards)
     elif isinstance(job.algorithm, RowAlgorithm):
         raise ConfigError(f"job {name} learns rows and has no reward: give one with --reward, and problems with --data")
-    return validate_as(JobConfig, tree, f"job {name}")
+    return check_fields(JobConfig, tree, f"job {name}")
 
 
 class _Evaluation:

@@ -21,7 +21,7 @@ from motet.core.nested import names_of
 from motet.data.columns import FIRST_ROWS, Columns
 from motet.data.dataset import load_dataset
 from motet.data.sources import read_rows
-from motet.hosts.before_loading import check_before_loading
+from motet.hosts.checks import check_run
 from motet.model.find import find_base
 
 _T = TypeVar("_T")
@@ -95,7 +95,7 @@ def write_job_file(
         heading + yaml.safe_dump({"base": base, "jobs": [tree]}, sort_keys=False, allow_unicode=True), encoding="utf-8"
     )
     try:
-        check_before_loading(load_jobs(file))
+        check_run(load_jobs(file))
     except MotetError:
         for path in made:
             path.unlink()

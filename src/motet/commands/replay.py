@@ -29,9 +29,9 @@ from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosts.running import run_config
 from motet.hosts.starts import engine_of_host
 from motet.rewards.judge_answers import FILE, JudgeAnswers
-from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.fork import fork
+from motet.runtime.opening import RULES
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import (
     builder_of,

@@ -21,8 +21,8 @@ from motet.config.chain import chains
 from motet.core.errors import ConfigError, MotetError, ServiceError
 from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.data.row_files import READERS
-from motet.hosts.before_loading import check_data
-from motet.hosts.preparing import Sources
+from motet.data.shared import Sources
+from motet.hosts.checks import Refusals, check_data
 from motet.observe import LogView, glyphs_of
 from motet.observe.text import (
     STATE_STYLES,
@@ -104,7 +104,7 @@ def submit(
         MotetError: one of them was refused; then none is submitted, and their uploads are deleted.
     """
     new = [job for job in jobs if job.name not in known]
-    check_files(new)
+    check_uploads(new)
     files: dict[str, str] = {}
     awaited: dict[str, list[str]] = {}
     to_submit, starts = [], chains(jobs)
@@ -132,21 +132,18 @@ def submit(
     return [by_name[job.name] for job in jobs]
 
 
-def check_files(jobs: Sequence[JobConfig]) -> None:
+def check_uploads(jobs: Sequence[JobConfig]) -> None:
     """Read the files of jobs as the service will, before they are uploaded.
 
     Raises:
         ConfigError: a file is wrong; the message has a line for each job.
     """
-    sources, wrong = Sources(), []
+    sources, refusals = Sources(), Refusals()
     for job in jobs:
         if Path(job.data.source).suffix.lower() in READERS:
-            try:
+            with refusals.of(job.name):
                 check_data(job, sources)
-            except MotetError as error:
-                wrong.append(f"job {job.name}: {error}")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+    refusals.check()
 
 
 def scoring(rewards: Sequence[str], processes: int = 2) -> LocalWork:

@@ -14,13 +14,14 @@ from motet.config.jobfile import load_jobs
 from motet.core.checksums import SUMS, Damage, compare, hash_of
 from motet.core.errors import ConfigError, MotetError, RunError
 from motet.core.model_info import card_of
+from motet.core.plain_yaml import mapping_in
 from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
-from motet.hosts.preparing import Sources
-from motet.runtime.beginning import RULES
+from motet.data.shared import Sources
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.damage import damages, identity_in
+from motet.runtime.damage import damages
 from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
+from motet.runtime.opening import RULES
 from motet.runtime.ownership import removed_jobs
 from motet.runtime.receipts import (
     KERNELS,
@@ -80,7 +81,7 @@ def verify(directory: Path, jobs_file: Path | None = None, overrides: Sequence[s
         say(f"{path.name}: {counted}, all as they were saved{early}")
         if first := first_receipt(job.receipts):
             say(f"{path.name}: not checked: the receipts before version {first}; they were lost, and that was accepted")
-        if card := card_of(str((identity_in(job) or {}).get(KERNELS, ""))):
+        if card := card_of(str(mapping_in(path / "job.yaml").get(KERNELS, ""))):
             say(f"{path.name}: not checked: {_ON_CARDS} {card}")
         for number in job.versions():
             if not (job.version(number) / SUMS).is_file():

@@ -9,6 +9,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from motet.algorithms.client import ClientDriven
 from motet.config.adapters import AdapterConfig
 from motet.config.chain import check_chains
 from motet.config.data import GENERATED_ROWS, GIVEN_ROWS, OF_CLIENT, DataConfig
@@ -75,12 +76,29 @@ class RunConfig(HostConfig):
                 "cluster.launcher torchrun starts the ranks of one host: set engine.ranks (or engine.shard) to as many "
                 "processes as it starts, and leave engine.hosts out"
             )
-        team = next((job.name for job in self.jobs if job.team), None)
-        elsewhere = self.engine.hosts > 1 or self.engine.n_ranks > 1 or self.cluster.launcher == "ray"
-        if team is not None and (elsewhere or self.rollout.engine != "embedded"):
-            raise ValueError(f"job {team}: {NOT_ON_HOSTS}")
+        if wrong := [f"job {job.name}: {why}" for job in self.jobs if (why := self._unfit(job))]:
+            raise ValueError("\n  ".join(wrong))
         check_chains(self.jobs)
         return self
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether hosts in other processes run the jobs."""
+        return self.engine.hosts > 1 or self.cluster.launcher == "ray"
+
+    def _unfit(self, job: JobConfig) -> str:
+        """Why no run can train a job, or none on its hosts; empty if one can."""
+        if isinstance(job.algorithm, ClientDriven):
+            return "algorithm.type client: clients reach a service alone (`motet serve`), and make such jobs there"
+        if job.team and (self.on_hosts or self.engine.n_ranks > 1 or self.rollout.engine != "embedded"):
+            return NOT_ON_HOSTS
+        own = "reward is a function" if any(reward.function is not None for reward in job.rewards) else ""
+        if self.on_hosts and (own := own or ("rows are" if job.data.rows is not None else "")):
+            return (
+                f"its {own} of this process, which hosts do not have; name a file instead (file.py:function, data.source), or "
+                "set engine.hosts to 1"
+            )
+        return ""
 
     @field_validator("jobs")
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 from motet.config.adapters import ADAPTERS, SHAPE, AdapterConfig, adapter_type
 from motet.config.job import JobConfig
 from motet.core import plain_yaml
-from motet.core.errors import AdapterError, ConfigError
+from motet.core.errors import AdapterError
 from motet.core.tensor_header import saved_targets
 from motet.core.types import ADAPTER_CONFIG
 
@@ -140,8 +140,8 @@ def take_shapes(jobs: Sequence[Any], run: str | None = None) -> list[Any]:
 
 
 def _begun(identity: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
-        adapter = plain_yaml.read(identity.read_text("utf-8"))["job"]["adapter"]
+    with contextlib.suppress(KeyError, TypeError):
+        adapter = plain_yaml.mapping_in(identity)["job"]["adapter"]
         return _shape_in(adapter) if adapter["init"] else {}
     return {}
 

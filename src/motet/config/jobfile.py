@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from motet.config import Config, EngineConfig, RunConfig
 from motet.config.chain import take_shapes
 from motet.config.engine import ClusterConfig
-from motet.config.mistakes import check_fields, explain, refuse, unknown_fields
+from motet.config.mistakes import explain, refuse, unknown_fields
 from motet.config.service import ServiceConfig
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError, for_scripts
@@ -69,7 +69,7 @@ def load_service(path: Path | None, hosts: int | None = None, ray: str | None = 
     if hosts is not None and config.bases:
         raise ConfigError("--hosts is for one base: with several, set `hosts` of each in the --config file")
     if hosts is not None:
-        engine = validate_as(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
+        engine = check_fields(EngineConfig, {**config.engine.model_dump(), "hosts": hosts}, "--hosts")
         config = config.model_copy(update={"engine": engine})
     if ray is not None:
         config = config.model_copy(update={"cluster": ClusterConfig(launcher="ray", address=ray)})
@@ -85,8 +85,8 @@ def _read_service(path: Path) -> ServiceConfig:
             "%s: takeover_seconds is ignored: engines go on while the HTTP process starts again; remove it", path
         )
         tree = {name: value for name, value in tree.items() if name != "takeover_seconds"}
-    check_fields(tree, ServiceConfig, str(path))
-    config = validate_as(ServiceConfig, tree, str(path))
+    refuse(list(unknown_fields(tree, ServiceConfig).values()), str(path))
+    config = check_fields(ServiceConfig, tree, str(path))
     rewards = {
         name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
         for name, one in config.rewards.items()
@@ -160,7 +160,7 @@ def jobs_of(
     stem = Path(where).stem if directory is not None else "default"
     whole = {"run": f"runs/{stem}", **tree}
     shaped = take_shapes(jobs, None if directory is None else str(whole["run"]))
-    config = validate_as(RunConfig, {**whole, "jobs": shaped}, where, list(unknown.values()))
+    config = check_fields(RunConfig, {**whole, "jobs": shaped}, where, list(unknown.values()))
     refuse(list(unknown.values()), where)
     return config
 
@@ -335,16 +335,11 @@ def _resolve_code(value: Any, directory: Path) -> Any:
 
 
 def validate(tree: Tree, where: str) -> RunConfig:
-    """Check a tree of plain values against the configuration of a run, as `validate_as` does."""
-    return validate_as(RunConfig, tree, where)
+    """Check a tree of plain values against the configuration of a run, as `check_fields` does."""
+    return check_fields(RunConfig, tree, where)
 
 
-def validate_local(tree: Tree, where: str) -> RunConfig:
-    """`validate` for jobs whose files are on this machine: adapters that they start from give their shape."""
-    return validate({**tree, "jobs": take_shapes(tree["jobs"], str(tree["run"]))}, where)
-
-
-def validate_as(root: type[Valid], tree: Tree, where: str, also: Sequence[str] = ()) -> Valid:
+def check_fields(root: type[Valid], tree: Tree, where: str, also: Sequence[str] = ()) -> Valid:
     """Check a tree of plain values against a configuration; mistakes come as one `ConfigError` with a line each.
 
     `also` are lines about unknown fields, which the tree does not have any more.

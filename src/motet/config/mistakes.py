@@ -153,11 +153,6 @@ def unknown_fields(tree: Mapping[Any, Any], model: type[Config]) -> dict[Any, st
     return {name: f"{name}: {no_such_field(str(name), model)}" for name in tree if name not in known}
 
 
-def check_fields(tree: Mapping[Any, Any], model: type[Config], where: str) -> None:
-    """Refuse all unknown fields of a file together, by a ConfigError."""
-    refuse(list(unknown_fields(tree, model).values()), where)
-
-
 def refuse(lines: Sequence[str], where: str) -> None:
     """Raise the lines of `unknown_fields` as a ConfigError, if there are any."""
     lines = lines[:MOST_MISTAKES]

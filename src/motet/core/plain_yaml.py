@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,6 +15,7 @@ DEEPEST = 32
 """Deepest nesting of lists and mappings: the time of a YAML scanner grows with its square, and readers are recursive."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The one in C is ten times as fast; a host opens all its jobs when it resumes."""
 
 
 def read(text: str, *, aliases: bool = True) -> Any:
@@ -48,6 +51,23 @@ def read(text: str, *, aliases: bool = True) -> Any:
         raise ConfigError(
             "it is not YAML: a value is none of the type that is written before it (!!int, !!bool, …); leave that out"
         ) from error
+
+
+def values_of(text: str) -> Any:
+    """The values of a text that Motet wrote."""
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def mapping_in(file: Path) -> dict[str, Any]:
+    """The mapping in a file that Motet wrote; empty if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, OverflowError, yaml.YAMLError):
+        values = values_of(file.read_text("utf-8"))
+        return values if isinstance(values, dict) else {}
+    return {}
 
 
 def _why(error: Exception) -> str:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from motet.config import HostConfig
-from motet.config.jobfile import validate_as
+from motet.config.jobfile import check_fields
 from motet.core.errors import DeviceLost, RunError
 from motet.hosts.answers import reason
 from motet.hosts.launch import warm_up
@@ -52,7 +52,7 @@ def main() -> None:
         os.umask(0o077)
     try:
         tree = {"base": start.base, "engine": start.engine, "rollout": start.rollout}
-        config = validate_as(HostConfig, tree, "motet serve")
+        config = check_fields(HostConfig, tree, "motet serve")
         engine = config.engine.model_copy(update={"trust_remote_code": start.trust_remote_code})
         config = config.model_copy(update={"engine": engine})
         with contextlib.ExitStack() as stack:

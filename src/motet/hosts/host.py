@@ -10,21 +10,21 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from motet.chat.clock import moment
-from motet.config import HostConfig, JobConfig, budgets
+from motet.config import HostConfig, budgets
 from motet.config.service import Largest
 from motet.core.model_info import ModelInfo
+from motet.data.shared import ReadData, Sources
+from motet.hosts.checks import check_files
 from motet.hosts.launch import assemble, open_base
-from motet.hosts.preparing import ReadData, Sources, identity, prepare
+from motet.hosts.preparing import identity, prepare
 from motet.hosts.workshop import Workshop
 from motet.kernels.cpu.choice import Choice, kernels_of
 from motet.rewards.judge_http import of_a_run
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.base_judge import BaseJudge
-from motet.runtime.beginning import check_rules, clock_at
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
-from motet.runtime.opening import open_job
+from motet.runtime.opening import Given, open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import Materials
@@ -87,8 +87,7 @@ class Host:
 
     def add(
         self,
-        config: JobConfig,
-        known: Mapping[str, Any],
+        given: Given,
         sources: Sources,
         read: MutableMapping[str, ReadData] | None = None,
         step_tokens: int | None = None,
@@ -96,17 +95,18 @@ class Host:
         accept_changes: bool = False,
         accept_damage: bool = False,
     ) -> Job:
-        """Prepare a job that comes now, and open its directory. Arguments as of `prepare` and `take`, which say what it raises.
+        """Check and prepare a job that comes now, and open its directory. Arguments as of `prepare` and `take`.
 
         Raises:
+            MotetError: as those; what a job that has begun names was checked then.
             RunError: without `accept_changes`, it began under other rules.
         """
-        directory = self.directory.job(config.name)
-        if not accept_changes:
-            check_rules(directory)
-        clock = clock_at(directory, known, moment())
-        job, need = prepare(config, self.info, self.directory, sources, clock, read, step_tokens=step_tokens)
-        self.take(job, known, [need], accept_changes=accept_changes, accept_damage=accept_damage)
+        if given.newest is None:
+            check_files([given], sources)
+        elif not accept_changes:
+            given.check_rules()
+        job, need = prepare(given, self.info, sources, read, step_tokens=step_tokens)
+        self.take(job, given.known, [need], accept_changes=accept_changes, accept_damage=accept_damage)
         return job
 
     def take(

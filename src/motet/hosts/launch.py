@@ -6,7 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,12 @@ from motet.core.errors import ConfigError
 from motet.core.model_info import ModelInfo
 from motet.hosts.slot_memory import FreeMemory, SampleMemory, check_slots
 from motet.hosts.workshop import Workshop
-from motet.kernels.cpu.choice import Choice, kernels_of
+from motet.kernels.cpu.choice import Choice, kernels_of, of_jobs
 from motet.model import lean_import
 from motet.process.allocator import keep_freed_memory, without_collections
 from motet.protocols import Trainer
+from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.identity import computed_by
 from motet.runtime.rundir import RunDirectory
 
 if TYPE_CHECKING:
@@ -354,3 +356,19 @@ def sampling(base: LoraModel, config: EngineConfig, rows: int, tokens: int) -> I
         yield EmbeddedEngine(base, device, max_rows=rows, kv_tokens=kv_tokens, prefill_tokens=tokens)
     finally:
         device.close()
+
+
+def auto_kernels(engine: EngineConfig, jobs: Iterable[JobDirectory]) -> Choice | None:
+    """The kernels that `auto` selects: those that these jobs began with, or the fastest here.
+
+    Raises:
+        ConfigError: the jobs began with own kernels, which do not support a setting.
+    """
+    if engine.kernels != "auto":
+        return None
+    choice = of_jobs(computed_by(jobs))
+    if choice.kept and (setting := engine.excludes(choice.kernels)):
+        raise ConfigError(
+            f"jobs of this run began with Motet's own kernels, which do not know the setting engine.{setting}: leave it out"
+        )
+    return choice

@@ -21,6 +21,7 @@ from motet.config import EngineConfig, HostConfig, JobConfig, RolloutConfig, bud
 from motet.core.errors import EngineError
 from motet.core.types import JobState, Wanted
 from motet.data.row_files import OF_A_JOB
+from motet.data.shared import ReadData, Sources
 from motet.environments import episode_messages as e
 from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.hosts import messages as m
@@ -28,7 +29,7 @@ from motet.hosts.answers import Answers, Send, reason
 from motet.hosts.base_speed import measure_steps
 from motet.hosts.host import opened_host
 from motet.hosts.line import Gone, Outbox, ServiceLine
-from motet.hosts.preparing import ReadData, Sources, bytes_of_rows, first_notes
+from motet.hosts.preparing import bytes_of_rows, first_notes
 from motet.hosts.reports import EveryStep, UsageReports
 from motet.hosts.scores import AskedOfService
 from motet.hosts.workshop import Workshop
@@ -41,9 +42,9 @@ from motet.rewards.reward_elsewhere import ELSEWHERE
 from motet.rewards.reward_installed import Installed
 from motet.rewards.reward_pool import RewardPool
 from motet.rewards.reward_walls import Walls
-from motet.runtime.identity import of_config
 from motet.runtime.job import Job
 from motet.runtime.meter import Meter
+from motet.runtime.opening import Given
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobChanged, JobEvent
 from motet.runtime.rundir import RunDirectory
@@ -236,15 +237,15 @@ class HostProcess:
 
     def _prepared(self, message: m.AddJob, room: float, charge: Callable[[float], None]) -> Job:
         """A job that has done a step keeps what it began with, whatever it takes. Runs in a thread."""
-        start, name = self._start, str(message.job["name"])
-        endless = start.own_jobs or self.directory.job(name).newest() is not None
+        start, config = self._start, JobConfig.model_validate(message.job)
+        installed = {name: str(one["target"]) for name, one in start.rewards.items()}
+        given = Given(config, self.directory.job(config.name), installed)
+        endless = start.own_jobs or given.newest is not None
         with (Pace(seconds=math.inf) if endless else Pace(room)).kept(charge):
             sources = Sources(None if start.own_jobs else OF_A_JOB)
-            config = JobConfig.model_validate(message.job)
-            known = of_config(config, {name: str(one["target"]) for name, one in start.rewards.items()})
             most = self._shared.steps.of(message.tenant)
             accepts = {"accept_changes": start.accept_changes, "accept_damage": start.own_jobs and start.accept_changes}
-            job = self.host.add(config, known, sources, self._read, most, **accepts)
+            job = self.host.add(given, sources, self._read, most, **accepts)
             committed = job.directory.newest()
             job.progress.step, job.notes = (0, first_notes(job)) if committed is None else (committed.step, ())
         job.observer = EveryStep(job.directory, message.first_step, self._tell)

@@ -9,18 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from motet.config import Config, EngineConfig, JobConfig, RunConfig, StopConfig
+from motet.config import Config, EngineConfig, JobConfig, RunConfig
 from motet.core.errors import ConfigError, RunError, for_scripts
 from motet.core.types import JobState
-from motet.hosts.before_loading import (
-    Checked,
-    auto_kernels,
-    check_before_loading,
-    check_something_is_left,
-    on_hosts,
-)
+from motet.hosts.checks import Checked, check_run
 from motet.hosts.host import opened_host
-from motet.hosts.launch import own_switches
+from motet.hosts.launch import auto_kernels, own_switches
 from motet.hosts.preparing import notes_of, prepare_all
 from motet.hosts.runs import HostedRun, Observe, Run, follow, notices_to
 from motet.observe.follow import Followers, begin, job_of_run
@@ -29,10 +23,9 @@ from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.interrupt import Interrupt
+from motet.runtime.opening import TOO_LATE, Given
 from motet.runtime.progress import JobProgress
-from motet.runtime.rundir import RunDirectory
 from motet.runtime.settings import setting_of
-from motet.runtime.stopping import ended_early
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
@@ -68,32 +61,39 @@ def run_config(
     """
     if sequential:
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": 1, "hosts": 1})})
-    several = on_hosts(config) and not sequential and base is None
+    several = config.on_hosts and not sequential and base is None
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(rundir.opened(Path(config.run), "run" if several else ""))
         seen = stack.enter_context(_followed(config, directory.path, observe, notify))
         loaded = base is not None
-        checked = check_before_loading(config, accept_changes=accept_changes, loaded=loaded, begun=original)
-        check_something_is_left(config, checked)
+        checked = check_run(config, accept_changes=accept_changes, loaded=loaded, original=original)
+        _check_something_is_left(checked)
         loading()
-        own = auto_kernels(config)
+        own = auto_kernels(config.engine, (given.directory for given in checked.jobs))
         if several:
             stack.enter_context(notices_to(notify))
             run: Run = HostedRun(config, directory, own, accept_changes=accept_changes)
         else:
             stack.enter_context(own_switches())
-            jobs = functools.partial(prepare_all, config.jobs, directory, checked.sources, checked.clocks, original)
+            jobs = functools.partial(prepare_all, checked, None)
             run = host = stack.enter_context(opened_host(config, directory, own, jobs, base=base))
-            for job in host.jobs:
-                known = checked.identity(job.config)
-                host.take(job, known, accept_changes=accept_changes, accept_damage=accept_changes)
+            for job, given in zip(host.jobs, checked.jobs, strict=True):
+                host.take(job, given.known, accept_changes=accept_changes, accept_damage=accept_changes)
             run.notes.extend(notes_of(host.jobs))
         progress = run.progress()
-        run.notes.extend(_taken_up(config.jobs, progress, directory, checked))
+        run.notes.extend(_taken_up(checked, progress))
         started(run)
         (interrupt := Interrupt(notify)).run(lambda: follow(run, interrupt, seen))
     results = {job.name: _result(job, directory.job(job.name)) for job in progress}
     return RunResult(directory.path, results, _report(directory.path), tuple(run.notes))
+
+
+def _check_something_is_left(checked: Checked) -> None:
+    """Refuse accepted changes that no job can take up any more. Raises RunError."""
+    changed = [given for given in checked.jobs if given.changed]
+    if changed and all(given.ended for given in checked.jobs):
+        told = "".join(f"job {given.config.name}: {given.told}" for given in changed)
+        raise RunError(f"{told}{TOO_LATE}")
 
 
 @contextlib.contextmanager
@@ -125,36 +125,33 @@ def _followed(
         yield seen
 
 
-def _taken_up(
-    jobs: Sequence[JobConfig], progress: Sequence[JobProgress], directory: RunDirectory, checked: Checked
-) -> list[str]:
+def _taken_up(checked: Checked, progress: Sequence[JobProgress]) -> list[str]:
     """Start from what earlier processes left; gives why accepted changes do not apply, and why some may go unnoticed."""
-    for job, now in zip(jobs, progress, strict=True):
-        now.setting = setting_of(checked.identity(job))
-        _take_up(directory.job(job.name), now, job.stop_when, changed=job.name in checked.changed)
-    ended = [job.name for job in progress if job.name in checked.changed and job.state.final]
+    notes = list[str]()
+    for given, now in zip(checked.jobs, progress, strict=True):
+        now.setting = setting_of(given.known)
+        _take_up(Given(given.config, given.directory), now, changed=bool(given.changed))
+        if given.changed and now.state.final:
+            notes.append(
+                f"job {now.name}: it has ended, so your changes do not apply to it; train it under another name"
+            )
     return [
-        *(
-            f"job {name}: it has ended, so your changes do not apply to it; train it under another name"
-            for name in ended
-        ),
-        *(f"job {name}: {why}" for name, one in checked.identities.items() for why in one.get(NOT_FOLLOWED, ())),
+        *notes,
+        *(f"job {job.config.name}: {why}" for job in checked.jobs for why in job.known.get(NOT_FOLLOWED, ())),
     ]
 
 
-def _take_up(directory: JobDirectory, progress: JobProgress, when: StopConfig, *, changed: bool) -> None:
+def _take_up(given: Given, progress: JobProgress, *, changed: bool) -> None:
     """Jobs that ended stay ended (unless more steps are wanted), others go on."""
-    committed = directory.newest()
+    directory, committed = given.directory, given.newest
     if committed is None:
         return
     progress.step, notes = committed.step, directory.read_tokens(committed)
     progress.take_up({**line, **notes.get(int(line["step"]), {})} for line in directory.read_metrics(committed))
     progress.choose(committed.best_version, committed.best_by)
-    state = directory.read_status().get("state")
-    early = ended_early(directory, when) if committed.step < progress.steps else ""
-    if state == JobState.CANCELLED or (state == JobState.SUCCEEDED and (early or committed.step >= progress.steps)):
-        progress.state = JobState(state)
-        progress.message = (early or "done before") if state == JobState.SUCCEEDED else "cancelled before"
+    if given.ended:
+        progress.state = JobState(given.state)
+        progress.message = (given.early or "done before") if given.state == JobState.SUCCEEDED else "cancelled before"
         progress.message += "; your changes do not apply to it" if changed else ""
 
 
@@ -227,20 +224,25 @@ def config_of(
     Raises:
         ConfigError: a field is wrong; `where` stands before what is said of it.
     """
-    from motet.config.jobfile import validate_local
+    from motet.config.chain import take_shapes
+    from motet.config.jobfile import validate
 
     if isinstance(jobs, Mapping | str | Config) or not isinstance(jobs, Iterable):
         raise ConfigError(
             f"{where}: jobs must be a list of jobs (got {type(jobs).__name__}); those of a file are motet.load_jobs(file).jobs"
         )
+    run, trees = (
+        str(directory or f"runs/{_script_name()}"),
+        [dict(job) if isinstance(job, Mapping) else job for job in jobs],
+    )
     tree = {
         "base": base,
-        "run": str(directory or f"runs/{_script_name()}"),
+        "run": run,
         "engine": engine or {},
         "observers": list(observers),
-        "jobs": [dict(job) if isinstance(job, Mapping) else job for job in jobs],
+        "jobs": take_shapes(trees, run),
     }
-    return validate_local(tree, where)
+    return validate(tree, where)
 
 
 def _script_name() -> str:

@@ -21,20 +21,19 @@ from motet.algorithms.algorithm import StepBatch
 from motet.algorithms.client import ClientLoss, batch_of
 from motet.chat.template import Chat, stop_token_ids
 from motet.config import OF_CLIENT, AdapterConfig, EngineConfig, HostConfig, JobConfig, RolloutConfig, budgets
-from motet.config.jobfile import validate_as
+from motet.config.jobfile import check_fields
 from motet.config.service import Largest
 from motet.core import seeds
 from motet.core.batch import Loss, LossStats, Optimizer, OptimStats, Sample, Segment, Trained
 from motet.core.errors import AdapterError
 from motet.core.types import Chunk, FloatArray, GenerateRequest, Group, Problem, Rollout, SamplingParams
+from motet.data.shared import Sources
 from motet.environments.episode import extended
 from motet.hosts.host import opened_host
-from motet.hosts.launch import own_switches
-from motet.hosts.preparing import Sources
-from motet.kernels.cpu.choice import of_jobs
+from motet.hosts.launch import auto_kernels, own_switches
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.identity import computed_by, of_config
+from motet.runtime.opening import Given
 from motet.runtime.session import FinishedStep, Session
 
 Result = TypeVar("Result")
@@ -126,7 +125,7 @@ class Verbs:
             RunError: the directory cannot be used, or another process uses it.
         """
         tree = {"base": base, "engine": engine or ({} if rollout else {"samplers": 0}), "rollout": rollout or {}}
-        config = validate_as(HostConfig, tree, "motet.Verbs")
+        config = check_fields(HostConfig, tree, "motet.Verbs")
         self._commits, self._starts = directory is not None, Counter[str]()
         self._accept_changes = accept_changes
         self._adapters: dict[str, _Adapter] = {}
@@ -134,10 +133,9 @@ class Verbs:
         with own_switches(), ExitStack() as opening:
             place = Path(directory or opening.enter_context(TemporaryDirectory(prefix="motet-verbs-")))
             runs = opening.enter_context(rundir.opened(place))
-            known = computed_by(JobDirectory(path) for path in sorted(place.iterdir()) if path.is_dir())
-            own = of_jobs(known) if config.engine.kernels == "auto" else None
+            begun = (JobDirectory(path) for path in sorted(place.iterdir()) if path.is_dir())
             largest = Largest(_SHAPE.rank, 0), budgets.Need(longest, 0)
-            self._host = opening.enter_context(opened_host(config, runs, own, largest))
+            self._host = opening.enter_context(opened_host(config, runs, auto_kernels(config.engine, begun), largest))
             tokenizer = self._host.info.tokenizer
             self._chat = Chat.plain(tokenizer)
             self._stops = stop_token_ids(tokenizer, self._host.info.eos_token_ids)
@@ -176,7 +174,7 @@ class Verbs:
             "steps": _STEPS,
             "seed": seed,
         }
-        return self._call(lambda: self._add(validate_as(JobConfig, tree, f"adapter {name}")))
+        return self._call(lambda: self._add(check_fields(JobConfig, tree, f"adapter {name}")))
 
     def remove_adapter(self, name: str) -> None:
         """Give its slot back. What was committed stays."""
@@ -246,8 +244,9 @@ class Verbs:
     # --- in the event loop -----------------------------------------------------------------------------------------------
 
     async def _add(self, config: JobConfig) -> int:
-        host, name, known, accepts = self._host, config.name, of_config(config), self._accept_changes
-        job = await asyncio.to_thread(host.add, config, known, Sources(), accept_changes=accepts)
+        host, name = self._host, config.name
+        given = Given(config, host.directory.job(name))
+        job = await asyncio.to_thread(host.add, given, Sources(), accept_changes=self._accept_changes)
         if not self._commits:
             job.directory.materials = None  # receipts of what nobody keeps
         job.starts = self._starts[name]

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
+from motet.core.plain_yaml import mapping_in
 
 _URL = re.compile(r"^(\w[\w+.-]*://)(?:[^/?#]*@)?([^?#]*).*$", re.DOTALL)
 
@@ -41,11 +41,8 @@ class ObservedJob:
 
         Values of reward and environment arguments, and URL queries, are left out: they can hold keys.
         """
-        try:
-            known = _without_keys(yaml.safe_load((self.path / "job.yaml").read_text("utf-8")))
-            return known if isinstance(known, dict) else {}
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
+        known: Mapping[str, Any] = _without_keys(mapping_in(self.path / "job.yaml"))
+        return known
 
     @property
     def label(self) -> str:

@@ -6,12 +6,10 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
-
-import yaml
 
 from motet.core.checksums import SUMS, Damage, compare, hash_of, version_damage
 from motet.core.errors import RunError
+from motet.core.plain_yaml import mapping_in
 from motet.runtime.checkpoint import Committed, JobDirectory, cut_back
 from motet.runtime.manifest import Record, sum_of
 from motet.runtime.receipts import (
@@ -28,26 +26,6 @@ from motet.runtime.rollout_logs import in_order, must_be_there, rollout_sums
 _GO_ON = "put it back, or use --accept-changes to continue with the present files"
 _REMOVE = "remove it, or use --accept-changes to keep it"
 _LOOKS = 50
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one in C is ten times as fast; a host opens all its jobs when it resumes."""
-
-
-def identity_in(directory: JobDirectory) -> dict[str, Any] | None:
-    """The content of job.yaml; None if it cannot be read."""
-    try:
-        values = values_of((directory.path / "job.yaml").read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    return values if isinstance(values, dict) else None
-
-
-def values_of(text: str) -> Any:
-    """The plain values of a YAML text."""
-    loader = _Loader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
 
 
 def damages(directory: JobDirectory) -> list[Damage]:
@@ -115,7 +93,7 @@ def identity_damage(directory: JobDirectory) -> Iterator[Damage]:
     if not path.exists() and allowed:
         yield Damage(path, "is missing", remedy)
     elif path.exists() and sum_of(path) not in allowed:
-        if identity_in(directory) is None:
+        if not mapping_in(path):
             yield Damage(path, "is damaged", remedy)
         elif allowed:
             yield Damage(path, "is not what was saved", remedy)

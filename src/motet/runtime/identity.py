@@ -13,7 +13,6 @@ from typing import Any
 from motet.config import GIVEN_ROWS, JobConfig
 from motet.core import plain_yaml
 from motet.core.checksums import hash_of, sums_of
-from motet.core.errors import ConfigError
 from motet.core.plain_json import as_json
 from motet.core.types import ADAPTER_WEIGHTS
 from motet.data.tables import as_written
@@ -88,9 +87,9 @@ def learned_before(job: Path, start: Path) -> str:
     """
     places = [start, *start.parents[1:3]]
     record = next((place / RECORD for place in places if (place / RECORD).is_file()), None)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError):
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
         if record is not None:
-            own, before = (plain_yaml.read(file.read_text("utf-8")) for file in (job / RECORD, record))
+            own, before = (plain_yaml.mapping_in(file) for file in (job / RECORD, record))
             return _learned(own["job"]["data"], own["contents"], before["job"]["data"], before["contents"])
     return ""
 

@@ -1,37 +1,213 @@
-"""Open a job's directory: check that it belongs to this job and is undamaged."""
+"""What a job's directory says of it, beside the job as it is given, and how it is opened."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from importlib import metadata
 from typing import Any
 
 import yaml
 
+from motet.chat.clock import moment
+from motet.config import JobConfig
 from motet.core.checksums import replace_file
 from motet.core.errors import RunError
-from motet.runtime.checkpoint import FORKED, JobDirectory
+from motet.core.plain_yaml import mapping_in, values_of
+from motet.core.types import JobState
+from motet.runtime.checkpoint import FORKED, Committed, JobDirectory
 from motet.runtime.damage import (
     accept,
     commit_damages,
     damages,
     identity_damage,
-    identity_in,
     is_closed,
     lost_commits,
     record_damages,
-    values_of,
 )
-from motet.runtime.identity import NOT_FOLLOWED
-from motet.runtime.receipts import differences, known_settings, without_arguments
+from motet.runtime.identity import NOT_FOLLOWED, of_config
+from motet.runtime.receipts import builder_of, differences, known_settings, read_receipt, without_arguments
 from motet.runtime.statements import UNREACHED, sums_in
+from motet.runtime.stopping import Stopping, stopped_early
 
+RULES = 4
+"""Number of the rules that decide a job's bytes besides its settings: how rows are drawn and read, prompts written, the
+vocabulary bounded and the gradients of a client's data added. Whoever changes their meaning raises it together with Motet's
+version, because only versions with its number finish a job as it began."""
+TOO_LATE = (
+    "It has ended, so nothing of the changed job would be trained. Give it another name or run directory (--run; in Python and "
+    "notebooks directory=…) to train it, or undo the change to see what it gave."
+)
+_BEFORE = "computed_before"
 _MOST_LINES = 5
 """Most changes of a file that are told."""
-_BEFORE = "computed_before"
 _BEGAN_WITH = ("rules", "clock")
-"""Not compared as settings are: a job keeps its clock, and `beginning.check_rules` compares the rules."""
+"""Not compared as settings are: a job keeps its clock, and `Stored.check_rules` compares the rules."""
+_RATE_FIELDS = {
+    "optimizer": {"lr", "lr_multiplier"},
+    "algorithm": {"group_size", "groups_per_step", "updates_per_batch"},
+}
+"""What the automatic learning rate depends on in a job."""
+
+
+class Stored:
+    """The directory of a job; each part is read where it is first asked for, and not again."""
+
+    def __init__(self, directory: JobDirectory) -> None:
+        self.directory = directory
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Numbers of the kept commits."""
+        return self.directory.steps()
+
+    @cached_property
+    def newest(self) -> Committed | None:
+        """The newest commit; None before the first. Raises RunError if it is damaged."""
+        return self.directory.committed(self.steps[-1]) if self.steps else None
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """The content of job.yaml; empty if it cannot be read."""
+        return mapping_in(self.directory.path / "job.yaml")
+
+    @cached_property
+    def state(self) -> str:
+        """The last state that was written; empty without one."""
+        return str(self.directory.read_status().get("state") or "")
+
+    @cached_property
+    def forked(self) -> bool:
+        """Whether it is a fork that has not been opened yet."""
+        return (self.directory.path / FORKED).exists()
+
+    def differences(self, now: Mapping[str, Any], *, accepted: bool = False) -> list[str]:
+        """How a job, or the given part of its identity, differs from the one whose steps are here, one line each.
+
+        `now` is as job.yaml gives it back. Raises RunError if something differs that is not `accepted`.
+        """
+        path, accepted = self.directory.path / "job.yaml", accepted or self.forked
+        if not self.steps or not path.exists() or (not self.identity and accepted):
+            return []
+        if not self.identity:
+            raise RunError(f"{path} is damaged: put it back, or use --accept-changes to continue with the job as it is")
+        changes = _changes(self.identity, now) if self.steps[-1] else []
+        if changes and not accepted:
+            raise RunError(
+                f"{_of_another_job(self.directory, changes)}Use another run directory (--run; in Python and notebooks "
+                "directory=…), undo the change, or continue with the changed job by --accept-changes (accept_changes=True in "
+                "Python)."
+            )
+        return changes
+
+    def other_rules(self) -> str:
+        """Say by which other rules it has done steps, and which Motet has them; empty if it has done none by others.
+
+        Raises:
+            RunError: its newest commit or that one's receipt is damaged.
+        """
+        done = self.newest
+        if done is None or not done.step or done.rules == RULES:
+            return ""
+        receipt = self.directory.receipts / f"v{done.step}.json"
+        version = builder_of(read_receipt(receipt)) if receipt.is_file() else "of before 0.1.0"
+        return (
+            f"was trained by Motet {version} with rules {done.rules}, and this is Motet {metadata.version('motet')} with "
+            f"rules {RULES}"
+        )
+
+    def check_rules(self) -> None:
+        """Refuse a job that began under other rules, unless it is a fork. Raises RunError, which names the Motet with them."""
+        if not self.forked and (why := self.other_rules()):
+            raise RunError(
+                f"{self.directory.path} {why}: finish it with that Motet, or continue it by the rules of this one with "
+                "--accept-changes (accept_changes=True in Python); it is then inexact"
+            )
+
+
+class Given(Stored):
+    """A job as it is given, beside its directory."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        directory: JobDirectory,
+        installed: Mapping[str, str] | None = None,
+        *,
+        original: JobDirectory | None = None,
+        now: str = "",
+    ) -> None:
+        """`original` is the directory of the job that is derived again: what that one began with holds.
+
+        `installed` maps an operator's rewards to their functions; `now` is the time of a job that begins (`clock.moment`).
+        """
+        super().__init__(directory)
+        self.config, self.changed = config, list[str]()
+        self._installed, self._now = installed, now
+        self._kept: Stored = self if original is None else Stored(original)
+
+    @cached_property
+    def known(self) -> dict[str, Any]:
+        """What `identity.of_config` says of the job."""
+        return of_config(self.config, self._installed)
+
+    @cached_property
+    def _plain(self) -> Any:
+        return values_of(_as_yaml(self.known))
+
+    @cached_property
+    def early(self) -> str:
+        """Why it ended before its last step (`stopped_early`); empty if it did not."""
+        done = self.newest
+        if done is None or done.step >= self.config.steps or not self.config.stop_when.rules:
+            return ""
+        reason = Stopping(self.config.stop_when, self.directory.read_metrics(done)).reason
+        return reason and stopped_early(reason, done.step, done.best_version)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is finished: it is not trained again, and its code needs no check."""
+        if self.state != JobState.SUCCEEDED or not self.steps:
+            return self.state == JobState.CANCELLED
+        return self.steps[-1] >= self.config.steps or bool(self.early)
+
+    @cached_property
+    def clock(self) -> str:
+        """The time that its chat template sees: that of its beginning.
+
+        It is the present for a job that begins now, also because it was changed before a step, and for one that stored none.
+        Raises RunError if its newest commit is damaged.
+        """
+        kept, done, now = self._kept, self._kept.newest, self._now or moment()
+        if done is None:
+            return now
+        before = {} if done.step or kept.forked else kept.identity
+        return now if before and _changes(before, self._plain) else done.clock or now
+
+    @property
+    def rate(self) -> float | None:
+        """The learning rate of its steps; None without steps, and if what chose it was another then."""
+        before = self._kept.identity if self._kept.steps else {}
+        if not before:
+            return None
+        then, now = before.get("job") or {}, self.config.model_dump(mode="json", include=_RATE_FIELDS)
+        rate = before.get("learning_rate") if _shared_fields(then, now) == _shared_fields(now, then) else None
+        return float(rate) if rate is not None else None
+
+    def check(self, *, accept_changes: bool) -> None:
+        """Note accepted changes. Raises RunError for others, other rules and a damaged commit, and says what to do."""
+        self.changed = self.differences(self._plain, accepted=accept_changes or self.ended)
+        if self.changed and self.ended and not accept_changes:
+            raise RunError(f"{self.told}{TOO_LATE}")
+        if self.newest is not None and not (self.ended or accept_changes):
+            self.check_rules()
+
+    @property
+    def told(self) -> str:
+        """How it differs from its directory, each difference on a line."""
+        return _of_another_job(self.directory, self.changed)
 
 
 def open_job(
@@ -53,14 +229,14 @@ def open_job(
     Raises:
         RunError: it belongs to a different job or is damaged; the message says what to do.
     """
-    accept_changes = accept_changes or (directory.path / FORKED).exists()
-    text, before, steps = _as_yaml(identity), identity_in(directory), directory.steps()
+    stored, text = Stored(directory), _as_yaml(identity)
     now = values_of(text)
-    if steps == [0] and not accept_changes and before is not None and _changes(before, now):
+    before, steps, accept_changes = stored.identity, stored.steps, accept_changes or stored.forked
+    if steps == [0] and not accept_changes and before and _changes(before, now):
         directory.delete()
         steps = []
-    if steps:
-        _check_same(directory, before, now, steps[-1], accept_changes=accept_changes)
+    else:
+        stored.differences(now, accepted=accept_changes)
     for name in ("state", "versions", "rollouts"):
         (directory.path / name).mkdir(parents=True, exist_ok=True)
     otherwise = _computed_otherwise(before, now, steps[-1]) if any(steps) else []
@@ -77,12 +253,6 @@ def open_job(
     return tuple(otherwise)
 
 
-def changed_since(directory: JobDirectory, known: Mapping[str, Any]) -> bool:
-    """Whether a job, or the given part of its identity, differs from the one in its directory."""
-    before = identity_in(directory)
-    return before is not None and bool(_changes(before, values_of(_as_yaml(known))))
-
-
 def _accept_changes(directory: JobDirectory, described: bytes) -> None:
     """Update job.yaml; if later commits were lost, continue from the newest one."""
     lost = directory.steps() != [] and any(lost_commits(directory))
@@ -93,10 +263,10 @@ def _accept_changes(directory: JobDirectory, described: bytes) -> None:
         directory.record(directory.steps(), directory.versions(), closed=not lost and is_closed(directory))
 
 
-def _computed_otherwise(before: Mapping[str, Any] | None, now: Mapping[str, Any], step: int) -> list[str]:
-    if before is None:
+def _computed_otherwise(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+    if not before:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
-    now = {**shared_fields(before, now), **({"code": now["code"]} if "code" in now else {})}
+    now = {**_shared_fields(before, now), **({"code": now["code"]} if "code" in now else {})}
     then, now = ({**one, "job": without_arguments(one.get("job") or {})} for one in (before, now))  # receipts list it
     changes = _changes(then, now)
     known = [str(line) for line in before.get(_BEFORE, ())]
@@ -105,47 +275,7 @@ def _computed_otherwise(before: Mapping[str, Any] | None, now: Mapping[str, Any]
     return [*known, *(f"{change} (from step {step} on)" for change in new)]
 
 
-def check_identity(directory: JobDirectory, identity: Mapping[str, Any], *, accept_changes: bool) -> list[str]:
-    """Compare a job, or the given part of its identity, with the identity in its directory.
-
-    Returns:
-        The accepted differences, one line each.
-
-    Raises:
-        RunError: something differs and `accept_changes` is not set.
-    """
-    path, steps = directory.path / "job.yaml", directory.steps()
-    if not path.exists() or not steps:
-        return []
-    accept_changes = accept_changes or (directory.path / FORKED).exists()
-    now = values_of(_as_yaml(identity))
-    return _check_same(directory, identity_in(directory), now, steps[-1], accept_changes=accept_changes)
-
-
-def _check_same(
-    directory: JobDirectory,
-    before: Mapping[str, Any] | None,
-    now: Mapping[str, Any],
-    step: int,
-    *,
-    accept_changes: bool,
-) -> list[str]:
-    """`check_identity` of a job that has done `step` steps; `before` is None where its job.yaml cannot be read."""
-    path = directory.path / "job.yaml"
-    if (before is None and accept_changes) or not path.exists():
-        return []
-    if before is None:
-        raise RunError(f"{path} is damaged: put it back, or use --accept-changes to continue with the job as it is")
-    changes = _changes(before, now) if step else []
-    if changes and not accept_changes:
-        raise RunError(
-            f"{of_another_job(directory, changes)}Use another run directory (--run; in Python and notebooks directory=…), undo "
-            "the change, or continue with the changed job by --accept-changes (accept_changes=True in Python)."
-        )
-    return changes
-
-
-def of_another_job(directory: JobDirectory, changes: Iterable[str]) -> str:
+def _of_another_job(directory: JobDirectory, changes: Iterable[str]) -> str:
     """Say how the job of a directory differs, each difference on a line."""
     listed = "".join(f"  {change}\n" for change in changes)
     return f"{directory.path} was made by a different job, and has done {directory.steps()[-1]} steps of it:\n{listed}"
@@ -209,10 +339,10 @@ def _line_changes(file: str, before: Mapping[str, str], now: Mapping[str, str]) 
         yield f"{file} was edited in {len(changes) - _MOST_LINES} more places"
 
 
-def shared_fields(before: Any, now: Any) -> Any:
+def _shared_fields(before: Any, now: Any) -> Any:
     """Drop fields that an earlier tree does not have: a field added by a newer Motet is not a change."""
     if isinstance(before, dict) and isinstance(now, dict):
-        return {key: shared_fields(before[key], value) for key, value in now.items() if key in before}
+        return {key: _shared_fields(before[key], value) for key, value in now.items() if key in before}
     return now
 
 
@@ -224,4 +354,5 @@ def _more_steps(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _as_yaml(identity: Mapping[str, Any]) -> str:
+    """The text of job.yaml."""
     return yaml.safe_dump(json.loads(json.dumps(identity)), sort_keys=False, allow_unicode=True)

@@ -22,8 +22,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
-import yaml
-
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig
@@ -31,6 +29,7 @@ from motet.core.checksums import Damage, hash_of, replace_file
 from motet.core.errors import BaseModelError, RunError
 from motet.core.model_info import kept_on_another
 from motet.core.plain_json import as_json
+from motet.core.plain_yaml import mapping_in
 from motet.core.types import adapter_files
 from motet.data.dataset import Dataset
 from motet.model.find import find_base
@@ -186,9 +185,9 @@ def with_arguments(settings: Mapping[str, Any], record: Path) -> dict[str, Any]:
     Texts that own code and addresses are given stay sums: they may be secret.
     """
     try:
-        known = yaml.safe_load(record.read_text("utf-8"))["job"]["rewards"]
+        known = mapping_in(record)["job"]["rewards"]
         hidden = [({**(sums := _hidden(reward)), "args": _shown(reward, sums["args"])}, sums) for reward in known]
-    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+    except (LookupError, TypeError, AttributeError):
         hidden = []
     shown = [next((plain for plain, sums in hidden if sums == one), one) for one in settings.get("rewards", [])]
     return {**settings, **({"rewards": shown} if shown else {})}

@@ -25,12 +25,12 @@ from motet.core.device import used_by
 from motet.core.errors import JobFailed
 from motet.core.plain_json import as_json
 from motet.protocols import Trainer
-from motet.runtime.beginning import RULES
 from motet.runtime.checkpoint import Committed, kept_of
 from motet.runtime.held_out import best_after, first_trained, lines_of, unchanged, untrained
 from motet.runtime.identity import learned_before
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import timing_record, trained_record
+from motet.runtime.opening import RULES
 from motet.runtime.probe import Probe, probe_ids
 from motet.runtime.progress import JobStepped
 from motet.runtime.step_work import StepWork

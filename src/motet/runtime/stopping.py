@@ -12,7 +12,6 @@ from statistics import fmean, variance
 from typing import Any
 
 from motet.config import StopConfig
-from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.held_out import figure_of
 from motet.runtime.progress import STOPPED_EARLY
 from motet.runtime.settings import t_quantile
@@ -93,15 +92,6 @@ def stopped_early(reason: str, step: int, best: int | None) -> str:
         f"{STOPPED_EARLY} after step {step}: {reason}{kept}. To train on, change or remove that rule and run the same command "
         "again; on a service, submit a job whose adapter.init is this adapter"
     )
-
-
-def ended_early(directory: JobDirectory, when: StopConfig) -> str:
-    """`stopped_early` of a job whose commits say so; otherwise empty."""
-    committed = directory.newest() if when.rules else None
-    if committed is None:
-        return ""
-    reason = Stopping(when, directory.read_metrics(committed)).reason
-    return reason and stopped_early(reason, committed.step, committed.best_version)
 
 
 def _number(value: Any) -> float:

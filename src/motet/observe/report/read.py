@@ -12,11 +12,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from motet.config import RewardConfig
 from motet.core.errors import RunError
+from motet.core.plain_yaml import mapping_in
 from motet.rewards.reward_elsewhere import weights_of
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.evaluations import CHANCE, Evaluations
@@ -243,8 +243,7 @@ def read_run(path: Path) -> RunRecord:
 
 def read_job(path: Path) -> JobRecord:
     """Read one job's directory."""
-    config_text = _text(path / "job.yaml")
-    config = _config(config_text)
+    directory, config = JobDirectory(path), mapping_in(path / "job.yaml")
     steps = read_lines(path / "metrics.jsonl")
     status = _object(_text(path / "status.json"))
     pairs, pair_versions = read_pairs(path / "rollouts")
@@ -255,7 +254,7 @@ def read_job(path: Path) -> JobRecord:
         state=str(status.get("state") or ("unknown" if steps else "queued")),
         message=str(status.get("message") or ""),
         inexact=tuple(str(reason) for reason in inexact) if isinstance(inexact, list) else (),
-        config_text=config_text,
+        config_text=_text(path / "job.yaml"),
         config=config,
         base=str(_find(config, "base") or ""),
         planned=int(planned) if planned is not None else None,
@@ -263,8 +262,8 @@ def read_job(path: Path) -> JobRecord:
         timings=read_lines(path / "timings.jsonl"),
         pairs=pairs,
         pair_versions=pair_versions,
-        versions=tuple(sorted(_numbers(path / "versions", r"v(\d+)"))),
-        committed=newest_commit(JobDirectory(path)),
+        versions=tuple(directory.versions()),
+        committed=newest_commit(directory),
     )
 
 
@@ -367,14 +366,6 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _config(text: str) -> Mapping[str, Any]:
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
         return {}
     return value if isinstance(value, dict) else {}
 

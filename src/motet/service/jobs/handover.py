@@ -14,7 +14,7 @@ from motet.core.errors import ConfigError, MotetError
 from motet.core.types import JobState, Wanted
 from motet.hosts.hosts import Hosts
 from motet.hosts.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
-from motet.runtime.beginning import RULES, other_rules
+from motet.runtime.opening import RULES, Stored
 from motet.runtime.slots import Claim, Rule
 from motet.service.bases import Bases
 from motet.service.database.store import OPEN, Store
@@ -164,7 +164,7 @@ class Handover:
 
     def _asks_owner(self, job: StoredJob) -> bool:
         """Pause a job that has done steps by other rules, once. If its owner resumes it, it goes on by today's, as inexact."""
-        if not (why := other_rules(self._storage.job(job.id))):
+        if not (why := Stored(self._storage.job(job.id)).other_rules()):
             return False
         cure = "resume it to continue by the rules of this one, as inexact, or cancel it"
         told = f"paused: it {why}: only that Motet finishes it as it began; {cure}"

@@ -19,7 +19,7 @@ from motet.algorithms.registry import ALGORITHMS
 from motet.chat.template_variables import check_variables
 from motet.config import OF_CLIENT, DataConfig, EnvironmentConfig, JobConfig, RewardConfig
 from motet.config.chain import rank_of
-from motet.config.jobfile import jobs_of, normal_job, validate_as
+from motet.config.jobfile import check_fields, jobs_of, normal_job
 from motet.config.service import ANY_SIZE, Largest
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError, RewardError
@@ -117,7 +117,7 @@ def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobC
         raise ConfigError("team: a service trains no teams; run this job with `motet run`")
     for section, field, known in (("algorithm", "type", ALGORITHMS), ("environment", "name", _ENVIRONMENTS)):
         _check_no_code(job.get(section), f"{section}.{field}", known)
-    config = validate_as(JobConfig, job, "the job")
+    config = check_fields(JobConfig, job, "the job")
     check_allowed(config, allowed, base)
     return config
 
