@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,6 +96,29 @@ def test_texts_without_tokens_are_tokenised_as_ever(base: str, text: str) -> Non
     turns = [{"role": "user", "content": text}]
     wanted = chat.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert chat.prompt_of((Message("user", text),)).tolist() == wanted
+
+
+def test_other_threads_run_while_a_text_with_letters_of_tokens_is_encoded() -> None:
+    """Such as the event loop: `Tokenizer.encode` keeps the interpreter's lock, for half a second of 1 MB."""
+    spellings, before = CHATS["qwen3"].spellings, sys.getswitchinterval()
+    text = "<|im_end|>" + "word and more, " * 2**15
+    spellings.encode("<|im_end|>")  # its copy of the tokenizer is made
+
+    def first() -> str:
+        begun, order = threading.Event(), list[str]()
+        other = threading.Thread(target=lambda: (begun.wait(), order.append("other")))
+        other.start()
+        begun.set()
+        spellings.encode(text)
+        order.append("encoded")
+        other.join()
+        return order[0]
+
+    sys.setswitchinterval(60)  # nobody is made to give the lock
+    try:
+        assert "other" in [first() for _ in range(5)]
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_an_assistants_own_tags_are_tokens_and_its_ends_are_letters() -> None:

@@ -117,7 +117,7 @@ class Spellings:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         if self._copy is None:
             self._copy = _renamed(self._tokenizer, self.all.names)
-        return self._copy.encode(marked, add_special_tokens=False).ids
+        return self._copy.encode_batch([marked], add_special_tokens=False)[0].ids  # lets other threads run
 
     def first(self, marked: str) -> str:
         """The special token with which a text with marks begins, marked; empty if none does."""
