@@ -8,11 +8,13 @@ import gc
 import inspect
 import json
 import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -28,7 +30,7 @@ from motet.data.dataset import load_dataset
 from motet.data.reasoning import ScorerSpec, make_entries
 from motet.data.row_files import OF_A_JOB, UPLOADED, RowLimits, count_rows, rows_of
 from motet.rewards.graders.shapes import parse
-from motet.rewards.judging import _LANES
+from motet.rewards.judging import _OF_ONE_OWNER
 from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.rewards.reward_pool import RewardPool
 from motet.service.adapters.adapters import Adapters
@@ -421,40 +423,45 @@ class Busy(RewardPool):
 
     may: asyncio.Event
 
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.open = Counter[str]()
+
     async def score(
-        self, name: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
+        self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
         """Wait, then score."""
+        owner = self._jobs[job].owner
+        self.open[owner] += 1
         await self.may.wait()
-        return await super().score(name, problem, completions)
+        try:
+            return await super().score(job, problem, completions, context)
+        finally:
+            self.open[owner] -= 1
 
 
-def test_many_graders_at_once_have_as_many_processes_as_there_are_lanes(house: House) -> None:
+def test_graders_of_many_have_one_process_and_one_owner_has_few_rows_in_work(house: House) -> None:
     grading: Any = Grading(house.part(Asks), house.part(Adapters))
-    grading._pool = pool = Busy(1)
+    grading._pool = pool = Busy()
 
     async def one(number: int) -> Any:
         spec = {"type": "string_check", "name": "c", "input": "a", "reference": f"{number}", "operation": "eq"}
         (found,) = await grading.grade(Principal.member_of(f"{number % 3}"), parse(spec), {}, ["a"])
-        assert len(grading._lanes) <= _LANES
         return found
 
     async def all_of_them() -> None:
         pool.may = asyncio.Event()
+        before = set(psutil.Process().children())
         try:
-            pool.may.set()
-            for number in range(_LANES):
-                await one(-number)
-            assert len(grading._lanes) == _LANES  # none goes before there are too many
-            pool.may.clear()
-            asked = [asyncio.create_task(one(number)) for number in range(1, _LANES + 4)]
-            while sum(grading._lanes.values()) < _LANES:
+            asked = [asyncio.create_task(one(number)) for number in range(8 * 3)]
+            while pool.open.total() < _OF_ONE_OWNER * 3:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(1)  # enough for others to begin
-            assert len(grading._lanes) == _LANES
+            assert set(pool.open.values()) == {_OF_ONE_OWNER}
             pool.may.set()
             found = await asyncio.gather(*asked)
-            assert len(grading._lanes) == _LANES  # those that were used last stay
+            started = [child.cmdline() for child in set(psutil.Process().children()) - before]
+            assert sum("motet.workers.worker" in command for command in started) == 1
         finally:
             await grading.close()
         assert [(each.reward, each.faults) for each in found] == [(0.0, {})] * len(found)

@@ -92,6 +92,7 @@ class InlineRewards(RewardPool):
         log: Path | None = None,
         columns: Sequence[str] | None = None,
         payer: str = "",
+        tenant: str = "",
     ) -> None:
         await asyncio.sleep(0)
         self._rewards[job] = rewards

@@ -93,8 +93,8 @@ class EngineConfig(Config):
     devices: list[str] = []
     """The device of each host, such as `[cuda:0, cuda:1]`. By default all use `device`."""
     reward_processes: int = Field(2, ge=1, le=4096)
-    """Processes that run rewards. Rewards that wait rather than compute get up to 16 for a job. Raise it for rewards that
-    compute for long, such as tests of code."""
+    """Processes that run rewards of your code, and as many for built-in ones of all jobs. Rewards that wait rather than
+    compute get up to 16 for a job. Raise it for rewards that compute for long, such as tests of code."""
     trust_remote_code: bool = Field(False, exclude=True)
     """Set only on the command line, with `--trust-remote-code`, by whoever trusts the code of a base."""
 

@@ -163,8 +163,8 @@ def check_files(
             with told.of(name):
                 for key, load in _own_code(job, data, pool).items():
                     code.setdefault(key, (load, []))[1].append(name)
-    if sources is not None and code:
-        Interrupt().run(lambda: _load_all(list(code.values()), told))
+    if pool is not None and sources is not None and code:
+        Interrupt().run(lambda: _load_all(pool, list(code.values()), told))
     if refusals is None:
         told.check()
 
@@ -340,7 +340,7 @@ async def _load_rewards(
         await pool.unregister(job.name)
 
 
-async def _load_all(code: Sequence[tuple[Load, list[str]]], refusals: Refusals) -> None:
+async def _load_all(pool: RewardPool, code: Sequence[tuple[Load, list[str]]], refusals: Refusals) -> None:
     turns = asyncio.Semaphore(_AT_ONCE)
 
     async def look(load: Load) -> MotetError | None:
@@ -351,7 +351,10 @@ async def _load_all(code: Sequence[tuple[Load, list[str]]], refusals: Refusals) 
                 return error
         return None
 
-    found = await asyncio.gather(*(look(load) for load, _ in code))
+    try:
+        found = await asyncio.gather(*(look(load) for load, _ in code))
+    finally:
+        await pool.close()
     for error, (_, jobs) in zip(found, code, strict=True):
         if error is not None:
             for job in jobs:

@@ -16,7 +16,6 @@ import sys
 import time
 import weakref
 import zlib
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -36,7 +35,6 @@ from motet.rewards.reward_pool import RewardPool
 from motet.rewards.reward_walls import Walls
 
 Result = TypeVar("Result")
-_LANES = 8
 _OF_ONE_OWNER = 4
 """Most rows in work for one owner, so that others need not wait for all that it asks."""
 _OPEN_CHARACTERS = 2**24
@@ -97,11 +95,8 @@ class Graders:
     def __init__(self, walls: Walls, charge: Callable[[str, float], None] = lambda owner, seconds: None) -> None:
         """`walls` says which graders run behind a wall; `charge` is called with an owner's CPU seconds, from any thread."""
         self._charge = charge
-        self._pool = RewardPool(_PROCESSES, walls=walls, charge=lambda spec, used: charge(json.loads(spec)[0], used))
+        self._pool, self._names = RewardPool(_PROCESSES, walls=walls, charge=charge), itertools.count()
         self._filling = ThreadTurns(_FILLING, sys.maxsize, "motet-templates")
-        self._lanes: OrderedDict[str, int] = OrderedDict()  # current users of each
-        self._opening = asyncio.Lock()
-        self._free = asyncio.Semaphore(_LANES)  # each grader in use has its own lane with processes
         self._turns: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         self._rooms: weakref.WeakValueDictionary[str, Room] = weakref.WeakValueDictionary()
 
@@ -115,7 +110,7 @@ class Graders:
     ) -> list[Graded]:
         """Score the answers to one row, in order. Failures are in the results.
 
-        Each `owner`, a tenant or a job, has its own processes and at most a part of the lanes.
+        Each `owner`, a tenant or a job, has a part of the processes.
         """
         graded, row = [Graded(output) for output in outputs], _Row(owner, Fields("item", item), asked)
         if isinstance(grader, Rank):
@@ -176,33 +171,17 @@ class Graders:
 
     async def _computed(self, row: _Row, part: Single, outputs: Sequence[str]) -> list[float | str]:
         """Scores of a grader that asks no model, or reasons for missing ones."""
-        spec = json.dumps([row.owner, part.model_dump(mode="json")], sort_keys=True)
-        async with self._turns.setdefault(row.owner, asyncio.Semaphore(_OF_ONE_OWNER)), self._free:
+        name, args = f"{next(self._names)}", part.model_dump(mode="json")
+        config = RewardConfig(name="grader", args=args, cpu_seconds=_CPU_SECONDS, wall_seconds=_WALL_SECONDS)
+        async with self._turns.setdefault(row.owner, asyncio.Semaphore(_OF_ONE_OWNER)):
             try:
-                async with self._opening:
-                    await self._open(spec, part)
+                await self._pool.register(name, [config], payer=row.owner)
+                scored = await self._pool.score(name, Problem(0, (), "", row.item.value), outputs)
             except RewardError as error:
                 return [str(error)] * len(outputs)
-            try:
-                scored = await self._pool.score(spec, Problem(0, (), "", row.item.value), outputs)
             finally:
-                self._lanes[spec] -= 1
+                await self._pool.unregister(name)
         return [one.error or one.reward for one in scored]
-
-    async def _open(self, spec: str, part: Single) -> None:
-        """Open a lane for a grader; an unused one is closed when there are too many."""
-        if spec not in self._lanes:
-            idle_ones = [name for name, users in self._lanes.items() if users == 0]
-            for idle in idle_ones[: max(0, len(self._lanes) + 1 - _LANES)]:
-                del self._lanes[idle]
-                await self._pool.unregister(idle)
-            config = RewardConfig(
-                name="grader", args=part.model_dump(mode="json"), cpu_seconds=_CPU_SECONDS, wall_seconds=_WALL_SECONDS
-            )
-            await self._pool.register(spec, [config])
-            self._lanes[spec] = 0
-        self._lanes[spec] += 1
-        self._lanes.move_to_end(spec)
 
     async def _filled(self, owner: str, work: Callable[[], Result]) -> Result:
         """Fill in templates in a thread, in the owner's turn, which is charged for it."""

@@ -182,6 +182,17 @@ def equal(answer: str, completion: str) -> bool:
     return bool(verify(gold, found, float_rounding=_rounding(gold), timeout_seconds=None))
 
 
+def forget() -> None:
+    """Forget what was compared before, here and in sympy, which also draws from the start again."""
+    from sympy.core.cache import clear_cache  # type: ignore[import-untyped]
+    from sympy.core.random import seed  # type: ignore[import-untyped]
+
+    clear_cache()
+    expressions.cache_clear()
+    _reference.cache_clear()
+    seed(0)
+
+
 def _rounding(gold: list[Any]) -> int:
     """Decimals of a comparison: six, and more for a small number, of which six are nothing."""
     try:

@@ -20,6 +20,7 @@ from msgspec import structs
 from motet.core.errors import RewardError
 from motet.process import wall
 from motet.process.own_code import describe
+from motet.rewards import mathematics
 from motet.rewards import reward_messages as m
 from motet.rewards.reward_answers import Answer, Logs
 from motet.rewards.reward_forms import Asked, LoadedReward, alone, scored
@@ -29,6 +30,10 @@ from motet.workers.worker_limits import WorkerLimits, over_limit, seed_random
 MESSAGES = m.LoadRewards | m.ScoreCompletions
 _LOADING_MB = 4096
 """Limit of address space while loading behind a wall."""
+_SHARED_MB = 1 << 20
+"""The same of a process for all jobs, each of whose calls has its own limit."""
+_LOADING = (30.0, 1024)
+"""Limits of loading one of Motet's own rewards there: CPU seconds and MB."""
 _WAITS_SECONDS = 0.5
 """Time from which on a call that waits is worth more processes."""
 _SPARE_MB = 256
@@ -64,6 +69,38 @@ def answer_call(rewards: Sequence[LoadedReward], limits: WorkerLimits, request: 
         metrics=metrics if any(metrics) else [],
         extra=extra if any(extra) else [],
     )
+
+
+def _answer_shared(limits: WorkerLimits, request: m.ScoreCompletions) -> m.Scores:
+    """Score each completion alone by the reward that comes with them; one that hits a limit is the last.
+
+    Nothing is remembered of earlier calls that could change a score.
+    """
+    source, n, found = request.source, len(request.completions), m.Scores(values=[], errors=[], failed=False)
+    assert source is not None
+
+    def load() -> LoadedReward | str:
+        try:
+            return resolve(source.name, source.args)
+        except RewardError as error:
+            return str(error)
+
+    reward, error, exceeded = limits.run(load, "reward", *_LOADING)
+    if not isinstance(reward, LoadedReward):
+        why = reward or error
+        return m.Scores(values=[None] * n, errors=[why] * n, failed=False, exceeded=exceeded, refused=why)
+    limits.grow()
+    if source.name == "math":
+        mathematics.forget()
+    for place in range(n):
+        scores = answer_call([reward], limits, request.only(place))
+        if place and scores.exceeded == "memory":  # asked again first, in a fresh process
+            break
+        values, errors = found.values + scores.values, found.errors + scores.errors
+        found = m.Scores(values=values, errors=errors, failed=False, exceeded=scores.exceeded)
+        if scores.exceeded:
+            break
+    return found
 
 
 def _asked(request: m.ScoreCompletions) -> Asked:
@@ -143,7 +180,6 @@ def _reason(outcome: BaseException) -> str:
 
 
 def _load(request: m.LoadRewards) -> list[LoadedReward]:
-    sys.path[:] = request.import_path
     functions = [_function(source) for source in request.rewards]
     if request.walled:
         wall.enter(_LOADING_MB + request.memory_mb)
@@ -174,11 +210,15 @@ def load(first: m.LoadRewards) -> tuple[m.RewardsLoaded, Callable[[m.ScoreComple
 
     Raises RewardError if one cannot be loaded, WallError if it has to be loaded behind a wall and there is none.
     """
-    rewards, limits = _load(first), WorkerLimits()
+    sys.path[:] = first.import_path
+    rewards = _load(first) if first.rewards else []  # those of Motet come with their calls
+    limits = WorkerLimits()
+    if first.walled and not rewards:
+        wall.enter(_SHARED_MB)
 
     def answer(request: m.ScoreCompletions) -> m.Scores:
         idle, used = _idle_seconds(), _used_seconds()
-        reply = answer_call(rewards, limits, request)
+        reply = answer_call(rewards, limits, request) if rewards else _answer_shared(limits, request)
         waited = _idle_seconds() - idle
         return structs.replace(reply, waits=waited > max(_WAITS_SECONDS, _used_seconds() - used))
 

@@ -71,11 +71,13 @@ class ScoreCompletions(WorkerMessage, frozen=True):
     shown: list[tuple[str, str]] = []
     """For each completion the prompt, and prompt and completion, with special tokens, if the reward takes them."""
     state: TrainerState | None = None
+    source: RewardSource | None = None
+    """The reward, if it is none of those that the process has loaded, but one of Motet's own."""
 
-    def only(self, place: int) -> ScoreCompletions:
-        """The same for one completion."""
+    def only(self, place: int, n: int = 1) -> ScoreCompletions:
+        """The same for n completions."""
         each = ("completions", "transcripts", "parts", "shown")
-        return structs.replace(self, **{name: getattr(self, name)[place : place + 1] for name in each})
+        return structs.replace(self, **{name: getattr(self, name)[place : place + n] for name in each})
 
 
 class Scores(WorkerReply, frozen=True):
@@ -88,6 +90,8 @@ class Scores(WorkerReply, frozen=True):
     failed: bool
     """Whether the whole call failed."""
     exceeded: Limit = ""
+    refused: str = ""
+    """Why the reward cannot be used."""
     metrics: list[dict[str, float]] = []
     """What it logged about each completion; empty if nothing."""
     extra: list[dict[str, str]] = []
@@ -96,10 +100,11 @@ class Scores(WorkerReply, frozen=True):
     """Whether the call waited longer than it computed, as far as the system tells."""
 
     def fits(self, request: WorkerMessage) -> bool:
-        """Whether it has a finite score, or none, of each completion."""
+        """Whether it has a finite score, or none, of each completion; of the first ones if the reward came with them."""
         if not isinstance(request, ScoreCompletions):
             return False
         n = len(request.completions)
+        n = n if request.source is None or not self.values else min(n, len(self.values))
         finite = all(value is None or math.isfinite(value) for value in self.values)
         logged = len(self.metrics) in (0, n) and len(self.extra) in (0, n)
         logged = logged and all(map(sound, self.metrics or [{}] * n, self.extra or [{}] * n))

@@ -1,9 +1,10 @@
 """Scores completions in processes: a reward that hangs, floods memory or dies costs only one rollout.
 
-Every job has its own processes. So a hanging reward delays only its own job, and changes to a process (modules, random
-state, environment) cannot affect another job's scores. A single job uses up to `workers` processes; with several jobs,
-each keeps at least one. Rewards that wait rather than compute get more processes, so that many calls wait at once.
-Rewards that are scored elsewhere (`reward_elsewhere`) need no process: the pool calls the given function.
+A job's own code has its own processes. So a hanging reward delays only its own job, and changes to a process (modules,
+random state, environment) cannot affect another job's scores. A single job uses up to `workers` processes; with several
+jobs, each keeps at least one. Rewards that wait rather than compute get more processes, so that many calls wait at once.
+Motet's own rewards are run by processes for all jobs (`shared_workers`). Rewards that are scored elsewhere
+(`reward_elsewhere`) need no process: the pool calls the given function.
 
 A call's outcome must not depend on what its process did before. So a process is replaced after a call that ran out of
 CPU time or memory, and a call that ran out of memory or ended a used process is tried once more in a fresh one. A call
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,10 +51,12 @@ from motet.rewards.reward_elsewhere import (
     to_send,
 )
 from motet.rewards.reward_installed import Installed, without_folder
-from motet.rewards.reward_messages import ScoreCompletions, Scores
+from motet.rewards.reward_messages import ScoreCompletions
 from motet.rewards.reward_walls import Walls
 from motet.rewards.reward_workers import AT_ONCE, WorkerGroup, load_request
-from motet.workers.worker_link import ClockLimitError, ProcessDiedError, WorkerLink, WorkerSlot
+from motet.rewards.rewards import BUILTIN
+from motet.rewards.shared_workers import SharedGroup, SharedProcesses
+from motet.workers.worker_link import ClockLimitError, ProcessDiedError
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class _Job:
     rewards: Sequence[RewardConfig]
     labels: Sequence[str]
     groups: Sequence[WorkerGroup]
+    owner: str
+    """Whose turn its calls of shared processes take."""
     elsewhere: list[float] = field(default_factory=lambda: [0.0])
     """Seconds of all calls of rewards that are scored elsewhere."""
 
@@ -126,26 +133,37 @@ class RewardPool:
         scorers: Iterable[object] = self._elsewhere.values()
         self._judging = [one for one in scorers if isinstance(one, Judging)]
         self._jobs: dict[str, _Job] = {}
+        self._shared: dict[bool, SharedProcesses] = {}
+        self._turns = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def register(
         self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
-        columns: Sequence[str] | None = None, payer: str = "",
+        columns: Sequence[str] | None = None, payer: str = "", tenant: str = "",
     ) -> None:  # fmt: skip
         """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used.
 
         `columns` are those that every row has, where that is known; one may ask for no other. `payer` is charged for it,
-        if that is another job.
+        if that is another job; `tenant` is whose it is, if that is known.
         """
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
         walled = {index: self._walls.around(rewards[index], _known(self._installed, rewards[index])) for index in here}
-        groups = []
+        payer, groups = payer or job, list[WorkerGroup]()
+        charge = functools.partial(self._charge, payer)
+        owner = tenant or (self._jobs[payer].owner if payer in self._jobs else payer)
+        turn = self._turns.setdefault(owner, asyncio.Semaphore(self._workers))
+        for index in [index for index in here if rewards[index].function is None and rewards[index].name in BUILTIN]:
+            reward, side = rewards[index], walled.pop(index)
+            request = msgspec.structs.replace(load_request([reward], None, side), rewards=[])
+            if side not in self._shared:
+                self._shared[side] = SharedProcesses(request, None, {}, kept=self._workers)
+            own, lent = {index: reward}, self._shared[side]
+            groups.append(SharedGroup(request, None, own, charge=charge, reward=reward, turn=turn, processes=lent))
         for side in sorted(set(walled.values())):
-            own = {index: rewards[index] for index in here if walled[index] is side}
+            own = {index: rewards[index] for index in walled if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side, columns)
-            others = self._may_start_another, self._most_waiting, functools.partial(self._charge, payer or job)
-            groups.append(WorkerGroup(request, log, own, *others))
-        self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups)
+            groups.append(WorkerGroup(request, log, own, self._may_start_another, self._most_waiting, charge))
+        self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups, owner)
         try:
             for group in groups:
                 await group.open()
@@ -171,6 +189,8 @@ class RewardPool:
             await self.unregister(job)
         for one in self._judging:
             await one.close()
+        for processes in self._shared.values():
+            await processes.close()
 
     def spend(self, job: str) -> Mapping[str, Any]:
         """A job's spending on judges so far; empty without questions."""
@@ -286,18 +306,27 @@ class RewardPool:
     async def _in_process(
         self, group: WorkerGroup, reward: RewardConfig, request: ScoreCompletions
     ) -> list[ScoreOrReason]:
-        """Scores of a reward that the job's processes score.
+        """Scores of a reward that processes score."""
+        pieces = await asyncio.gather(*(self._piece(group, reward, piece) for piece in group.pieces(request)))
+        return list(itertools.chain(*pieces))
+
+    async def _piece(self, group: WorkerGroup, reward: RewardConfig, request: ScoreCompletions) -> list[ScoreOrReason]:
+        """Scores of completions that are sent together.
 
         A failed call for several completions is repeated for each alone, so that only the faulty one loses its rollout. A
         reward that compares completions is not called again.
         """
-        own, n = request.reward, len(request.completions)
-        if group.loaded.together[own] and n > 1:
+        own, scored = request.reward, list[ScoreOrReason]()
+        while group.loaded.together[own] and len(request.completions) > 1:
             scores = await self._call(group, reward, request, last=group.loaded.compares[own])
-            if scores is not None:
-                return scores
-        single = (self._call(group, reward, request.only(place), last=True) for place in range(n))
-        return await _each(single, AT_ONCE if group.waits else self._workers)
+            if scores is None:
+                break
+            scored += scores
+            request = request.only(len(scores), len(request.completions))  # shared processes stop at a limit
+        single = (
+            self._call(group, reward, request.only(place), last=True) for place in range(len(request.completions))
+        )
+        return scored + await _each(single, AT_ONCE if group.waits else self._workers)
 
     async def _call(
         self, group: WorkerGroup, reward: RewardConfig, request: ScoreCompletions, last: bool = False
@@ -305,9 +334,9 @@ class RewardPool:
         """One call; None if a call for several failed and each completion will be tried alone."""
         worker, n = await group.take(), len(request.completions)
         try:
-            reply = await self._ask(group, worker, reward, request)
+            reply = await group.ask(worker, reward, request)
         except ClockLimitError as error:
-            return [Chance(error)] * n
+            return [Chance(error)] * n if last or group.source() is None else None
         except ProcessDiedError as error:
             return [Chance(error) if error.killed else str(error)] * n if last else None
         except EngineError as error:
@@ -319,21 +348,6 @@ class RewardPool:
         if reply.failed and not last:
             return None
         return [error or value for value, error in zip(reply.noted(), reply.errors, strict=True)]
-
-    async def _ask(
-        self, group: WorkerGroup, worker: WorkerSlot, reward: RewardConfig, request: ScoreCompletions
-    ) -> Scores:
-        """A reply equal to that of a fresh process."""
-        n = len(request.completions)
-        request = msgspec.structs.replace(request, cpu_seconds=reward.cpu_seconds * n)
-
-        async def call(link: WorkerLink) -> Scores:
-            with group.timed(group.loaded.together[request.reward]):
-                scores: Scores = await link.call(request, reward.wall_seconds * n, request.cpu_seconds)
-                return scores
-
-        reply: Scores = await worker.ask(group.start, call, lambda link: not link.answered)
-        return reply
 
 
 async def _each(calls: Iterator[Awaitable[list[ScoreOrReason] | None]], at_once: int) -> list[ScoreOrReason]:

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import structs
 
 from motet.config import RewardConfig
 from motet.core.errors import RewardError
 from motet.data.reasoning import ScorerSpec
 from motet.rewards import reward_messages as m
-from motet.workers.worker_link import ProcessDiedError, WorkerLink, WorkerSlot, import_path
+from motet.workers.worker_link import LOAD_SECONDS, ProcessDiedError, WorkerLink, WorkerSlot, import_path
 
 AT_ONCE = 16
 """Most calls at once of rewards that wait rather than compute; each has a process of its own."""
@@ -56,7 +58,7 @@ class WorkerGroup:
     log: Path | None
     rewards: Mapping[int, RewardConfig]
     """Positions of the rewards in the job, in the order in which the process loads them."""
-    may_start_another: Callable[[], bool]
+    may_start_another: Callable[[], bool] = lambda: False
     """Whether another process may be started."""
     most_waiting: Callable[[], int] = lambda: AT_ONCE
     """Most processes if the rewards wait rather than compute."""
@@ -105,6 +107,30 @@ class WorkerGroup:
         for worker in self.workers:
             if worker.link is not None:
                 await worker.link.kill()
+
+    def source(self) -> m.RewardSource | None:
+        """The reward, if it goes with each call; None if the processes have loaded it."""
+        return None
+
+    def pieces(self, request: m.ScoreCompletions) -> Iterable[m.ScoreCompletions]:
+        """The calls for a request."""
+        return [request]
+
+    async def ask(self, worker: WorkerSlot, reward: RewardConfig, request: m.ScoreCompletions) -> m.Scores:
+        """A reply equal to that of a fresh process. Raises as `WorkerSlot.ask`."""
+        source, n = self.source(), len(request.completions)
+        most = reward.cpu_seconds * n
+        request = structs.replace(request, cpu_seconds=most if source is None else reward.cpu_seconds, source=source)
+        seconds = reward.wall_seconds * (n if source is None else min(n, 1)) or LOAD_SECONDS
+
+        async def call(link: WorkerLink) -> m.Scores:
+            link.charge = self.charge
+            with self.timed(source is None and self.loaded.together[request.reward]):
+                scores: m.Scores = await link.call(request, seconds, most)
+                return scores
+
+        reply: m.Scores = await worker.ask(self.start, call, lambda link: not link.answered)
+        return reply
 
     def index(self, reward: int) -> int:
         """The position of a reward in the process."""

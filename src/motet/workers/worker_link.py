@@ -48,7 +48,7 @@ class WorkerLink:
 
     def __init__(self, calls: m.Calls, pipes: ChildPipes, remains: ChildProcess, charge: Charge) -> None:
         """`remains` ends and removes what the process leaves (`process.guard`)."""
-        self._calls, self._pipes, self._remains, self._charge = calls, pipes, remains, charge
+        self._calls, self._pipes, self._remains, self.charge = calls, pipes, remains, charge
         self.child, self.loaded = Child[Any].of(pipes, calls.replies), m.WorkerReply()
         self.answered = -1
         """Number of answered calls, besides the first, which loads."""
@@ -189,7 +189,7 @@ class WorkerLink:
     def _count(self, most: float) -> None:
         """Charge what the process has used since the last call; `most` for one that is gone and cannot be asked."""
         used = cpu_seconds_of(self._pipes.process.pid)
-        self._charge(most if used is None else max(0.0, used - self._used))
+        self.charge(most if used is None else max(0.0, used - self._used))
         self._used = used or self._used
 
 
