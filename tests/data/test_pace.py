@@ -21,8 +21,9 @@ from motet.data import parquet_rows
 from motet.data.dataset import read_source
 from motet.data.problems import Problems
 from motet.data.row_files import OF_A_JOB, rows_of
+from motet.process import pace
 from motet.process.pace import Pace
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.tier1
 
@@ -35,6 +36,29 @@ def endless(until: threading.Event) -> Iterator[Problem]:
     while not until.is_set():
         yield Problem(number, (Message("user", "what?"),), "that")
         number += 1
+
+
+def test_preparations_have_their_slices_in_the_order_in_which_they_came() -> None:
+    slices, over = list[int](), threading.Event()
+
+    def prepare(name: int) -> None:
+        with Pace().kept():
+            slices.append(name)
+            while not over.is_set():
+                pace.step()
+                if slices[-1] != name:
+                    slices.append(name)
+                    over.set() if len(slices) == 10 else None
+
+    before = pace._WORKING.came
+    with pace._WORKING:
+        threads = [threading.Thread(target=prepare, args=(name,)) for name in range(3)]
+        for number, thread in enumerate(threads, 2):
+            thread.start()
+            wait_until(lambda: pace._WORKING.came == before + number)  # noqa: B023
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert slices[:10] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_short_preparation_ends_in_the_middle_of_a_long_one() -> None:

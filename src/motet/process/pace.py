@@ -18,11 +18,28 @@ from motet.process import cpu_time
 
 SLICE_SECONDS = 0.25
 """After this time, others that wait go first."""
-_GAP_SECONDS = 0.005
-"""In which one of them begins."""
 MOST_SECONDS = 600.0
 """CPU time that the rows of one job may take to prepare."""
-_WORKING = threading.Lock()
+
+
+class _InOrder:
+    """A lock that those who wait for it get in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._moved, self.came, self._turn = threading.Condition(), 0, 1
+
+    def __enter__(self) -> None:
+        with self._moved:
+            self.came = mine = self.came + 1
+            self._moved.wait_for(lambda: self._turn == mine)
+
+    def __exit__(self, *_: object) -> None:
+        with self._moved:
+            self._turn += 1
+            self._moved.notify_all()
+
+
+_WORKING = _InOrder()
 """Held by the preparation that works: more at once would hold up the event loop."""
 
 
@@ -59,9 +76,8 @@ class Pace:
                 "data.size to use fewer, or shorten them"
             )
         if time.monotonic() - self._since > SLICE_SECONDS:
-            _WORKING.release()
-            time.sleep(_GAP_SECONDS)
-            _WORKING.acquire()
+            _WORKING.__exit__()
+            _WORKING.__enter__()
             self._since = time.monotonic()
 
 
