@@ -47,7 +47,7 @@ async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def read(service: Service, who: Principal, work: Callable[[], Result]) -> Result:
-    """Run work in the threads for reads; its CPU time, and that of its processes, counts for a tenant with some left today."""
+    """Charge a tenant, which must have some left today, for work in the threads for reads: its CPU time, and its processes'."""
 
     def charged() -> Result:
         service.quotas.check_day(who.tenant_id, device=False, cpu=True)

@@ -50,7 +50,6 @@ FILE_ENDINGS = re.compile(r"\.(jsonl?|parquet|csv)$", re.IGNORECASE)
 MOST: Mapping[str, int] = {
     "steps": 1_000_000,
     "data.size": OF_A_JOB.rows,
-    "data.holdout": 100_000,
     "sampling.max_tokens": 1_000_000,
     "algorithm.group_size": MOST_COMPLETIONS,
     "algorithm.groups_per_step": 16_384,
