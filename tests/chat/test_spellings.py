@@ -106,7 +106,7 @@ def test_other_threads_run_while_a_text_with_letters_of_tokens_is_encoded() -> N
 
     def first() -> str:
         begun, order = threading.Event(), list[str]()
-        other = threading.Thread(target=lambda: (begun.wait(), order.append("other")))
+        other = threading.Thread(target=lambda: order.extend(["other"] * begun.wait()))
         other.start()
         begun.set()
         spellings.encode(text)
