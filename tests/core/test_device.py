@@ -345,7 +345,7 @@ def test_whose_call_runs_is_known(device: Device) -> None:
         return found
 
     assert asyncio.run(work()) == ["a", "", "", "b"]
-    assert device.job == ""
+    wait_until(lambda: device.job == "")  # its answer comes before the call is counted
 
 
 def test_a_light_call_takes_no_turn() -> None:
