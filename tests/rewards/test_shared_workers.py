@@ -109,7 +109,7 @@ def test_a_call_that_never_ends_holds_nobody_else() -> None:
     async def scenario(pool):
         for owner in ("us", "them"):
             fields = {"cpu_seconds": 4} if owner == "them" else {}
-            await pool.register(f"job of {owner}", [RewardConfig(name="regex", args=SLOW, **fields)], tenant=owner)
+            await pool.register(f"job of {owner}", [RewardConfig(name="regex", args=SLOW, **fields)])
         starts = charged.total()
         hangs = [asyncio.create_task(pool.score("job of them", PROBLEM, ["a" * 60, "b"])) for _ in range(2)]
         await asyncio.sleep(0)
@@ -182,7 +182,7 @@ def test_arguments_that_are_wrong_are_told_at_the_start() -> None:
 def test_processes_too_many_end_when_nobody_waits_for_them() -> None:
     async def scenario(pool):
         for owner in ("a", "b", "c"):
-            await pool.register(owner, [RewardConfig(name="regex", args=SLOW, cpu_seconds=3)], tenant=owner)
+            await pool.register(owner, [RewardConfig(name="regex", args=SLOW, cpu_seconds=3)])
         most = 0
         calls = asyncio.gather(*(pool.score(owner, PROBLEM, ["a" * 60]) for owner in ("a", "b", "c")))
         while not calls.done():

@@ -24,6 +24,7 @@ from tests.support.browser import CHROMIUM, PATIENCE, browsing, watched
 from tests.support.cases import few
 from tests.support.commands import rows_in
 from tests.support.misbehaving_rewards import Scorer, misbehaving
+from tests.support.red_team_work import ENDLESS
 from tests.support.scripted_service import scripted_service
 from tests.support.service_run import Json, Service, tiny
 from tests.support.speaking_bases import SPEAKERS
@@ -372,11 +373,13 @@ def test_a_warning_is_seen_on_both_pages(service: Keyed, page: Page) -> None:
         tiny(
             "warned",
             LONG,
-            reward={"name": "code"},
+            reward={"name": "regex", "args": {"pattern": ENDLESS}, "cpu_seconds": 0.1},
             algorithm={"group_size": 2, "groups_per_step": 2, "max_failed_fraction": 1},
         )
     )
-    warning = re.compile(r"\d+ of \d+ rollouts have no reward, commonest: reward code: the row has no tests")
+    warning = re.compile(
+        r"\d+ of \d+ rollouts have no reward, commonest: reward regex: took more than 0\.1 s of CPU time"
+    )
     expect(page.locator(".jobs tr.why", has_text=warning)).to_be_visible()
     open_job(page, "warned")
     expect(page.locator(".note")).to_contain_text(warning)

@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.support.red_team_work import ENDLESS
 from tests.support.service_run import LASTING, Service, serving, tiny
 from tests.support.waiting import PATIENCE
 
@@ -24,8 +25,6 @@ engine: {samplers: 0, threads: 1, slots: 4}
 reward_hosts: ['127.0.0.1:*']
 patience_seconds: 3
 """
-ENDLESS = "(?s)" + "(?:.|.|.|.|.|.|.|.)*" * 4 + "(?!)"
-"""A pattern that no text has, which takes a life to find out."""
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ import asyncio
 import functools
 import itertools
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,8 +83,8 @@ class _Job:
     rewards: Sequence[RewardConfig]
     labels: Sequence[str]
     groups: Sequence[WorkerGroup]
-    owner: str
-    """Whose turn its calls of shared processes take."""
+    turn: asyncio.Semaphore
+    """Of its calls of shared processes."""
     elsewhere: list[float] = field(default_factory=lambda: [0.0])
     """Seconds of all calls of rewards that are scored elsewhere."""
 
@@ -134,24 +133,22 @@ class RewardPool:
         self._judging = [one for one in scorers if isinstance(one, Judging)]
         self._jobs: dict[str, _Job] = {}
         self._shared: dict[bool, SharedProcesses] = {}
-        self._turns = weakref.WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def register(
         self, job: str, rewards: Sequence[RewardConfig], scorer: ScorerSpec | None = None, log: Path | None = None,
-        columns: Sequence[str] | None = None, payer: str = "", tenant: str = "",
+        columns: Sequence[str] | None = None, payer: str = "",
     ) -> None:  # fmt: skip
         """Load a job's rewards, if need be in a process that prints to `log`; raises RewardError if one cannot be used.
 
         `columns` are those that every row has, where that is known; one may ask for no other. `payer` is charged for it,
-        if that is another job; `tenant` is whose it is, if that is known.
+        if that is another job, and shares its turn with it.
         """
         await self.unregister(job)
         here = [index for index, reward in enumerate(rewards) if not self._is_elsewhere(reward)]
         walled = {index: self._walls.around(rewards[index], _known(self._installed, rewards[index])) for index in here}
         payer, groups = payer or job, list[WorkerGroup]()
         charge = functools.partial(self._charge, payer)
-        owner = tenant or (self._jobs[payer].owner if payer in self._jobs else payer)
-        turn = self._turns.setdefault(owner, asyncio.Semaphore(self._workers))
+        turn = self._jobs[payer].turn if payer in self._jobs else asyncio.Semaphore(self._workers)
         for index in [index for index in here if rewards[index].function is None and rewards[index].name in BUILTIN]:
             reward, side = rewards[index], walled.pop(index)
             request = msgspec.structs.replace(load_request([reward], None, side), rewards=[])
@@ -163,7 +160,7 @@ class RewardPool:
             own = {index: rewards[index] for index in walled if walled[index] is side}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side, columns)
             groups.append(WorkerGroup(request, log, own, self._may_start_another, self._most_waiting, charge))
-        self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups, owner)
+        self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups, turn)
         try:
             for group in groups:
                 await group.open()

@@ -1,7 +1,7 @@
 """Processes that run Motet's own rewards for all jobs: a reward comes with each call, so no job has a process for it.
 
-A process takes one call at a time. An owner, a tenant or else a job, has a few calls at once; where calls take long in all
-processes, another one is started, so that nobody waits for another's.
+A process takes one call at a time. A job has a few calls at once; where calls take long in all processes, another one is
+started, so that nobody waits for another's.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SharedGroup(WorkerGroup):
 
     reward: RewardConfig
     turn: asyncio.Semaphore
-    """Of the owner."""
+    """Of the job."""
     processes: SharedProcesses
     loaded: m.RewardsLoaded = _LOADED
 
@@ -117,7 +117,7 @@ class SharedGroup(WorkerGroup):
         return await self.processes.start()
 
     async def take(self) -> WorkerSlot:
-        """A free process, in the owner's turn."""
+        """A free process, in the job's turn."""
         await self.turn.acquire()
         try:
             return await self.processes.take()

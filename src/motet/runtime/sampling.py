@@ -101,7 +101,7 @@ class JobSampler:
         named = job.config.data.answer
         columns = await self._services.rows.run(job.tenant, lambda: columns_of(data.train, data.holdout, named=named))
         known = job.config.rewards, job.data.scorer, path / "rewards.log", columns
-        await self._services.rewards.register(job.name, *known, tenant=job.tenant)
+        await self._services.rewards.register(job.name, *known)
         if job.config.environment.own:
             self._own_environment = await own_environment(job, self._services)
 
