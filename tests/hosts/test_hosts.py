@@ -459,6 +459,8 @@ def test_a_step_that_is_told_again_counts_once() -> None:
     for step in (0, 1, 1, 0, 2):
         one.hear(JobStepped("job-0", {"step": step, "loss": 0.1, "reward": step / 4}))
     assert (one.rewards, one.step) == ([0.0, 0.25, 0.5], 3)
-    for tokens, counted in ((5, 5), (9, 9), (2, 11)):  # another host begins anew
-        one.see(JobStanding("sampling", 0, 0, 1, tokens, 0.0, None))
+    for told, counted in (((5, 9), 9), ((2,), 11)):
+        one.hear(JobChanged("job-0", JobState.RUNNING, ""))  # the second time on another host, which begins anew
+        for tokens in told:
+            one.see(JobStanding("sampling", 0, 0, 1, tokens, 0.0, None))
         assert one.tokens == counted

@@ -21,6 +21,7 @@ from tests.support.tenants import CHAT, of_agent
 from tests.support.waiting import PATIENCE
 
 ENDLESS = "(?s)" + "(?:.|.|.|.|.|.|.|.)*" * 4 + "(?!)"
+"""A pattern that no text has, which takes a life to find out."""
 WIDE = ([1000] * 26, 90)
 """A gradient of some 20 MB."""
 
