@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from motet.rewards import mathematics
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.opening import Given
+from tests.support.waiting import until
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"tests": ["assert x == 42"]})
 ANSWERS = ["42", "The answer is 42.", "\\boxed{\\frac{84}{2}}", "x = 42", "forty-two", "a" * 40, ""]
@@ -189,12 +189,10 @@ def test_processes_too_many_end_when_nobody_waits_for_them() -> None:
             await asyncio.sleep(0.05)
             most = max(most, len(processes()))
         await calls
-        ends = time.monotonic() + 60
-        while len(processes()) > 1 and time.monotonic() < ends:
-            await asyncio.sleep(0.05)
-        return most, len(processes()) <= 1
+        await until(lambda: len(processes()) <= 1)
+        return most
 
-    assert run(scenario) == (3, True)
+    assert run(scenario) == 3
 
 
 def test_mathematics_remembers_no_call() -> None:
