@@ -425,13 +425,18 @@ class Busy(RewardPool):
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.open = Counter[str]()
+        self.open, self.owners = Counter[str](), dict[str, str]()
+
+    async def register(self, job: str, *known: Any, **named: Any) -> None:
+        """Remember who pays."""
+        self.owners[job] = named["payer"]
+        await super().register(job, *known, **named)
 
     async def score(
         self, job: str, problem: Problem, completions: Sequence[str], context: AnswerContext = NO_CONTEXT
     ) -> list[ScoreOutcome]:
         """Wait, then score."""
-        owner = self._jobs[job].owner
+        owner = self.owners[job]
         self.open[owner] += 1
         await self.may.wait()
         try:
