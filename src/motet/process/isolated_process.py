@@ -73,8 +73,8 @@ def read_frame(source: Any) -> tuple[int, int, bytes]:
     return first, second, data
 
 
-def _serve(requests: BinaryIO, out: BinaryIO, statm: BinaryIO | None, limits: WorkLimits) -> None:
-    """Run in the process until its input ends, or lines are written. `statm` reports its memory, if the system can."""
+def _serve(requests: BinaryIO, out: BinaryIO, limits: WorkLimits) -> None:
+    """Run in the process until its input ends, or lines are written."""
     while True:
         try:
             length, memory_mb, data = read_frame(requests)
@@ -87,8 +87,7 @@ def _serve(requests: BinaryIO, out: BinaryIO, statm: BinaryIO | None, limits: Wo
             function: Callable[[bytes], bytes | Iterable[bytes]] = getattr(importlib.import_module(module), name)
             if limits.walled:
                 used = resource.getrusage(resource.RUSAGE_SELF)
-                pages = 0 if statm is None else int(os.pread(statm.fileno(), 100, 0).split()[0])
-                memory = pages * resource.getpagesize() + memory_mb * 2**20 if pages else None
+                memory = space + memory_mb * 2**20 if (space := wall.address_space()) else None
                 _limit(seconds=int(used.ru_utime + used.ru_stime + limits.seconds) + 1, memory=memory)
             answer = function(data[length:])
             if in_lines := not isinstance(answer, bytes):
@@ -119,7 +118,7 @@ def _limit(*, seconds: int | None, memory: int | None) -> None:
 def main(parent: int, limits: WorkLimits) -> None:
     """Serve a parent."""
     wall.end_with(parent)
-    statm = open("/proc/self/statm", "rb") if Path("/proc/self/statm").exists() else None  # noqa: SIM115 - to the end
+    wall.address_space()  # behind the wall, it needs a call before
     if limits.module:
         importlib.import_module(limits.module)
     if limits.walled:
@@ -132,7 +131,7 @@ def main(parent: int, limits: WorkLimits) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's prints must not be read as an answer
     try:
         with out:
-            _serve(sys.stdin.buffer, out, statm, limits)
+            _serve(sys.stdin.buffer, out, limits)
     except MemoryError:  # for what was sent, or the answer
         os._exit(NO_MEMORY)
 

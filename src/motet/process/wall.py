@@ -191,12 +191,16 @@ def _lower(kind: int, most: int) -> None:
 
 
 def address_space() -> int:
-    """Bytes of address space in use; 0 if the system does not report them (macOS)."""
+    """Bytes of address space in use; 0 if the system does not report them (macOS). Behind the wall after a call before it."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            return int(statm.read().split()[0]) * resource.getpagesize()
+        return int(os.pread(_statm(os.getpid()), 100, 0).split()[0]) * resource.getpagesize()
     except OSError:
         return 0
+
+
+@functools.cache
+def _statm(process: int) -> int:  # a fork has another file
+    return os.open(f"/proc/{process}/statm", os.O_RDONLY)
 
 
 def _hold_files(found: importable.Readable, readable: Sequence[Path], writable: Sequence[Path]) -> None:

@@ -110,7 +110,7 @@ class Graders:
     ) -> list[Graded]:
         """Score the answers to one row, in order. Failures are in the results.
 
-        Each `owner`, a tenant or a job, has a part of the processes.
+        Each `owner`, a tenant or a job, has few parts in work.
         """
         graded, row = [Graded(output) for output in outputs], _Row(owner, Fields("item", item), asked)
         if isinstance(grader, Rank):

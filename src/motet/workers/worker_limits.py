@@ -30,7 +30,6 @@ class WorkerLimits:
 
     def __init__(self) -> None:
         self.baseline = wall.address_space()
-        self._statm = open("/proc/self/statm", "rb") if self.baseline else None  # noqa: SIM115  # also behind the wall
         self.fired = False
         self._cpu_seconds = 0.0
         self._memory_mb = 0
@@ -38,9 +37,7 @@ class WorkerLimits:
 
     def grow(self) -> None:
         """Count what the process has now as its own, not as its next call's."""
-        if self._statm is not None:
-            self._statm.seek(0)
-            self.baseline = int(self._statm.read().split()[0]) * resource.getpagesize()
+        self.baseline = wall.address_space()
 
     def run(
         self, call: Callable[[], Result], kind: str, cpu_seconds: float, memory_mb: int
