@@ -1,8 +1,8 @@
 """Rows of docs/week-one.md: answers to a problem, problems of a step, ranks, and epochs of SFT, on SmolLM2-135M-Instruct.
 
     make smollm2
-    python -m bench.week_one answers       # a table; about ten minutes of one core, as `problems` and `ranks` take
-    python -m bench.week_one epochs        # three minutes
+    python -m bench.week_one answers       # a table, on one core; `problems` and `ranks` alike
+    python -m bench.week_one epochs
 
 The tasks are those of examples/smollm2.yaml: `products`, and for SFT `chain-sum`, which has enough different rows. What was
 trained is kept in runs/week_one, and the same command resumes.
