@@ -100,7 +100,9 @@ harnesses: | $(BIN)/python  ## make .envs/harnesses with lm-eval and inspect-ai,
 # Tests sync thousands of small files, which takes no time in memory.
 IN_MEMORY = $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -1)" -gt 8388608 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-PYTEST = $(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A test without an end fails after a time that no test comes near, and the others are told of.
+PYTEST = $(IN_MEMORY) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	--timeout 900 --timeout-method signal
 # What a processor without AVX-512 computes.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MOTET_KERNELS_FORM=avx2
 
