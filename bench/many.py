@@ -9,6 +9,7 @@ Jobs train on the small base with ranks 1 to 8 and short answers. Each count has
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -33,6 +34,8 @@ class Point:
     """What one number of live jobs costs."""
 
     jobs: int
+    submitted: float
+    """Seconds in which one client handed them in."""
     steps: int
     """In the measured time."""
     wall_per_step: float
@@ -40,8 +43,9 @@ class Point:
     cpu_per_step: float
     """Of the engine and the service together."""
     engine_mib: int
-    """Most memory of the engine's process; `service_mib` of the other."""
+    """Memory of the engine's process; `service_mib` of the HTTP process, `whole_mib` of all, helpers too."""
     service_mib: int
+    whole_mib: int
     least_share: float
     """Steps of the tenant with the fewest, for each of the tenant with the most."""
     publish: float
@@ -54,7 +58,7 @@ class Point:
     resumed: float
     """Seconds from the engine's death until every job had taken a step again."""
     resumed_cpu: float
-    """CPU seconds of the new engine and the service until then."""
+    """CPU seconds of the new engine and the others until then."""
 
 
 def job(number: int, steps: int) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class Fleet:
         engine = {"samplers": 0, "threads": 1, "slots": jobs}
         config.write_text(yaml.safe_dump({"engine": engine, "limits": limits, "rate": None}))
         self.service = Service(where / "served", "--config", str(config), keys=True)
-        self.jobs, self.keys, self.admin = jobs, list[str](), ""
+        self.jobs, self.keys, self.admin, self.submitted = jobs, list[str](), "", 0.0
 
     def start(self) -> None:
         """Submit them all; they have more steps than anybody waits for."""
@@ -84,9 +88,11 @@ class Fleet:
         self.admin = self.service.admin_key
         self.service.become(self.admin)
         self.keys = [self.service.key_for(f"tenant-{one}") for one in range(min(TENANTS, self.jobs))]
+        begun = time.monotonic()
         for number in range(self.jobs):
             self.service.become(self.keys[number % len(self.keys)])
             self.service.submit(job(number, 100_000))
+        self.submitted = time.monotonic() - begun
 
     def steps(self) -> dict[str, int]:
         """Of each job: by id."""
@@ -107,12 +113,19 @@ class Fleet:
         self.service.until(reached, PATIENCE)
         return time.monotonic() - begun
 
-    def cpu(self) -> float:
-        """Seconds of both processes and what they started."""
+    def processes(self) -> list[psutil.Process]:
+        """The parent, the HTTP process, the engine, and what they started."""
         assert self.service.process is not None
-        roots = [psutil.Process(self.service.process.pid), *self.service.engines()]
-        every = {one.pid: one for root in roots for one in (root, *root.children(recursive=True))}
-        return sum(sum(one.cpu_times()[:2]) for one in every.values())
+        parent = psutil.Process(self.service.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def cpu(self) -> float:
+        """Seconds of all processes."""
+        found = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a helper has ended
+                found += sum(process.cpu_times()[:2])
+        return found
 
     def timings(self, since: float) -> list[dict[str, Any]]:
         """Of the steps that ended since then."""
@@ -121,9 +134,8 @@ class Fleet:
         return [line for line in lines if line["time"] >= since]
 
     def own_cpu(self) -> float:
-        """Seconds of the service's own process."""
-        assert self.service.process is not None
-        return float(sum(psutil.Process(self.service.process.pid).cpu_times()[:2]))
+        """Seconds of the HTTP process."""
+        return float(sum(self.service.http().cpu_times()[:2]))
 
     def cost_of(self, path: str, beside: float, times: int = 50) -> float:
         """CPU milliseconds of the service for an answer; it takes `beside` seconds in each second without requests."""
@@ -146,10 +158,8 @@ def measure(where: Path, jobs: int, seconds: float) -> Point:
         after, cpu, wall = fleet.steps(), fleet.cpu() - cpu, time.monotonic() - begun
         beside = (fleet.own_cpu() - own_cpu) / wall
         done = {one: after[one] - before[one] for one in after}
-        assert service.process is not None
-        engine, own = (
-            psutil.Process(pid).memory_info().rss >> 20 for pid in (service.engine().pid, service.process.pid)
-        )
+        engine, own = (process.memory_info().rss >> 20 for process in (service.engine(), service.http()))
+        whole = sum(process.memory_full_info().pss for process in fleet.processes()) >> 20
         publish = sorted(line["seconds"]["publish"] for line in fleet.timings(clock))
         shares = list[int]()
         for key in fleet.keys:
@@ -157,15 +167,17 @@ def measure(where: Path, jobs: int, seconds: float) -> Point:
             shares.append(sum(done[one["id"]] for one in service.ask("GET", "/v1/jobs?limit=100")["data"]))
         service.become(fleet.admin)
         metrics, listed = (fleet.cost_of(path, beside) for path in ("/metrics", "/v1/jobs?limit=100"))
-        service.engine().kill()
-        killed, own_cpu = fleet.steps(), fleet.own_cpu()
+        dying = service.engine()
+        dying.kill()
+        dying.wait()
+        killed, before_cpu = fleet.steps(), fleet.cpu()
         resumed = fleet.until(lambda: all(n > killed[one] for one, n in fleet.steps().items()))
-        resumed_cpu = fleet.cpu() - own_cpu
+        resumed_cpu = fleet.cpu() - before_cpu
     finally:
         service.close()
     n = sum(done.values())
     return Point(
-        jobs, n, wall / n, cpu / n, engine, own, min(shares) / max(shares), statistics.median(publish),
+        jobs, fleet.submitted, n, wall / n, cpu / n, engine, own, whole, min(shares) / max(shares), statistics.median(publish),
         publish[int(0.99 * len(publish))], metrics, listed, resumed, resumed_cpu,
     )  # fmt: skip
 
