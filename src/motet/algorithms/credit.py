@@ -83,9 +83,9 @@ def turn_advantages(groups: Sequence[Group], kind: AdvantageKind, discount: floa
     ]
     advantages = []
     for number, group in enumerate(returns):
-        own = [np.array([by_turn[k][number][at] for k in range(len(one))]) for at, one in enumerate(group)]
+        own = [np.array([by_turn[k][number][at] for k in range(len(turns))]) for at, turns in enumerate(group)]
         if kind == "grpo" and own:
-            own = np.split(over_std(np.concatenate(own)), np.cumsum([len(one) for one in group])[:-1])
+            own = np.split(over_std(np.concatenate(own)), np.cumsum([len(turns) for turns in group])[:-1])
         advantages.append(own)
     return advantages
 

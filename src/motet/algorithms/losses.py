@@ -204,7 +204,7 @@ def value_of(
     """Σ weight · token loss of samples, from logprobs of their targets ([T] or [T, K] each)."""
 
     def gathered(values: Iterable[FloatArray | None]) -> Tensor:
-        parts = [at_targets(sample, one) for sample, one in zip(samples, values, strict=True)]
+        parts = [at_targets(sample, value) for sample, value in zip(samples, values, strict=True)]
         return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
     logprobs_N = gathered(logprobs)
@@ -215,7 +215,7 @@ def value_of(
         advantages_N=gathered(sample.advantages for sample in samples),
         weights_N=gathered(sample.weights for sample in samples),
         sample_N=torch.from_numpy(
-            np.repeat(np.arange(len(samples)), [one.n_trainable * one.n_targets for one in samples])
+            np.repeat(np.arange(len(samples)), [sample.n_trainable * sample.n_targets for sample in samples])
         ),
         n_samples=len(samples),
         ratio_mask_N=gathered(sample.ratio_mask for sample in samples),
@@ -309,9 +309,8 @@ def read_stats(each: Sequence[TokenSums]) -> list[LossStats]:
     """The metrics of segments, copied from their device in one transfer."""
     if not each:
         return []
-    return [
-        _stats(one, *sums) for one, sums in zip(each, torch.stack([one.sums for one in each]).tolist(), strict=True)
-    ]
+    rows = torch.stack([segment.sums for segment in each]).tolist()
+    return [_stats(segment, *row) for segment, row in zip(each, rows, strict=True)]
 
 
 def _stats(

@@ -82,5 +82,5 @@ def _own(value: Any) -> Algorithm:
         made = algorithm.model_validate({name: field for name, field in value.items() if name != "type"})
         return made.model_copy(update={"type": value["type"]})
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        reasons = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         raise PydanticCustomError("own_algorithm", "{reasons}", {"reasons": reasons}) from error

@@ -31,10 +31,10 @@ class Supervised(RowAlgorithm):
 
     def batch(self, rows: Sequence[Row], positions: int | None = None) -> StepBatch:
         """Samples of a step."""
-        lengths = [sum(one.n_learned for one in row.examples) for row in rows]
+        lengths = [sum(example.n_learned for example in row.examples) for row in rows]
         weights, denominator = normalisation(lengths, self.reduction, 1)
         weighed = zip(rows, weights, strict=True)
-        samples = (sample_of(one, float(weight)) for row, weight in weighed for one in row.examples)
+        samples = (sample_of(example, float(weight)) for row, weight in weighed for example in row.examples)
         return StepBatch(tuple(samples), denominator)
 
     def figures(self, batch: StepBatch, scored: RowLogprobs) -> Mapping[str, float]:
