@@ -143,7 +143,7 @@ class AnswerPiece:
     @property
     def named_calls(self) -> list[tuple[str, ToolCall]]:
         """Each tool call with an id."""
-        return [(f"call_{self.id}_{number}", one) for number, one in enumerate(self.calls)]
+        return [(f"call_{self.id}_{number}", call) for number, call in enumerate(self.calls)]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ async def shown(pieces: AsyncIterable[AnswerPiece], answer: AnswerPiece) -> Asyn
     """Parts of the only answer's blocks as its pieces come, which are added to `answer`."""
     async for piece in pieces:
         answer.add(piece)
-        for block in (*(one for one in piece.blocks if one[1]), *answer.shown[len(answer.blocks) :]):
+        for block in (*(block for block in piece.blocks if block[1]), *answer.shown[len(answer.blocks) :]):
             yield block
 
 

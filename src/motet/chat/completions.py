@@ -58,7 +58,7 @@ class ChatMessage(Extra):
         """The message in the form of chat templates; `called` has the names of tools by the ids of their calls."""
         if {name: value for name, value in (self.model_extra or {}).items() if name in ("prefix", "partial") and value}:
             raise ChatRefusal("messages: the last turn is not continued here, so leave out `prefix` and `partial`")
-        calls = (call_of(one.function.name, one.function.arguments) for one in self.tool_calls or ())
+        calls = (call_of(call.function.name, call.function.arguments) for call in self.tool_calls or ())
         role = "system" if self.role == "developer" else self.role
         name = called.get(self.tool_call_id or "", "") if role == "tool" else ""
         thought = (self.reasoning_content or self.reasoning or "") if role == "assistant" else ""
@@ -90,7 +90,7 @@ class ChatRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """The conversation of the request."""
-        calls = [call for one in self.messages for call in one.tool_calls or ()]
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
         check_arguments(call.function.arguments for call in calls)
         called = {call.id: call.function.name for call in calls if call.id}
         for tool in self.tools or ():
@@ -99,7 +99,7 @@ class ChatRequest(ChatFormat):
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         grammar = grammar_of(self.response_format)
         return Conversation(
-            tuple(one.plain(called) for one in self.messages),
+            tuple(message.plain(called) for message in self.messages),
             tools,
             CallLimits(self.max_completion_tokens or self.max_tokens, stop, self.train, grammar),
             n=self.n or 1,
@@ -110,9 +110,12 @@ class ChatRequest(ChatFormat):
 
     def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
-        choices = [{"index": one.index, "message": _said(one), **_end(one), **self._of_tokens(one)} for one in answers]
-        sampled = sum(len(one.token_ids) for one in answers)
-        used = usage(reply.prompt_tokens, sampled, sum(one.thought_tokens for one in answers))
+        choices = [
+            {"index": piece.index, "message": _said(piece), **_end(piece), **self._of_tokens(piece)}
+            for piece in answers
+        ]
+        sampled = sum(len(piece.token_ids) for piece in answers)
+        used = usage(reply.prompt_tokens, sampled, sum(piece.thought_tokens for piece in answers))
         return {**_head(reply), "choices": choices, "usage": used, **self._read(reply)}
 
     async def events(self, reply: Reply) -> AsyncIterator[str]:
@@ -121,8 +124,8 @@ class ChatRequest(ChatFormat):
         begun, sampled, thought, read = set[int](), 0, 0, self._read(reply)
         async for piece in reply.pieces:
             delta = _said(piece)
-            for number, one in enumerate(delta.get("tool_calls", ())):
-                one["index"] = number
+            for number, call in enumerate(delta.get("tool_calls", ())):
+                call["index"] = number
             if piece.index in begun:
                 delta = {name: value for name, value in delta.items() if name not in ("role", "refusal")}
             choice = {"index": piece.index, "delta": delta, "finish_reason": None, **self._of_tokens(piece)}
@@ -168,8 +171,8 @@ def _said(piece: AnswerPiece) -> dict[str, Any]:
         said["reasoning_content"] = piece.thought
     if piece.calls:
         said["tool_calls"] = [
-            {"id": name, "type": "function", "function": {"name": one.name, "arguments": arguments_of(one)}}
-            for name, one in piece.named_calls
+            {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+            for name, call in piece.named_calls
         ]
     return said
 

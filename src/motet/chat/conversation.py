@@ -59,17 +59,17 @@ def examples_of(chat: Chat, messages: Sequence[Message], first: int, tools: Tool
         return
     before, learned = (chat.wording.turns(part) for part in (messages[:first], messages[first:]))
     messages, first = (*before, *learned), len(before)
-    one: _Growing | None = None
+    example: _Growing | None = None
     for index in range(first, len(messages)):
         if messages[index].role == "assistant":
             turn = WrittenTurn.of(chat, messages[:index], messages[index], tools)
-            if one is None or not one.read(turn.prompt):
-                if one is not None:
-                    yield one.example()
-                one = _Growing(chat, turn.prompt, [(chat.prompt_encoded(turn.prompt), False)])
-            one.say(turn, messages[index].learned)
-    if one is not None:
-        yield one.example()
+            if example is None or not example.read(turn.prompt):
+                if example is not None:
+                    yield example.example()
+                example = _Growing(chat, turn.prompt, [(chat.prompt_encoded(turn.prompt), False)])
+            example.say(turn, messages[index].learned)
+    if example is not None:
+        yield example.example()
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ def _behind_prompt(chat: Chat, before: Sequence[Message], turn: Message, tools: 
         thought=_OTHER.thought if turn.thought else "",
     )
     other = chat.rendered((*before, said), tools, generation_prompt=False)
-    same = next((at for at, (one, two) in enumerate(zip(whole, other, strict=False)) if one != two), len(whole))
+    same = next((at for at, (left, right) in enumerate(zip(whole, other, strict=False)) if left != right), len(whole))
     start = whole.rfind(header, 0, same)
     return None if start < 0 else whole[start + len(header) :]
 
@@ -202,10 +202,10 @@ def _opened_once(chat: Chat, prompt: str, text: str) -> str:
 def rendered_already(chat: Chat, problems: Sequence[Problem]) -> str:
     """A note about prompts that somebody rendered through a template before; empty if none is."""
     some = problems[: min(len(problems), _FIRST)]
-    found = [one for one in some if chat.spellings.special.begins(one.messages[0].content.lstrip())]
+    found = [problem for problem in some if chat.spellings.special.begins(problem.messages[0].content.lstrip())]
     if not found:
         return ""
-    has_tokens = any(one.messages[0].special for one in found)
+    has_tokens = any(problem.messages[0].special for problem in found)
     if has_tokens and not chat.chat_template:
         return ""
     name = found[0].messages[0].content.lstrip()[:40]

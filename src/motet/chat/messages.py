@@ -57,7 +57,7 @@ class MessagesRequest(ChatFormat):
 
     def conversation(self) -> Conversation:
         """The conversation of the request; each result of a tool becomes a message."""
-        n_blocks = sum(len(one.content) for one in self.messages if isinstance(one.content, list))
+        n_blocks = sum(len(message.content) for message in self.messages if isinstance(message.content, list))
         if n_blocks > _MOST_BLOCKS:
             raise ChatRefusal(f"messages: they have {n_blocks} blocks; the limit is {_MOST_BLOCKS}")
         if self.messages[-1].role == "assistant":
@@ -66,7 +66,7 @@ class MessagesRequest(ChatFormat):
         called: dict[str, str] = {}
         hidden = self.tool_choice is not None and self.tool_choice.type == "none"
         return Conversation(
-            (*system, *(message for one in self.messages for message in _messages(one, called))),
+            (*system, *(message for turn in self.messages for message in _messages(turn, called))),
             () if hidden else [_function(tool) for tool in self.tools or ()],
             CallLimits(self.max_tokens, tuple(self.stop_sequences or ()), self.train),
             stream=bool(self.stream),
@@ -74,17 +74,17 @@ class MessagesRequest(ChatFormat):
 
     def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
-        (one,) = answers
-        ends = "stop_sequence" if one.stopped else "end_turn"
-        if one.calls or one.finish == "length":
-            ends = "tool_use" if one.calls else "max_tokens"
+        (turn,) = answers
+        ends = "stop_sequence" if turn.stopped else "end_turn"
+        if turn.calls or turn.finish == "length":
+            ends = "tool_use" if turn.calls else "max_tokens"
         uses = (
             {"type": "tool_use", "id": name, "name": call.name, "input": as_json(call.arguments)}
-            for name, call in one.named_calls
+            for name, call in turn.named_calls
         )
-        sampled: dict[str, Any] = {"input_tokens": reply.prompt_tokens, **_sampled(one)}
-        head = {**_head(reply), "stop_reason": ends, "stop_sequence": one.stopped if ends == "stop_sequence" else None}
-        said = (_block(kind, text) for kind, text in one.shown)
+        sampled: dict[str, Any] = {"input_tokens": reply.prompt_tokens, **_sampled(turn)}
+        head = {**_head(reply), "stop_reason": ends, "stop_sequence": turn.stopped if ends == "stop_sequence" else None}
+        said = (_block(kind, text) for kind, text in turn.shown)
         return {**head, "content": [*said, *uses], "usage": sampled}
 
     async def events(self, reply: Reply) -> AsyncIterator[str]:
@@ -164,10 +164,10 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": about}
 
 
-def _messages(one: AnthropicMessage, called: dict[str, str]) -> Iterator[Message]:
+def _messages(message: AnthropicMessage, called: dict[str, str]) -> Iterator[Message]:
     """`called` has the names of the tools that were called so far, by the ids of the calls."""
-    text: list[dict[str, Any]] = [{"type": "text", "text": one.content}]
-    blocks = text if isinstance(one.content, str) else one.content
+    text: list[dict[str, Any]] = [{"type": "text", "text": message.content}]
+    blocks = text if isinstance(message.content, str) else message.content
     calls: list[ToolCall] = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -176,11 +176,11 @@ def _messages(one: AnthropicMessage, called: dict[str, str]) -> Iterator[Message
         elif block.get("type") == "tool_use":
             calls.append(ToolCall(_field(block, "name", str), _field(block, "input", dict)))
             called[str(block.get("id"))] = calls[-1].name
-    thinks = one.role == "assistant"
+    thinks = message.role == "assistant"
     thoughts = [_field(block, "thinking", str) for block in blocks if thinks and block.get("type") == "thinking"]
     said = [block for block in blocks if block.get("type") not in ("tool_use", "tool_result", *_THOUGHTS)]
     if said or calls or thoughts:
-        yield Message(one.role, _text_of(said), tuple(calls), thought="".join(thoughts))
+        yield Message(message.role, _text_of(said), tuple(calls), thought="".join(thoughts))
 
 
 def _text_of(blocks: Any) -> str:

@@ -64,19 +64,19 @@ class ResponsesRequest(ChatFormat):
 
     def answer(self, reply: Reply, answers: Sequence[AnswerPiece]) -> dict[str, Any]:
         """The whole answer."""
-        (one,) = answers
-        cut_off, sampled = one.finish == "length", len(one.token_ids)
+        (answer,) = answers
+        cut_off, sampled = answer.finish == "length", len(answer.token_ids)
         return {
             **self._head(reply),
             "status": "incomplete" if cut_off else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
-            "output": list(_output(reply, one)),
-            "metadata": {"unread": one.unread[:_LONGEST_NOTE]} if one.unread else {},
+            "output": list(_output(reply, answer)),
+            "metadata": {"unread": answer.unread[:_LONGEST_NOTE]} if answer.unread else {},
             "usage": {
                 "input_tokens": reply.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
                 "output_tokens": sampled,
-                "output_tokens_details": {"reasoning_tokens": one.thought_tokens},
+                "output_tokens_details": {"reasoning_tokens": answer.thought_tokens},
                 "total_tokens": reply.prompt_tokens + sampled,
             },
         }
@@ -167,7 +167,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> Iterator[Message]:
             turns.append(_Turn())
         turns[-1].read(item, kind, called)
         before = kind
-    return (one.message for one in turns)
+    return (turn.message for turn in turns)
 
 
 @dataclass

@@ -36,10 +36,10 @@ class Spellings:
         """`source` is the chat template's, empty for none; `form_tags` are tags that it may lack, of a form named by hand."""
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        special = {*tokenizer.all_special_tokens, *(one.content for one in added if one.special)}
-        tags = {one.content for one in added if one.content in PART_TAGS or one.content in source}
+        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        tags = {token.content for token in added if token.content in PART_TAGS or token.content in source}
         parts = {name for name in tags if name in PART_TAGS or (name not in special and _TAG.fullmatch(name))}
-        parts |= {one.content for one in added if one.content in form_tags and one.content not in special}
+        parts |= {token.content for token in added if token.content in form_tags and token.content not in special}
         self.all = _Names(special | parts)
         """Everything that is a token in the template's text and letters in a user's."""
         self.special = _Names(special - parts)
@@ -47,7 +47,7 @@ class Spellings:
         names = special | parts
         self._normalizer = (
             tokenizer.backend_tokenizer.normalizer
-            if any(one.content in names and one.normalized for one in added)
+            if any(token.content in names and token.normalized for token in added)
             else None
         )
         self._copy: Tokenizer | None = None
@@ -67,20 +67,20 @@ class Spellings:
 
         Raises RecursionError for tools or arguments that are nested too deep.
         """
-        calls = ([[call.name, call.arguments] for call in one.tool_calls] for one in messages)
-        own = [[one.content, one.thought, one.name, made] for one, made in zip(messages, calls, strict=True)]
+        calls = ([[call.name, call.arguments] for call in turn.tool_calls] for turn in messages)
+        own = [[turn.content, turn.thought, turn.name, made] for turn, made in zip(messages, calls, strict=True)]
         texts = "\n".join(_texts([own, tools]))
         if not self.all.found(texts):
             return messages, tools, ""
         seal = _SEAL
         if seal in texts:  # no text has the digits of its own sum
             seal = str(int.from_bytes(hashlib.blake2b(texts.encode(errors="replace"), digest_size=16).digest()))
-        return [self._message(one, seal) for one in messages], [self._value(tool, seal) for tool in tools], seal
+        return [self._message(turn, seal) for turn in messages], [self._value(tool, seal) for tool in tools], seal
 
     def _message(self, message: Message, seal: str) -> Message:
         names = self.special if message.role in ("assistant", "system") else self.all
         given, rest, theirs = _owned(message)
-        calls = tuple(ToolCall(*self._value([one.name, one.arguments], seal)) for one in message.tool_calls)
+        calls = tuple(ToolCall(*self._value([call.name, call.arguments], seal)) for call in message.tool_calls)
         return Message(
             message.role,
             given + names.parted(rest, seal) + self.all.parted(theirs, seal),
@@ -94,8 +94,8 @@ class Spellings:
         if isinstance(value, str):
             return self.all.parted(value, seal)
         if isinstance(value, Mapping):
-            return {self._value(name, seal): self._value(one, seal) for name, one in value.items()}
-        return [self._value(one, seal) for one in value] if isinstance(value, list | tuple) else value
+            return {self._value(name, seal): self._value(item, seal) for name, item in value.items()}
+        return [self._value(item, seal) for item in value] if isinstance(value, list | tuple) else value
 
     def marked(self, text: str, seal: str = "") -> str:
         """What a template wrote, with its tokens marked and without the seal."""
@@ -173,7 +173,7 @@ class _Names:
 
     def parted(self, text: str, sign: str) -> str:
         """A text with a sign behind the first letter of each name."""
-        return self._pattern.sub(lambda one: _parted(one[0], sign), text)
+        return self._pattern.sub(lambda match: _parted(match[0], sign), text)
 
 
 def _owned(message: Message) -> tuple[str, str, str]:
@@ -194,8 +194,8 @@ def _any_of(names: Sequence[str]) -> re.Pattern[str]:
 
 def _branches(names: Sequence[str], start: int) -> str:
     """A pattern of what follows the common beginning of sorted names, which ends at `start`."""
-    one, other = names[0], names[-1]
-    same = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    low, high = names[0], names[-1]
+    same = next((at for at, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     head, ends = re.escape(names[0][start:same]), len(names[0]) == same
     groups = itertools.groupby(names[ends:], key=lambda name: name[same])
     tails = "|".join(_branches(list(group), same) for _, group in groups)
@@ -209,12 +209,12 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, one in value.items():
+        for name, item in value.items():
             yield from _texts(name)
-            yield from _texts(one)
+            yield from _texts(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
+        for item in value:
+            yield from _texts(item)
 
 
 def _renamed(tokenizer: Any, names: Sequence[str]) -> Tokenizer:
@@ -229,7 +229,7 @@ def _renamed(tokenizer: Any, names: Sequence[str]) -> Tokenizer:
     elif vocabulary:
         model["vocab"] = [[new.get(name, name), score] for name, score in vocabulary]
     if merges := model.get("merges"):
-        pairs = (one if isinstance(one, list) else one.split(" ", 1) for one in merges)
+        pairs = (merge if isinstance(merge, list) else merge.split(" ", 1) for merge in merges)
         model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & new.keys()]
     if model.get("unk_token") in new:
         model["unk_token"] = new[model["unk_token"]]

@@ -181,7 +181,7 @@ class Chat(ReadsTurns):
 
     def with_roles(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         """Messages in roles that the template has."""
-        return tuple(replace(one, role=self.tool_role) if one.role == "tool" else one for one in messages)
+        return tuple(replace(turn, role=self.tool_role) if turn.role == "tool" else turn for turn in messages)
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> tuple[Message, ...]:
         """A conversation with an introduction of its tools."""
@@ -245,7 +245,7 @@ class Chat(ReadsTurns):
             messages, tools, seal = self.spellings.sealed(messages, tools)
         except RecursionError as error:
             raise BaseModelError("tools or the arguments of a call are nested too deep; make them flatter") from error
-        in_parts = any(one.thought or one.tool_calls or one.role == "tool" for one in messages)
+        in_parts = any(message.thought or message.tool_calls or message.role == "tool" for message in messages)
         given = (self.wording if in_parts else Wording()).given(messages)
         return self.spellings.marked(apply(self.tokenizer, given, generation_prompt, self._given(tools)), seal)
 

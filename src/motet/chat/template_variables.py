@@ -73,7 +73,7 @@ def tools_of(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
         if isinstance(tools, list):
-            tools = [json.loads(one) if isinstance(one, str) else one for one in tools]
+            tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"tools is no JSON: {error}") from error
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):

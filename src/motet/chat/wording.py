@@ -121,11 +121,7 @@ class Wording:
 
 
 def apply(tokenizer: Any, turns: Sequence[Given], generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
-    """Messages through the tokenizer's chat template, as text.
-
-    Raises:
-        BaseModelError: the template refuses the conversation (for instance a system prompt), with its reason.
-    """
+    """Write messages as text by the tokenizer's chat template. Raises BaseModelError, with the reason, if it refuses."""
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generation_prompt, **kwargs)
     except Exception as error:  # templates are programs: jinja2's errors and plain Python's alike
@@ -172,5 +168,5 @@ def _one_by_one(messages: Sequence[Message]) -> Iterator[Message]:
         yield first
         if message.role == "tool" and waiting:
             yield waiting.pop(0)
-        waiting += [replace(one, content="", thought="") for one in others]
+        waiting += [replace(other, content="", thought="") for other in others]
     yield from waiting

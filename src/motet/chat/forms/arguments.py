@@ -30,7 +30,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 def schemas_of(tools: Sequence[Mapping[str, Any]]) -> Schemas:
     """The parameters of tools, given as `{"type": "function", "function": {"name", "parameters"}}`."""
     functions = (tool.get("function", tool) for tool in tools)
-    return {str(one.get("name", "")): one.get("parameters") or {} for one in functions if isinstance(one, Mapping)}
+    return {str(tool.get("name", "")): tool.get("parameters") or {} for tool in functions if isinstance(tool, Mapping)}
 
 
 def call_of(fields: Any) -> ToolCall:
@@ -47,7 +47,7 @@ def plain_arguments(value: Any) -> dict[str, Any]:
 
 def as_objects(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
     """Calls as the objects of JSON that most forms write."""
-    return [{"name": one.name, "arguments": dict(one.arguments)} for one in calls]
+    return [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
 
 
 def written_json(value: Any, tags: Iterable[str] = ()) -> str:
@@ -121,21 +121,21 @@ def _types(schema: Any, root: Any) -> Iterator[str]:
     """The types that a schema allows; none if it does not say. `root` has the definitions to which it may refer."""
     left, steps = [schema], 0
     while left and steps < _MOST_STEPS:
-        one, steps = left.pop(), steps + 1
-        if not isinstance(one, Mapping):
+        part, steps = left.pop(), steps + 1
+        if not isinstance(part, Mapping):
             continue
-        named = one.get("type")
+        named = part.get("type")
         names = named if isinstance(named, list) else [named]
         yield from (name for name in names[:_MOST_STEPS] if isinstance(name, str))
         if named is None:
-            values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
+            values = part["enum"] if isinstance(part.get("enum"), list) else [part["const"]] if "const" in part else []
             yield from (name for value in values[:_MOST_STEPS] for name in _names(value))
-        if one.get("nullable") is True:
+        if part.get("nullable") is True:
             yield "null"
         for several in ("anyOf", "oneOf", "allOf"):
-            left += one[several][:_MOST_STEPS] if isinstance(one.get(several), list) else []
-        if isinstance(one.get("$ref"), str):
-            left.append(_referred(one["$ref"], root))
+            left += part[several][:_MOST_STEPS] if isinstance(part.get(several), list) else []
+        if isinstance(part.get("$ref"), str):
+            left.append(_referred(part["$ref"], root))
 
 
 def _referred(path: str, root: Any) -> Any:

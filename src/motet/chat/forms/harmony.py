@@ -55,9 +55,9 @@ class Harmony(TurnForm):
             return turn.speech
         said = [f"analysis{_MESSAGE}{turn.thought}<|end|>"] if turn.thought else []
         said += [f"{'commentary' if turn.calls else 'final'}{_MESSAGE}{turn.speech}<|end|>"] if turn.speech else []
-        for one in turn.calls:
-            arguments = readable(written_json(dict(one.arguments), _TAGS))
-            said.append(f"commentary to=functions.{one.name} {_CONSTRAIN}json{_MESSAGE}{arguments}<|call|>")
+        for call in turn.calls:
+            arguments = readable(written_json(dict(call.arguments), _TAGS))
+            said.append(f"commentary to=functions.{call.name} {_CONSTRAIN}json{_MESSAGE}{arguments}<|call|>")
         text = _CHANNEL + f"{_START}assistant{_CHANNEL}".join(said)
         return text.removesuffix("<|call|>" if turn.calls else "<|end|>" if turn.speech else "")
 

@@ -41,7 +41,7 @@ class JsonInTags:
     def written(self, calls: Sequence[ToolCall]) -> str:
         """See `CallStyle`."""
         opens, closes = self.outer
-        return "\n".join(f"{opens}\n{written_json(one)}\n{closes}" for one in as_objects(calls))
+        return "\n".join(f"{opens}\n{written_json(fields)}\n{closes}" for fields in as_objects(calls))
 
 
 def json_call(text: str) -> tuple[ToolCall, str]:

@@ -60,7 +60,7 @@ class Lfm:
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """See `CallStyle`. Names that Python does not have are written as JSON."""
-        if all(_CALLED.fullmatch(one.name) and all(map(_ARGUMENT.fullmatch, one.arguments)) for one in calls):
+        if all(_CALLED.fullmatch(call.name) and all(map(_ARGUMENT.fullmatch, call.arguments)) for call in calls):
             return f"{_OPENS}[{', '.join(map(_written, calls))}]{_CLOSES}"
         return _OPENS + written_json(as_objects(calls), self.tags) + _CLOSES
 
@@ -74,10 +74,10 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return f"'{without_tags(value.translate(_ESCAPES), Lfm.tags)}'"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_value(str(name))}: {_value(one)}" for name, one in value.items()) + "}"
+        return "{" + ", ".join(f"{_value(str(name))}: {_value(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
-    return next((name for name, one in PYTHON_VALUES.items() if one is value), json.dumps(value))
+    return next((name for name, constant in PYTHON_VALUES.items() if constant is value), json.dumps(value))
 
 
 def _calls(text: str) -> list[tuple[ToolCall, str]]:
@@ -85,7 +85,7 @@ def _calls(text: str) -> list[tuple[ToolCall, str]]:
     try:
         if text.startswith(("{", "[{")):
             fields = json.loads(text)
-            return [(call_of(one), "") for one in (fields if isinstance(fields, list) else [fields])]
+            return [(call_of(call), "") for call in (fields if isinstance(fields, list) else [fields])]
         python = _Python(text.removeprefix("[").removesuffix("]") if text.startswith("[") else text)
         calls = [(python.call(), "")]
         while python.met(_COMMA):

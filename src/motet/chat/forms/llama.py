@@ -50,8 +50,8 @@ class Llama:
 
     def written(self, calls: Sequence[ToolCall]) -> str:
         """See `CallStyle`."""
-        fields = ({"name": one.name, "parameters": dict(one.arguments)} for one in calls)
-        return "; ".join(written_json(one, self.tags) for one in fields)
+        fields = ({"name": call.name, "parameters": dict(call.arguments)} for call in calls)
+        return "; ".join(written_json(call, self.tags) for call in fields)
 
 
 _DECODER = json.JSONDecoder()

@@ -44,7 +44,7 @@ def _read_into(calls: list[tuple[ToolCall, str]], body: Sequence[str]) -> str:
     try:
         if text.startswith(("[", "{")):  # a list, or a call alone
             fields, end = _DECODER.raw_decode(text)
-            calls += [(call_of(one), "") for one in (fields if text.startswith("[") else [fields])]
+            calls += [(call_of(call), "") for call in (fields if text.startswith("[") else [fields])]
             return text[end:]
         ends = next((at for at, piece in enumerate(body) if isinstance(piece, Tag)), None)
         name = text.partition("{")[0] if ends is None else joined(body[:ends])

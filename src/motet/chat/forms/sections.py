@@ -67,17 +67,17 @@ class Sections:
         """See `CallStyle`."""
         texts = [
             self.call[0]
-            + self.name_of(one.name, number)
+            + self.name_of(call.name, number)
             + self.separator
-            + written_json(dict(one.arguments), self.tags)
+            + written_json(dict(call.arguments), self.tags)
             + self.call[1]
-            for number, one in enumerate(calls)
+            for number, call in enumerate(calls)
         ]
         return "".join([self.section[0], *texts, self.section[1]])
 
     def _call(self, body: Sequence[str]) -> tuple[ToolCall, str]:
         """The call between two tags, and what is wrong with it."""
-        at = next((at for at, one in enumerate(body) if isinstance(one, Tag) and one == self.separator), None)
+        at = next((at for at, item in enumerate(body) if isinstance(item, Tag) and item == self.separator), None)
         try:
             if at is None:
                 raise ValueError("nothing is between its name and its arguments")
