@@ -344,10 +344,10 @@ class Device:
         """Take the first call of the tenant that has used the least time; None if ticks come first."""
         if not self._calls and not working:
             return None
-        self.turns.come({one.payer.tenant for one in self._calls}, _CALLS)
+        self.turns.come({call.payer.tenant for call in self._calls}, _CALLS)
         if not self._calls:
             return None
-        first = min(self._calls, key=lambda one: self.turns.had(one.payer.tenant))
+        first = min(self._calls, key=lambda call: self.turns.had(call.payer.tenant))
         ahead = self.turns.ahead(first.payer.tenant, DECODES)
         if working and (ahead > SLACK or (owed > 0 and ahead >= -SLACK)):
             return None

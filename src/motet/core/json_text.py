@@ -49,13 +49,13 @@ def rough_size(value: object, most: int) -> int:
     """About the bytes of a value as JSON; counted until they are more than `most`."""
     size, rest = 0, [value]
     while rest and size <= most:
-        one = rest.pop()
-        if isinstance(one, str | Mapping | list | tuple):
-            size += len(one) if isinstance(one, str) else 8 * len(one)
-        if size <= most and isinstance(one, Mapping):
-            rest += (*one, *one.values())
-        elif size <= most and isinstance(one, list | tuple):
-            rest += one
+        item = rest.pop()
+        if isinstance(item, str | Mapping | list | tuple):
+            size += len(item) if isinstance(item, str) else 8 * len(item)
+        if size <= most and isinstance(item, Mapping):
+            rest += (*item, *item.values())
+        elif size <= most and isinstance(item, list | tuple):
+            rest += item
     return size
 
 
@@ -67,12 +67,12 @@ def json_pieces(
         keys = sorted(value) if sort_keys else value
         parts, ends = ((f"{dumps(key)}: ", value[key]) for key in keys), "{}"
     elif depth and isinstance(value, list | tuple):
-        parts, ends = (("", one) for one in value), "[]"
+        parts, ends = (("", item) for item in value), "[]"
     else:
         yield dumps(value)
         return
     yield ends[0]
-    for number, (name, one) in enumerate(parts):
+    for number, (name, item) in enumerate(parts):
         yield f", {name}" if number else name
-        yield from json_pieces(one, dumps, sort_keys=sort_keys, depth=depth - 1)
+        yield from json_pieces(item, dumps, sort_keys=sort_keys, depth=depth - 1)
     yield ends[1]

@@ -139,7 +139,7 @@ def _matches(path: str, target: str) -> bool:
 def matches_experts(path: str, target: str) -> bool:
     """Whether a target selects experts. Only targets with `experts` do: `down_proj` selects layers."""
     module = path.rpartition(".")[0]
-    return EXPERTS in target.split(".") and any(one == target or one.endswith("." + target) for one in (path, module))
+    return EXPERTS in target.split(".") and any(f".{name}".endswith(f".{target}") for name in (path, module))
 
 
 def with_experts(target_modules: str | Sequence[str] | None, target_parameters: Sequence[object]) -> list[str]:

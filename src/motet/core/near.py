@@ -10,8 +10,8 @@ from collections.abc import Iterable
 def close_matches(name: str, known: Iterable[str], n: int = 1, cutoff: float = 0.6) -> list[str]:
     """The known names most similar to a given one, ignoring case, best first."""
     by_fold: dict[str, str] = {}
-    for one in known:
-        by_fold.setdefault(one.casefold(), one)
+    for candidate in known:
+        by_fold.setdefault(candidate.casefold(), candidate)
     return [by_fold[fold] for fold in difflib.get_close_matches(name.casefold(), by_fold, n, cutoff)]
 
 

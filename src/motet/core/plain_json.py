@@ -54,22 +54,22 @@ def _below(level: Sequence[Any]) -> list[Any]:
     if kinds <= _WITHIN:
         return below
     if kinds <= _PLAIN:  # as a parser makes them; to ask each for its kind takes three times as long
-        for one in level:
-            if type(one) is dict:
-                names += one
-                below += one.values()
-            elif type(one) is list:
-                below += one
+        for value in level:
+            if type(value) is dict:
+                names += value
+                below += value.values()
+            elif type(value) is list:
+                below += value
         if set(map(type, names)) <= {str}:
             return below
     below = []
-    for one in level:
-        if isinstance(one, dict):
-            if (odd := next((name for name in one if not isinstance(name, str)), None)) is not None:
+    for value in level:
+        if isinstance(value, dict):
+            if (odd := next((name for name in value if not isinstance(name, str)), None)) is not None:
                 raise ValueError(f"the name {odd!r:.80} is not text; quote it")
-            below += one.values()
-        elif isinstance(one, list):
-            below += one
-        elif not isinstance(one, str | int | float | None):
-            raise ValueError(f"{one!r:.80} is not a value that JSON has; quote it if it is meant as text")
+            below += value.values()
+        elif isinstance(value, list):
+            below += value
+        elif not isinstance(value, str | int | float | None):
+            raise ValueError(f"{value!r:.80} is not a value that JSON has; quote it if it is meant as text")
     return below

@@ -20,7 +20,7 @@ def few(stops: Any) -> Any:
     Raises ValueError if there are too many, or one is too long or empty.
     """
     given = stops if isinstance(stops, list) else [stops]
-    texts = [one for one in given if isinstance(one, str)]
+    texts = [stop for stop in given if isinstance(stop, str)]
     if len(texts) > MOST_TEXTS or len(given) > MOST_IDS:
         raise ValueError(f"{len(given)} are too many; give at most {MOST_TEXTS} texts or {MOST_IDS} token ids")
     if (longest := max(map(len, texts), default=0)) > LONGEST_TEXT:

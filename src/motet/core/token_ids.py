@@ -30,7 +30,7 @@ class TokenIds:
         known = set(getattr(tokenizer, "get_vocab", dict)().values())
         absent = [token for token in range(size) if token not in known] if known else []
         nameless = (None, "", getattr(tokenizer, "unk_token", None))  # what tokenizers call an id that they lack
-        return cls(size, frozenset(one for one in absent if tokenizer.convert_ids_to_tokens(one) in nameless))
+        return cls(size, frozenset(token for token in absent if tokenizer.convert_ids_to_tokens(token) in nameless))
 
     def __contains__(self, token: int) -> bool:
         return 0 <= token < self.size and token not in self.without

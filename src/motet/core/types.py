@@ -380,7 +380,7 @@ class Group:
 
     def rewarded(self, reward: Callable[[Rollout], float]) -> Group:
         """The group with these rewards."""
-        return replace(self, rollouts=tuple(replace(one, reward=reward(one)) for one in self.rollouts))
+        return replace(self, rollouts=tuple(replace(rollout, reward=reward(rollout)) for rollout in self.rollouts))
 
     @property
     def scored(self) -> tuple[Rollout, ...]:
