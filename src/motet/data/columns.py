@@ -83,8 +83,8 @@ class Columns:
         others = {
             "prompt": ()
             if named
-            else tuple(one for one in PROMPT_COLUMNS if filled[one] and one not in (prompt, *joined)),
-            "answer": tuple(one for one in _answers(filled, rows, prompt) if filled[one] and one != answer),
+            else tuple(column for column in PROMPT_COLUMNS if filled[column] and column not in (prompt, *joined)),
+            "answer": tuple(column for column in _answers(filled, rows, prompt) if filled[column] and column != answer),
         }
         better = _better(rows, answer, others["answer"])
         used = {prompt, answer, system, *joined, *others["prompt"], *others["answer"], *_READ, config.order}
@@ -172,7 +172,7 @@ def _better(rows: Sequence[Row], answer: str | None, others: Sequence[str]) -> s
     if answer is None:
         return ""
     kinds = {name: _different(rows, name) for name in (answer, *others)}
-    name = max(others, key=lambda one: kinds[one], default=answer)
+    name = max(others, key=lambda column: kinds[column], default=answer)
     if kinds[name] <= 2 * kinds[answer]:
         return ""
     return (

@@ -63,7 +63,7 @@ def check_turns(turns: Any, where: str) -> None:
 
 def check_end(row: Mapping[str, Any], where: str) -> None:
     """Raise DataError for a prompt that ends with a turn of the assistant where something else is learned."""
-    name = next((one for one in CONTINUATIONS if row.get(one)), None)
+    name = next((field for field in CONTINUATIONS if row.get(field)), None)
     if name is not None:
         raise DataError(
             f"{where}: the prompt ends with a turn of the assistant, and {name} follows it; end the prompt with the user's "
@@ -73,10 +73,10 @@ def check_end(row: Mapping[str, Any], where: str) -> None:
 
 def check_characters(messages: Iterable[Message], where: str) -> None:
     """Check that a tokenizer can read the texts of a row. Raises DataError if one has half of a surrogate pair."""
-    for one in messages:
-        calls = [[call.name, call.arguments] for call in one.tool_calls]
+    for message in messages:
+        calls = [[call.name, call.arguments] for call in message.tool_calls]
         try:
-            (one.content + one.thought + (json.dumps(calls, ensure_ascii=False) if calls else "")).encode()
+            (message.content + message.thought + (json.dumps(calls, ensure_ascii=False) if calls else "")).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise DataError(
@@ -86,7 +86,7 @@ def check_characters(messages: Iterable[Message], where: str) -> None:
 
 def with_special_tokens(messages: Iterable[Message]) -> tuple[Message, ...]:
     """Messages of a job's row in which names of special tokens are the tokens; results of tools stay letters."""
-    return tuple(one if one.role == "tool" else replace(one, special=len(one.content)) for one in messages)
+    return tuple(turn if turn.role == "tool" else replace(turn, special=len(turn.content)) for turn in messages)
 
 
 def plain_preference(row: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def without_prompt(row: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]
     ):
         return None, row
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    same = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+    same = next((at for at, (left, other) in pairs if left != other), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":
         same -= 1
     rests = {"chosen": chosen[same:], "rejected": rejected[same:]}

@@ -126,10 +126,10 @@ def _line(problem: Problem) -> bytes:
 
 def _written(messages: Sequence[Message]) -> list[list[Any]]:
     """What a message has, in the order of its fields; the last ones only if it has them, so that earlier sums stay."""
-    calls = ([[call.name, call.arguments] for call in one.tool_calls] for one in messages)
+    calls = ([[call.name, call.arguments] for call in message.tool_calls] for message in messages)
     return [
-        [one.role, one.content, made, one.name, one.learned, *_rest(one)]
-        for one, made in zip(messages, calls, strict=True)
+        [message.role, message.content, made, message.name, message.learned, *_rest(message)]
+        for message, made in zip(messages, calls, strict=True)
     ]
 
 

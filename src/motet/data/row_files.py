@@ -234,7 +234,7 @@ def _csv(path: Path, bounds: RowLimits | None) -> Iterator[Row]:
     reader = csv.reader(_texts(path, bounds), strict=True)
     try:
         names = next(reader, [])
-        if len(names) == 1 and (separator := next((one for one in ";\t|" if one in names[0]), None)):
+        if len(names) == 1 and (separator := next((mark for mark in ";\t|" if mark in names[0]), None)):
             raise DataError(
                 f"{path} has fields that {separator!r} separates; save it with commas, or with the ending .jsonl as a JSON "
                 "object a line"

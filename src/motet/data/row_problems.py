@@ -180,7 +180,7 @@ class Reading:
         if not messages or messages[-1].role not in ("user", "tool"):
             raise DataError(f"{where}: messages must end with a user turn, or with the assistant's answer to one")
         if config.system is not None:
-            messages = (Message("system", config.system), *(one for one in messages if one.role != "system"))
+            messages = (Message("system", config.system), *(turn for turn in messages if turn.role != "system"))
         if config.special_tokens:
             messages, continuation = with_special_tokens(messages), with_special_tokens(continuation)
         check_characters((*messages, *continuation), where)

@@ -51,13 +51,13 @@ def longest_row(
     lengths, most = [], 0
     for problem in problems:
         examples = row_of(problem, kind, chat, source).examples
-        for ids in (part for one in examples for part in (one.token_ids, one.targets) if part is not None):
+        for ids in (part for example in examples for part in (example.token_ids, example.targets) if part is not None):
             if (token := vocabulary.unknown(ids)) is not None:
                 name = chat.tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
                 what = f"id {token}; {vocabulary.bounds}" if name is None else f"{name!r}, which the base does not have"
                 raise DataError(f"{source} row {problem.id + 1} has the token {what}; take it out")
-        lengths.append(max(len(one.token_ids) for one in examples))
-        most = max(most, sum(len(one.token_ids) for one in examples))
+        lengths.append(max(len(example.token_ids) for example in examples))
+        most = max(most, sum(len(example.token_ids) for example in examples))
     longest = int(np.argmax(lengths))
     return lengths[longest], problems[longest], most
 
@@ -75,8 +75,8 @@ def _all_turns(problem: Problem, chat: Chat, where: str) -> Row:
     if first == 0 and chat.chat_template:
         raise DataError(f"{where} begins with a turn of the assistant, which nothing asks for; take that turn out")
     examples = tuple(_examples(chat, messages, first, problem, where))
-    taught = tuple(one for one in examples if one.n_learned) or examples[-1:]
-    return Row(tuple(_learned(one, where) for one in taught))
+    taught = tuple(example for example in examples if example.n_learned) or examples[-1:]
+    return Row(tuple(_learned(example, where) for example in taught))
 
 
 def first_learned(messages: Sequence[Message]) -> int:
@@ -109,7 +109,7 @@ def answer_of(problem: Problem, where: str) -> Continuation:
 def continuations_of(problem: Problem, kind: str, where: str) -> tuple[Continuation, ...]:
     """What a row continues its prompt with, as `kind` is learned. Raises DataError as `row_of`."""
     found = pair_of(problem, where) if kind == "pair" else (_thumb_of(problem, where)[0],) if kind == "thumb" else None
-    return tuple(_as_prompt(problem, one) for one in found or (answer_of(problem, where),))
+    return tuple(_as_prompt(problem, continuation) for continuation in found or (answer_of(problem, where),))
 
 
 def pair_of(problem: Problem, where: str) -> tuple[Continuation, Continuation]:
@@ -122,7 +122,7 @@ def pair_of(problem: Problem, where: str) -> tuple[Continuation, Continuation]:
 
 def _pair(problem: Problem, chat: Chat, where: str) -> Row:
     """`chosen` and `rejected`, in this order."""
-    return Row(tuple(_example(problem, one, chat, where) for one in pair_of(problem, where)))
+    return Row(tuple(_example(problem, continuation, chat, where) for continuation in pair_of(problem, where)))
 
 
 def _thumb(problem: Problem, chat: Chat, where: str) -> Row:
@@ -246,7 +246,7 @@ def limited(examples: Iterable[Example], where: str) -> Iterator[Example]:
 
 def _as_prompt(problem: Problem, continuation: Continuation) -> Continuation:
     """A continuation with special tokens if the row's prompt may have them."""
-    return with_special_tokens(continuation) if any(one.special for one in problem.messages) else continuation
+    return with_special_tokens(continuation) if any(message.special for message in problem.messages) else continuation
 
 
 def _learned(example: Example, where: str) -> Example:

@@ -88,6 +88,6 @@ class ReadData:
             (*chat.longest(part), 0) if kind is None else longest_row(part, kind, chat, config.source, info.vocabulary)
             for part in parts
         ]
-        length, problem, _ = max(longest, key=lambda one: one[0])
+        length, problem, _ = max(longest, key=lambda entry: entry[0])
         row = max(row for _, _, row in longest)
         return cls(data, chat, (length, problem), longest[0][0] if data.train else 0, row)

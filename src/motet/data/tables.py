@@ -310,13 +310,13 @@ def _reader(kind: pyarrow.DataType, decoded: bool = False) -> Reader | None:
     if types.is_map(kind):
         key, item = _reader(kind.key_type, decoded) or _same, _reader(kind.item_type, decoded) or _same
         return lambda value: {
-            str(key(name)): None if one is None else item(one)
-            for name, one in (value.items() if isinstance(value, Mapping) else value)
+            str(key(name)): None if entry is None else item(entry)
+            for name, entry in (value.items() if isinstance(value, Mapping) else value)
         }
     if hasattr(kind, "value_type"):  # lists of any kind
-        if (one := _reader(kind.value_type, decoded)) is None:
+        if (item_reader := _reader(kind.value_type, decoded)) is None:
             return None
-        return lambda value: [None if item is None else one(item) for item in value]
+        return lambda value: [None if item is None else item_reader(item) for item in value]
     if _is_fine_time(kind):
         return _short_time
     if types.is_float32(kind) or types.is_float16(kind):
