@@ -74,13 +74,13 @@ class AgentCall:
         if self.parent is None:
             return self.read
         *before, last = self.path
-        return np.concatenate([*(part for one in before for part in (one.read, one.chunk.token_ids)), last.read])
+        return np.concatenate([*(part for call in before for part in (call.read, call.chunk.token_ids)), last.read])
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation before the turn."""
         *before, last = self.path
-        return (*(message for one in before for message in (*one.new, one.said)), *last.new)
+        return (*(message for call in before for message in (*call.new, call.said)), *last.new)
 
     @property
     def said(self) -> Message:
@@ -212,7 +212,7 @@ class AgentEpisode:
         if not self.closed:
             self._calls.append(call)
             for key in {call.answered, _longer(full[-1], call.said)}:
-                self._known[key] = min(self._known.get(key, call), call, key=lambda one: one.rank)
+                self._known[key] = min(self._known.get(key, call), call, key=lambda agent_call: agent_call.rank)
         return call
 
     def _limited(self, limits: CallLimits) -> SamplingParams:
@@ -335,7 +335,7 @@ def rewarded(episode: AgentEpisode, reward: float | None, rewards: Mapping[str, 
 def _join(calls: Sequence[AgentCall]) -> None:
     """Let each call continue the longest answer that it has in its history, also one that came after it."""
     answers = defaultdict[bytes, dict[tuple[AgentCall | None, bytes], AgentCall]](dict)
-    for call in sorted(calls, key=lambda one: one.rank):
+    for call in sorted(calls, key=lambda agent_call: agent_call.rank):
         tokens = hashlib.blake2b(call.read.tobytes() + call.chunk.token_ids.tobytes()).digest()
         answers[call.answered].setdefault((call.parent, tokens), call)  # one for hundreds of equal ones
     for call in calls:

@@ -110,7 +110,7 @@ class Environments:
         if reset is None:
             return m.EpisodeReply(role=_role(instance))
         parameters = inspect.signature(reset).parameters
-        open_ended = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         said = reset(**{name: value for name, value in row.items() if open_ended or name in parameters})
         if not isinstance(said, str | None):
             raise TypeError(f"reset returned {type(said).__name__}, not text or None")
@@ -141,7 +141,7 @@ class Environments:
                 said if isinstance(said, str) else json.dumps(as_json(said, infinite_as_text=True), ensure_ascii=False)
             )
         except ValidationError as error:
-            mistakes = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+            mistakes = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             said = f"Error: {mistakes}"
         except Exception as error:  # a tool's own: the model may do better next time
             said = f"Error: {describe(error)}"
@@ -173,7 +173,7 @@ def _role(instance: Any) -> str:
 def _numbers(value: Any, of: str, *, none: bool = True) -> tuple[float | None, dict[str, float]]:
     """A reward for all, or rewards by role; with `none`, None is no reward."""
     if isinstance(value, Mapping) and len(value) <= MOST_ROLES:
-        return None, {str(role)[:_LONGEST_ROLE]: _number(one, of) for role, one in value.items()}
+        return None, {str(role)[:_LONGEST_ROLE]: _number(reward, of) for role, reward in value.items()}
     return (None if value is None and none else _number(value, of)), {}
 
 
@@ -191,18 +191,18 @@ def _number(value: Any, of: str, but: str = ", not a finite number") -> float:
 def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """A tool as chat templates have it: parameters from the signature, descriptions from the docstring's `Args:`."""
     hints = typing.get_type_hints(function)
-    parameters = [one for key, one in inspect.signature(function).parameters.items() if key != "self"]
+    parameters = [parameter for key, parameter in inspect.signature(function).parameters.items() if key != "self"]
     summary, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n")
     matches = filter(None, map(_ARGS.match, rest.splitlines()))
     descriptions = {match[1]: match[2] for match in matches}
     properties = {}
-    for one in parameters:
-        schema = TypeAdapter(hints.get(one.name, str), config=None).json_schema()
-        properties[one.name] = {
+    for parameter in parameters:
+        schema = TypeAdapter(hints.get(parameter.name, str), config=None).json_schema()
+        properties[parameter.name] = {
             **schema,
-            **({"description": descriptions[one.name]} if one.name in descriptions else {}),
+            **({"description": descriptions[parameter.name]} if parameter.name in descriptions else {}),
         }
-    required = [one.name for one in parameters if one.default is one.empty]
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
     arguments = {"type": "object", "properties": properties, "required": required}
     return {"type": "function", "function": {"name": name, "description": summary, "parameters": arguments}}
 
@@ -283,6 +283,6 @@ def _called(call: Callable[[], Any]) -> Any:
 
 def _taken(agent: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(agent).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(offered)
     return {name: value for name, value in offered.items() if name in parameters}

@@ -61,7 +61,7 @@ class EnvironmentWorkers(OwnEnvironment):
 
     def episode(self, seed: int) -> EnvironmentInstance:
         """A new instance, created later in the process with the fewest; `seed` is for the random numbers that it draws."""
-        slot = min(self._slots, key=lambda one: one.episodes)
+        slot = min(self._slots, key=lambda slot: slot.episodes)
         slot.episodes += 1
         return EnvironmentInstance(self, slot, seed)
 
@@ -69,7 +69,7 @@ class EnvironmentWorkers(OwnEnvironment):
         """The rollouts of one group, one instance each."""
         episodes = [self.episode(context.seed + index) for index in range(context.group_size)]
         try:
-            opened = await _all(_open(self, context, index, one) for index, one in enumerate(episodes))
+            opened = await _all(_open(self, context, index, episode) for index, episode in enumerate(episodes))
             first = await _first_turns(self, context, opened)
 
             async def played(rollout: Rollout) -> Rollout:
@@ -80,7 +80,7 @@ class EnvironmentWorkers(OwnEnvironment):
 
             return await judged(await _all(map(played, opened)), context)
         finally:
-            await asyncio.gather(*(one.close() for one in episodes), return_exceptions=True)
+            await asyncio.gather(*(episode.close() for episode in episodes), return_exceptions=True)
 
     async def _start(self, slot: _Slot) -> WorkerLink:
         load = m.LoadObject(self.config.target, self.config.args, import_path=import_path())

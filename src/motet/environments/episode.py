@@ -297,8 +297,8 @@ async def _rewarded(rollouts: Sequence[Rollout], score: ScoreRollouts, worth: fl
         if rollout.error:  # a second turn that failed must not keep the first turn's reward
             done.append(replace(rollout, reward=float("nan"), reward_parts={}))
         else:
-            one = by_index[rollout.index]
-            done.append(_scored(rollout, one, one.reward * worth))
+            result = by_index[rollout.index]
+            done.append(_scored(rollout, result, result.reward * worth))
     return done
 
 

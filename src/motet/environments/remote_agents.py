@@ -63,10 +63,10 @@ class EpisodesElsewhere:
         Raises ScorerAway if no agent worker is connected, and the job must stop.
         """
         number = next(self._numbers)
-        one = self._offers[number] = _Offer(msgspec.structs.replace(offer, episode=number), begin)
+        episode = self._offers[number] = _Offer(msgspec.structs.replace(offer, episode=number), begin)
         try:
-            await asyncio.wrap_future(self._send(one.offer))
-            ended = await one.ended
+            await asyncio.wrap_future(self._send(episode.offer))
+            ended = await episode.ended
         except EngineError as error:  # too long
             reason = f"the problem cannot be sent to the agent: {error}; leave large columns out of the data"
             ended = m.EpisodeEnded(number, error=reason)
@@ -75,22 +75,22 @@ class EpisodesElsewhere:
             raise
         finally:
             del self._offers[number]
-            self._close(one)
+            self._close(episode)
         if ended.away:
             raise ScorerAway(_NOBODY)
-        return one.served.episode if one.served is not None else begin(), ended
+        return episode.served.episode if episode.served is not None else begin(), ended
 
     def hear(self, message: m.BeginEpisode | m.EpisodeEnded) -> None:
         """Handle a message about an episode; ignored if the episode is no longer awaited."""
-        one = self._offers.get(message.episode)
-        if one is None or one.ended.done():
+        episode = self._offers.get(message.episode)
+        if episode is None or episode.ended.done():
             return
         if isinstance(message, m.EpisodeEnded):
-            one.ended.set_result(message)
+            episode.ended.set_result(message)
             return
-        self._close(one)
-        one.name, one.served = message.name, ServedEpisode(one.begin(), self._payer(one.offer.job))
-        self._begun[one.name] = one.served
+        self._close(episode)
+        episode.name, episode.served = message.name, ServedEpisode(episode.begin(), self._payer(episode.offer.job))
+        self._begun[episode.name] = episode.served
 
     @property
     def offered(self) -> bool:
@@ -99,18 +99,18 @@ class EpisodesElsewhere:
 
     def begun(self, job: str) -> bool:
         """Whether an agent has taken an episode of a job that has not ended."""
-        return any(one.episode.model == job for one in self._begun.values())
+        return any(served.episode.model == job for served in self._begun.values())
 
     def hang_up(self) -> None:
         """Drop the leases of a service that is gone."""
-        for one in self._offers.values():
-            self._close(one)
-            one.served = None if not one.ended.done() else one.served
+        for episode in self._offers.values():
+            self._close(episode)
+            episode.served = None if not episode.ended.done() else episode.served
 
     @property
     def pending(self) -> Iterator[m.OfferEpisode]:
         """Episodes that have not ended, for another service."""
-        return (one.offer for one in self._offers.values() if not one.ended.done())
+        return (episode.offer for episode in self._offers.values() if not episode.ended.done())
 
     async def answer(self, asked: m.AskEpisode) -> m.EpisodeAnswered:
         """Answer an agent's request."""
@@ -120,10 +120,10 @@ class EpisodesElsewhere:
             answer = await served.answer(asked.route, asked.body.encode(), again=asked.again)
         return m.EpisodeAnswered(asked.key, answer.status, answer.body, answer.media_type)
 
-    def _close(self, one: _Offer) -> None:
-        if one.served is not None:
-            self._begun.pop(one.name, None)
-            one.served.close()
+    def _close(self, episode: _Offer) -> None:
+        if episode.served is not None:
+            self._begun.pop(episode.name, None)
+            episode.served.close()
 
 
 def _close(offered: contextlib.ExitStack, _: object) -> None:

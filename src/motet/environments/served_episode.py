@@ -83,10 +83,9 @@ class ServedEpisode:
             wanted = _FORMATS[route].model_validate_json(body)
             reply = await self._reply(wanted, body, again=again)
         except ValidationError as error:
-            mistakes = error.errors(include_url=False)[:5]
-            return refusal(
-                400, "; ".join(f"{'.'.join(map(str, one['loc'])) or 'the body'}: {one['msg']}" for one in mistakes)
-            )
+            faults = error.errors(include_url=False)[:5]
+            mistakes = (f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}" for fault in faults)
+            return refusal(400, "; ".join(mistakes))
         except (ChatRefusal, EngineError, LimitError) as error:  # 400: the stock clients retry all others
             return refusal(400, str(error), error.code)
         except asyncio.CancelledError:

@@ -118,7 +118,7 @@ class TeamEpisode:
         """Give the next turn to a role; returns the new tokens that it reads, its prompt, and whether a branch begins."""
         chat, self._role = self._context.chat, role
         if role not in self._roles:
-            system = tuple(one for one in self._opened.problem.messages if one.role == "system")
+            system = tuple(message for message in self._opened.problem.messages if message.role == "system")
             empty = Rollout(self._opened.problem, self._opened.index, (), (), opening=(*system, message))
             self._roles[role] = empty
             prompt = await asyncio.to_thread(chat.prompt_of, empty.opening)

@@ -32,7 +32,7 @@ async def run(problem: Problem, base_url: str, api_key: str, env: Mapping[str, A
     client = EvalClientConfig(base_url=base_url, api_key_var="", headers={"x-api-key": api_key})
     async with environment.serving():
         episode = await environment.run_episode(task, ModelContext(model="job", client=client))
-    errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
+    errors = [error.message for part in (episode, *episode.traces) for error in part.errors]
     if not episode.ok:
         raise RuntimeError(errors[-1] if errors else "the environment says that the episode failed")
     for trace in episode.traces:

@@ -30,12 +30,12 @@ class Episode:
         self._running = make(env_config=self._config, extras=extras)
         given = [{"role": "user", "content": prompt}]
         messages, _ = self._running.init(given)
-        return "\n\n".join(one["content"] for one in messages if one not in given)
+        return "\n\n".join(message["content"] for message in messages if message not in given)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Answer a turn."""
         said = self._running.step(text)
-        observed = "\n\n".join(one["content"] for one in said["observations"])
+        observed = "\n\n".join(message["content"] for message in said["observations"])
         return observed or None, said["reward"], said["done"]
 
     def close(self) -> None:
