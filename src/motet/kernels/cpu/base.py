@@ -293,10 +293,10 @@ class _OnePass:
     def _runs(self, routing: Routing) -> Any:
         members: list[tuple[AdapterWeights, int, int, float, int | None, int | None]] = []
         if isinstance(routing, TrainerRouting):
-            for one in routing.segments:
-                gradient = None if one.gradients is None else _flat(one.weights, one.gradients)
-                largest = None if one.sums is None else one.sums.largest.data_ptr()
-                members.append((one.weights, one.start, one.stop, one.scaling, gradient, largest))
+            for segment in routing.segments:
+                gradient = None if segment.gradients is None else _flat(segment.weights, segment.gradients)
+                largest = None if segment.sums is None else segment.sums.largest.data_ptr()
+                members.append((segment.weights, segment.start, segment.stop, segment.scaling, gradient, largest))
         elif isinstance(routing, SamplerRouting):
             members += [
                 (weights, start, start + n, 1.0, None, None)

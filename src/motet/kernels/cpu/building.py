@@ -99,7 +99,7 @@ def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...
     directory.mkdir(parents=True, exist_ok=True)
     forms = forms or forms_here()
 
-    def one(form: str) -> str | None:
+    def build(form: str) -> str | None:
         try:
             _build_one(command, directory, form, extra)
         except CannotBuild as error:
@@ -107,7 +107,7 @@ def build(directory: Path, forms: list[str] | None = None, extra: tuple[str, ...
         return None
 
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        made = dict(zip(forms, pool.map(one, forms), strict=True))
+        made = dict(zip(forms, pool.map(build, forms), strict=True))
     failed = made.get("portable")
     if failed is not None:
         raise CannotBuild(failed)

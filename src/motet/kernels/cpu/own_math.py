@@ -170,16 +170,16 @@ class OwnMath:
     @property
     def steps(self) -> Mapping[type[Optimizer], Callable[[Sequence[AdapterStep]], list[StepNorms]]]:
         """See `MathKernels`; gradients are in fp32, and are cleared."""
-        return {AdamW: lambda due: [self._step(one) for one in due]}
+        return {AdamW: lambda due: [self._step(step) for step in due]}
 
-    def _step(self, one: AdapterStep) -> StepNorms:
-        assert isinstance(one.optimizer, AdamW)
-        gradient, clip = one.total(), one.optimizer.clip_norm
+    def _step(self, step: AdapterStep) -> StepNorms:
+        assert isinstance(step.optimizer, AdamW)
+        gradient, clip = step.total(), step.optimizer.clip_norm
         norm = self.norm(gradient)
         if norm < math.inf:
             factor = clip / (norm + 1e-6) if norm > clip else 1.0
-            self.adamw(one.optimizer, one.number, factor, (one.masters, gradient, *one.state), one.new)
-        weights = torch.linalg.vector_norm(one.masters[: one.new.layout.size])
+            self.adamw(step.optimizer, step.number, factor, (step.masters, gradient, *step.state), step.new)
+        weights = torch.linalg.vector_norm(step.masters[: step.new.layout.size])
         return StepNorms(norm, float(weights))
 
     def norm(self, x: Tensor) -> float:

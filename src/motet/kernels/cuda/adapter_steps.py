@@ -30,8 +30,8 @@ _BLOCK = 512
 def step_all(due: Sequence[AdapterStep]) -> list[StepNorms]:
     """Take the steps, and wait for the norms. An adapter whose gradient is not finite stays as it is."""
     device = due[0].masters.device
-    n_chunks = max(-(-len(one.masters) // CHUNK) for one in due)
-    places, numbers = send(device, np.array([_places(one) for one in due]), np.array([_numbers(one) for one in due]))
+    n_chunks = max(-(-len(step.masters) // CHUNK) for step in due)
+    places, numbers = send(device, np.array([*map(_places, due)]), np.array([*map(_numbers, due)]))
     n_each = len(due) * n_chunks
     told = torch.zeros(2 * n_each + len(due), dtype=torch.float64, device=device)
     squares, weights, norms = told.split([n_each, n_each, len(due)])
@@ -42,25 +42,25 @@ def step_all(due: Sequence[AdapterStep]) -> list[StepNorms]:
     read = told[n_each:].cpu().numpy()
     each = read[:n_each].reshape(len(due), n_chunks)
     return [
-        StepNorms(float(norm), math.sqrt(own[: -(-len(one.masters) // CHUNK)].sum()))
-        for norm, own, one in zip(read[n_each:], each, due, strict=True)
+        StepNorms(float(norm), math.sqrt(own[: -(-len(step.masters) // CHUNK)].sum()))
+        for norm, own, step in zip(read[n_each:], each, due, strict=True)
     ]
 
 
-def _places(one: AdapterStep) -> list[int]:
+def _places(step: AdapterStep) -> list[int]:
     """Addresses, 0 of what is not there; numbers of elements: all, those that a version scales, and those of the matrices."""
-    sums, largest = (None, None) if one.sums is None else (one.sums.flat, one.sums.largest)
-    vectors = one.masters, *one.state, sums, one.gradient, largest, one.new.flat
+    sums, largest = (None, None) if step.sums is None else (step.sums.flat, step.sums.largest)
+    vectors = step.masters, *step.state, sums, step.gradient, largest, step.new.flat
     addresses = [0 if vector is None else vector.data_ptr() for vector in vectors]
-    return [*addresses, len(one.masters), one.new.layout.size_a, one.new.layout.size]
+    return [*addresses, len(step.masters), step.new.layout.size_a, step.new.layout.size]
 
 
-def _numbers(one: AdapterStep) -> list[float]:
+def _numbers(step: AdapterStep) -> list[float]:
     """Settings of AdamW as the kernel uses them; the factor of A in a version; units, as their sum's range counts them."""
-    adamw = one.optimizer
+    adamw = step.optimizer
     assert isinstance(adamw, AdamW)
     beta1, beta2 = adamw.betas
-    rate = adamw.lr / (1 - beta1**one.number)
-    kept, root = 1 - adamw.lr * adamw.weight_decay, math.sqrt(1 - beta2**one.number)
-    units = 0 if one.sums is None else one.sums.n_counted
-    return [rate, beta1, beta2, adamw.eps, kept, root, adamw.clip_norm, one.new.scaling, units]
+    rate = adamw.lr / (1 - beta1**step.number)
+    kept, root = 1 - adamw.lr * adamw.weight_decay, math.sqrt(1 - beta2**step.number)
+    units = 0 if step.sums is None else step.sums.n_counted
+    return [rate, beta1, beta2, adamw.eps, kept, root, adamw.clip_norm, step.new.scaling, units]
