@@ -246,9 +246,9 @@ class _GgufLayers(_Layers):
                 f"{path} holds a model of architecture {architecture!r}, and only {', '.join(_ROTATED)} can stay packed; "
                 f"{_UNPACK}"
             )
-        kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        kind = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-        stored = {one.name: one for one in reader.tensors}
+        stored = {tensor.name: tensor for tensor in reader.tensors}
         super().__init__(empty_model(config), {})
         self._stored, self._rotated = {}, _ROTATED[architecture]
         for name, _ in self.model.named_parameters():

@@ -43,7 +43,7 @@ def check_exactness(base: LoraModel, sequences: list[Tensor]) -> None:
     with uneven if base.device.type == "cpu" else contextlib.nullcontext():
         packed = packed_logits(base, sequences)[0]
     solo = [packed_logits(base, [sequence])[0][0] for sequence in sequences]
-    alone = base.agreed(all(torch.equal(one, other) for one, other in zip(solo, packed, strict=True)))
+    alone = base.agreed(all(torch.equal(logits, other) for logits, other in zip(solo, packed, strict=True)))
     alone = alone and _crowd_agrees(base, sequences)
     if not _tiles_agree(base, sequences):
         base.compute_with(replace(base.arithmetic, long_rows=sys.maxsize))
@@ -127,7 +127,7 @@ def _product_agrees(base: LoraModel, fused: FusedLinears, rank: int) -> bool:
     together = _train(base, fused, layout, list(zip(adapters, lengths, strict=True)), x_TK, slope_TN)
     alone = _train(base, fused, layout, [(adapters[1], lengths[1])], x_TK[mine], slope_TN[mine])
     rows = zip(together[:2], alone[:2], strict=True)
-    return all(torch.equal(both[mine], one) for both, one in rows) and torch.equal(together[2][1], alone[2][0])
+    return all(torch.equal(both[mine], result) for both, result in rows) and torch.equal(together[2][1], alone[2][0])
 
 
 def _train(
@@ -173,7 +173,7 @@ def _tiles_agree(base: LoraModel, sequences: list[Tensor]) -> bool:
         in_tiles = packed_hidden(base, crowd)[0]
     finally:
         base.arithmetic, base.context.routing = whole, NoAdapters()
-    return base.agreed(all(torch.equal(one, other) for one, other in zip(together, in_tiles, strict=True)))
+    return base.agreed(all(torch.equal(output, other) for output, other in zip(together, in_tiles, strict=True)))
 
 
 def _gap(left_TV: Tensor, right_TV: Tensor, token_ids_T: Tensor) -> float:

@@ -168,7 +168,7 @@ def names_apart(model_type: str) -> tuple[str, str, str] | None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     patterns = [
-        pattern for one in get_checkpoint_conversion_mapping(model_type) or () for pattern in one.source_patterns
+        pattern for rule in get_checkpoint_conversion_mapping(model_type) or () for pattern in rule.source_patterns
     ]
     kept = (pattern.removesuffix(".weight").rpartition(".*.")[2] for pattern in patterns if f"{EXPERTS}.*." in pattern)
     known = set(kept)

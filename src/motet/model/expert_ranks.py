@@ -194,8 +194,8 @@ class _Gradients:
             run.gradients.clear()
         wanted = [self._parts(self._runs, _adapted(keys), 0) for keys in self._trip.keys_P2.split(self._trip.n_sent)]
         n_in = [sum(part.numel() for part, *_ in parts) for parts in wanted]
-        received = self._trip.exchange(torch.cat(computed), [len(one) for one in computed], n_in)
-        places = [one for parts in wanted for one in parts]
+        received = self._trip.exchange(torch.cat(computed), [len(part) for part in computed], n_in)
+        places = [place for parts in wanted for place in parts]
         parts = received.split([sums.numel() for sums, *_ in places])
         for (sums, factor, units), part in zip(places, parts, strict=True):
             add_part(sums, part.view(sums.shape), factor, units)

@@ -155,7 +155,7 @@ def rows_agree(
             if at.ranks is not None and not at.ranks.is_first:
                 rows_TD = rows_TD[:0]  # the expert gets the rows of all ranks
             whole, *few = (_on_one_expert(experts, rows_TD[:n], weights) for n in (n_rows, 1, 2, 3, 4, 5))
-            agree = all(torch.equal(one, whole[: len(one)]) for one in few)
+            agree = all(torch.equal(output, whole[: len(output)]) for output in few)
             agree = agree if at.ranks is None else at.ranks.agreed(agree)
         if not agree:
             return False
@@ -241,7 +241,7 @@ def _lay_out(experts: Any, pairs: ExpertPairs) -> tuple[list[_ExpertRows], Tenso
     sorted_P, order_P = key_P.sort(stable=True)
     keys, counts = torch.unique_consecutive(sorted_P, return_counts=True)
     laid_out, starts, start = [], [], 0
-    for number, own in groupby(zip(keys.tolist(), counts.tolist(), strict=True), lambda one: one[0] // n_runs):
+    for number, own in groupby(zip(keys.tolist(), counts.tolist(), strict=True), lambda pair: pair[0] // n_runs):
         shares, last = [], 0
         for key, count in own:
             starts.append(start + last)

@@ -145,7 +145,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 def reorder_all(weights: Iterable[FrozenWeight]) -> None:
     """Create the second copy of bfloat16 weights on the CPU whose shape passes the test."""
     passed: dict[tuple[int, ...], bool] = {}
-    for weight in (one for one in weights if type(one) is FrozenWeight):
+    for weight in (weight for weight in weights if type(weight) is FrozenWeight):
         if weight.weight.device.type != "cpu" or weight.weight.dtype != torch.bfloat16:
             continue
         shape = (*weight.weight.shape, weight.bias is not None)

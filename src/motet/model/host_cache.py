@@ -79,20 +79,20 @@ class HostCache:
         try:
             fresh = {
                 place: HostBlock(self._to_host(self._cache.contents(blocks[place])))
-                for place, one in enumerate(present)
-                if one is None
+                for place, host_block in enumerate(present)
+                if host_block is None
             }
             states = self._to_host(self._cache.states.contents(slot)) if state_bytes else None
         except RuntimeError:  # torch is out of memory: evicted sequences are recomputed
             self._most = self.used
             return None
-        copy = HostCopy([one or fresh[place] for place, one in enumerate(present)], states)
-        for place, one in enumerate(copy.blocks):
-            one.holders += 1
+        copy = HostCopy([host_block or fresh[place] for place, host_block in enumerate(present)], states)
+        for place, host_block in enumerate(copy.blocks):
+            host_block.holders += 1
             if place in fresh:
                 self.tokens_out += min(self._cache.block_size, n_tokens - place * self._cache.block_size)
                 if place < n_full:
-                    self._pair(one, blocks[place])
+                    self._pair(host_block, blocks[place])
         self.used += needed
         if spare is not None:
             self._spare[copy] = spare
@@ -101,10 +101,10 @@ class HostCache:
     def present(self, copy: HostCopy, n_tokens: int) -> list[int]:
         """Cache blocks that still hold the start of a copy's first `n_tokens`; callers may share them."""
         blocks = []
-        for one in copy.blocks[: n_tokens // self._cache.block_size]:
-            if not self._is_current(one):
+        for host_block in copy.blocks[: n_tokens // self._cache.block_size]:
+            if not self._is_current(host_block):
                 break
-            blocks.append(one.twin)
+            blocks.append(host_block.twin)
         return blocks
 
     def restore(self, copy: HostCopy, n_tokens: int, blocks: Sequence[int], slot: int, n_present: int) -> None:
@@ -125,30 +125,30 @@ class HostCache:
         """Drop a copy; blocks shared with other copies stay."""
         copy.gone = True
         self._spare.pop(copy, None)
-        for one in copy.blocks:
-            one.holders -= 1
-            if one.holders == 0:
-                self.used -= self._size(one.contents.nbytes)
-                self._unpair(one)
+        for host_block in copy.blocks:
+            host_block.holders -= 1
+            if host_block.holders == 0:
+                self.used -= self._size(host_block.contents.nbytes)
+                self._unpair(host_block)
         self.used -= 0 if copy.states is None else self._size(copy.states.nbytes)
         copy.blocks, copy.states = [], None
 
     def _copy_of(self, block: int) -> HostBlock | None:
-        one = self._by_block.get(block)
-        return one if one is not None and self._is_current(one) else None
+        host_block = self._by_block.get(block)
+        return host_block if host_block is not None and self._is_current(host_block) else None
 
-    def _is_current(self, one: HostBlock) -> bool:
+    def _is_current(self, host_block: HostBlock) -> bool:
         """Whether its twin still holds the same contents."""
-        return self._cache.references(one.twin) > 0 and self._cache.turn(one.twin) == one.turn
+        return self._cache.references(host_block.twin) > 0 and self._cache.turn(host_block.twin) == host_block.turn
 
-    def _pair(self, one: HostBlock, block: int) -> None:
-        self._unpair(one)
-        one.twin, one.turn = block, self._cache.turn(block)
-        self._by_block[block] = one
+    def _pair(self, host_block: HostBlock, block: int) -> None:
+        self._unpair(host_block)
+        host_block.twin, host_block.turn = block, self._cache.turn(block)
+        self._by_block[block] = host_block
 
-    def _unpair(self, one: HostBlock) -> None:
-        if self._by_block.get(one.twin) is one:
-            del self._by_block[one.twin]
+    def _unpair(self, host_block: HostBlock) -> None:
+        if self._by_block.get(host_block.twin) is host_block:
+            del self._by_block[host_block.twin]
 
     @property
     def _pinned(self) -> bool:

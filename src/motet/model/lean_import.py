@@ -58,8 +58,8 @@ def _import() -> None:
     with contextlib.ExitStack() as stack:
         for place in utils:
             stack.enter_context(_replaced(place, is_torch_distributed_available=lambda: False))
-        own = {name: getattr(torch.compiler, name) for name in _DECORATORS}
-        stack.enter_context(_replaced(torch.compiler, **{name: _decorator(one) for name, one in own.items()}))
+        own = {name: _decorator(getattr(torch.compiler, name)) for name in _DECORATORS}
+        stack.enter_context(_replaced(torch.compiler, **own))
         stack.enter_context(_without_dynamo(torch))
         importlib.import_module("transformers.modeling_utils")
         importlib.import_module("transformers.masking_utils")
@@ -81,7 +81,7 @@ def made_on_cpu() -> Iterator[None]:
 
     def contexts(cls: Any, *args: Any, **more: Any) -> list[Any]:
         some = own.__get__(None, cls)(*args, **more)
-        return [*(one for one in some if not isinstance(one, device)), initialization.no_init_weights()]
+        return [*(context for context in some if not isinstance(context, device)), initialization.no_init_weights()]
 
     with _replaced(PreTrainedModel, get_init_context=classmethod(contexts)):
         yield

@@ -204,7 +204,7 @@ def _limit_batch_dependent_scales(model: Any) -> str:
     if not tuned:
         return ""
     config = model.config.get_text_config()
-    config.max_position_embeddings = min(config.max_position_embeddings, *(int(one.floor_scale) - 1 for one in tuned))
+    config.max_position_embeddings = min(config.max_position_embeddings, *(int(part.floor_scale) - 1 for part in tuned))
     for module in tuned:
         module.attn_temperature_tuning = False
     return "attention temperature"

@@ -280,7 +280,7 @@ def head_width(config: Any) -> int:
     """Elements of an attention head; of the narrowest, if layers differ."""
     layers = getattr(config, "per_layer_config", None) or [config]  # Gemma 4's full attention has wider heads
     return min(
-        int(getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads) for one in layers
+        int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads) for layer in layers
     )
 
 

@@ -231,8 +231,8 @@ class PaddedProducts:
         for leader in (group.leader for group in adapters[0].layout.fused):  # matrices of experts are read in place
             first = adapters[0].matrices[leader]
             own = [weights.matrices[leader] for weights in adapters]
-            bs = [(index, torch.stack([one.bs[place][1] for one in own])) for place, (index, _) in enumerate(first.bs)]
-            stacks[leader] = LoraMatrices(torch.stack([one.a for one in own]), tuple(bs))
+            bs = [(index, torch.stack([lora.bs[at][1] for lora in own])) for at, (index, _) in enumerate(first.bs)]
+            stacks[leader] = LoraMatrices(torch.stack([lora.a for lora in own]), tuple(bs))
         return stacks
 
     def sums(self, left_MK: Tensor, right_MN: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
@@ -313,8 +313,8 @@ def products_backend(arithmetic: Arithmetic, device: torch.device, dtype: torch.
 
 def _alone(weights: AdapterWeights) -> dict[str, LoraMatrices]:
     return {
-        leader: LoraMatrices(one.a[None], tuple((index, b[None]) for index, b in one.bs))
-        for leader, one in weights.matrices.items()
+        leader: LoraMatrices(matrices.a[None], tuple((index, b[None]) for index, b in matrices.bs))
+        for leader, matrices in weights.matrices.items()
     }
 
 

@@ -160,7 +160,7 @@ def _outline(name: str, base: LoraModel, model: Any) -> BaseOutline:
 
 def _first(config: Any, names: Sequence[str]) -> int:
     found = (getattr(config, name, None) for name in names)
-    number = next((one for one in found if isinstance(one, int) and one > 0), None)
+    number = next((value for value in found if isinstance(value, int) and value > 0), None)
     if number is None:
         raise BaseModelError(
             f"{config.model_type} names none of {', '.join(names)}, so its size is unknown; {_INSTEAD}"

@@ -123,11 +123,11 @@ def frozen_weight(linear: nn.Linear | PackedLinear) -> FrozenWeight:
 
 def joint_weight(weights: Sequence[FrozenWeight]) -> FrozenWeight:
     """The stacked weights of layers that read the same input; packed only if all of them are."""
-    packed = [one for one in weights if isinstance(one, PackedWeight)]
+    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
     if len(packed) == len(weights):
-        return PackedWeight([layer for one in packed for layer in one.layers])
-    biases = [one.bias.detach() for one in weights if one.bias is not None]
-    return FrozenWeight(torch.cat([one.dense().detach() for one in weights]), torch.cat(biases) if biases else None)
+        return PackedWeight([layer for part in packed for layer in part.layers])
+    biases = [part.bias.detach() for part in weights if part.bias is not None]
+    return FrozenWeight(torch.cat([part.dense().detach() for part in weights]), torch.cat(biases) if biases else None)
 
 
 @torch.no_grad()

@@ -124,7 +124,7 @@ def _refused(what: str) -> Iterator[None]:
 def _where(error: Exception) -> str:
     """Class of the innermost running module of the model, as "Name: "; empty if there is none."""
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [type(one).__name__ for one in callers if isinstance(one, nn.Module) and not _is_ours(one)]
+    names = [type(caller).__name__ for caller in callers if isinstance(caller, nn.Module) and not _is_ours(caller)]
     return f"{names[-1]}: " if names else ""
 
 

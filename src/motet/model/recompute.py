@@ -28,7 +28,7 @@ def recomputing(base: LoraModel, wanted: bool) -> Iterator[None]:
 
     Only the layers enter training mode, because their modules may add noise there.
     """
-    layers = [one for one in base.model.modules() if getattr(one, "gradient_checkpointing", False)] if wanted else []
+    layers = [part for part in base.model.modules() if getattr(part, "gradient_checkpointing", False)] if wanted else []
     for layer in layers:
         layer.training = True
     try:

@@ -157,6 +157,6 @@ def cut_mlps(base: LoraModel) -> None:
         if path.rpartition(".")[2] not in _NAMES or len(inspect.signature(module.forward).parameters) != 1:
             continue
         inside = {each.path for each in module.modules() if isinstance(each, LoraLinear)}
-        fused = [layers[one].fused for one in inside]
+        fused = [layers[inner_path].fused for inner_path in inside]
         if inside and not has_experts(module) and all(inside.issuperset(each.paths) for each in fused):
             module.forward = _Mlp(module, tuple({each.leader for each in fused}), base).forward

@@ -135,7 +135,7 @@ class _ByWholeVectors(TorchFunctionMode):
 
 def _is_one_way(args: Any, options: dict[str, Any]) -> bool:
     """Whether a call only computes a new tensor from a single tensor, its first argument."""
-    tensors = [place for place, one in enumerate(args) if isinstance(one, Tensor)]
+    tensors = [place for place, argument in enumerate(args) if isinstance(argument, Tensor)]
     return tensors == [0] and not options.get("inplace") and "out" not in options
 
 
@@ -190,7 +190,7 @@ def _depends_on_place(func: Any, args: Any) -> bool:
 def _is_plain(power: float, dtype: torch.dtype) -> bool:
     """Whether a power and its gradient, power · x^(power − 1), have the same bits in every place."""
     # at the end of a stretch, an inverse root in half precision is rounded twice
-    plain = [one for one in _PLAIN_POWERS if one != -0.5 or dtype == torch.float32]
+    plain = [exponent for exponent in _PLAIN_POWERS if exponent != -0.5 or dtype == torch.float32]
     return power in plain and (power in (0, 1) or power - 1 in plain)
 
 

@@ -88,7 +88,7 @@ class MixerFunctions:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """The gated delta rule: queries, keys [1, T, G, K], values [1, T, H, V], log decay, beta [1, T, H] → [1, T, H, V]."""
-        query_TGK, key_TGK, value_THV, decay_TH, beta_TH = (one[0].float() for one in (query, key, value, g, beta))
+        query_TGK, key_TGK, value_THV, decay_TH, beta_TH = (part[0].float() for part in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             query_TGK, key_TGK = _normal(query_TGK), _normal(key_TGK)
         query_TGK = query_TGK * query_TGK.shape[-1] ** -0.5

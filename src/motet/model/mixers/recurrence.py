@@ -49,7 +49,7 @@ def recur(rows: RecurrentRows, stretches: Stretches, layer: int) -> Tensor:
     ends: list[Tensor] = []
     for wave in stretches.waves:
         begin_SHKV = _begin(wave, ends, stretches, layer, shape, value_THV)
-        output_RHV, end_SHKV = through(wave, begin_SHKV, *(one.index_select(0, wave.rows_R) for one in inputs))
+        output_RHV, end_SHKV = through(wave, begin_SHKV, *(tensor.index_select(0, wave.rows_R) for tensor in inputs))
         outputs.append(output_RHV)
         ends.append(end_SHKV)
         if stretches.states is not None:
@@ -90,7 +90,7 @@ class _Recurrence(torch.autograd.Function):
         counts = wave.counts
         state, outputs, kept = begin_SHKV.clone(), [], []
         keep = any(ctx.needs_input_grad)
-        steps = zip(counts, zip(*(one.split(list(counts)) for one in inputs), strict=True), strict=True)
+        steps = zip(counts, zip(*(tensor.split(list(counts)) for tensor in inputs), strict=True), strict=True)
         for step, (count, rows) in enumerate(steps):
             if keep and step % KEPT == 0:
                 kept.append(state[:count].clone())
@@ -105,7 +105,7 @@ class _Recurrence(torch.autograd.Function):
         parts = range(0, len(counts), KEPT)
         saved = ctx.saved_tensors
         inputs, kept = saved[: -len(parts)], saved[-len(parts) :]
-        rows = list(zip(*(one.split(list(counts)) for one in (grad_RHV, *inputs)), strict=True))
+        rows = list(zip(*(tensor.split(list(counts)) for tensor in (grad_RHV, *inputs)), strict=True))
         grad_state, grads = grad_end_SHKV.clone(), []
         for first, state in zip(reversed(parts), reversed(kept), strict=True):
             steps, before = rows[first : first + KEPT], []

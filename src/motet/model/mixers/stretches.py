@@ -136,9 +136,9 @@ def packed_stretches(
     previous = torch.arange(-1, total - 1)
     waves: list[Wave] = []
     place: dict[int, int] = {}
-    for depth in range(1 + max(one.wave for one in stretches)):
+    for depth in range(1 + max(stretch.wave for stretch in stretches)):
         members = sorted(
-            (index for index, one in enumerate(stretches) if one.wave == depth),
+            (index for index, stretch in enumerate(stretches) if stretch.wave == depth),
             key=lambda index: -stretches[index].length,
         )
         parents = [stretches[index].parent for index in members]
@@ -148,8 +148,8 @@ def packed_stretches(
         )
         for index, parent in zip(members, parents, strict=True):
             place[index] = len(place)
-            one = None if parent is None else stretches[parent]
-            previous[stretches[index].first] = -1 if one is None else one.first + one.length - 1
+            stretch = None if parent is None else stretches[parent]
+            previous[stretches[index].first] = -1 if stretch is None else stretch.first + stretch.length - 1
     return Stretches(tuple(waves), total, previous.to(device), kernels=kernels)
 
 

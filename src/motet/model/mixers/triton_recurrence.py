@@ -41,7 +41,7 @@ class _Recurrence(torch.autograd.Function):
         beta_RH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         rows = [reads_RH4K, value_RHV, decay_RH, match_RH, *([] if beta_RH is None else [beta_RH])]
-        begin_SHKV, *rows = (one.contiguous() for one in (begin_SHKV, *rows))
+        begin_SHKV, *rows = (tensor.contiguous() for tensor in (begin_SHKV, *rows))
         keep = any(ctx.needs_input_grad)
         n_kept = sum(wave.counts[::KEPT]) if keep else 1
         kept = begin_SHKV.new_empty(n_kept, *begin_SHKV.shape[1:])
