@@ -124,15 +124,15 @@ class Follower(threading.Thread):
 
     def _look(self, job: ObservedJob, state: JobState, *, closing: bool) -> None:
         """Send what is new. An error of the observer ends it for this job only."""
-        one = self._followed.get(job.id) or self._begin(job)
+        entry = self._followed.get(job.id) or self._begin(job)
         ends = closing or state is not JobState.RUNNING
         try:
-            while not one.failed and self._send(one):
+            while not entry.failed and self._send(entry):
                 pass
-            if ends and not one.failed:
-                self._end(one, state)
+            if ends and not entry.failed:
+                self._end(entry, state)
         except (Exception, SystemExit) as error:
-            one.failed = True
+            entry.failed = True
             self._tell(f"observer {self._title} failed and is off for job {job.name}: {describe(error)}")
         if ends:
             self._followed.pop(job.id, None)
@@ -144,46 +144,46 @@ class Follower(threading.Thread):
         except (OSError, ValueError):
             sent, ended = 0, ""
         logs = (_Log(job.path / "metrics.jsonl"), _Log(job.path / "timings.jsonl"))
-        one = self._followed[job.id] = _Followed(job, *logs, sent, ended)
-        return one
+        entry = self._followed[job.id] = _Followed(job, *logs, sent, ended)
+        return entry
 
-    def _end(self, one: _Followed, state: JobState) -> None:
+    def _end(self, entry: _Followed, state: JobState) -> None:
         """End the observer. If it no longer exists, create another, unless it has received this state already."""
         ended = state.value if state.final else JobState.PAUSED.value
-        if state.final and one.sent and one.ended != ended:
-            one.observer = one.observer or self._make(one.job)
-        if one.observer is not None:
-            one.observer.end(ended)
-            self._keep(one, one.sent, ended)
+        if state.final and entry.sent and entry.ended != ended:
+            entry.observer = entry.observer or self._make(entry.job)
+        if entry.observer is not None:
+            entry.observer.end(ended)
+            self._keep(entry, entry.sent, ended)
 
-    def _keep(self, one: _Followed, sent: int, ended: str = "") -> None:
+    def _keep(self, entry: _Followed, sent: int, ended: str = "") -> None:
         """Store an observer's progress for the next process."""
-        one.sent, one.ended = sent, ended
+        entry.sent, entry.ended = sent, ended
         self._places.mkdir(parents=True, exist_ok=True)
-        draft = self._places / f"{one.job.id}.part"
+        draft = self._places / f"{entry.job.id}.part"
         draft.write_text(f"{sent} {ended}", "utf-8")
-        draft.rename(self._places / one.job.id)
+        draft.rename(self._places / entry.job.id)
 
-    def _send(self, one: _Followed) -> bool:
+    def _send(self, entry: _Followed) -> bool:
         """Send one piece of a log; returns whether there may be more."""
-        before = one.metrics.offset
-        lines = one.metrics.read()
-        first = one.metrics.lines - len(lines)
-        while timings := one.timings.read():  # written after the metrics of their step
-            one.times |= {line.get("step"): _seconds(line.get("time")) for line in timings}
+        before = entry.metrics.offset
+        lines = entry.metrics.read()
+        first = entry.metrics.lines - len(lines)
+        while timings := entry.timings.read():  # written after the metrics of their step
+            entry.times |= {line.get("step"): _seconds(line.get("time")) for line in timings}
         done = first
         try:
             for place, line in enumerate(lines, first):
                 number = line.get("step")
-                ended = one.times.pop(number, None) or time.time()
-                if place >= one.sent and isinstance(number, int):
-                    one.observer = one.observer or self._make(one.job)
-                    one.observer.step(ObservedStep(number, ended, line, one.job.path))
+                ended = entry.times.pop(number, None) or time.time()
+                if place >= entry.sent and isinstance(number, int):
+                    entry.observer = entry.observer or self._make(entry.job)
+                    entry.observer.step(ObservedStep(number, ended, line, entry.job.path))
                 done = place + 1
         finally:
-            if done > one.sent:
-                self._keep(one, done)
-        return one.metrics.offset != before
+            if done > entry.sent:
+                self._keep(entry, done)
+        return entry.metrics.offset != before
 
     def _tell(self, text: str) -> None:
         if not self._told:
@@ -199,7 +199,7 @@ class Followers:
     ) -> None:
         """Load the observers, as `load` does; they may write to `home`, and `notify` receives the first error of each."""
         self.home, self._notify = home, notify
-        self._followers = [Follower(one.name, load(one), home, notify) for one in observers]
+        self._followers = [Follower(observer.name, load(observer), home, notify) for observer in observers]
 
     def __bool__(self) -> bool:
         return bool(self._followers)
@@ -213,29 +213,29 @@ class Followers:
 
     def start(self) -> None:
         """Start a thread for each observer."""
-        for one in self._followers:
-            one.start()
+        for follower in self._followers:
+            follower.start()
 
     def move(self, job: ObservedJob, state: JobState) -> None:
         """Tell observers the state of a job. An observer is created when there is something to send. Thread-safe."""
-        for one in self._followers:
-            one.move(job, state)
+        for follower in self._followers:
+            follower.move(job, state)
 
     def delete(self, job: ObservedJob) -> None:
         """Remove the files of a job of a service that has ended."""
-        for one in self._followers:
-            one.delete(job.id)
+        for follower in self._followers:
+            follower.delete(job.id)
         remove(job)
 
     def close(self, seconds: float = _PATIENCE) -> None:
         """Send the remaining steps within this time; infinity waits for every observer."""
-        for one in self._followers:
-            one.close()
+        for follower in self._followers:
+            follower.close()
         late = time.monotonic() + seconds
-        for one in self._followers:
-            one.join(None if seconds == math.inf else max(late - time.monotonic(), 0.0))
-            if one.is_alive():
-                self._notify(f"{one.name} has not received all steps; the next run of this directory sends the rest")
+        for feed in self._followers:
+            feed.join(None if seconds == math.inf else max(late - time.monotonic(), 0.0))
+            if feed.is_alive():
+                self._notify(f"{feed.name} has not received all steps; the next run of this directory sends the rest")
 
 
 def remove(job: ObservedJob) -> None:
@@ -255,8 +255,8 @@ def remove_tenant(home: Path, tenant: str) -> None:
 
 def _places_of(home: Path, tenant: str) -> list[Path]:
     """The directories of a tenant, one for each kind of files."""
-    kinds = [one for one in home.iterdir() if one.name != ".observed"] if tenant and home.is_dir() else []
-    return [one / tenant for one in kinds if (one / tenant).is_dir()]
+    kinds = [folder for folder in home.iterdir() if folder.name != ".observed"] if tenant and home.is_dir() else []
+    return [folder / tenant for folder in kinds if (folder / tenant).is_dir()]
 
 
 def send(run_directory: Path, observers: Sequence[ObserverConfig]) -> None:

@@ -136,7 +136,7 @@ class Frame:
         """The warnings from a running job's metrics."""
         warnings = [*job.signs.warnings.values()] if job.state is JobState.RUNNING else []
         warnings += [self.slow[job.name]] if self.slow.get(job.name) else []
-        styled = ((f"! {one}", "red" if one.startswith("alarm") else "yellow") for one in warnings)
+        styled = ((f"! {warning}", "red" if warning.startswith("alarm") else "yellow") for warning in warnings)
         return [line for text, style in styled for line in self._folded(text, width, style)]
 
     def _folded(self, message: str, width: int, style: str) -> list[Text]:

@@ -119,9 +119,9 @@ def numbers(line: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, fl
 
 def _without_keys(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _names(one) if key == "args" else _without_keys(one) for key, one in value.items()}
+        return {key: _names(item) if key == "args" else _without_keys(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_keys(one) for one in value]
+        return [_without_keys(item) for item in value]
     return _URL.sub(r"\1\2", value) if isinstance(value, str) else value
 
 

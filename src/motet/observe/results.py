@@ -83,11 +83,11 @@ class RunResult:
         """The title and rows of each table, headings first."""
         groups, where = self.settings, f"{self.directory}, report: {self.report or 'not written'}"
         of_jobs = (where, [_COLUMNS, *(_cells(job) for job in self.jobs.values())])
-        if all(len(one.jobs) < 2 for one in groups):
+        if all(len(group.jobs) < 2 for group in groups):
             return [of_jobs]
-        places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
-        ordered = sorted(groups, key=lambda one: (task_of(one.name), places.get(one.name, len(groups))))
-        rows = [(f"{places[one.name]}." if one.name in places else "", *_setting_cells(one)) for one in ordered]
+        places = ranks((group.name, group.held_out.mean if group.held_out else None) for group in groups)
+        ordered = sorted(groups, key=lambda group: (task_of(group.name), places.get(group.name, len(groups))))
+        rows = [(f"{places[group.name]}." if group.name in places else "", *_setting_cells(group)) for group in ordered]
         return [of_jobs, (f"Settings: {OVER_SEEDS}", [_SETTING, *rows])]
 
 

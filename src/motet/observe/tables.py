@@ -157,7 +157,7 @@ def summary_table(
     names = take_apart([job.name for job in jobs])
     name_width = 20 if width >= 100 else 12
     shown = names.shown(name_width, glyphs) if names.fields else {job.name: glyphs.plain(job.name) for job in jobs}
-    seeds = any(len(one.jobs) > 1 for one in _settings(jobs))
+    seeds = any(len(group.jobs) > 1 for group in _settings(jobs))
     taken = {job.name: _taken(job, run) for job in jobs}
     best = ((job.name, figure[1] if (figure := taken[job.name]) else None) for job in jobs)
     places = {} if seeds else ranks(best)  # settings have ranks, seeds have none
@@ -189,23 +189,23 @@ def summary_table(
 def settings_table(jobs: Sequence[JobProgress], glyphs: Glyphs = UNICODE, width: int = 120) -> Table | None:
     """The results of each setting over its seeds, the best of a task first; None if no setting has several seeds."""
     groups = _settings(jobs)
-    if all(len(one.jobs) < 2 for one in groups):
+    if all(len(group.jobs) < 2 for group in groups):
         return None
-    names = take_apart([one.name for one in groups])
-    places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
+    names = take_apart([group.name for group in groups])
+    places = ranks((group.name, group.held_out.mean if group.held_out else None) for group in groups)
     stems = list(dict.fromkeys(names.stems.values()))
-    ordered = sorted(groups, key=lambda one: (stems.index(names.stems[one.name]), places.get(one.name, len(groups))))
+    rows = sorted(groups, key=lambda group: (stems.index(names.stems[group.name]), places.get(group.name, len(groups))))
     shown = names.shown(20 if width >= 100 else 12, glyphs)
     table = _titled()
     for heading in (*(["place"] if places else []), "setting", *names.fields, "seeds", "held-out", "gain"):
         table.add_column(
             heading, justify="right" if heading in ("seeds", *_RIGHT, "held-out") else "left", no_wrap=True
         )
-    for one in ordered:
-        place = [f"{places[one.name]}." if one.name in places else ""] if places else []
-        values = [short_value(value, glyphs) for value in names.values[one.name]]
-        stem = Text(shown[one.name], style="bold")
-        table.add_row(*place, stem, *values, *_over_seeds(one, glyphs))
+    for group in rows:
+        place = [f"{places[group.name]}." if group.name in places else ""] if places else []
+        values = [short_value(value, glyphs) for value in names.values[group.name]]
+        stem = Text(shown[group.name], style="bold")
+        table.add_row(*place, stem, *values, *_over_seeds(group, glyphs))
     table.title = Text("Settings: jobs that differ only in their seed", style="bold")
     what = glyphs.plain(OVER_SEEDS.replace("±", glyphs.plus_minus))
     table.caption = Text(f"held-out: {what}", style="not italic bright_black")
@@ -312,7 +312,7 @@ def _version(job: JobProgress, run: Path, taken: tuple[int, float] | None) -> st
         [(value, -version) for version, value in job.evaluations if version],
     )
     saved, best = directory.versions(), named_best(newest_commit(directory))
-    if best is None and (figures := [one for one in known if math.isfinite(one[0])]):
+    if best is None and (figures := [figure for figure in known if math.isfinite(figure[0])]):
         best = -max(figures)[1]
     newest = f"newest v{max(saved)}" if taken[0] != max(saved) else ""
     gone = f"v{best} was best, not kept" if best not in (None, taken[0]) else ""

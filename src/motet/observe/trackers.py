@@ -247,7 +247,7 @@ def load(config: ObserverConfig) -> ObserverFactory:
 def _flat(value: Any, before: str = "") -> list[tuple[str, str]]:
     """Settings by path, as text."""
     if isinstance(value, Mapping):
-        return [pair for key, one in value.items() for pair in _flat(one, f"{before}.{key}" if before else str(key))]
+        return [pair for key, item in value.items() for pair in _flat(item, f"{before}.{key}" if before else str(key))]
     return [(before, str(value))]
 
 

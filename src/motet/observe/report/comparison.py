@@ -49,7 +49,7 @@ class Side:
     def mean(self, task: str | None = None) -> float:
         """Held-out figure of a task, or the mean over all tasks; NaN without one."""
         tasks = [task] if task is not None else sorted({key[0] for key in self.jobs})
-        figures = [[job.figure for key, job in self.jobs.items() if key[0] == one] for one in tasks]
+        figures = [[job.figure for key, job in self.jobs.items() if key[0] == name] for name in tasks]
         return fmean([fmean(some) for some in figures if some] or [math.nan])
 
 

@@ -67,20 +67,20 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 def _settings(groups: Sequence[Setting]) -> list[dict[str, Any]]:
     """The results of each setting over its seeds, with its rank within its task; empty if no setting has several seeds."""
-    if all(len(one.jobs) < 2 for one in groups):
+    if all(len(group.jobs) < 2 for group in groups):
         return []
-    places = ranks((one.name, one.held_out.mean if one.held_out else None) for one in groups)
+    places = ranks((group.name, group.held_out.mean if group.held_out else None) for group in groups)
     return [
         {
-            "name": one.name,
-            "place": places.get(one.name),
-            "jobs": len(one.jobs),
-            "seeds": one.held_out.n if one.held_out else 0,
-            "before": one.before and _short(one.before.mean),
-            "mean": one.held_out and _short(one.held_out.mean),
-            "half": one.held_out and _short(one.held_out.half),
+            "name": group.name,
+            "place": places.get(group.name),
+            "jobs": len(group.jobs),
+            "seeds": group.held_out.n if group.held_out else 0,
+            "before": group.before and _short(group.before.mean),
+            "mean": group.held_out and _short(group.held_out.mean),
+            "half": group.held_out and _short(group.held_out.half),
         }
-        for one in sorted(groups, key=lambda one: (task_of(one.name), places.get(one.name, len(groups))))
+        for group in sorted(groups, key=lambda group: (task_of(group.name), places.get(group.name, len(groups))))
     ]
 
 
@@ -138,9 +138,9 @@ def _rollout(line: Line | None) -> dict[str, Any] | None:
         "reward": number(line.get("reward")),
         "reward_parts": {name: number(part) for name, part in parts.items()} if isinstance(parts, dict) else {},
         "branches": [
-            {"turn": number(one.get("turn")), "after": number(one.get("after"))}
-            for one in (branches if isinstance(branches, list) else [])
-            if isinstance(one, dict)
+            {"turn": number(branch.get("turn")), "after": number(branch.get("after"))}
+            for branch in (branches if isinstance(branches, list) else [])
+            if isinstance(branch, dict)
         ],
         "error": _cut(line.get("error")),
         "finish_reason": line.get("finish_reason") if isinstance(line.get("finish_reason"), str) else "",

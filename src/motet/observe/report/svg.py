@@ -66,10 +66,10 @@ def curve_of(job: JobRecord) -> Curves:
 
 def draw_curves(curves: Sequence[Curves], what: str = "jobs") -> str:
     """Two panels, reward and held-out figure, with one legend below; `what` names the curves' subjects in the title."""
-    legend, legend_height = _legend([one.name for one in curves], _TOP + _PANEL_HEIGHT + 52)
+    legend, legend_height = _legend([curve.name for curve in curves], _TOP + _PANEL_HEIGHT + 52)
     height = _TOP + _PANEL_HEIGHT + 42 + legend_height
-    rewards, held_out = [one.rewards for one in curves], [one.held_out for one in curves]
-    figures = " and ".join(dict.fromkeys(one.figure for one in curves if one.held_out.xs)) or REWARD
+    rewards, held_out = [curve.rewards for curve in curves], [curve.held_out for curve in curves]
+    figures = " and ".join(dict.fromkeys(curve.figure for curve in curves if curve.held_out.xs)) or REWARD
     name = escaped(f"Training reward and held-out {figures} of {len(curves)} {what}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" '
