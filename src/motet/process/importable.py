@@ -58,7 +58,7 @@ def of_python(path: Sequence[str]) -> Readable:
     found = Readable(places=[*own, PACKAGE_ROOT / "motet", *_editable()])
     for entry in dict.fromkeys([str(PACKAGE_ROOT), *path]):
         place = Path(entry or ".").resolve()
-        if place.exists() and not any(place.is_relative_to(one) for one in own):
+        if place.exists() and not any(place.is_relative_to(root) for root in own):
             before = len(found.places)
             _add(found, place, of_pth=entry in AT_START)
             if len(found.places) == before:
@@ -84,7 +84,7 @@ def python_path() -> str:
         place = Path(entry or ".").resolve()
         if (
             place.exists()
-            and not any(place.is_relative_to(one) for one in own)
+            and not any(place.is_relative_to(root) for root in own)
             and (place.is_file() or _installed(place))
         ):
             found.append(str(place))
@@ -207,7 +207,7 @@ def _add(found: Readable, place: Path, *, of_pth: bool) -> None:
     if installed:
         found.listed += [place] if not apart else []
         environment = next(
-            (one for one in place.parents[:3] if any((one / name).exists() for name in _ENVIRONMENTS)), None
+            (folder for folder in place.parents[:3] if any((folder / name).exists() for name in _ENVIRONMENTS)), None
         )
         if environment is not None and _free(environment):  # libraries that packages share
             found.places += [library.resolve() for library in (environment / "lib").glob("*.so*")]

@@ -225,8 +225,8 @@ class _Stops:
                 if self.child:
                     os.kill(self.child, number)
         if numbers:
-            for one in self._listening:
-                one.close()
+            for listener in self._listening:
+                listener.close()
 
     def wait(self, seconds: float) -> None:
         """Wait while there is no child; a signal ends this process at once."""

@@ -180,7 +180,7 @@ def _rules(programs: bool) -> SyscallFilter:
         rules.add_rule(ERRNO(_ENOSYS), number)
     for number, ways in bounded.items():
         for way in ways:
-            rules.add_rule(ALLOW, number, *(Arg(one.place, MASKED_EQ, one.mask, one.value) for one in way))
+            rules.add_rule(ALLOW, number, *(Arg(bound.place, MASKED_EQ, bound.mask, bound.value) for bound in way))
     # the C library asks for the processors of a thread to learn of its stack, and goes on without an answer
     rules.add_rule(ERRNO(_ENOSYS), "sched_getaffinity", Arg(0, GT, process))
     return rules
