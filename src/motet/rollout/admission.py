@@ -40,7 +40,7 @@ class Admission:
     def able(self) -> list[Item]:
         """What the next tick could start or read."""
         prompts = self._rows.startable() if self._rows.free > 0 else []
-        return [*self._rows_to_read(), *(one for one in prompts if one.blocks or not self._no_blocks)]
+        return [*self._rows_to_read(), *(prompt for prompt in prompts if prompt.blocks or not self._no_blocks)]
 
     def release(self, prompt: Prompt) -> None:
         """Free what a prompt holds."""
@@ -72,7 +72,7 @@ class Admission:
             return True
         waiting = self._startable()
         due = self._due(waiting)
-        return any(one.is_read or tenant_of(one) in due for one in waiting)
+        return any(prompt.is_read or tenant_of(prompt) in due for prompt in waiting)
 
     def _rows_to_read(self) -> list[SampledSequence]:
         """Rows that were preempted, and are not wholly read again."""
@@ -90,10 +90,10 @@ class Admission:
 
         In company a tick reads or decodes: nobody reads while it is the turn of rows that waited for a part before.
         """
-        first = [one for one in waiting if not one.is_read][:1]
+        first = [prompt for prompt in waiting if not prompt.is_read][:1]
         if not (first or self._rows_to_read()):
             return set()
-        rows = [one for one in self._rows.running if one.unread or one.grammar is None or one.grammar.ready]
+        rows = [row for row in self._rows.running if row.unread or row.grammar is None or row.grammar.ready]
         readers: list[Item] = [*rows, *first]
         due = self._turns.due(readers)
         if self._held_up and self._turns.company and not self._held_up.isdisjoint(_steppers(due)):
@@ -140,7 +140,7 @@ class Admission:
                 more = reserved + bool(parts or self._rows.running)
                 if not item.blocks and (full or not self._begin(item, more, waiting)):
                     if not full:  # what cannot begin lets others go on
-                        full, due = True, self._due([one for one in waiting if one.blocks])
+                        full, due = True, self._due([prompt for prompt in waiting if prompt.blocks])
                     continue
                 begins = min(left, len(item.waiting))
                 taken[tenant_of(item)] += begins
@@ -157,7 +157,7 @@ class Admission:
 
     def _begin(self, prompt: Prompt, more: int, waiting: Sequence[Prompt]) -> bool:
         """Allocate a prompt's blocks; leaves `more` free, and a row for each of those `waiting` that has begun."""
-        if sum(bool(one.blocks) for one in waiting) >= self._rows.free:
+        if sum(bool(other.blocks) for other in waiting) >= self._rows.free:
             return False
         return self._rows.with_room(prompt, functools.partial(self._blocks.begin, prompt, more), more)
 

@@ -136,12 +136,12 @@ class BatchRows:
         candidates = self._candidates(item, more)
         if not self._blocks.suffices(item, more, candidates):
             return taken
-        for one in candidates:
-            if isinstance(one, Prompt):
-                self._reclaim(one)
+        for candidate in candidates:
+            if isinstance(candidate, Prompt):
+                self._reclaim(candidate)
             else:
-                self._preemptible.remove(one)
-                self._preempt_running(one)
+                self._preemptible.remove(candidate)
+                self._preempt_running(candidate)
             taken = take()
             if taken is not None and taken is not False:
                 break
@@ -155,21 +155,21 @@ class BatchRows:
         tenant's share becomes the large one, if there is none.
         """
         startable, held = set(self.startable()), self._held()
-        prompts = [one for one in self.waiting if one is not item and one.blocks and one not in self.reading]
-        candidates: list[Prompt | SampledSequence] = [one for one in prompts if one not in startable]
-        for one in candidates:
-            _drop(held[tenant_of(one)], one.blocks)
+        prompts = [other for other in self.waiting if other is not item and other.blocks and other not in self.reading]
+        candidates: list[Prompt | SampledSequence] = [other for other in prompts if other not in startable]
+        for candidate in candidates:
+            _drop(held[tenant_of(candidate)], candidate.blocks)
         tenant, needs = tenant_of(item), 1 if item.blocks else self._blocks.needs(item)
         fair_blocks = self._fair_blocks(tenant)
         if len(self._limits) > 1 and self._large is None and needs + 1 > fair_blocks > len(held[tenant]):
             self._large = item
         if len(self._limits) > 1 and (item is self._large or len(held[tenant]) + needs + more <= fair_blocks):
-            rest: list[Prompt | SampledSequence] = [one for one in prompts if one in startable]
-            for one in [*(row for row in reversed(self._preemptible) if row not in self.reading), *rest]:
-                name = tenant_of(one)
-                if name != tenant and one is not self._large and len(held[name]) > self._fair_blocks(name):
-                    _drop(held[name], one.blocks)
-                    candidates.append(one)
+            rest: list[Prompt | SampledSequence] = [prompt for prompt in prompts if prompt in startable]
+            for candidate in [*(row for row in reversed(self._preemptible) if row not in self.reading), *rest]:
+                name = tenant_of(candidate)
+                if name != tenant and candidate is not self._large and len(held[name]) > self._fair_blocks(name):
+                    _drop(held[name], candidate.blocks)
+                    candidates.append(candidate)
         return candidates
 
     def grow(self, chosen: set[SampledSequence]) -> list[SampledSequence]:
@@ -186,7 +186,7 @@ class BatchRows:
             self._blocks.grow(running)
             return running
         kept: set[SampledSequence] = set()
-        parts = [one for one in self.waiting if one.blocks and one.unread]
+        parts = [prompt for prompt in self.waiting if prompt.blocks and prompt.unread]
         queue = deque[Prompt | SampledSequence]((*self.running, *parts))
         if len(self._limits) > 1:
             below = self._below_share()

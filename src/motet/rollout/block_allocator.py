@@ -89,7 +89,7 @@ class BlockAllocator:
                 copy, present = kept.copy, kept.blocks[: known // self._cache.block_size]
         if copy is not None:
             present = self._host.present(copy, known)
-        return n_blocks + more - len(present) <= self._kept.most_free((one.blocks for one in giving), present)
+        return n_blocks + more - len(present) <= self._kept.most_free((giver.blocks for giver in giving), present)
 
     def grow(self, running: Iterable[SampledSequence]) -> bool:
         """Ensure that running sequences have a block for their next step; False, for all, if too few are free."""
@@ -103,7 +103,7 @@ class BlockAllocator:
     def lacking(self, running: Iterable[SampledSequence]) -> list[SampledSequence]:
         """The running sequences that need a block more for their next step."""
         size = self._cache.block_size
-        return [one for one in running if one.n_prompt + len(one.tokens) + one.in_flight > size * len(one.blocks)]
+        return [row for row in running if row.n_prompt + len(row.tokens) + row.in_flight > size * len(row.blocks)]
 
     def trim(self, sequence: SampledSequence, n_tokens: int) -> None:
         """Free the blocks beyond the sequence's first tokens."""

@@ -161,7 +161,7 @@ class EmbeddedEngine:
 
     async def abort(self, name: str) -> None:
         """Abort one request, or every request of a job, or drop the kept sequences of an episode."""
-        self._preparing = {one: job for one, job in self._preparing.items() if name not in (one, job)}
+        self._preparing = {request: job for request, job in self._preparing.items() if name not in (request, job)}
         self._aborts.add(name)
         self._device.wake()
 

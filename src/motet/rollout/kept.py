@@ -57,29 +57,29 @@ class KeptSequences:
         if not self._stateful:
             self._cache.states.give_back(slot)
             slot = self._cache.states.no_slot
-        one = KeptSequence(request.episodes[sequence.index], request.job, request.adapter, ids, sequence.blocks, slot)
+        entry = KeptSequence(request.episodes[sequence.index], request.job, request.adapter, ids, sequence.blocks, slot)
         sequence.blocks, sequence.slot = [], self._cache.states.no_slot
-        for other in [other for other in self._kept if other.episode == one.episode]:
+        for other in [other for other in self._kept if other.episode == entry.episode]:
             if len(other.token_ids) <= _common(other.token_ids, ids):
                 self._drop(other)
-        self._kept[one] = None
-        self._held.update(one.blocks)
+        self._kept[entry] = None
+        self._held.update(entry.blocks)
         while len(self._held) > self._most:
-            self._page_out(next(one for one in self._kept if one.copy is None))
+            self._page_out(next(entry for entry in self._kept if entry.copy is None))
 
     def find(self, prompt: Prompt) -> tuple[KeptSequence | None, int]:
         """The kept sequence that a prompt continues, and the number of shared tokens; drops sequences of other versions."""
         request = prompt.request
         best, most, episodes = None, 0, set(request.episodes)
-        for one in [one for one in self._kept if one.episode in episodes]:
-            if one.adapter != request.adapter:
-                self._drop(one)
+        for entry in [entry for entry in self._kept if entry.episode in episodes]:
+            if entry.adapter != request.adapter:
+                self._drop(entry)
                 continue
-            known = min(_common(one.token_ids, request.prompt_ids), len(request.prompt_ids) - 1)
-            if self._stateful and known < len(one.token_ids):
+            known = min(_common(entry.token_ids, request.prompt_ids), len(request.prompt_ids) - 1)
+            if self._stateful and known < len(entry.token_ids):
                 continue
             if known > most:
-                best, most = one, known
+                best, most = entry, known
         if best is not None:
             self._kept[best] = self._kept.pop(best)
         return best, most
@@ -93,8 +93,8 @@ class KeptSequences:
             return True
         if n_blocks > self.most_free(but=() if but is None else but.blocks):
             return False
-        for one in [one for one in self._kept if one is not but and one.copy is None]:
-            self._page_out(one)
+        for entry in [entry for entry in self._kept if entry is not but and entry.copy is None]:
+            self._page_out(entry)
             if self._free(n_blocks, n_slots):
                 return True
         return False
@@ -114,41 +114,41 @@ class KeptSequences:
 
     def forget(self, names: set[str]) -> None:
         """Drop the sequences of these episodes or jobs."""
-        for one in [one for one in self._kept if one.episode in names or one.job in names]:
-            self._drop(one)
+        for entry in [entry for entry in self._kept if entry.episode in names or entry.job in names]:
+            self._drop(entry)
 
     def forget_version(self, adapter: AdapterRef) -> None:
         """Drop the sequences of a version."""
-        for one in [one for one in self._kept if one.adapter == adapter]:
-            self._drop(one)
+        for entry in [entry for entry in self._kept if entry.adapter == adapter]:
+            self._drop(entry)
 
     def clear(self) -> None:
         """Drop all sequences."""
-        for one in list(self._kept):
-            self._drop(one)
+        for entry in list(self._kept):
+            self._drop(entry)
 
-    def _page_out(self, one: KeptSequence) -> None:
+    def _page_out(self, entry: KeptSequence) -> None:
         """Move a sequence to host memory, or drop it."""
-        one.copy = self._host.put(one.blocks, one.slot, len(one.token_ids), spare=lambda: self._drop(one))
-        if one.copy is None:
-            self._drop(one)
+        entry.copy = self._host.put(entry.blocks, entry.slot, len(entry.token_ids), spare=lambda: self._drop(entry))
+        if entry.copy is None:
+            self._drop(entry)
         else:
-            self._give_back(one)
+            self._give_back(entry)
 
-    def _drop(self, one: KeptSequence) -> None:
-        del self._kept[one]
-        if one.copy is not None:
-            self._host.forget(one.copy)
-        self._give_back(one)
+    def _drop(self, entry: KeptSequence) -> None:
+        del self._kept[entry]
+        if entry.copy is not None:
+            self._host.forget(entry.copy)
+        self._give_back(entry)
 
-    def _give_back(self, one: KeptSequence) -> None:
-        for block in one.blocks:
+    def _give_back(self, entry: KeptSequence) -> None:
+        for block in entry.blocks:
             self._held[block] -= 1
             if not self._held[block]:
                 del self._held[block]
-        self._cache.give_back(one.blocks)
-        self._cache.states.give_back(one.slot)
-        one.blocks, one.slot = [], self._cache.states.no_slot
+        self._cache.give_back(entry.blocks)
+        self._cache.states.give_back(entry.slot)
+        entry.blocks, entry.slot = [], self._cache.states.no_slot
 
 
 def _common(left: IntArray, right: IntArray) -> int:

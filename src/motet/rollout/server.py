@@ -312,7 +312,7 @@ class ServerEngine:
         name = None if adapter is None else adapter.served_name
         for attempt in range(_ATTEMPTS):
             replica = await self.fleet.choose(
-                lambda one: (adapter is not None and not self.versions.near(adapter, one),)
+                lambda candidate: (adapter is not None and not self.versions.near(adapter, candidate),)
             )
             try:
                 async with self.fleet.awake():

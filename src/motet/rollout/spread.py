@@ -109,7 +109,7 @@ class SpreadEngine:
         Without a free row, only tenants within their share start; the process then preempts rows of other tenants.
         """
         while self._waiting:
-            waiting = min(self._waiting, key=lambda one: self._rows[one.request.tenant] / one.request.share)
+            waiting = min(self._waiting, key=lambda item: self._rows[item.request.tenant] / item.request.share)
             if not (self._with_free_rows() or self._within_share(waiting.request)):
                 return
             self._waiting.remove(waiting)
@@ -121,7 +121,7 @@ class SpreadEngine:
             waiting.turn.set_result(sampler)
 
     def _within_share(self, request: GenerateRequest) -> bool:
-        shares = {one.request.tenant: one.request.share for one in self._waiting}
+        shares = {item.request.tenant: item.request.share for item in self._waiting}
         shares = self._shares | shares
         most = len(self._samplers()) * self.here.capacity * request.share / sum(shares.values())
         return len(shares) > 1 and self._rows[request.tenant] + len(request.seeds) <= most
@@ -197,7 +197,7 @@ class SpreadEngine:
     async def abort(self, name: str) -> None:
         """Abort one request, or every request of a job, or drop the kept sequences of an episode."""
         self._kept.pop(name, None)
-        for waiting in [one for one in self._waiting if name in (one.request.id, one.request.job)]:
+        for waiting in [item for item in self._waiting if name in (item.request.id, item.request.job)]:
             self._waiting.remove(waiting)
             if not waiting.turn.done():
                 waiting.turn.set_result(None)
