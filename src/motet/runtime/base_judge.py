@@ -46,7 +46,7 @@ class BaseJudge:
             UnfilledError: the question is too long.
             EngineError: the engine cannot answer.
         """
-        asked = ((one["role"], one["content"]) for one in body["messages"])
+        asked = ((message["role"], message["content"]) for message in body["messages"])
         messages = tuple(Message(role, text, letters=len(text)) for role, text in asked)  # answers are in any of them
         chat = self._chat_of(body.get(TEMPLATE, {}), self.clocks.get(job, ""))
         most = int(body["max_tokens"])
@@ -96,8 +96,8 @@ class BaseJudge:
 def _seed_of(messages: Sequence[Message]) -> int:
     """The seed of a question that gives none; it is written so that older jobs keep theirs."""
     texts = (
-        f"Message(role={one.role!r}, content={one.content!r}, tool_calls=(), name='', learned=True),"
-        for one in messages
+        f"Message(role={message.role!r}, content={message.content!r}, tool_calls=(), name='', learned=True),"
+        for message in messages
     )
     whole = " ".join(texts)
     return zlib.crc32(f"({whole if len(messages) == 1 else whole[:-1]})".encode())

@@ -201,8 +201,8 @@ class ClientLoop(Driver):
                     value = await asyncio.to_thread(_value, loss, segments, logprobs, self.services.functions)
                 else:
                     trained = await self.session.work.forward_backward(segments, self._executed)
-                    logprobs = [values for one in trained for values in one.logprobs]
-                    stats = sum((one.stats for one in trained), LossStats())
+                    logprobs = [values for result in trained for values in result.logprobs]
+                    stats = sum((result.stats for result in trained), LossStats())
                     self._stats, self._samples = self._stats + stats, self._samples + n_samples
                     value = stats.loss
         finally:  # work is charged even if the rest fails
@@ -213,7 +213,7 @@ class ClientLoop(Driver):
                 self._journal.record_forward_only, self.session.done.step, number, self._forward_tokens
             )
         metrics = {"loss:sum": value, "tokens:sum": targets}
-        return await asyncio.to_thread(lambda: j.Gradient([j.Tensor.of(one[1:]) for one in logprobs], metrics))
+        return await asyncio.to_thread(lambda: j.Gradient([j.Tensor.of(values[1:]) for values in logprobs], metrics))
 
     def _executed(self, work: int) -> None:
         """Count work of the current command; report it at intervals, because each report is written to disk."""
@@ -308,7 +308,7 @@ def _misfit(services: Services, command: j.ForwardBackward) -> str:
     positions, vocabulary = services.positions, services.vocabulary
     for index, datum in enumerate(command.data):
         unknown = (vocabulary.unknown(np.frombuffer(ids, "<i4")) for ids in (datum.tokens, datum.targets))
-        if (token := next((one for one in unknown if one is not None), None)) is not None:
+        if (token := next((token_id for token_id in unknown if token_id is not None), None)) is not None:
             return f"data[{index}] has the token id {token}; {vocabulary.bounds}"
         if datum.length >= positions:
             return f"data[{index}] has {datum.length} tokens; this base has positions for {positions - 1}"

@@ -52,7 +52,7 @@ class DueSteps:
         """Take the steps that are due, in the device's thread. If they fail, nothing has changed, and each is taken alone."""
         if own.stats is None:
             with self._changing:
-                others = [one for one in self._due if one is not own and one.stats is None]
+                others = [update for update in self._due if update is not own and update.stats is None]
             others = [due for due in others if type(due.optimizer) is type(own.optimizer)][: trainer.steps_at_once - 1]
             try:
                 self._step([own, *others], trainer)
@@ -64,7 +64,7 @@ class DueSteps:
         return own.stats
 
     def _step(self, due: list[_Due], trainer: SteppingTogether) -> None:
-        self._device.charge({one.payer: 1.0 for one in due})
-        taken = trainer.optim_steps([(one.name, one.optimizer) for one in due])
-        for one, stats in zip(due, taken, strict=True):
-            one.stats = stats
+        self._device.charge({update.payer: 1.0 for update in due})
+        taken = trainer.optim_steps([(update.name, update.optimizer) for update in due])
+        for update, stats in zip(due, taken, strict=True):
+            update.stats = stats

@@ -98,7 +98,7 @@ class Evaluations:
 
     def untrained_best(self) -> str:
         """Where the best version equals the adapter that the job began with: an earlier release allowed that."""
-        best, trained = self._best, max(self._trained, key=lambda one: one.figure, default=None)
+        best, trained = self._best, max(self._trained, key=lambda result: result.figure, default=None)
         if best is None or self._is_trained(best.version):
             return ""
         other = f"; the best trained one has held-out {self.name} {trained}" if trained else ""
@@ -123,7 +123,7 @@ class Evaluations:
 
         `slower` says how to lower the rate. A larger `beta` is no cure: with the same answers the loss of preferences grows.
         """
-        losses = {version: one.loss for version, one in self.by_version.items() if math.isfinite(one.loss)}
+        losses = {version: result.loss for version, result in self.by_version.items() if math.isfinite(result.loss)}
         if len(losses) < 2:
             return "", False
         least = min(losses, key=lambda version: losses[version])
@@ -141,25 +141,25 @@ class Evaluations:
         """That of the best version; of the best trained one where nothing says which version is the best."""
         if self.chosen is not None:
             return self.by_version.get(self.chosen)
-        return max(self._trained, key=lambda one: one.figure, default=None)
+        return max(self._trained, key=lambda result: result.figure, default=None)
 
     @property
     def _trained(self) -> list[Evaluation]:
-        return [one for one in self.by_version.values() if self._is_trained(one.version)]
+        return [result for result in self.by_version.values() if self._is_trained(result.version)]
 
     @property
     def _untrained(self) -> Evaluation | None:
         """The first evaluation, if its version is untrained."""
-        return next((one for one in self.by_version.values() if not self._is_trained(one.version)), None)
+        return next((result for result in self.by_version.values() if not self._is_trained(result.version)), None)
 
     def _is_trained(self, version: int) -> bool:
         return version > self.untrained
 
     @staticmethod
-    def _chance(one: Evaluation, other: Evaluation) -> float:
+    def _chance(first: Evaluation, other: Evaluation) -> float:
         """A difference that chance explains; a hundredth of the figure where no error is known."""
-        error = math.hypot(one.error, other.error)
-        return CHANCE * (error if math.isfinite(error) else abs(one.figure) / 100)
+        error = math.hypot(first.error, other.error)
+        return CHANCE * (error if math.isfinite(error) else abs(first.figure) / 100)
 
 
 def _number(value: Any) -> float:

@@ -34,7 +34,7 @@ def fork(job: JobDirectory, step: int, new: Path, lag: int, settings: Mapping[st
         raise RunError(f"{new} is not empty: choose another directory")
     steps = range(max(0, step - lag), step + 1)
     for left in reversed(range(_TRIES)):
-        if missing := [one for one in reversed(steps) if one not in job.steps()]:
+        if missing := [number for number in reversed(steps) if number not in job.steps()]:
             kept = ", ".join(map(str, job.steps())) or "none"
             what = f", which algorithm.max_off_policy_steps: {lag} needs" if missing[0] < step else ""
             version = job.version(step)
@@ -63,11 +63,11 @@ def _drafted(job: JobDirectory, steps: range, new: Path, settings: Mapping[str, 
     for name in ("state", "versions", "rollouts", "receipts"):
         (draft / name).mkdir(parents=True)
     step, copied = steps[-1], JobDirectory(draft)
-    for one in steps:  # first: they are what the job deletes first
-        job.committed(one)  # names its own file if that is damaged
-        _link_all(job.path / "state" / str(one), draft / "state" / str(one))
+    for kept_step in steps:  # first: they are what the job deletes first
+        job.committed(kept_step)  # names its own file if that is damaged
+        _link_all(job.path / "state" / str(kept_step), draft / "state" / str(kept_step))
     done = copied.committed(step)
-    for number in (one for one in job.versions() if one <= step):
+    for number in (version for version in job.versions() if version <= step):
         _link_all(job.version(number), copied.version(number))
     for number in {*steps, step if done.best_version is None else done.best_version} - {step, *copied.versions()}:
         raise RunError(f"{job.version(number)} is missing: put it back, or fork from another step")
@@ -78,9 +78,9 @@ def _drafted(job: JobDirectory, steps: range, new: Path, settings: Mapping[str, 
         match = re.fullmatch(r"(eval-)?(\d+)", path.stem)
         if match and (int(match[2]) <= done.evaluated if match[1] else int(match[2]) < step):
             link(path, draft / "rollouts" / path.name)
-    for one in steps:
-        changed = _copy_logs(job, copied.committed(one), draft)
-        state = draft / "state" / str(one) / "state.json"
+    for kept_step in steps:
+        changed = _copy_logs(job, copied.committed(kept_step), draft)
+        state = draft / "state" / str(kept_step) / "state.json"
         replace_file(state, sealed({**unsealed(state.read_bytes()), **changed, "after": ""}))  # it has no manifest yet
     identity = (job.path / "job.yaml").read_bytes()
     if settings is not None:

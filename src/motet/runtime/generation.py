@@ -232,7 +232,7 @@ class Generation:
 
     async def _interruptibly(self, reading: list[Coroutine[Any, Any, None]], ids: list[str], until: int | None) -> None:
         """Read to the end, or abort the requests at version `until` or at the stop event."""
-        tasks = [asyncio.create_task(one) for one in reading]
+        tasks = [asyncio.create_task(reader) for reader in reading]
         events: list[Coroutine[Any, Any, Any]] = [] if until is None else [self.versions.wait_for(until)]
         events += [self.stop.wait()] if self.can_stop else []
         watching = [asyncio.create_task(self._abort_when(event, ids)) for event in events]
@@ -269,7 +269,7 @@ async def ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
 async def together(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Wait for all works at once, then raise the first error of any."""
     results = await asyncio.gather(*works, return_exceptions=True)
-    for one in results:
-        if isinstance(one, BaseException):
-            raise one
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     return results  # type: ignore[return-value]

@@ -134,7 +134,8 @@ def recommended(evaluations: Evaluations, best: int | None, kept: Collection[int
     It is `best` of `named_best`. Where that is unknown or not kept, it is the best of those kept, but for version 0.
     """
     known = {version: figure for version, figure in evaluations if math.isfinite(figure)}
-    left = [one for one in known if one in kept and one] or [one for one in kept if one] or [*kept]
+    trained = [version for version in kept if version]
+    left = [version for version in known if version in trained] or trained or [*kept]
     if best not in kept and left:
         best = max(left, key=lambda version: (known.get(version, -math.inf), version))
     return None if best is None or best not in kept else (best, known.get(best, math.nan))

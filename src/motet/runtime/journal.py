@@ -314,8 +314,8 @@ class Journal:
     def work_again(self) -> int:
         """Work (`Sample.work`) charged again on resume: finished gradients that wait for their step."""
         numbers = [int(path.stem) for path in self.path.glob("*.cmd") if self.done(int(path.stem))]
-        kept = (one for number in numbers if isinstance(one := self.command(number), ForwardBackward))
-        return sum(datum.work for one in kept for datum in one.data)
+        kept = (command for number in numbers if isinstance(command := self.command(number), ForwardBackward))
+        return sum(datum.work for command in kept for datum in command.data)
 
     # --- the session's side --------------------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class Learner:
     ) -> list[FloatArray]:
         """Logprobs [T] of each sample, without a gradient; `base=True` disables the adapter."""
         loop = asyncio.get_running_loop()
-        entries = [_Entry(job, one, loop.create_future(), executed, learns=False, base=base) for one in segments]
+        entries = [_Entry(job, part, loop.create_future(), executed, learns=False, base=base) for part in segments]
         return [logprobs for scored in await self._all(entries) for logprobs in scored]
 
     async def step(self, job: str, name: str, optimizer: Optimizer) -> OptimStats:
@@ -177,7 +177,7 @@ class Learner:
 
     async def _on_device(self, chosen: _Pass) -> tuple[Any, ...] | None:
         """Run a pass in the turn of the tenant that it was chosen for."""
-        chosen.payers = {one.job: Payer(one.job, *self._scheduler.payer(one.job)) for one in chosen.entries}
+        chosen.payers = {entry.job: Payer(entry.job, *self._scheduler.payer(entry.job)) for entry in chosen.entries}
         first = chosen.payers[chosen.entries[0].job]
         with used_by("", first.tenant, first.share):  # the turn accounts for its own time
             return await self._device.run(lambda: self._turn(chosen))
@@ -237,7 +237,7 @@ class Learner:
         first = chosen[0]
         if not first.learns:
             return _Pass([first])
-        return _Pass([one for one in chosen if one.learns and (one.job == first.job or not self._apart)])
+        return _Pass([entry for entry in chosen if entry.learns and (entry.job == first.job or not self._apart)])
 
     def _room(self, offers: list[Waiting]) -> int:
         """Largest work of the next pass, so that a small tenant does not wait for a full budget of other tenants' work."""

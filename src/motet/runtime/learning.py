@@ -102,11 +102,11 @@ async def learn(
     updates = session.job.config.rl.updates_per_batch
     if session.job.config.team:
         shares = [
-            await _share(session, reference, sampled, one.role, with_reference=with_reference)
-            for one in session.members
+            await _share(session, reference, sampled, member.role, with_reference=with_reference)
+            for member in session.members
         ]
         learned = await train(session, shares, sampled.step, updates)
-        return _of_team({share.role: one for share, one in zip(shares, learned, strict=True)})
+        return _of_team({share.role: step for share, step in zip(shares, learned, strict=True)})
     share, lesson = await _share(session, reference, sampled, "", with_reference=with_reference), None
     if share.batch.samples and critic is not None:
         values = await critic.values(share.batch)
@@ -159,7 +159,7 @@ async def train(
         return [LearnedStep(share.batch, LossStats(), None, 0) for share in shares]
     with session.services.scheduler.working(job.name):
         for update in range(updates):
-            trained = await session.work.forward_backward((*(one for own in segments for one in own), *beside))
+            trained = await session.work.forward_backward((*(segment for own in segments for segment in own), *beside))
             for place, (share, own) in enumerate(zip(shares, segments, strict=True)):
                 if own:
                     settings = job.config.optimizer.at(job.rate_of(share.role), step, job.config.steps)
@@ -177,27 +177,27 @@ async def train(
 
 
 def _summed(trained: Sequence[Trained]) -> LossStats:
-    return sum((one.stats for one in trained), LossStats())
+    return sum((result.stats for result in trained), LossStats())
 
 
 def _of_team(learned: Mapping[str, LearnedStep]) -> LearnedStep:
     """The steps of all roles as one."""
     steps = list(learned.values())
-    samples = tuple(sample for one in steps for sample in one.batch.samples)
-    batch = StepBatch(samples, 1.0, max(one.batch.groups for one in steps))
-    stats = sum((one.stats for one in steps), LossStats())
-    optims = [one.optim for one in steps if one.optim is not None]
-    return LearnedStep(batch, stats, _together(optims), sum(one.tokens for one in steps), roles=learned)
+    samples = tuple(sample for step in steps for sample in step.batch.samples)
+    batch = StepBatch(samples, 1.0, max(step.batch.groups for step in steps))
+    stats = sum((step.stats for step in steps), LossStats())
+    optims = [step.optim for step in steps if step.optim is not None]
+    return LearnedStep(batch, stats, _together(optims), sum(step.tokens for step in steps), roles=learned)
 
 
 def _together(optims: Sequence[OptimStats]) -> OptimStats | None:
     """The norms of all roles' vectors in one, the largest rate, and whether any was skipped."""
     if not optims:
         return None
-    norms = [one.adapter_norm for one in optims]
+    norms = [optim.adapter_norm for optim in optims]
     return OptimStats(
-        grad_norm=math.hypot(*(one.grad_norm for one in optims)),
-        lr=max(one.lr for one in optims),
-        skipped=any(one.skipped for one in optims),
+        grad_norm=math.hypot(*(optim.grad_norm for optim in optims)),
+        lr=max(optim.lr for optim in optims),
+        skipped=any(optim.skipped for optim in optims),
         adapter_norm=math.hypot(*(norm or 0.0 for norm in norms)) if all(norm is not None for norm in norms) else None,
     )

@@ -94,7 +94,7 @@ class Manifest:
             previous=self.head,
         )
         before = (self._records or [])[-1:]
-        lines = [sealed(_values(one)) for one in (*before, record)]
+        lines = [sealed(_values(entry)) for entry in (*before, record)]
         replace_file(self.path, b"".join(lines))
         sync(self.path.parent)
         self._records = [*before, replace(record, sum=json.loads(lines[-1])["sha256"])]

@@ -74,7 +74,7 @@ STEP_FIELDS: Mapping[str, str] = {
 
 def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
     """The line of metrics.jsonl of one step; see `STEP_FIELDS`."""
-    groups, batch, valued = sampled.groups, learned.batch, learned.valued
+    groups, batch, stats, valued = sampled.groups, learned.batch, learned.stats, learned.valued
     figures = group_metrics(groups)
     return {
         "step": sampled.step,
@@ -86,9 +86,9 @@ def step_record(sampled: SampledStep, learned: LearnedStep) -> dict[str, Any]:
         "no_signal": sum(not group.has_signal for group in groups) / max(len(groups), 1),
         "distinct": distinct(groups),
         "samples": len(batch.samples),
-        "tokens": learned.stats.tokens,
-        "trained": learned.stats.tokens / max(sum(one.sampled for group in groups for one in group.rollouts), 1),
-        **_trained(learned.stats, learned.optim),
+        "tokens": stats.tokens,
+        "trained": stats.tokens / max(sum(rollout.sampled for group in groups for rollout in group.rollouts), 1),
+        **_trained(stats, learned.optim),
         "skipped": bool(learned.optim and learned.optim.skipped),
         **({} if valued is None else {"value_loss": valued.loss, "value_explained": valued.explained}),
     }
@@ -164,8 +164,8 @@ def _trained_roles(figures: Mapping[str, Any], learned: LearnedStep) -> dict[str
     """`roles` of a step, with the update of each."""
     known: Mapping[str, Mapping[str, Any]] = figures.get("roles", {})
     roles: dict[str, Mapping[str, Any]] = {}
-    for role, one in sorted(learned.roles.items()):
-        roles[role] = {**known.get(role, {}), "tokens": one.stats.tokens, **_trained(one.stats, one.optim)}
+    for role, step in sorted(learned.roles.items()):
+        roles[role] = {**known.get(role, {}), "tokens": step.stats.tokens, **_trained(step.stats, step.optim)}
     return {"roles": roles} if roles else {}
 
 

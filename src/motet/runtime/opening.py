@@ -267,8 +267,8 @@ def _computed_otherwise(before: Mapping[str, Any], now: Mapping[str, Any], step:
     if not before:
         return ["nobody knows how its first steps were computed: job.yaml was damaged"]
     now = {**_shared_fields(before, now), **({"code": now["code"]} if "code" in now else {})}
-    then, now = ({**one, "job": without_arguments(one.get("job") or {})} for one in (before, now))  # receipts list it
-    changes = _changes(then, now)
+    old, now = ({**tree, "job": without_arguments(tree.get("job") or {})} for tree in (before, now))  # receipts list it
+    changes = _changes(old, now)
     known = [str(line) for line in before.get(_BEFORE, ())]
     # unlike hosts may take turns with a run: each difference is listed once
     new = (change for change in changes if not any(line.startswith(f"{change} (") for line in known))

@@ -68,7 +68,7 @@ class Pipeline:
         finally:
             self._closing = True
             poll.cancel()
-            tasks = [one.task for one in self._running.values()]
+            tasks = [run.task for run in self._running.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(poll, *tasks, return_exceptions=True)
@@ -182,11 +182,11 @@ class Pipeline:
 
     def _keeping(self) -> tuple[list[Claim], int]:
         """Jobs that keep their slot, and the number of slots for them and for new jobs."""
-        keeping = [_claim(one.job) for one in self._running.values() if not one.preempted]
-        return keeping, self._slots - sum(one.job.config.slots for one in self._running.values() if one.preempted)
+        keeping = [_claim(run.job) for run in self._running.values() if not run.preempted]
+        return keeping, self._slots - sum(run.job.config.slots for run in self._running.values() if run.preempted)
 
     def _holding(self) -> list[Claim]:
-        return [_claim(one.job) for one in self._running.values()]
+        return [_claim(run.job) for run in self._running.values()]
 
     def _fill_slots(self) -> None:
         _fail_chained(self.jobs.values())
@@ -208,7 +208,7 @@ class Pipeline:
             running.append(_claim(job))
         claims = [claim for claim in claims if claim.job not in self._running]
         self._turns.hold(self._holding())
-        if any(one.preempted for one in self._running.values()):
+        if any(run.preempted for run in self._running.values()):
             return
         preempted = preempted_for_share(claims, running, slots, self._rules, self._turns.had, self._steps.longer)
         if preempted is not None and not self._pauses(preempted):
@@ -263,9 +263,9 @@ class Pipeline:
     def _preempt_idle(self) -> None:
         """Take slots from jobs that only wait for scores, if they must stop anyway or another job needs the slot."""
         waiting = {
-            name: one.loop
-            for name, one in self._running.items()
-            if one.loop is not None and self._timeouts.expired(name, one.job.progress.step, waits=one.loop.waits)
+            name: run.loop
+            for name, run in self._running.items()
+            if run.loop is not None and self._timeouts.expired(name, run.job.progress.step, waits=run.loop.waits)
         }
         keeping, slots = self._keeping()
         preempted = preempted_if_idle(self._queued(), keeping, set(waiting), slots, self._rules, self._turns.had)
@@ -280,15 +280,15 @@ class Pipeline:
 
 def _look(running: Mapping[str, Running], turns: StepTurns) -> None:
     """Take in where the steps of running jobs are."""
-    gives = {name for name, one in running.items() if one.preempted}
-    turns.look({name: one.job.progress.step for name, one in running.items()}, gives)
+    gives = {name for name, run in running.items() if run.preempted}
+    turns.look({name: run.job.progress.step for name, run in running.items()}, gives)
 
 
 def _drop_steps(running: Mapping[str, Running], turns: StepTurns) -> None:
     """Take slots in the middle of steps that last, from jobs that must give them away."""
     _look(running, turns)
-    for name, one in running.items():
-        if turns.over(name, must_go=one.must_go) and one.leave():
+    for name, run in running.items():
+        if turns.over(name, must_go=run.must_go) and run.leave():
             turns.dropped(name)
 
 

@@ -278,8 +278,8 @@ class JobProgress:
     @property
     def activity(self) -> str:
         """`phase`; while nothing is sampled and rewards run, `scoring 12/64`."""
-        busy = [one for one in (self.training, self.held_out) if one.open]
-        if self.phase not in ("sampling", "evaluating") or not busy or any(one.scoring < one.open for one in busy):
+        busy = [part for part in (self.training, self.held_out) if part.open]
+        if self.phase not in ("sampling", "evaluating") or not busy or any(part.scoring < part.open for part in busy):
             return self.phase
         if self.training.open:
             return f"scoring {self.rollouts_done}/{self.rollouts_wanted}"

@@ -80,7 +80,7 @@ class Materials:
             inexact: why the bytes may depend on inputs that the receipt does not name.
         """
         chain = [] if before is None else [_material(f"version v{before[0]}", "sha256", before[1])]
-        sampled = [_material(f"rollouts/{one['file']}", "sha256", one["sha256"]) for one in rollouts]
+        sampled = [_material(f"rollouts/{log['file']}", "sha256", log["sha256"]) for log in rollouts]
         inner = {name: value for name, value in self._identity.items() if name not in ("job", "contents", "code")}
         adapter = adapter_files(sums)
         made = {name: sums[name] for name in sums if name not in adapter}
@@ -106,7 +106,7 @@ class Materials:
     def changes(self, receipt: Mapping[str, Any], without: str | None = None) -> Iterator[str]:
         """The inputs of a receipt that differ here, one line each; `without` skips names with this prefix."""
         before = materials_of(receipt)
-        now = {one["name"]: next(iter(one["digest"].values())) for one in self.dependencies}
+        now = {material["name"]: next(iter(material["digest"].values())) for material in self.dependencies}
         whole = {f"code/{name}": _code_sum(entry, reached=False) for name, entry in self._identity["code"].items()}
         now |= {name: digest for name, digest in whole.items() if before.get(name) == digest}  # earlier receipts
         yield from (line for line in changed_materials(before, now) if not (without and line.startswith(without)))
@@ -156,7 +156,7 @@ def known_settings(tree: Any, section: Any = JobConfig) -> Any:
             (part for part in get_args(section) if isinstance(part, type) and issubclass(part, Config)), None
         )
     if isinstance(tree, list):
-        return [known_settings(one, section) for one in tree]
+        return [known_settings(item, section) for item in tree]
     if isinstance(tree, Mapping) and section is Algorithm:
         section = ALGORITHMS.get(str(tree.get("type")))
     if not (isinstance(tree, Mapping) and isinstance(section, type) and issubclass(section, Config)):
@@ -167,7 +167,7 @@ def known_settings(tree: Any, section: Any = JobConfig) -> Any:
 
 def _hidden(section: Any) -> Any:
     if isinstance(section, list):
-        return [_hidden(one) for one in section]
+        return [_hidden(item) for item in section]
     if not isinstance(section, Mapping):
         return section
     name, query, secret = str(section.get("name")).partition("?")
@@ -189,7 +189,7 @@ def with_arguments(settings: Mapping[str, Any], record: Path) -> dict[str, Any]:
         hidden = [({**(sums := _hidden(reward)), "args": _shown(reward, sums["args"])}, sums) for reward in known]
     except (LookupError, TypeError, AttributeError):
         hidden = []
-    shown = [next((plain for plain, sums in hidden if sums == one), one) for one in settings.get("rewards", [])]
+    shown = [next((plain for plain, sums in hidden if sums == entry), entry) for entry in settings.get("rewards", [])]
     return {**settings, **({"rewards": shown} if shown else {})}
 
 
@@ -310,19 +310,19 @@ def rules_of(statement: Mapping[str, Any]) -> int:
 
 def subjects_of(statement: Mapping[str, Any]) -> dict[str, str]:
     """sha256 of the version's files, by name."""
-    return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}
+    return {str(subject["name"]): str(subject["digest"]["sha256"]) for subject in statement["subject"]}
 
 
 def outputs_of(statement: Mapping[str, Any]) -> dict[str, str]:
     """sha256 of the version's files, and of the optimizer's state beside them, by name."""
     beside = statement["predicate"]["runDetails"]["byproducts"]
-    return {**subjects_of(statement), **{str(one["name"]): str(one["digest"]["sha256"]) for one in beside}}
+    return {**subjects_of(statement), **{str(product["name"]): str(product["digest"]["sha256"]) for product in beside}}
 
 
 def dependencies_of(statement: Mapping[str, Any]) -> dict[str, str]:
     """Digests of the version's inputs, by name."""
     listed = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
-    return {str(one["name"]): str(next(iter(one["digest"].values()))) for one in listed}
+    return {str(dependency["name"]): str(next(iter(dependency["digest"].values()))) for dependency in listed}
 
 
 def materials_of(statement: Mapping[str, Any]) -> dict[str, str]:

@@ -62,11 +62,7 @@ class AdapterReference(Reference):
         self._slot = Slot(session, self._name)
 
     async def open(self) -> None:
-        """Load the adapter.
-
-        Raises:
-            AdapterError: the directory holds no adapter of this base.
-        """
+        """Load the adapter. Raises AdapterError if the directory holds none of this base."""
         await self._slot.take(shape_of(self._directory), self._session.job.seed)
         await self._session.on_device(
             lambda trainer: trainer.load_adapter(self._name, self._directory, optimizer=False)

@@ -34,7 +34,7 @@ def prune_logs(folder: Path, most_bytes: float) -> None:
     kept = {_FIRST, *logs[-1:], *[name for name in logs if _is_evaluation(name)][-1:]}
     sizes = {name: (folder / name).stat().st_size for name in logs if name != _FIRST}
     total = sum(sizes.values())
-    for name in (one for one in logs if one not in kept):
+    for name in (log for log in logs if log not in kept):
         if total <= most_bytes:
             break
         total -= sizes[name]

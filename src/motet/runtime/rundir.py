@@ -30,7 +30,7 @@ class RunDirectory:
     def __init__(self, path: Path, part: str = "") -> None:
         """Lock it for this process alone or, with `part`, beside processes that have other parts of the run."""
         self.path, self.part = path, part
-        self._made = [one for one in (path, *path.parents) if not one.exists()]
+        self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
         with contextlib.ExitStack() as locks:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -57,11 +57,11 @@ class RunDirectory:
         """Close it, and remove the directories that opening created, unless something else was written."""
         own = {".lock", ".lock.count", "run.json", *([f".lock.{self.part}"] if self.part else [])}
         with contextlib.suppress(OSError):
-            if self._made and {one.name for one in self.path.iterdir()} <= own:
+            if self._made and {path.name for path in self.path.iterdir()} <= own:
                 for name in own:
                     (self.path / name).unlink()
-                for one in self._made:
-                    one.rmdir()
+                for folder in self._made:
+                    folder.rmdir()
         self.close()
 
     @contextlib.contextmanager

@@ -69,7 +69,7 @@ async def _all_begun(
 def _groups_of(
     problems: Sequence[Problem], running: Sequence[asyncio.Task[tuple[Rollout, ...] | None]], step: int, version: int
 ) -> list[Group]:
-    return [Group(one, step, version, task.result() or ()) for one, task in zip(problems, running, strict=True)]
+    return [Group(problem, step, version, task.result() or ()) for problem, task in zip(problems, running, strict=True)]
 
 
 class JobSampler:
@@ -201,7 +201,7 @@ class JobSampler:
         with self._versions.hold(version):
             running: dict[asyncio.Task[tuple[Rollout, ...] | None], GroupTask] = {}
             try:
-                begun = ((one, self._sample(one, version, purpose)) for one in (*due, *later, *fresh))
+                begun = ((problem, self._sample(problem, version, purpose)) for problem in (*due, *later, *fresh))
                 await _all_begun(running, begun)
                 await _until_done(running, due, width)
                 for task in running.values():
@@ -314,7 +314,8 @@ class JobSampler:
     async def _scored(self, task: GroupTask, rollouts: Sequence[Rollout]) -> list[ScoreOutcome]:
         if not self._job.config.rewards:  # a teacher judges them
             return [ScoreOutcome(0.0, {}) for _ in rollouts]
-        texts, context = [one.completion for one in rollouts], _context(self._job, task.step, self._width, rollouts)
+        texts = [rollout.completion for rollout in rollouts]
+        context = _context(self._job, task.step, self._width, rollouts)
         self._scoring += 1
         try:
             return await self._services.rewards.score(self._job.name, task.problem, texts, context)
@@ -326,12 +327,12 @@ def _context(job: Job, step: int, width: int, rollouts: Sequence[Rollout]) -> An
     """What rewards may see of answers; the conversations only where they are more than a prompt and one turn."""
     config = job.config
     several = config.environment.own or config.environment.turns > 1
-    parts = [one.turns[-1].parts if one.turns else TurnParts() for one in rollouts]
-    plain = all(own == TurnParts(speech=one.completion) for own, one in zip(parts, rollouts, strict=True))
+    parts = [rollout.turns[-1].parts if rollout.turns else TurnParts() for rollout in rollouts]
+    plain = all(own == TurnParts(speech=rollout.completion) for own, rollout in zip(parts, rollouts, strict=True))
     return AnswerContext(
-        [one.transcript for one in rollouts] if several else [],
+        [rollout.transcript for rollout in rollouts] if several else [],
         [] if plain else parts,
-        lambda: [_with_tokens(job.chat, one) for one in rollouts],
+        lambda: [_with_tokens(job.chat, rollout) for rollout in rollouts],
         TrainerState.at(step, config.steps, width, len(job.data.train)),
     )
 
@@ -349,7 +350,7 @@ async def _until_done(
     waiting = set(running)
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for one in done:
-            one.result()  # raises the job's error
-        if len(running) - len(waiting) >= width and not any(running[one] in due for one in waiting):
+        for task in done:
+            task.result()  # raises the job's error
+        if len(running) - len(waiting) >= width and not any(running[task] in due for task in waiting):
             return

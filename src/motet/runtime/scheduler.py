@@ -209,8 +209,8 @@ class FairScheduler:
     def others(self, tenant: str) -> float:
         """Shares of other tenants active in the last minute, divided by this tenant's share."""
         since = self._clock() - _MOMENT
-        busy = [one for name, one in self._tenants.items() if name != tenant and (one.active or one.spent_at > since)]
-        whole = sum(one.share for one in busy)
+        others = (other for name, other in self._tenants.items() if name != tenant)
+        whole = sum(other.share for other in others if other.active or other.spent_at > since)
         return whole / self._shares.get(tenant, 1.0)
 
     def standing(self, job: str) -> Standing:

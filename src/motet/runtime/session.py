@@ -181,8 +181,8 @@ class Session:
         """Take slots, restore the committed state, and load the versions that may be sampled from."""
         job, services, start = self.job, self.services, self.done.step
         adapter, state = job.config.adapter, job.directory.path / "state"
-        for one in self.members:
-            await one.slot.take(one.shape, one.seed)
+        for member in self.members:
+            await member.slot.take(member.shape, member.seed)
         if self._resumed:
             await self._load(state / str(start), optimizer=True)
             for reason in self.done.inexact:
@@ -220,16 +220,16 @@ class Session:
         """Unload all versions and release the slots, also after an error."""
         self.job.open_work.report()
         async with contextlib.AsyncExitStack() as slots:
-            for one in self.members:
-                slots.push_async_callback(one.slot.give_back)
+            for member in self.members:
+                slots.push_async_callback(member.slot.give_back)
             await self.versions.drop_all()
 
     async def _load(self, directory: Path, *, optimizer: bool) -> None:
         """Load all adapters from a commit, or from a PEFT directory."""
 
         def load(trainer: Trainer) -> None:
-            for one in self.members:
-                trainer.load_adapter(one.name, one.place(directory), optimizer=optimizer)
+            for member in self.members:
+                trainer.load_adapter(member.name, member.place(directory), optimizer=optimizer)
             for beside in self.beside if optimizer else ():
                 beside.load(trainer, directory)
 
@@ -322,9 +322,9 @@ class Session:
         grows = len(kept_of(sorted({*known, done.step}), done.best_version, keep, lag)) > len(known)
 
         def save(path: Path) -> None:
-            for one in self.members:
-                one.place(path).mkdir(exist_ok=True)
-                self.services.trainer.save_adapter(one.name, one.place(path), optimizer=True, gradient=False)
+            for member in self.members:
+                member.place(path).mkdir(exist_ok=True)
+                self.services.trainer.save_adapter(member.name, member.place(path), optimizer=True, gradient=False)
             for beside in self.beside:
                 beside.save(path)
             if grows:  # otherwise an older commit is deleted
@@ -343,9 +343,9 @@ class Session:
         started = time.monotonic()
         await self.versions.publish(version)
         with used_by(self.job.name, *services.scheduler.payer(self.job.name)):
-            for one in self.members:
-                trained = await services.device.run(functools.partial(one.probe.trained, services.trainer), light=True)
-                await one.probe.check(services.engine, self.versions.ref(version, one.role), trained)
+            for part in self.members:
+                trained = await services.device.run(functools.partial(part.probe.trained, services.trainer), light=True)
+                await part.probe.check(services.engine, self.versions.ref(version, part.role), trained)
         self._publish_seconds = time.monotonic() - started
         await self.versions.announce(version, self.oldest_needed)
 

@@ -121,7 +121,7 @@ class Signs:
     def warnings(self) -> dict[str, str]:
         """Each diagnosis as one line for people, by kind."""
         if self._warnings is None:
-            self._warnings = {one.kind: str(one) for one in self.diagnoses}
+            self._warnings = {diagnosis.kind: str(diagnosis) for diagnosis in self.diagnoses}
         return self._warnings
 
     @property

@@ -135,7 +135,7 @@ def preempted_if_idle(
     """
     if not queued or not waiting or (taken(running) < slots and admitted(queued, running, slots, rules, had)):
         return None
-    for claim in [one for one in reversed(running) if one.job in waiting]:
+    for claim in [claim for claim in reversed(running) if claim.job in waiting]:
         others = [other for other in running if other is not claim]
         first = admitted([*queued, claim], others, slots, rules, had)  # as if it were last in the queue
         if first and first != [claim.job]:
