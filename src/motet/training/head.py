@@ -51,7 +51,7 @@ def head_logprobs(base: LoraModel, hidden_TD: Tensor, parts: Sequence[Targets]) 
         hidden_ND = hidden_TD.index_select(0, base.pad(torch.cat([part.row_N for part in some])))
         target_N = base.pad(torch.cat([part.target_N for part in some]))
         lengths = [len(part.row_N) for part in some]
-        temperatures = [one for part, length in zip(some, lengths, strict=True) for one in [part.temperature] * length]
+        temperatures = [part.temperature for part, length in zip(some, lengths, strict=True) for _ in range(length)]
         temperatures += temperatures[-1:] * (len(hidden_ND) - len(temperatures))  # of the padding
         slope_ND = torch.empty_like(hidden_ND) if hidden_ND.requires_grad else None
         outputs = []

@@ -101,11 +101,11 @@ class PackedPass:
         base, spans = self._base, self._plan.spans
         segments = [
             part
-            for span, units, one in zip(spans, self._plan.units, adapters, strict=True)
-            for part in one.parts(span, units if base.kernels is None or not base.kernels.whole_sums else None)
+            for span, units, adapter in zip(spans, self._plan.units, adapters, strict=True)
+            for part in adapter.parts(span, units if base.kernels is None or not base.kernels.whole_sums else None)
         ]
         each = zip(adapters, self._batch.segments, strict=True)
-        heads = [one.heads(len(segment.samples)) for one, segment in each]
+        heads = [adapter.heads(len(segment.samples)) for adapter, segment in each]
         routing = TrainerRouting(segments, base.device, base.products, backward=True)
         with base.routed(routing), torch.enable_grad(), self._inputs.kept():
             with self._inputs.moved(len(self._plan.token_ids_T)), recomputing(base, self._recompute):
@@ -126,9 +126,9 @@ class PackedPass:
                     self.in_step = True
                 else:
                     self._keep_step(hidden_TD)
-        for one, head in zip(adapters, heads, strict=True):  # in the order of the segments, whatever the batches
+        for adapter, head in zip(adapters, heads, strict=True):  # in the order of the segments, whatever the batches
             if head is not None and head.grad is not None:
-                one.add_heads(head.grad)
+                adapter.add_heads(head.grad)
         stats = read_stats([sums for _, sums, _ in losses])  # waits for the whole pass
         return tuple(map(Trained, stats, self._read([logprobs_N for _, _, logprobs_N in losses])))
 

@@ -68,12 +68,10 @@ class TorchTrainer:
 
     @classmethod
     def of(cls, base: LoraModel, engine: EngineConfig) -> TorchTrainer:
-        """The trainer for a configuration.
-
-        Raises:
-            BaseModelError: the base cannot recompute.
-        """
-        parking, inputs = (None if one is None else Path(one).expanduser() for one in (engine.parking, engine.offload))
+        """Make the trainer for a configuration. Raises BaseModelError if the base cannot recompute."""
+        parking, inputs = (
+            None if path is None else Path(path).expanduser() for path in (engine.parking, engine.offload)
+        )
         return cls(
             base,
             slots=engine.slots,

@@ -72,7 +72,7 @@ class ShardedBase:
 
 
 def _with_memory_note(info: ModelInfo, group: RankGroup) -> ModelInfo:
-    share = max(one.own_bytes for one in group.joined) / 2**20
+    share = max(rank.own_bytes for rank in group.joined) / 2**20
     return replace(
         info, notes=(*info.notes, f"trained over {group.n_ranks} processes, {share:.0f} MiB of the base in each")
     )

@@ -139,7 +139,7 @@ class RankGroup:
         try:
             answers = self.ask({rank: replace(join, rank=rank, meeting=meeting) for rank in range(self.n_ranks)})
             self.joined = [answer for answer in answers.values() if isinstance(answer, m.Joined)]
-            if len({one.fingerprint for one in self.joined}) != 1:
+            if len({answer.fingerprint for answer in self.joined}) != 1:
                 raise BaseModelError(
                     f"the {self.n_ranks} ranks of {join.base} compute different bits; set engine.ranks and engine.shard to 1"
                 )
@@ -170,7 +170,7 @@ class RankGroup:
                 gone = error
         refused = [answer for answer in answers.values() if isinstance(answer, m.RankRefused)]
         if refused:  # even if other ranks ended because of this one
-            raise _error(next((one for one in refused if one.kind), refused[0]))
+            raise _error(next((refusal for refusal in refused if refusal.kind), refused[0]))
         if gone is not None:
             raise gone
         return answers

@@ -106,12 +106,12 @@ def _answer(trainer: RankTrainer, message: m.ToRank) -> m.FromRank:
         case m.Train():
             places = [part.place for part in message.parts]
             trained = trainer.train(_batch(message.parts), places, message.route, message.n_tokens)
-            pairs = zip(message.parts, trained, strict=True)
-            return m.RankResult(tuple(m.SegmentResult(part.place, one.logprobs, one.stats) for part, one in pairs))
+            pairs = zip(places, trained, strict=True)
+            return m.RankResult(tuple(m.SegmentResult(place, result.logprobs, result.stats) for place, result in pairs))
         case m.Forward():
             scored = trainer.score(_batch(message.parts), message.route, base=message.base)
             return m.RankResult(
-                tuple(m.SegmentResult(part.place, one) for part, one in zip(message.parts, scored, strict=True))
+                tuple(m.SegmentResult(part.place, values) for part, values in zip(message.parts, scored, strict=True))
             )
         case m.RankStep():
             stats = trainer.step(message.name, message.optimizer)

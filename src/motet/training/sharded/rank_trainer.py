@@ -189,7 +189,7 @@ class RankTrainer:
         experts = self.base.shards.experts
         routed = [(self._weights(name), rank) for name, rank, n_units in route for _ in range(max(n_units, 1))]
         return experts.running(
-            [[one for one, rank in routed if rank == member and one.layout.experts] for member in experts.members]
+            [[lora for lora, rank in routed if rank == member and lora.layout.experts] for member in experts.members]
         )
 
     def _weights(self, name: str) -> AdapterWeights:

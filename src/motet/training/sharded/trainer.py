@@ -51,13 +51,13 @@ class ShardedTrainer:
         """Add the gradient of each segment to its adapter; sums and logprobs of each."""
         parts, route = self._parts(batch, learns=True)
         ran = self._run({rank: m.Train(own, route, batch.n_tokens) for rank, own in parts.items()})
-        return tuple(Trained(one.stats, one.logprobs) for one in ran if one.stats is not None)
+        return tuple(Trained(result.stats, result.logprobs) for result in ran if result.stats is not None)
 
     def forward(self, batch: Batch, *, base: bool = False) -> tuple[tuple[FloatArray, ...], ...]:
         """Logprobs [T] per sample per segment, no gradient; `base=True` disables the adapters (the KL reference)."""
         parts, route = self._parts(batch, base=base)
         return tuple(
-            one.logprobs for one in self._run({rank: m.Forward(own, route, base) for rank, own in parts.items()})
+            result.logprobs for result in self._run({rank: m.Forward(own, route, base) for rank, own in parts.items()})
         )
 
     def optim_step(self, name: str, optimizer: Optimizer) -> OptimStats:
@@ -93,16 +93,16 @@ class ShardedTrainer:
         for place, (segment, rank) in enumerate(zip(batch.segments, ranks, strict=True)):
             parts[rank].append(m.RankSegment(place, replace(segment, loss=None), _loss(segment) if learns else None))
         route = tuple(
-            (one.adapter, rank, len(one.samples) if learns and one.by_sample else 0)
-            for one, rank in zip(batch.segments, ranks, strict=True)
+            (segment.adapter, rank, len(segment.samples) if learns and segment.by_sample else 0)
+            for segment, rank in zip(batch.segments, ranks, strict=True)
         )
         return {rank: tuple(own) for rank, own in parts.items()}, route
 
     def _run(self, messages: dict[int, m.Train] | dict[int, m.Forward]) -> list[m.SegmentResult]:
         """Results of a pass from all ranks, in batch order."""
         answers = self._group.ask({**messages})
-        results = [one for answer in answers.values() if isinstance(answer, m.RankResult) for one in answer.results]
-        return sorted(results, key=lambda one: one.place)
+        results = [row for answer in answers.values() if isinstance(answer, m.RankResult) for row in answer.results]
+        return sorted(results, key=lambda result: result.place)
 
 
 def _loss(segment: Segment) -> m.RankLoss:
