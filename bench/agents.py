@@ -104,7 +104,7 @@ def time_of_turns(
                 seed = _seed(context, index)
                 took = json.loads((Path(place) / f"{seed}.json").read_text())
                 beside += [1000 * (whole - own) for whole, own in zip(took, times.seconds[index], strict=True)]
-        return sorted(beside), sorted(1000 * one for took in times.seconds.values() for one in took)
+        return sorted(beside), sorted(1000 * seconds for took in times.seconds.values() for seconds in took)
     finally:
         device.close()
 

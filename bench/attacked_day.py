@@ -153,7 +153,7 @@ class Tenant:
 
     def _times(self, events: list[Json], now: float | None) -> None:
         """Keep the time of a job's start; of one that still waits, the time until now."""
-        at = {one["data"]["state"]: one["time"] for one in reversed(events) if one["kind"] == "state"}
+        at = {event["data"]["state"]: event["time"] for event in reversed(events) if event["kind"] == "state"}
         if "queued" in at and (begun := at.get("running", now)) is not None:
             self._seen.starts.append(begun - at["queued"])
 
@@ -161,7 +161,7 @@ class Tenant:
 def weights_in(packed: bytes) -> bytes:
     """The weights of an adapter that was downloaded."""
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        (name,) = [one for one in archive.getnames() if one.endswith(".safetensors")]
+        (name,) = [name for name in archive.getnames() if name.endswith(".safetensors")]
         file = archive.extractfile(name)
         assert file is not None
         return file.read()
@@ -189,7 +189,7 @@ class Watch:
         assert service.process is not None
         self._service = service
         self.roles = {"parent": psutil.Process(service.process.pid), "http": service.http()}
-        self.roles |= {f"engine {n}".removesuffix(" 0"): one for n, one in enumerate(service.engines())}
+        self.roles |= {f"engine {n}".removesuffix(" 0"): process for n, process in enumerate(service.engines())}
         self.most: Counter[str] = Counter()
         """Largest resident memory in MB, and without files that the kernel may take back (`own`); `the largest other` is a
         process below these.
@@ -273,9 +273,9 @@ def _used(tenants: Tenants) -> dict[str, Json]:
 
 
 def _less(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    if not any(isinstance(one, dict) for one in after.values()):
-        return {name: one - before.get(name, 0) for name, one in after.items()}
-    return {name: _less(one, before.get(name, {})) for name, one in after.items()}
+    if not any(isinstance(value, dict) for value in after.values()):
+        return {name: value - before.get(name, 0) for name, value in after.items()}
+    return {name: _less(value, before.get(name, {})) for name, value in after.items()}
 
 
 def run(
@@ -342,9 +342,9 @@ def _share(values: Sequence[float], share: float) -> str:
 
 def rows_of(part: Part) -> dict[str, str]:
     """The figures of a part by name."""
-    seen, busy = part.seen, {name: one for name, one in part.usage.items() if name}
+    seen, busy = part.seen, {name: usage for name, usage in part.usage.items() if name}
     attacker = part.usage.get(ATTACKER, dict.fromkeys(_COUNTED, 0))
-    device = sum(one["device_seconds"] for one in busy.values())
+    device = sum(usage["device_seconds"] for usage in busy.values())
     return {
         "processes that ended": str(len(part.ended)),
         "requests of the tenants, failed, to come again": f"{seen.requests:,}, {len(seen.failed)}, {seen.again}",
@@ -354,7 +354,7 @@ def rows_of(part: Part) -> dict[str, str]:
         "adapters compared": str(seen.adapters),
         **{f"memory of {role}": f"{megabytes:,} MB" for role, megabytes in part.memory.items()},
         "device seconds of all tenants, of the attacker": f"{device:.1f}, {attacker['device_seconds']:.1f}",
-        "CPU seconds counted of all, of the attacker": f"{sum(one['cpu_seconds'] for one in busy.values()):.1f}, "
+        "CPU seconds counted of all, of the attacker": f"{sum(usage['cpu_seconds'] for usage in busy.values()):.1f}, "
         f"{attacker['cpu_seconds']:.1f}",
         "tokens of the attacker": f"{sum(attacker[kind] for kind in _COUNTED[:3]):,}",
         **{f"CPU seconds of {role}": f"{taken:.1f}" for role, taken in part.cpu.items()},

@@ -124,7 +124,7 @@ def steps(service: Service, key: str) -> Iterator[None]:
     with client(service.url, key) as http:
         job = tiny(name, ROWS, algorithm={"group_size": 2, "groups_per_step": 1}, sampling={"max_tokens": 1})
         http.post("/v1/jobs", json=job).raise_for_status()
-        with sent_again(lambda one: one.get(f"/v1/jobs/{name}/steps?points=5000"), service.url, key, 16):
+        with sent_again(lambda connection: connection.get(f"/v1/jobs/{name}/steps?points=5000"), service.url, key, 16):
             yield
         http.post(f"/v1/jobs/{name}/cancel")
 
@@ -173,11 +173,13 @@ def rows(service: Service, key: str) -> Iterator[None]:
         answer = http.post("/v1/files", files={"file": ("rows.parquet", packed.getvalue())})
         source = answer.raise_for_status().json()["id"]
 
-        def submit(one: httpx2.Client) -> None:
+        def submit(connection: httpx2.Client) -> None:
             name = f"rows-{time.monotonic_ns()}"
-            one.post("/v1/jobs", json={**tiny(name, 1), "data": {"source": source, "seed": time.monotonic_ns() % 1000}})
+            connection.post(
+                "/v1/jobs", json={**tiny(name, 1), "data": {"source": source, "seed": time.monotonic_ns() % 1000}}
+            )
             time.sleep(1)
-            one.post(f"/v1/jobs/{name}/cancel")
+            connection.post(f"/v1/jobs/{name}/cancel")
 
         with sent_again(submit, service.url, key, 3):
             yield

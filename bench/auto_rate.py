@@ -34,9 +34,9 @@ def jobs(given: argparse.Namespace, task: str, batch: int, rank: int) -> list[di
     steps = given.steps or (25 if batch >= 128 else 40)
     data, reward, tokens, n = {"source": f"toy:{task}"}, [{"name": "exact"}], 16, 4
     if given.base == "smollm2":
-        example = next(one for one in load_jobs(EXAMPLE).jobs if one.name == task)
+        example = next(job for job in load_jobs(EXAMPLE).jobs if job.name == task)
         data, tokens, n = example.data.model_dump(exclude_unset=True), example.sampling.max_tokens, 1
-        reward = [one.model_dump(exclude_unset=True) for one in example.rewards]
+        reward = [reward.model_dump(exclude_unset=True) for reward in example.rewards]
     return [
         {
             "name": f"x{factor:.3g}",
@@ -79,18 +79,22 @@ def final(curve: dict[str, Any]) -> float:
 def table(directory: Path) -> None:
     """Print each cell, and how often `auto` reaches the goal."""
     cells = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
-    print(f"{'task':14} rollouts rank  auto     " + " ".join(f"{f'x{one:.3g}':>7}" for one in FACTORS) + "   of best")
+    print(
+        f"{'task':14} rollouts rank  auto     "
+        + " ".join(f"{f'x{factor:.3g}':>7}" for factor in FACTORS)
+        + "   of best"
+    )
     shares, best = [], dict[tuple[int, int], Counter[str]]()
-    for cell in sorted(cells, key=lambda one: (one["task"], one["batch"], one["rank"])):
-        known = {round(one["factor"], 3): one for one in cell["curves"]}
-        ends = {factor: final(one) for factor, one in known.items()}
+    for cell in sorted(cells, key=lambda cell: (cell["task"], cell["batch"], cell["rank"])):
+        known = {round(curve["factor"], 3): curve for curve in cell["curves"]}
+        ends = {factor: final(curve) for factor, curve in known.items()}
         shares.append(ends[1.0] / max(*ends.values(), 1e-9))
         top = max(ends, key=lambda factor: ends[factor])
         best.setdefault((cell["batch"], cell["rank"]), Counter())[f"x{top:g}"] += 1
-        figures = " ".join(f"{ends.get(round(one, 3), float('nan')):7.3f}" for one in FACTORS)
+        figures = " ".join(f"{ends.get(round(factor, 3), float('nan')):7.3f}" for factor in FACTORS)
         name = f"{cell['task']:14} {cell['batch']:8} {cell['rank']:4}  {known[1.0]['rate']:.1e}"
         print(f"{name}  {figures}  {shares[-1]:8.0%}")
-    print(f"auto reaches {GOAL:.0%} of the best in {sum(one >= GOAL for one in shares)} of {len(shares)}")
+    print(f"auto reaches {GOAL:.0%} of the best in {sum(share >= GOAL for share in shares)} of {len(shares)}")
     for (batch, rank), counts in sorted(best.items()):
         print(f"{batch} rollouts, rank {rank}: best " + ", ".join(f"{name} {n}x" for name, n in sorted(counts.items())))
 

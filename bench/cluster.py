@@ -167,7 +167,7 @@ def simulate(hosts: Hosts, jobs: Sequence[Jobs], seed: int = 0) -> Outcome:
     ended, seconds = under_virtual_clock(run())
     (first, last), count = (ended.arriving[0], ended.arriving[-1]), hosts.count
     arriving = (last[0] - first[0]) * count
-    had = [ended.contended_used[one.tenant] / one.share for one in {one.tenant: one for one in jobs}.values()]
+    had = [ended.contended_used[job.tenant] / job.share for job in {job.tenant: job for job in jobs}.values()]
     waits = [job.first - job.arrives for job in ended.jobs if job.first is not None]
     steps = sum(job.done for job in ended.jobs)
     if not steps:
@@ -446,7 +446,7 @@ class Simulation:
         self._dice = random.Random(seed)
         self._settings = hosts
         self.hosts = [SimulatedHost(number, hosts) for number in range(hosts.count)]
-        self.jobs = [job for one in jobs for job in _drawn(one, self._dice)]
+        self.jobs = [job for template in jobs for job in _drawn(template, self._dice)]
         self._loads = {host.number: host.load for host in self.hosts}
         self._changed: set[SimulatedHost] = set()
         """Hosts that are about to look at their slots."""
@@ -460,7 +460,7 @@ class Simulation:
         """Tokens trained meanwhile, by tenant."""
         self.arriving: list[tuple[float, float]] = []
         """The clock, and the seconds in which hosts had been busy, when the first job and the last one came."""
-        self._rules = {one.tenant: Rule(share=one.share) for one in jobs}
+        self._rules = {job.tenant: Rule(share=job.share) for job in jobs}
 
     async def run(self) -> float:
         """Seconds until every job has ended."""
@@ -468,7 +468,7 @@ class Simulation:
             for job in self.jobs:
                 self._tasks.create_task(self._arrive(job))
             endless = [*map(self._live, self.hosts), self._watch()]
-            others = [self._tasks.create_task(one) for one in endless]
+            others = [self._tasks.create_task(task) for task in endless]
             await self._done.wait()
             for task in others:
                 task.cancel()
@@ -696,7 +696,7 @@ def shown(hosts: Hosts, jobs: Sequence[Jobs]) -> str:
     """The table of one cluster."""
     found = simulate(hosts, jobs)
     return markdown(
-        (f"{hosts.count} hosts, {sum(one.count for one in jobs)} jobs", ""),
+        (f"{hosts.count} hosts, {sum(job.count for job in jobs)} jobs", ""),
         [
             ("until the last job has ended", f"{found.hours:,.2f} h"),
             ("utilisation of hosts", f"{found.utilisation:.1%}"),

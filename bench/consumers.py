@@ -62,7 +62,7 @@ def _vllm(model: Path, ids: list[list[int]], adapter: Path | None = None, **_: A
     greedy = SamplingParams(temperature=0.0, max_tokens=_TOKENS)
     request = LoRARequest("tried", 1, str(adapter)) if adapter else None
     made = engine.generate([{"prompt_token_ids": row} for row in ids], greedy, lora_request=request)
-    return [list(one.outputs[0].token_ids) for one in made]
+    return [list(answer.outputs[0].token_ids) for answer in made]
 
 
 def _llama(model: Path, ids: list[list[int]], adapter: Path | None = None, **_: Any) -> Answers:
@@ -105,7 +105,7 @@ def _ctranslate2(model: Path, ids: list[list[int]], work: Path, **_: Any) -> Ans
         sampling_topk=1,
         include_prompt_in_result=False,
     )
-    return [one.sequences_ids[0] for one in made]
+    return [answer.sequences_ids[0] for answer in made]
 
 
 def _openvino(
@@ -150,7 +150,7 @@ def _mistral(
     if adapter:
         asked["adapter"] = "tried"
     made = (runner.send_completion_request(mistralrs.CompletionRequest(text, **asked)) for text in texts)
-    return [one.choices[0].text for one in made]
+    return [answer.choices[0].text for answer in made]
 
 
 PROGRAMS: dict[str, tuple[str, Callable[..., Answers]]] = {
@@ -285,8 +285,8 @@ def main() -> None:
 
     def read(answers: Answers) -> list[str]:
         """Texts up to the end of a turn, at which not every program stops by itself."""
-        decoded = (one if isinstance(one, str) else tokenizer.decode(one) for one in answers)
-        return [one.partition(tokenizer.eos_token)[0].strip() for one in decoded]
+        decoded = (answer if isinstance(answer, str) else tokenizer.decode(answer) for answer in answers)
+        return [text.partition(tokenizer.eos_token)[0].strip() for text in decoded]
 
     references = work / "references.json"
     if not references.exists():

@@ -78,7 +78,7 @@ def main() -> None:
     rewards, curves = {}, {}
     for name in kinds:
         found = [done.jobs[f"{name}-{seed}"].rewards for seed in range(given.seeds)]
-        rewards[name] = [round(float(np.mean(one[-last:])), 3) for one in found]
+        rewards[name] = [round(float(np.mean(series[-last:])), 3) for series in found]
         curves[name] = np.mean(found, axis=0).round(3).tolist()
     print(json.dumps({"last": rewards, "curves": curves}))
 

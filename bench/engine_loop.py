@@ -110,7 +110,7 @@ def _asked(told: Told, us: Tenant, name: str, ask: Callable[[Tenant], None], tri
         if max(found[-1].turn, found[-1].late) < MOST_SECONDS:
             break
     best = found[-1]
-    best.turn, best.late = min(one.turn for one in found), min(one.late for one in found)
+    best.turn, best.late = min(figure.turn for figure in found), min(figure.late for figure in found)
     print(
         f"{best.turn * 1000:7.1f} ms, late {best.late * 1000:7.1f} ms, {best.total:5.1f} of {best.seconds:5.1f} s  "
         f"{name}  [{best.outcome[:150]}]",
@@ -139,9 +139,9 @@ def page(figures: Sequence[Figure], before: Mapping[str, Sequence[float]]) -> st
         "loop](loop-figures.md) has its own page.\n",
         "| kind of step | longest turn, ms | timer late, ms | both before they were mended |\n|---|---|---|---|",
     ]
-    for one in figures:
-        was = ", ".join(f"{1000 * seconds:.1f}" for seconds in before.get(one.kind, ()))
-        lines.append(f"| {one.kind} | {1000 * one.turn:.1f} | {1000 * one.late:.1f} | {was} |")
+    for figure in figures:
+        was = ", ".join(f"{1000 * seconds:.1f}" for seconds in before.get(figure.kind, ()))
+        lines.append(f"| {figure.kind} | {1000 * figure.turn:.1f} | {1000 * figure.late:.1f} | {was} |")
     return "\n".join(lines) + "\n"
 
 
@@ -161,7 +161,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         figures = measured(Path(directory), given.only, given.seconds, given.tries)
     if given.keep is not None:
-        given.keep.write_text(json.dumps({one.kind: (one.turn, one.late) for one in figures}))
+        given.keep.write_text(json.dumps({figure.kind: (figure.turn, figure.late) for figure in figures}))
     text = page(figures, {} if given.before is None else json.loads(given.before.read_text()))
     if given.page is not None:
         given.page.write_text(text)

@@ -67,16 +67,16 @@ def written() -> str:
     return "\n".join(tables).strip()
 
 
-def _room(one: Fit | None) -> str:
-    if one is None:
+def _room(result: Fit | None) -> str:
+    if result is None:
         return "no"
     short = {"bfloat16": "bf16", "bfloat16, recompute": "bf16, recompute"}
-    slots = "1,000 or more" if one.slots >= 1000 else f"{one.slots}"
-    return f"{short.get(one.way, one.way)}: {slots}"
+    slots = "1,000 or more" if result.slots >= 1000 else f"{result.slots}"
+    return f"{short.get(result.way, result.way)}: {slots}"
 
 
-def _speed(one: Fit | None, card: Card) -> list[str]:
-    known = dict(zip(_WHAT, speeds(one), strict=True)) if one and one.way.startswith("bfloat16") else {}
+def _speed(result: Fit | None, card: Card) -> list[str]:
+    known = dict(zip(_WHAT, speeds(result), strict=True)) if result and result.way.startswith("bfloat16") else {}
     return [known.get(what, "–") for what in _SPEEDS[card.name]]
 
 

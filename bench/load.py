@@ -56,12 +56,12 @@ def kinds_of(file: Path) -> list[Kind]:
     with file.open(newline="") as lines:
         return [
             Kind(
-                one["Name"],
-                int(one["Request Count"]),
-                int(one["Failure Count"]),
-                *(_seconds(one[at]) for at in ("50%", "99%")),
+                row["Name"],
+                int(row["Request Count"]),
+                int(row["Failure Count"]),
+                *(_seconds(row[at]) for at in ("50%", "99%")),
             )
-            for one in csv.DictReader(lines)
+            for row in csv.DictReader(lines)
         ]
 
 
@@ -104,7 +104,9 @@ def load(where: Path, seconds: float, tenants: int, *, attacks: bool = False) ->
         service.start()
         service.become(service.admin_key)
         keys.write_text(
-            json.dumps({"tenants": [service.key_for(f"tenant-{one}") for one in range(tenants)], "metrics": TOKEN})
+            json.dumps(
+                {"tenants": [service.key_for(f"tenant-{number}") for number in range(tenants)], "metrics": TOKEN}
+            )
         )
         command = [str(python), "-m", "locust", "-f", str(USERS), "--headless", "--only-summary", "--host", service.url]
         command += f"--users {tenants} --spawn-rate 10 --run-time {int(seconds)}s --stop-timeout 60".split()
@@ -128,7 +130,9 @@ def load(where: Path, seconds: float, tenants: int, *, attacks: bool = False) ->
 def table(kinds: Sequence[Kind]) -> str:
     """For people."""
     lines = [f"{'request':28} {'number':>7} {'failed':>7} {'p50':>9} {'p99':>9}"]
-    lines += [f"{one.name:28} {one.count:7} {one.failures:7} {one.median:7.2f} s {one.slowest:7.2f} s" for one in kinds]
+    lines += [
+        f"{kind.name:28} {kind.count:7} {kind.failures:7} {kind.median:7.2f} s {kind.slowest:7.2f} s" for kind in kinds
+    ]
     return "\n".join(lines)
 
 

@@ -58,10 +58,12 @@ def main() -> None:
     print(
         f"{base.info.name} in {base.info.dtype}, exact: {base.info.exact}; {peak_gib():.2f} GiB once loaded", flush=True
     )
-    one = sample(asked.length, base.info.vocab_size)
+    example = sample(asked.length, base.info.vocab_size)
     for step in range(asked.steps):
         started = time.perf_counter(), time.process_time()
-        (trained,) = trainer.forward_backward(Batch((Segment("a", (one,), Supervised(), float(one.n_trainable), 1.0),)))
+        (trained,) = trainer.forward_backward(
+            Batch((Segment("a", (example,), Supervised(), float(example.n_trainable), 1.0),))
+        )
         stats = trainer.optim_step("a", AdamW(1e-3))
         wall, busy = time.perf_counter() - started[0], time.process_time() - started[1]
         print(

@@ -79,7 +79,7 @@ def _values(most: int, most_texts: int) -> dict[str, Any]:
         "truths": [True] * n,
         "nulls": [None] * n,
         "texts": ["a"] * texts,
-        "keys": {f"{one:x}": 1 for one in range(texts)},
+        "keys": {f"{number:x}": 1 for number in range(texts)},
         "lists": [[]] * containers,
         "objects": [{}] * containers,
         "deep": json.loads("[" * (DEEPEST - 8) + "]" * (DEEPEST - 8)),
@@ -103,7 +103,7 @@ def _json(limit: int) -> Iterator[tuple[str, bytes]]:
     """The dearest bodies of JSON, whatever they mean."""
     yield "numbers", _numbers(min(MOST_VALUES, limit // 19) - 2, 18)
     yield "long numbers", _numbers(limit // 1003, 1000)
-    yield "texts", json.dumps({f"{one:x}": "" for one in range(MOST_TEXTS // 2 - 8)}).encode()
+    yield "texts", json.dumps({f"{number:x}": "" for number in range(MOST_TEXTS // 2 - 8)}).encode()
     yield "lists", json.dumps([[]] * (MOST_CONTAINERS - 8)).encode()
     yield "a text", json.dumps({"text": "\\" * (limit // 4)}).encode()
     yield "deep", b"[" * (MOST_CONTAINERS - 8)
@@ -111,13 +111,13 @@ def _json(limit: int) -> Iterator[tuple[str, bytes]]:
 
 def _gradients() -> Iterator[tuple[str, bytes]]:
     def request(data: int, tokens: int) -> Any:
-        one = KINDS["Request"](model_id="x", seq_id=1, loss_fn="cross_entropy")
+        message = KINDS["Request"](model_id="x", seq_id=1, loss_fn="cross_entropy")
         for _ in range(data):
-            datum = one.data.add()
+            datum = message.data.add()
             datum.model_input.add().encoded_text.tokens = np.zeros(tokens, "<i4").tobytes()
             target = datum.loss_fn_inputs.add(key="target_tokens").value
             target.dtype, target.dense = 2, np.zeros(tokens, "<i8").tobytes()
-        return one
+        return message
 
     yield "a large gradient", request(1024, 2000).SerializeToString()
     yield "small data", request(180, 1).SerializeToString()
@@ -151,19 +151,19 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
         "/v1/responses": [{"model": "small", "input": text}],
         "/v1/completions": [{"model": "small", "prompt": ids}, {"model": "small", "prompt": [text[:190_000]] * 16}],
         "/v1/submissions": [
-            {"jobs": [{"job": tiny(f"job-{one}")} for one in range(400)]},
+            {"jobs": [{"job": tiny(f"job-{number}")} for number in range(400)]},
             *({"jobs": [{"job": {"args": values}}]} for values in _values(*most_values(route, "us")).values()),
         ],
-        "/v1/check": [{"text": json.dumps([tiny(f"job-{one}") for one in range(400)])}, {"text": "[" * 100_000}],
+        "/v1/check": [{"text": json.dumps([tiny(f"job-{number}") for number in range(400)])}, {"text": "[" * 100_000}],
         "/v1/jobs/{job}/work/{kind}/results": [
             *(
-                {"results": [{"id": f"unit-{one}", "scores": [value] * n} for one in range(255)]}
+                {"results": [{"id": f"unit-{number}", "scores": [value] * n} for number in range(255)]}
                 for value, n in ((1, 126), (0.123456789, 126), (True, 126), (None, 126), ("x", 120), ("x" * 1000, 30))
             ),
-            {"results": [{"id": f"unit-{one}", "scores": [{"chance": "x"}] * 30} for one in range(255)]},
-            {"results": [{"id": f"unit-{one}", "scores": [{"score": 1}] * 30} for one in range(255)]},
+            {"results": [{"id": f"unit-{number}", "scores": [{"chance": "x"}] * 30} for number in range(255)]},
+            {"results": [{"id": f"unit-{number}", "scores": [{"score": 1}] * 30} for number in range(255)]},
             {"results": [{"id": "unit", "scores": [{"score": 1, "metrics": {f"{n}": 1 for n in range(64)}}] * 500}]},
-            {"results": [{"id": f"ep-{one}", "rewards": {f"{n}": 0.5 for n in range(50)}} for one in range(255)]}
+            {"results": [{"id": f"ep-{number}", "rewards": {f"{n}": 0.5 for n in range(50)}} for number in range(255)]}
         ],
         "/v1/fine_tuning/alpha/graders/run": [
             {"grader": grader, "model_sample": "x" * 90_000, "item": {"a": [0.5] * 30_000, "b": text}},  # too large
@@ -174,7 +174,7 @@ def _meant(route: str) -> Iterator[tuple[str, Any]]:
             {"prompt": {"chunks": [{"tokens": [7]}] * 8000}, "sampling_params": {"max_tokens": 1}},
         ],
     }  # fmt: skip
-    yield from ((f"meant {number}", one) for number, one in enumerate(bodies.get(route, ()), 1))
+    yield from ((f"meant {number}", body) for number, body in enumerate(bodies.get(route, ()), 1))
 
 
 def _form() -> bytes:
@@ -191,15 +191,15 @@ QUERIES = {
     "/tinker/api/v1/training_runs": ["limit=1000"],
     "/tinker/api/v1/checkpoints": ["limit=1000"],
 }
-LONG_QUERY = "&".join(f"metadata[{one}]={one}" for one in range(MOST_FIELDS))
+LONG_QUERY = "&".join(f"metadata[{number}]={number}" for number in range(MOST_FIELDS))
 
 
 def requests_to(route: Any, method: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The requests that a route gets."""
     yield "plain", {}
     yield "a long query", {"params": LONG_QUERY}
-    for one in QUERIES.get(route.path, ()):
-        yield one, {"params": one}
+    for path in QUERIES.get(route.path, ()):
+        yield path, {"params": path}
     if method in ("GET", "HEAD", "DELETE"):
         return
     if route.path in ("/v1/files", "/v1/adapters"):
@@ -223,19 +223,19 @@ def requests_to(route: Any, method: str) -> Iterator[tuple[str, dict[str, Any]]]
 def fill(house: House) -> None:
     """Give the house what long answers are made of."""
     job = house.job["id"]
-    metrics = {f"metric_{one}": one / 7 for one in range(60)}
+    metrics = {f"metric_{number}": number / 7 for number in range(60)}
     for step in range(2, STEPS):
         house.recorder.record_step(
             job, {"step": step, "loss": 0.1, **metrics, **({"eval": {"reward": 1.0}} if step % 50 == 0 else {})}
         )
     directory = house.storage.job(job)
     text = {"text": "word " * 400, "reward": 0.5, "token_texts": ["word "] * 400, "logprobs": [-0.123456] * 400}
-    directory.write_rollouts("1", [{**text, "step": 1, "problem": one} for one in range(1000)])
+    directory.write_rollouts("1", [{**text, "step": 1, "problem": number} for number in range(1000)])
 
 
 def drive(house: House) -> list[Figure]:
     """Send every route its requests."""
-    buckets = next(one for one in vars(house.service.access).values() if isinstance(one, RateLimit))._buckets
+    buckets = next(limit for limit in vars(house.service.access).values() if isinstance(limit, RateLimit))._buckets
     figures = []
     named = {"job": "ended", "file": house.file["id"], "version": "best", "word": "pause", "name": "app.js",
              "kind": "rewards"}  # fmt: skip
@@ -319,8 +319,8 @@ def page(figures: list[Figure]) -> str:
         "| route | longest turn, ms | without a key, ms | timer late, ms | share |\n|---|---|---|---|---|",
     ]
     by_route: dict[str, dict[bool, Figure]] = {}
-    for one in figures:
-        by_route.setdefault(one.route, {})[one.key] = one
+    for figure in figures:
+        by_route.setdefault(figure.route, {})[figure.key] = figure
     for route, found in by_route.items():
         good, none = found[True], found[False]
         times = " | ".join(f"{1000 * seconds:.1f}" for seconds in (good.turn, none.turn, good.late))
@@ -332,11 +332,9 @@ def main() -> None:
     """Measure, and write or print the page."""
     with tempfile.TemporaryDirectory() as directory:
         figures = measured(Path(directory))
-    for one in sorted(figures, key=lambda one: -one.turn)[:12]:
-        print(
-            f"{one.turn * 1000:6.1f} ms {one.share:6.1%} {one.route} ({'key' if one.key else 'none'}): {one.worst}",
-            file=sys.stderr,
-        )
+    for figure in sorted(figures, key=lambda figure: -figure.turn)[:12]:
+        route = f"{figure.route} ({'key' if figure.key else 'none'})"
+        print(f"{figure.turn * 1000:6.1f} ms {figure.share:6.1%} {route}: {figure.worst}", file=sys.stderr)
     text = page(figures)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(text)

@@ -87,7 +87,7 @@ class Fleet:
         self.service.start()
         self.admin = self.service.admin_key
         self.service.become(self.admin)
-        self.keys = [self.service.key_for(f"tenant-{one}") for one in range(min(TENANTS, self.jobs))]
+        self.keys = [self.service.key_for(f"tenant-{tenant}") for tenant in range(min(TENANTS, self.jobs))]
         begun = time.monotonic()
         for number in range(self.jobs):
             self.service.become(self.keys[number % len(self.keys)])
@@ -157,21 +157,21 @@ def measure(where: Path, jobs: int, seconds: float) -> Point:
         fleet.until(lambda: time.monotonic() - begun > seconds)
         after, cpu, wall = fleet.steps(), fleet.cpu() - cpu, time.monotonic() - begun
         beside = (fleet.own_cpu() - own_cpu) / wall
-        done = {one: after[one] - before[one] for one in after}
+        done = {job_id: after[job_id] - before[job_id] for job_id in after}
         engine, own = (process.memory_info().rss >> 20 for process in (service.engine(), service.http()))
         whole = sum(process.memory_full_info().pss for process in fleet.processes()) >> 20
         publish = sorted(line["seconds"]["publish"] for line in fleet.timings(clock))
         shares = list[int]()
         for key in fleet.keys:
             service.become(key)
-            shares.append(sum(done[one["id"]] for one in service.ask("GET", "/v1/jobs?limit=100")["data"]))
+            shares.append(sum(done[item["id"]] for item in service.ask("GET", "/v1/jobs?limit=100")["data"]))
         service.become(fleet.admin)
         metrics, listed = (fleet.cost_of(path, beside) for path in ("/metrics", "/v1/jobs?limit=100"))
         dying = service.engine()
         dying.kill()
         dying.wait()
         killed, before_cpu = fleet.steps(), fleet.cpu()
-        resumed = fleet.until(lambda: all(n > killed[one] for one, n in fleet.steps().items()))
+        resumed = fleet.until(lambda: all(n > killed[job_id] for job_id, n in fleet.steps().items()))
         resumed_cpu = fleet.cpu() - before_cpu
     finally:
         service.close()

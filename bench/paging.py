@@ -87,7 +87,7 @@ def decode(base: LoraModel, shape: Shape, share: float, host: int) -> Decoded:
             decoder.tick()
         for number, chunks in enumerate(asked):
             chunks.sort(key=lambda chunk: chunk.index)
-            answers += [one.token_ids.tobytes() + one.logprobs.tobytes() for one in chunks]
+            answers += [chunk.token_ids.tobytes() + chunk.logprobs.tobytes() for chunk in chunks]
             histories[number] = np.concatenate([histories[number], chunks[0].token_ids])
     seconds = time.process_time() - started
     return Decoded(seconds, tuple(answers), decoder.rows.preemptions, decoder.prefilled_tokens, decoder.host.tokens_in)
@@ -131,17 +131,19 @@ def main() -> None:
                 raise SystemExit("the three differ in their answers")
         for name, some in runs.items():
             took = (
-                f"{statistics.median(one.seconds for one in some):.0f} s"
+                f"{statistics.median(run.seconds for run in some):.0f} s"
                 if name == "all"
                 else _ratio(some, runs["all"])
             )
-            one = some[-1]
-            print(f"| {shape} | {name} | {took} | {one.preemptions} | {one.prefilled:,} | {one.copied:,} |", flush=True)
+            last = some[-1]
+            print(
+                f"| {shape} | {name} | {took} | {last.preemptions} | {last.prefilled:,} | {last.copied:,} |", flush=True
+            )
         print(f"| {shape} | host memory against none | {_ratio(runs['half and host memory'], runs['half'])} | | | |")
 
 
 def _ratio(some: list[Decoded], others: list[Decoded]) -> str:
-    ratios = [one.seconds / other.seconds for one, other in zip(some, others, strict=True)]
+    ratios = [run.seconds / other.seconds for run, other in zip(some, others, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 

@@ -85,13 +85,15 @@ def busiest(given: Assumptions) -> tuple[int, int]:
     prompt, answer = JOBS.prompt_tokens[0], JOBS.completion_tokens[0]
     shared = ([0] + [prompt] * (JOBS.group_size - 1)) * JOBS.groups_per_step
     step = cut([prompt + answer] * len(shared), given.segment_tokens, shared)
-    sizes = [sum(prompt + answer - (shared[one] if one > part.start else 0) for one in part) for part in step]
+    sizes = [sum(prompt + answer - (shared[place] if place > part.start else 0) for place in part) for part in step]
     sizes = sizes * given.slots
     while sum(sizes) > given.train_tokens:
         sizes.pop()
     ranks = scatter(sizes, [0] * len(sizes), given.ranks)
-    tokens = [sum(size for size, rank in zip(sizes, ranks, strict=True) if rank == one) for one in range(given.ranks)]
-    return max(ranks.count(one) for one in range(given.ranks)), max(tokens)
+    tokens = [
+        sum(size for size, rank in zip(sizes, ranks, strict=True) if rank == number) for number in range(given.ranks)
+    ]
+    return max(ranks.count(number) for number in range(given.ranks)), max(tokens)
 
 
 def plan(given: Assumptions) -> Plan:
@@ -173,7 +175,7 @@ def written(given: Assumptions) -> str:
         (f"{given.slots} jobs of 20 steps of 64 completions of 512 tokens", f"{outcome.hours:.1f} hours"),
         (f"cost on {cards} cards", f"${outcome.cost:.0f}, ${outcome.cost / (20 * given.slots):.2f} a step"),
     ]
-    assumed = [(said[one.name], f"{getattr(given, one.name):,}") for one in fields(given)]
+    assumed = [(said[field.name], f"{getattr(given, field.name):,}") for field in fields(given)]
     return "\n".join(
         [
             "## Memory of a rank\n",

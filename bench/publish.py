@@ -79,9 +79,9 @@ def _take(path: str) -> None:
 
 async def _serve(apps: Sequence[Starlette], pipe: Pipe) -> None:
     listening = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in apps]
-    pipe.send([f"http://127.0.0.1:{one.getsockname()[1]}" for one in listening])
+    pipe.send([f"http://127.0.0.1:{listener.getsockname()[1]}" for listener in listening])
     servers = [uvicorn.Server(uvicorn.Config(app, log_level="warning")) for app in apps]
-    await asyncio.gather(*(one.serve([at]) for one, at in zip(servers, listening, strict=True)))
+    await asyncio.gather(*(program.serve([at]) for program, at in zip(servers, listening, strict=True)))
 
 
 def _serve_all(pipe: Pipe) -> None:

@@ -76,9 +76,9 @@ def run(base: LoraModel, url: str, lag: int, steps: int, directory: Path) -> Out
     ended: list[float] = []
 
     def observe(progress: Sequence[JobProgress]) -> None:
-        if not began and any(one.started for one in progress):
+        if not began and any(job.started for job in progress):
             began.append(time.monotonic())
-        if not ended and all(one.state.final for one in progress):
+        if not ended and all(job.state.final for job in progress):
             ended.append(time.monotonic())
 
     result = run_config(RunConfig.model_validate(tree), base=base, observe=observe)
@@ -97,13 +97,13 @@ def run(base: LoraModel, url: str, lag: int, steps: int, directory: Path) -> Out
 
 def row(label: str, found: Sequence[Outcome]) -> str:
     """A line of the table: medians over the repeats."""
-    seconds = statistics.median(one.seconds for one in found)
-    rate = statistics.median(one.tokens / one.seconds for one in found)
-    publishes = sorted(seconds for one in found for seconds in one.publishes)
-    reward = statistics.fmean(reward for one in found for reward in one.rewards)
+    seconds = statistics.median(result.seconds for result in found)
+    rate = statistics.median(result.tokens / result.seconds for result in found)
+    publishes = sorted(seconds for result in found for seconds in result.publishes)
+    reward = statistics.fmean(reward for result in found for reward in result.rewards)
     return (
         f"| {label} | {seconds:.1f} s | {rate:,.0f} tokens/s | {1000 * statistics.median(publishes):.0f} ms "
-        f"({1000 * publishes[int(0.99 * len(publishes))]:.0f} ms) | {reward:.2f} | {sum(one.stale for one in found)} |"
+        f"({1000 * publishes[int(0.99 * len(publishes))]:.0f} ms) | {reward:.2f} | {sum(result.stale for result in found)} |"
     )
 
 
@@ -125,7 +125,7 @@ def main() -> None:
     print("| | time | sampled | publish and probe (99 %) | held-out reward | stale steps |\n|---|---|---|---|---|---|")
     print(row("on-policy", found[0]))
     print(row("two steps behind", found[2]))
-    pairs = [one.seconds / other.seconds for one, other in zip(found[0], found[2], strict=True)]
+    pairs = [result.seconds / other.seconds for result, other in zip(found[0], found[2], strict=True)]
     print(f"\nspeed-up: {statistics.median(pairs):.2f}×")
 
 

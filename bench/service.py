@@ -154,7 +154,7 @@ def _counts(directory: Path) -> tuple[list[int], int]:
         lines = path.read_text().splitlines(keepends=True)
         records = [json.loads(line) for line in lines if line.endswith("\n")]
         steps.append(len(records))
-        tokens += sum(int(one["tokens_sampled"]) + int(one["tokens_trained"]) for one in records)
+        tokens += sum(int(record["tokens_sampled"]) + int(record["tokens_trained"]) for record in records)
     return (steps if len(steps) == JOBS else [0]), tokens
 
 

@@ -71,7 +71,7 @@ def step(base: LoraModel, n_adapters: int) -> int:
     weights = [AdapterWeights(layout, 2.0, flat) for flat in flats]
     each = [weights[row % n_adapters] if weights else None for row in range(ROWS)]
     slots = [cache.states.take() if base.stateful else 0 for _ in range(ROWS)]
-    new = [NewTokens(one, [row + 4], 3, blocks[row], slots[row]) for row, one in enumerate(each)]
+    new = [NewTokens(adapter, [row + 4], 3, blocks[row], slots[row]) for row, adapter in enumerate(each)]
     with Unpinned():
         runner.logits(new)  # what is found once
     hook, launched = triton.knobs.runtime.jit_cache_hook, 0

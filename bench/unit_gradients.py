@@ -74,16 +74,18 @@ class Recipes:
     def _sampled(self, advantage: Callable[[int], float], *, last: bool = False) -> StepBatch:
         """Answers with the policy's logprobs; an advantage on each token of a sample, or on its last one."""
         examples = [self._example() for _ in range(self.sizes.rows)]
-        weights, denominator = normalisation([one.n_learned for one in examples], "token", 1)
+        weights, denominator = normalisation([example.n_learned for example in examples], "token", 1)
         samples = []
-        for index, (one, weight) in enumerate(zip(examples, weights, strict=True)):
-            own = one.loss_mask & (np.arange(len(one.token_ids)) == len(one.token_ids) - 1 if last else True)
-            zeros, versions = np.zeros(len(own), np.float32), np.where(one.loss_mask, 0, -1).astype(np.int32)
+        for index, (example, weight) in enumerate(zip(examples, weights, strict=True)):
+            own = example.loss_mask & (
+                np.arange(len(example.token_ids)) == len(example.token_ids) - 1 if last else True
+            )
+            zeros, versions = np.zeros(len(own), np.float32), np.where(example.loss_mask, 0, -1).astype(np.int32)
             told = np.where(own, np.float32(advantage(index)), np.float32(0))
-            samples.append(Sample(one.token_ids, one.loss_mask, zeros, told, versions, zeros + weight))
+            samples.append(Sample(example.token_ids, example.loss_mask, zeros, told, versions, zeros + weight))
         logprobs = self._scored(samples)
         pairs = zip(samples, logprobs, strict=True)
-        return StepBatch(tuple(replace(one, logprobs=own) for one, own in pairs), denominator)
+        return StepBatch(tuple(replace(sample, logprobs=own) for sample, own in pairs), denominator)
 
     def _rewards(self) -> Callable[[int], float]:
         """Rewards of 0 and 1, less the mean of a group."""

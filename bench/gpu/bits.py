@@ -43,10 +43,10 @@ def sampled_logprobs(shape: str, keys: int) -> int:
         references = [AdapterRef(name, 0) for name in names]
         for reference in references:
             asyncio.run(made.sync.publish(reference.name, reference))
-        adapters = [None if place == WITHOUT_ADAPTER else one for place, one in enumerate(references)]
+        adapters = [None if place == WITHOUT_ADAPTER else reference for place, reference in enumerate(references)]
         work = {"prompts": SEQUENCES, "each": COMPLETIONS, "prompt_tokens": keys - new, "new_tokens": new}
         heated = zip(parts.requests_of(work, adapters), TEMPERATURES * COMPLETIONS, strict=False)
-        requests = [replace(one, sampling=replace(one.sampling, temperature=heat)) for one, heat in heated]
+        requests = [replace(request, sampling=replace(request.sampling, temperature=heat)) for request, heat in heated]
         sampled = asyncio.run(_sampled(made.engine, requests))
         bad = compared = 0
         for name, request, samples in zip(names, requests, sampled, strict=True):
@@ -73,11 +73,11 @@ def _learn(made: Workshop, names: Sequence[str]) -> None:
 async def _sampled(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> list[tuple[Sample, ...]]:
     """The completions of each request, all sampled at once."""
 
-    async def one(request: GenerateRequest) -> tuple[Sample, ...]:
+    async def sampled(request: GenerateRequest) -> tuple[Sample, ...]:
         chunks = [chunk async for chunk in engine.generate(request)]
         return tuple(_sample(request, chunk) for chunk in sorted(chunks, key=lambda chunk: chunk.index))
 
-    return list(await asyncio.gather(*(one(request) for request in requests)))
+    return list(await asyncio.gather(*(sampled(request) for request in requests)))
 
 
 def _sample(request: GenerateRequest, chunk: Chunk) -> Sample:

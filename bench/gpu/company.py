@@ -154,8 +154,8 @@ def questions(company: Company, shape: str) -> int:
     alone = company.decoded(whole, SEQUENCES)
     for rows in company.rows:
         answer(f"logits in {rows} rows, behind forks, at other places", company.decoded(whole, rows), alone)
-    one = slice(WITHOUT_ADAPTER * STEPS, (WITHOUT_ADAPTER + 1) * STEPS)
-    answer("logits of a row without adapter, alone", company.decoded(whole, 1, [WITHOUT_ADAPTER]), alone[one])
+    plain_rows = slice(WITHOUT_ADAPTER * STEPS, (WITHOUT_ADAPTER + 1) * STEPS)
+    answer("logits of a row without adapter, alone", company.decoded(whole, 1, [WITHOUT_ADAPTER]), alone[plain_rows])
     passed = company.passed(range(SEQUENCES))
     answer("logits in a training pass of eight sequences", passed, alone)
     twice = company.passed([number for number in range(SEQUENCES) for _ in range(2)])

@@ -49,11 +49,11 @@ def gradients(
     for segments in batches:
         learning = [
             Learning(
-                weights[one.adapter],
-                weights[one.adapter].layout.matrices(flat[one.adapter]) if one.adapter in flat else None,
-                sums=sums.get(one.adapter),
+                weights[segment.adapter],
+                weights[segment.adapter].layout.matrices(flat[segment.adapter]) if segment.adapter in flat else None,
+                sums=sums.get(segment.adapter),
             )
-            for one in segments
+            for segment in segments
         ]
         whole(PackedPass(base, Batch(tuple(segments)), share=True).train(learning))
     return [sums[name].flat if name in sums else flat[name] for name in weights]
@@ -79,7 +79,7 @@ def gradient_questions(base: LoraModel, shape: str, lengths: Sequence[int] = LEN
 
     first = alone()
     company = [segment(name, samples[name]) for name in reversed(weights)]
-    cut = [[segment(name, [one])] for name, own in samples.items() for one in own]
+    cut = [[segment(name, [example])] for name, own in samples.items() for example in own]
     turned = [[segment(name, own[::-1])] for name, own in samples.items()]
     total = 0
     for question, found, promised in (
@@ -88,7 +88,7 @@ def gradient_questions(base: LoraModel, shape: str, lengths: Sequence[int] = LEN
         ("cut into single samples", gradients(base, weights, cut), in_whole_numbers(base)),
         ("whose samples come in another order", gradients(base, weights, turned), in_whole_numbers(base)),
     ):
-        count = sum(not torch.equal(one, other) for one, other in zip(found, first, strict=True))
+        count = sum(not torch.equal(gradient, other) for gradient, other in zip(found, first, strict=True))
         say(unequal(f"{shape}: gradients of adapters, {question}", count, len(first), executor_of(base)))
         total += count * promised
-    return total + sum(not bool(one.any()) for one in first)
+    return total + sum(not bool(gradient.any()) for gradient in first)

@@ -64,7 +64,7 @@ def gradients(model: Any, rows: int, prompt: int, response: int, micro: int) -> 
     """Gradients of a policy-gradient loss on the answers, and AdamW's step; the head sees the answers only."""
     ids = torch.randint(100, model.config.vocab_size, (rows, prompt + response), device=DEVICE)
     weights = torch.randn(rows, device=DEVICE)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-6)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-6)
 
     def step() -> None:
         for first in range(0, rows, micro):

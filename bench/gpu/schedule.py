@@ -76,7 +76,10 @@ class _Running:
 def kept(place: Path) -> dict[str, Result]:
     """Results of earlier sessions, by the name of the part."""
     found = [json.loads(file.read_text()) for file in sorted(place.glob("*.result.json"))]
-    return {one["name"]: Result(**{**one, "figures": tuple(Figure(**f) for f in one["figures"])}) for one in found}
+    return {
+        result["name"]: Result(**{**result, "figures": tuple(Figure(**f) for f in result["figures"])})
+        for result in found
+    }
 
 
 class Schedule:

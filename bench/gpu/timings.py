@@ -107,10 +107,10 @@ class Timings:
             job |= {"groups": 1, "each": 4, "max_tokens": 4, "steps": 2, "jobs": 2}
         long = {**job, "max_tokens": 8 if self.tiny else 512, "steps": 2}
         row = f"GRPO, {job['groups'] * job['each']} completions of"
-        one = {**job, "jobs": 1, "after_first": True}
+        single = {**job, "jobs": 1, "after_first": True}
         with side.WORKS["jobs"]({**job, "max_tokens": 4, "steps": 1}) as repeat:  # compiles what jobs alone use
             repeat()
-        self._timed(f"{row} {job['max_tokens']}: a step of one job", "jobs", one, warm=False)
+        self._timed(f"{row} {job['max_tokens']}: a step of one job", "jobs", single, warm=False)
         for args in (job, long):
             for manner, in_turn in (("at once", False), ("in turn", True)):
                 name = f"{row} {args['max_tokens']}: {args['jobs']} jobs {manner}, for each step"
@@ -137,7 +137,7 @@ class Timings:
             with side.WORKS[work](args) as repeat:
                 if warm:
                     repeat()
-                found = min((repeat() for _ in range(2 if warm else 1)), key=lambda one: float(one["seconds"]))
+                found = min((repeat() for _ in range(2 if warm else 1)), key=lambda timing: float(timing["seconds"]))
                 executor, speed = executor_of(parts.base()), found["units"] / found["seconds"]
                 jobs = work == "jobs"
                 say(Figure("speed", name, 1 / speed if jobs else speed, "s" if jobs else "tokens/s", executor))

@@ -47,7 +47,7 @@ def completions(base: LoraModel, config: EngineConfig, tokens: int = TOKENS) -> 
         )
         for number, text in enumerate(story_prompts()[:PROMPTS])
     ]
-    made = build(base, config, [Need(max(len(one.prompt_ids) for one in requests), tokens)])
+    made = build(base, config, [Need(max(len(request.prompt_ids) for request in requests), tokens)])
 
     async def completed(request: GenerateRequest) -> Chunk:
         (chunk,) = [chunk async for chunk in made.engine.generate(request)]
@@ -68,10 +68,10 @@ def beside(ours: Sequence[Chunk], theirs: Sequence[Chunk]) -> tuple[int, float]:
     Where two tokens differ, both are the likeliest of nearly equal distributions, so their logprobs are near too.
     """
     equal, gap = 0, 0.0
-    for one, other in zip(ours, theirs, strict=True):
-        same_T = one.token_ids == other.token_ids
+    for answer, other in zip(ours, theirs, strict=True):
+        same_T = answer.token_ids == other.token_ids
         first = len(same_T) if same_T.all() else int(np.argmin(same_T))
-        gaps_T = np.abs(one.logprobs[: first + 1] - other.logprobs[: first + 1])
+        gaps_T = np.abs(answer.logprobs[: first + 1] - other.logprobs[: first + 1])
         equal, gap = equal + first, max(gap, float(gaps_T.max()))
     return equal, gap
 

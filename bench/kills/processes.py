@@ -54,7 +54,7 @@ class Tally:
         cells = Counter((kill.process, kill.moment) for kill in self.kills)
         lines = [f"| killed | {' | '.join(moments)} | all |", "|---" * (len(moments) + 2) + "|"]
         for process, n in Counter(kill.process for kill in self.kills).most_common():
-            lines.append(f"| {process} | {' | '.join(str(cells[process, one] or '') for one in moments)} | {n} |")
+            lines.append(f"| {process} | {' | '.join(str(cells[process, moment] or '') for moment in moments)} | {n} |")
         by_job = Counter(kill.job for kill in self.kills if kill.job != "-").most_common()
         lines += ["", "| own code of job | kills |", "|---|---|", *(f"| {job} | {n} |" for job, n in by_job)]
         lines += [

@@ -76,8 +76,8 @@ class Round:
         elif moment == "a worker":
             time.sleep(self.rng.uniform(0, 4))
             kinds: dict[str, list[Any]] = {}
-            for one in family(main)[1:]:
-                kinds.setdefault(name_of(one), []).append(one)
+            for process in family(main)[1:]:
+                kinds.setdefault(name_of(process), []).append(process)
             chosen = self.rng.choice(kinds[self.rng.choice(sorted(kinds))]) if kinds else None
         else:
             pid = self.marks.next(moment == "loading", running)
@@ -92,9 +92,9 @@ class Round:
             self._lives = family(main)
             if moment == "all at once":
                 sent = signal.SIGKILL
-                for one in reversed(self._lives):
+                for process in reversed(self._lives):
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
+                        process.kill()
             else:
                 chosen.send_signal(sent)
             self.kills.append(Kill(kill.moment, kill.process, kill.job, sent.name))
@@ -110,10 +110,10 @@ class Round:
             running.kill()
             running.wait()
         _, alive = psutil.wait_procs(self._lives, timeout=30)
-        for one in alive:
-            self.left.append(f"{name_of(one)} {one.pid} was left")
+        for process in alive:
+            self.left.append(f"{name_of(process)} {process.pid} was left")
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------------------
@@ -192,19 +192,20 @@ def kill_runs(place: Path, kills: int, seed: int, kills_of_a_round: int) -> Tall
         began, run = time.monotonic(), place / f"round-{seed}"
         print(f"round {seed}", flush=True)
         shutil.rmtree(run, ignore_errors=True)
-        one = Round(place, run, random.Random(seed))
-        status = one.until_its_end(min(kills_of_a_round, kills - len(tally.kills)))
-        wrong = compare(whole, run, tally) + one.left
+        this_round = Round(place, run, random.Random(seed))
+        status = this_round.until_its_end(min(kills_of_a_round, kills - len(tally.kills)))
+        wrong = compare(whole, run, tally) + this_round.left
         if status:
-            wrong.append(f"ended with {status}: see {one.out}")
-        tally.kills += one.kills
+            wrong.append(f"ended with {status}: see {this_round.out}")
+        tally.kills += this_round.kills
         tally.wrong += [f"round {seed}: {text}" for text in wrong]
         print(
-            "\n".join([f"round {seed}: {time.monotonic() - began:.0f} s, {len(one.kills)} kills", *wrong]), flush=True
+            "\n".join([f"round {seed}: {time.monotonic() - began:.0f} s, {len(this_round.kills)} kills", *wrong]),
+            flush=True,
         )
         if not wrong:
             shutil.rmtree(run)
-            shutil.rmtree(one.marks.place)
-            one.out.unlink()
+            shutil.rmtree(this_round.marks.place)
+            this_round.out.unlink()
         seed += 1
     return tally

@@ -93,7 +93,7 @@ class Uploads:
         """Stop, and name what is not there any more."""
         self._stop.set()
         self._thread.join()
-        listed = {one["id"] for one in service.ask("GET", "/v1/files")["data"]}
+        listed = {file["id"] for file in service.ask("GET", "/v1/files")["data"]}
         for file, digest in self.kept.items():
             there = service.get(f"/v1/files/{file}/content")
             if file not in listed or hashlib.sha256(there.content).hexdigest() != digest:
@@ -205,9 +205,9 @@ class Served:
             chosen = psutil.Process(pid) if pid and psutil.pid_exists(pid) else None
         else:
             time.sleep(self.rng.uniform(0, 3))
-            roots = [psutil.Process(one.pid) for one in self._workers.values() if one.poll() is None]
-            below = [one for engine in self.service.engines() for one in family(engine)[1:]]
-            found = [one for root in roots for one in family(root)] + below
+            roots = [psutil.Process(worker.pid) for worker in self._workers.values() if worker.poll() is None]
+            below = [process for engine in self.service.engines() for process in family(engine)[1:]]
+            found = [process for root in roots for process in family(root)] + below
             chosen = self.rng.choice(found) if found else None
         if chosen is not None:
             sent = self.rng.choice(ROUGH)
@@ -232,7 +232,7 @@ class Served:
             if job["state"] != "succeeded":
                 self.wrong.append(f"{name} {job['state']}: {job['message']}")
                 continue
-            ended = [one["data"] for one in self.service.events(name) if one["data"].get("state") == "succeeded"]
+            ended = [event["data"] for event in self.service.events(name) if event["data"].get("state") == "succeeded"]
             steps = self.service.steps(name)
             if steps != list(range(len(steps))):
                 self.wrong.append(f"{name} told steps twice, or not: {steps}")
@@ -243,11 +243,11 @@ class Served:
             )
             if found.setdefault(key, digest.hexdigest()) != digest.hexdigest():
                 self.wrong.append(f"{name} has another adapter than the other loops")
-        values = {json.dumps(one) for one in self.values}
+        values = {json.dumps(losses) for losses in self.values}
         if len(values) > 1:
             self.wrong.append("the losses of the loops of tinker differ")
-        for one in values:
-            found["losses"] = hashlib.sha256(one.encode()).hexdigest()
+        for losses in values:
+            found["losses"] = hashlib.sha256(losses.encode()).hexdigest()
         self.wrong += self.uploads.missing(self.service)
         for name, worker in self._workers.items():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -258,7 +258,9 @@ class Served:
 
     def close(self) -> None:
         """Leave nothing running."""
-        seen = [one for worker in self._workers.values() if worker.poll() is None for one in _family(worker.pid)]
+        seen = [
+            process for worker in self._workers.values() if worker.poll() is None for process in _family(worker.pid)
+        ]
         if self._script is not None:
             self._script._process.kill()
             self._script._process.wait()
@@ -266,9 +268,9 @@ class Served:
             worker.kill()
             worker.wait()
         self.service.close()
-        for one in psutil.wait_procs(seen, timeout=30)[1]:
-            self.wrong.append(f"{name_of(one)} {one.pid} was left")
-            one.kill()
+        for process in psutil.wait_procs(seen, timeout=30)[1]:
+            self.wrong.append(f"{name_of(process)} {process.pid} was left")
+            process.kill()
 
 
 def _family(pid: int) -> list[Any]:
@@ -330,8 +332,8 @@ def kill_beside_an_agent(place: Path, times: int, seed: int) -> Tally:
     expected = undisturbed(place, jobs, "agent", tinker=False)
     for number in range(times):
         served = _begun(place / f"agent-{seed + number}", seed + number, jobs, tinker=False)
-        one = ("motet serve",), (signal.SIGKILL,)
-        _count(served, 2, expected, tally, f"agent {seed + number}", *one)
+        how = ("motet serve",), (signal.SIGKILL,)
+        _count(served, 2, expected, tally, f"agent {seed + number}", *how)
     return tally
 
 
@@ -345,9 +347,9 @@ def _count(served: Served, kills: int, expected: dict[str, str], tally: Tally, n
     began = time.monotonic()
     found = _round(served, kills, expected, *how)
     tally.kills += served.kills
-    tally.compared += sum(not one.endswith(" marked") for one in found) + len(served.uploads.kept)
-    tally.marked.update(one.removesuffix(" marked") for one in found if one.endswith(" marked"))
-    tally.wrong += [f"{name}: {one}" for one in served.wrong]
+    tally.compared += sum(not line.endswith(" marked") for line in found) + len(served.uploads.kept)
+    tally.marked.update(line.removesuffix(" marked") for line in found if line.endswith(" marked"))
+    tally.wrong += [f"{name}: {line}" for line in served.wrong]
     seconds = (
         f"{name}: {time.monotonic() - began:.0f} s, {len(served.kills)} kills, {len(served.values)} loops of tinker"
     )

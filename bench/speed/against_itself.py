@@ -90,7 +90,7 @@ def busy_block() -> Block:
     job = {"jobs": 8, "groups": 4, "each": 8, "max_tokens": 64, "steps": 4, "rank": RANK}
     what = "device busy with eight on-policy jobs"
     row = Row("busy", what, "", "value", "at once", "", at_least(0.9), "%", "busy")
-    one = Row("busy-one", "device busy with one of them", "", "value", "one job", "", None, "%", "busy")
+    single = Row("busy-one", "device busy with one of them", "", "value", "one job", "", None, "%", "busy")
     return Block(
         "busy",
         f"Eight jobs of 4 × 8 completions of at most {job['max_tokens']} tokens, {job['steps']} of their steps: the share of "
@@ -100,7 +100,7 @@ def busy_block() -> Block:
             name: Side("motet", "jobs", work, {**job, "jobs": 1, "groups": 1, "max_tokens": 4, "steps": 1})
             for name, work in (("at once", job), ("one job", {**job, "jobs": 1}))
         },
-        (row, one),
+        (row, single),
         repeats=(1, 2),
         quick=False,
     )

@@ -78,7 +78,7 @@ def train_block(quick: bool, base: str = "smollm2") -> Block:
 def grpo_block(quick: bool) -> Block:
     """Steps of GRPO jobs against TRL's."""
     job = {"groups": 4, "each": 8, "max_tokens": 32 if quick else 64, "rank": RANK}
-    one = {**job, "jobs": 1, "steps": 2 if quick else 3, "after_first": True}
+    single = {**job, "jobs": 1, "steps": 2 if quick else 3, "after_first": True}
     eight = {**job, "jobs": 8, "steps": 1 if quick else 2}
     warm = {"max_tokens": 4, "steps": 1, "after_first": False}
     what, in_turn = "eight GRPO jobs at once, for each step of a job", f"{TRL}; eight runs in turn"
@@ -89,7 +89,7 @@ def grpo_block(quick: bool) -> Block:
         "before the end. One job and TRL: steps after the first. Eight jobs: from the first sampled token to the end of the "
         "last step; eight TRL runs in turn are eight times the step of one, their loading left out.",
         {
-            "Motet, one job": Side("motet", "jobs", one, {**one, **warm}),
+            "Motet, one job": Side("motet", "jobs", single, {**single, **warm}),
             "Motet, eight jobs": Side("motet", "jobs", eight, False),
             "TRL": Side("trl", "jobs", {**job, "steps": 1}),
         },

@@ -77,7 +77,8 @@ PEERS = (
     Peer("trl", (("torch", "trl", "peft", "transformers", "datasets", "accelerate"),)),
 )
 OLDER = tuple(
-    Peer(f"tinker-{one}", ((f"tinker=={one}",),)) for one in ("0.25.0", "0.26.2", "0.30.4", "0.33.1", "0.36.0")
+    Peer(f"tinker-{version}", ((f"tinker=={version}",),))
+    for version in ("0.25.0", "0.26.2", "0.30.4", "0.33.1", "0.36.0")
 )
 """Releases of the tinker package that a service answers besides its newest, oldest first."""
 

@@ -127,21 +127,21 @@ class Counts:
 def least_seconds(counts: Counts, shape: Shape, rank: int, machine: Machine) -> float:
     """The least time that the work can take on a machine."""
     body, head = shape.body_weights, shape.head_weights
-    one = shape.adapter_weights(rank) if counts.adapters else 0
+    adapter = shape.adapter_weights(rank) if counts.adapters else 0
     attention = shape.attention(counts.context)
 
     def phase(operations: float, traffic: float) -> float:
         return max(operations / machine.rate, traffic / machine.bandwidth)
 
-    weights = ELEMENT * (body + counts.adapters * one)
+    weights = ELEMENT * (body + counts.adapters * adapter)
     decode = phase(
-        counts.decoded * (2 * (body + one + head) + attention),
+        counts.decoded * (2 * (body + adapter + head) + attention),
         counts.passes * (weights + ELEMENT * head) + counts.decoded * counts.context * shape.kv_bytes,
     )
-    prefill = phase(counts.prefilled * (2 * (body + one) + attention / 2), weights if counts.prefilled else 0.0)
+    prefill = phase(counts.prefilled * (2 * (body + adapter) + attention / 2), weights if counts.prefilled else 0.0)
     gradients = phase(  # an adapter's products: forward, gradient of the input, gradient of the weights
-        counts.trained * (4 * body + 6 * one + 3 * attention) + counts.headed * 4 * head,
+        counts.trained * (4 * body + 6 * adapter + 3 * attention) + counts.headed * 4 * head,
         counts.batches * 2 * (weights + ELEMENT * head),
     )
-    update = counts.updates * UPDATE * one / machine.bandwidth
+    update = counts.updates * UPDATE * adapter / machine.bandwidth
     return decode + prefill + gradients + update

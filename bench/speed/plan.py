@@ -48,7 +48,7 @@ def shape_blocks(shape: str) -> list[Block]:
     if tiny:
         job |= {"groups": 1, "max_tokens": 4, "steps": 2}
     bound = {"8b": at_most(1 / 0.9), "0.5b": at_most(1 / 0.75)}.get(shape)
-    one, eight = {**job, "jobs": 1, "after_first": True}, {**job, "jobs": 8}
+    single, eight = {**job, "jobs": 1, "after_first": True}, {**job, "jobs": 8}
     decoded, gradients = f"{shape}: decode, 64 rows", f"{shape}: gradients, 16 × (64 + 64) tokens"
     step, at_once = f"{shape}: a step of one GRPO job", f"{shape}: eight jobs at once, for each step of a job"
     in_turn, goal = "Motet --sequential", None if tiny else at_least(4)
@@ -75,7 +75,7 @@ def shape_blocks(shape: str) -> list[Block]:
             f"jobs-{shape}",
             f"GRPO steps of {job['groups']} × 8 completions of at most {job['max_tokens']} tokens.",
             {
-                "one job": Side("motet", "jobs", one),
+                "one job": Side("motet", "jobs", single),
                 "at once": Side("motet", "jobs", eight),
                 "in turn": Side("motet", "jobs", {**eight, "sequential": True}, False),
             },

@@ -183,10 +183,10 @@ def requests_of(args: dict[str, Any], references: Sequence[AdapterRef | None]) -
 async def tokens(engine: RolloutEngine, requests: Sequence[GenerateRequest]) -> int:
     """Run requests at once and count what they sample."""
 
-    async def one(request: GenerateRequest) -> int:
+    async def sampled(request: GenerateRequest) -> int:
         return sum([len(chunk.token_ids) async for chunk in engine.generate(request)])
 
-    return sum(await asyncio.gather(*(one(request) for request in requests)))
+    return sum(await asyncio.gather(*(sampled(request) for request in requests)))
 
 
 def _samples(args: dict[str, Any]) -> list[Sample]:

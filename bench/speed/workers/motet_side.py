@@ -210,8 +210,8 @@ if __name__ == "__main__":
         print(peak.total)
     elif sys.argv[2:3] == ["first-token"]:
         lean_import.allow()
-        with decode(ONE_TOKEN) as one:
-            one()
+        with decode(ONE_TOKEN) as repeat:
+            repeat()
             print("token", flush=True)
     else:
         serve(load, WORKS)

@@ -63,10 +63,10 @@ def train(service: Any, base: str, steps: int, groups: int, each: int, max_token
         for word, prompt, future in zip(words, prompts, asked, strict=True):
             sequences = future.result().sequences
             answer = "".join(sorted(word))
-            said = [tokenizer.decode(one.tokens, skip_special_tokens=True) for one in sequences]
+            said = [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sequences]
             rewards = np.asarray([sum(a == b for a, b in zip(text, answer, strict=False)) for text in said], np.float64)
             advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            data += [datum(prompt, one, value) for one, value in zip(sequences, advantages, strict=True)]
+            data += [datum(prompt, sequence, value) for sequence, value in zip(sequences, advantages, strict=True)]
         client.forward_backward(data, "importance_sampling")
         client.optim_step(types.AdamParams(learning_rate=1e-5)).result()
 
@@ -78,11 +78,11 @@ def main() -> None:
         started = time.perf_counter()
         with contextlib.ExitStack() as stack:
             services = [tinker.ServiceClient(base_url=url, api_key="tml-none") for _ in range(clients)]
-            for one in services:
-                if hasattr(one, "__exit__"):  # 0.25 has none
-                    stack.enter_context(one)
+            for client in services:
+                if hasattr(client, "__exit__"):  # 0.25 has none
+                    stack.enter_context(client)
             pool = stack.enter_context(ThreadPoolExecutor(clients))
-            for done in [pool.submit(train, one, base, *work) for one in services]:
+            for done in [pool.submit(train, client, base, *work) for client in services]:
                 done.result()
             seconds = time.perf_counter() - started
         print(json.dumps({"seconds": seconds}), flush=True)
