@@ -64,7 +64,7 @@ def proofs(tests: Path = TESTS) -> dict[Cell, Proof]:
         ValueError: a mark names a door or an engine that is not known.
     """
     found: dict[Cell, Proof] = {}
-    for file in sorted(tests.rglob("test_*.py"), key=lambda one: one.name):
+    for file in sorted(tests.rglob("test_*.py"), key=lambda file: file.name):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         shared = any(
             _is_soak(line) for line in tree.body if isinstance(line, ast.Assign) and _names(line) == "pytestmark"
@@ -74,7 +74,7 @@ def proofs(tests: Path = TESTS) -> dict[Cell, Proof]:
                 proof = _proof(mark, f"{file.stem}::{function.name}", soak=soak)
                 for cell in _cells(mark, file):
                     before = found.get(cell, proof)
-                    found[cell] = min(before, proof, key=lambda one: RANK.index(one.state))
+                    found[cell] = min(before, proof, key=lambda proof: RANK.index(proof.state))
     return found
 
 
@@ -83,18 +83,20 @@ def _names(line: ast.Assign) -> str:
 
 
 def _is_soak(node: ast.AST) -> bool:
-    return any(isinstance(one, ast.Attribute) and one.attr == "soak" for one in ast.walk(node))
+    return any(isinstance(inner, ast.Attribute) and inner.attr == "soak" for inner in ast.walk(node))
 
 
 def _marks(function: ast.FunctionDef | ast.AsyncFunctionDef, *, shared: bool) -> Iterator[tuple[ast.Call, bool]]:
     """Each mark of a test or of one of its parameters, and whether it is a long proof."""
-    direct = [one for one in function.decorator_list if not _is_parametrised(one)]
+    direct = [decorator for decorator in function.decorator_list if not _is_parametrised(decorator)]
     soak = shared or any(map(_is_soak, direct))
     for decorator in direct:
         if _is_cell(decorator):
             yield decorator, soak  # type: ignore[misc]
     for decorator in function.decorator_list:
-        for param in (one for one in ast.walk(decorator) if isinstance(one, ast.Call) and _called(one) == "param"):
+        for param in (
+            inner for inner in ast.walk(decorator) if isinstance(inner, ast.Call) and _called(inner) == "param"
+        ):
             for mark in filter(_is_cell, ast.walk(param)):
                 yield mark, soak or _is_soak(param)  # type: ignore[misc]
 
@@ -113,7 +115,7 @@ def _is_cell(node: ast.AST) -> bool:
 
 def _proof(mark: ast.Call, test: str, *, soak: bool) -> Proof:
     """`soak=True`: a parameter of a fixture makes the test a long one. `untried=True`: nobody has run the test yet."""
-    named = {str(one.arg): ast.literal_eval(one.value) for one in mark.keywords}
+    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in mark.keywords}
     if named.get("untried"):
         return Proof("untried", test)
     reason, soak = str(named.get("refused", "")), soak or bool(named.get("soak"))
@@ -121,7 +123,7 @@ def _proof(mark: ast.Call, test: str, *, soak: bool) -> Proof:
 
 
 def _cells(mark: ast.Call, file: Path) -> Iterator[Cell]:
-    doors, engines = (str(ast.literal_eval(one)).split(", ") for one in mark.args)
+    doors, engines = (str(ast.literal_eval(argument)).split(", ") for argument in mark.args)
     for door in doors:
         for engine in engines:
             if door not in DOORS or engine not in ENGINES:
@@ -143,10 +145,10 @@ def doors(tests: Path = TESTS) -> str:
     )
     reasons = [
         f"| {door}, {engine} | {proof.reason} | `{proof.test}` |"
-        for (door, engine), proof in sorted(found.items(), key=lambda one: _place(one[0])) if proof.reason
+        for (door, engine), proof in sorted(found.items(), key=lambda item: _place(item[0])) if proof.reason
     ]  # fmt: skip
     tests_of = [
-        f"| {door} | {', '.join(dict.fromkeys(f'`{found[door, one].test}`' for one in ENGINES if (door, one) in found))} |"
+        f"| {door} | {', '.join(dict.fromkeys(f'`{found[door, kind].test}`' for kind in ENGINES if (door, kind) in found))} |"
         for door in DOORS
     ]
     return (

@@ -58,9 +58,11 @@ def _routes(document: Document) -> Iterator[tuple[str, str, str, Document]]:
 def _route(method: str, path: str, what: Document) -> str:
     lines = [f"### {method} {path}", "", what.get("description") or what.get("summary", ""), ""]
     rows = []
-    for one in what.get("parameters", []):
-        default = "**required**" if one.get("required") else _default(one["schema"])
-        rows.append(f"| `{one['name']}` | {one['in']} | {_type(one['schema'])} | {default} | {cell(_about(one))} |")
+    for field in what.get("parameters", []):
+        default = "**required**" if field.get("required") else _default(field["schema"])
+        rows.append(
+            f"| `{field['name']}` | {field['in']} | {_type(field['schema'])} | {default} | {cell(_about(field))} |"
+        )
     if rows:
         lines += ["| Parameter | In | Type | Default | Meaning |", "|---|---|---|---|---|", *rows, ""]
     for kind, body in what.get("requestBody", {}).get("content", {}).items():
@@ -69,7 +71,7 @@ def _route(method: str, path: str, what: Document) -> str:
     for status, answer in what["responses"].items():
         if status.startswith("2"):
             kinds = answer.get("content", {})
-            shown = ", ".join(f"{_type(one.get('schema', {}))} as `{kind}`" for kind, one in kinds.items())
+            shown = ", ".join(f"{_type(content.get('schema', {}))} as `{kind}`" for kind, content in kinds.items())
             lines.append(f"Answers {status}{f': {shown}' if shown else ''}.\n")
     return "\n".join(lines)
 
@@ -90,7 +92,7 @@ def _type(schema: Document) -> str:
         return f"[{name}](#{name.lower()})"
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(dict.fromkeys(_type(one) for one in schema[key]))
+            return " or ".join(dict.fromkeys(_type(part) for part in schema[key]))
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
@@ -111,9 +113,9 @@ def _schema(name: str, schema: Document) -> str:
     lines = [f"### {name}", "", schema.get("description", ""), ""]
     required = schema.get("required", ())
     rows = []
-    for field, one in schema.get("properties", {}).items():
-        default = "" if field in required else _default(one)
-        rows.append(f"| `{field}` | {cell(_type(one))} | {default} | {cell(one.get('description', ''))} |")
+    for field, part in schema.get("properties", {}).items():
+        default = "" if field in required else _default(part)
+        rows.append(f"| `{field}` | {cell(_type(part))} | {default} | {cell(part.get('description', ''))} |")
     if rows:
         lines += ["| Field | Type | Default | Meaning |", "|---|---|---|---|", *rows]
     elif "enum" in schema:

@@ -140,7 +140,7 @@ def settings() -> set[str]:
         f"{section}.{name}".lstrip(".")
         for section, model in models.items()
         for name, schema in model.model_json_schema()["properties"].items()
-        if {"integer", "number"} & {one.get("type") for one in (schema, *schema.get("anyOf", ()))}
+        if {"integer", "number"} & {part.get("type") for part in (schema, *schema.get("anyOf", ()))}
     }
 
 
@@ -150,7 +150,7 @@ def document() -> Mapping[str, Any]:
     from motet.service.app import ROUTES
 
     routes = []
-    for route in (one for module in ROUTES for one in module.router.routes):
+    for route in (route for module in ROUTES for route in module.router.routes):
         routes.append(copy.copy(route))
         vars(routes[-1])["include_in_schema"] = True
     return get_openapi(title="", version="", routes=FastAPI(openapi_url=None, routes=routes).routes)
@@ -171,14 +171,14 @@ def fields() -> set[str]:
 
     whole = document()
     found = set[str]()
-    for what in (one for methods in whole["paths"].values() for one in methods.values()):
+    for what in (route for methods in whole["paths"].values() for route in methods.values()):
         for parameter in what.get("parameters", ()):
             kind, name = parameter["in"], parameter["name"]
             found |= {f"{kind}:{name}" for _ in unbounded(parameter["schema"], name, whole["components"]["schemas"])}
         for body in what.get("requestBody", {}).get("content", {}).values():
             found |= set(unbounded(body["schema"], "body", whole["components"]["schemas"]))
     models: list[type[BaseModel]] = [JobConfig, *ALGORITHMS.values()]
-    for model in (*models, *(one for one in vars(requests).values() if _is_request(one, requests.Request))):
+    for model in (*models, *(model for model in vars(requests).values() if _is_request(model, requests.Request))):
         schema = model.model_json_schema()
         found |= set(unbounded(schema, model.__name__, schema.get("$defs", {})))
     return found
@@ -193,11 +193,11 @@ def unbounded(
         if of not in above:
             yield from unbounded(schemas[of], of, schemas, (*above, of))
         return
-    several = [one for key in ("anyOf", "oneOf", "allOf") for one in schema.get(key, ())]
-    for one in several:
-        yield from unbounded(one, name, schemas, above)
-    for field, one in schema.get("properties", {}).items():
-        yield from unbounded(one, f"{name}.{field}", schemas, above)
+    several = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key, ())]
+    for part in several:
+        yield from unbounded(part, name, schemas, above)
+    for field, part in schema.get("properties", {}).items():
+        yield from unbounded(part, f"{name}.{field}", schemas, above)
     kind = schema.get("type")
     if kind == "array":
         yield from unbounded(schema.get("items", schema.get("prefixItems", [{}])[0]), f"{name}[]", schemas, above)
@@ -211,7 +211,7 @@ def _is_bounded(schema: Mapping[str, Any], kind: object) -> bool:
     if "const" in schema or "enum" in schema or kind in ("boolean", "null"):
         return True
     if kind in ("integer", "number"):
-        lowest, highest = (any(one in schema for one in pair) for pair in (_LOWEST, _HIGHEST))
+        lowest, highest = (any(word in schema for word in pair) for pair in (_LOWEST, _HIGHEST))
         return lowest and highest
     if kind == "string":
         pattern = re.sub(r"\\.|\[[^\]]*\]", "x", schema.get("pattern", "*"))
@@ -253,7 +253,7 @@ def gaps(rows: Iterable[Limit]) -> list[str]:
     for kind, there in (("settings", settings()), ("routes", routes()), ("fields", fields()), ("steps", steps())):
         named = {name for row in rows for name in getattr(row, kind)}
         pattern = {name: re.compile(_pattern(name) if kind == "fields" else re.escape(name)) for name in named}
-        covered = {name: {one for one in there if form.fullmatch(one)} for name, form in pattern.items()}
+        covered = {name: {field for field in there if form.fullmatch(field)} for name, form in pattern.items()}
         wrong += [f"{kind}: {name!r} has no row" for name in sorted(there.difference(*covered.values()))]
         wrong += [
             f"{kind}: a row names {name!r}, which is not there" for name, found in sorted(covered.items()) if not found
@@ -291,7 +291,7 @@ def table() -> str:
         lines.append(f"| {' | '.join(map(cell, (row.what, most, row.pays, row.beyond, tests)))} |")
     bounds = {route: [row.what for row in rows if route in row.routes] for route in routes()}
     parts = [HEAD, "\n".join(lines), "\n", ROUTES_HEAD]
-    for route, words in sorted(bounds.items(), key=lambda one: one[0].split()[::-1]):
+    for route, words in sorted(bounds.items(), key=lambda item: item[0].split()[::-1]):
         parts.append(f"| `{route}` | {' | '.join((*_body(route), cell('; '.join(words))))} |\n")
     return "".join(parts)
 

@@ -99,7 +99,7 @@ def pack(directory: Path, file: Path) -> None:
     """Pack a directory, without locks, sockets and reports, which nobody continues from."""
     left_out = re.compile(r"(^|/)(\.lock.*|report\..*|engine/.*|out|.*\.log)$")
     with tarfile.open(file, "w:xz", preset=9) as archive:
-        archive.add(directory, directory.name, filter=lambda one: None if left_out.search(one.name) else one)
+        archive.add(directory, directory.name, filter=lambda member: None if left_out.search(member.name) else member)
 
 
 def until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
@@ -201,10 +201,12 @@ class Served:
         """Kill it and its engine, as a machine that loses its power does."""
         below = psutil.Process(self.process.pid).children(recursive=True)
         engine = str(self.directory / "engine")
-        below += [one for one in psutil.process_iter(["cmdline"]) if engine in " ".join(one.info["cmdline"] or [])]
-        for one in (psutil.Process(self.process.pid), *below):
+        below += [
+            process for process in psutil.process_iter(["cmdline"]) if engine in " ".join(process.info["cmdline"] or [])
+        ]
+        for process in (psutil.Process(self.process.pid), *below):
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
         self.process.wait()
         psutil.wait_procs(below)
         self._http.close()

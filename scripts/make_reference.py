@@ -159,8 +159,8 @@ def section_text(name: str, path: str, model: type[Config]) -> str:
 
 def _inherited(model: type[Config], name: str) -> str:
     """What a class above says of a field."""
-    above = (one for one in model.__mro__ if issubclass(one, Config))
-    return next((text for one in above if (text := described(one).get(name))), "")
+    above = (config for config in model.__mro__ if issubclass(config, Config))
+    return next((text for config in above if (text := described(config).get(name))), "")
 
 
 def _is_shared(model: type[Config], name: str, field: FieldInfo) -> bool:

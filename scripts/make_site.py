@@ -86,7 +86,7 @@ def tracked(name: str, root: Path) -> list[str]:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{done.stderr}\nbuild the site in a git checkout: only files that git tracks are published")
-    return [one for one in done.stdout.split("\0") if (root / one).is_file()]
+    return [name for name in done.stdout.split("\0") if (root / name).is_file()]
 
 
 def bring(name: str, site: Path, root: Path = ROOT) -> None:
@@ -96,7 +96,7 @@ def bring(name: str, site: Path, root: Path = ROOT) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(root / file, copy)
     if (place := site / "files" / name).is_dir():
-        names = "".join(f'<li><a href="{one.name}">{one.name}</a></li>' for one in sorted(place.iterdir()))
+        names = "".join(f'<li><a href="{path.name}">{path.name}</a></li>' for path in sorted(place.iterdir()))
         text = f"<!doctype html><title>{place.name}</title><ul>{names}</ul>"
         (place / "index.html").write_text(text, encoding="utf-8")
 
@@ -160,9 +160,9 @@ def publish(site: Path, version: str, to: Path) -> None:
     shutil.copytree(site, to / version)
     record = to / "versions.json"
     old = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else []
-    numbers = sorted({version, *(str(one["version"]) for one in old)}, key=_by_number, reverse=True)
+    numbers = sorted({version, *(str(entry["version"]) for entry in old)}, key=_by_number, reverse=True)
     aliases = {numbers[0]: ["latest"]}
-    versions = [{"version": one, "title": one, "aliases": aliases.get(one, [])} for one in numbers]
+    versions = [{"version": number, "title": number, "aliases": aliases.get(number, [])} for number in numbers]
     record.write_text(json.dumps(versions, indent=2), encoding="utf-8")
     redirect = f'<!doctype html><meta http-equiv="refresh" content="0; url={numbers[0]}/">'
     (to / "index.html").write_text(redirect, encoding="utf-8")

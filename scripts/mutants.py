@@ -88,7 +88,7 @@ def survey(name: str, count: int, seed: int, workers: int) -> bool:
         (place / part).symlink_to(ROOT / part)
     (place / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + _settings(room))
     with contextlib.chdir(place):
-        chosen = sorted(_names(), key=lambda one: hashlib.sha256(f"{seed} {one}".encode()).digest())[:count]
+        chosen = sorted(_names(), key=lambda mutant: hashlib.sha256(f"{seed} {mutant}".encode()).digest())[:count]
         environment = {**os.environ, "PYTHONPATH": str(place / "mutants" / "src"), "OMP_NUM_THREADS": "1"}
         command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children", str(workers), *chosen]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
@@ -96,13 +96,13 @@ def survey(name: str, count: int, seed: int, workers: int) -> bool:
             print(*(line for line in done.stdout.splitlines() if line.isascii()), sep="\n")
             done.check_returncode()
         alive = slow = 0
-        for one in chosen:
-            file = find_mutant(one)
-            status = status_by_exit_code[file.exit_code_by_key[one]]
+        for mutant in chosen:
+            file = find_mutant(mutant)
+            status = status_by_exit_code[file.exit_code_by_key[mutant]]
             slow += status == "timeout"
             if status not in ("killed", "timeout"):
                 alive += 1
-                print(f"{one}: {status}\n{get_diff_for_mutant(one, path=file.path)}")
+                print(f"{mutant}: {status}\n{get_diff_for_mutant(mutant, path=file.path)}")
     killed = 1 - alive / len(chosen)
     late = f" ({slow} by their time limit, as on a busy machine)" if slow else ""
     print(f"{name}: {killed:.0%} of {len(chosen)} mutants killed{late}, at least {room.killed:.0%} wanted", flush=True)
