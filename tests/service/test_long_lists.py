@@ -77,7 +77,6 @@ def test_a_page_of_versions_looks_into_those_that_it_shows(house: House) -> None
         assert len(list_versions(house.service, job, None, 2).data) == 2
     assert counted["_size"] == 2
     assert counted["stat"] < 20
-    house.refused(422, "GET", f"{path}?after=best")
 
 
 def test_each_line_of_a_rollout_log_is_parsed_once_and_then_only_what_a_page_shows(house: House) -> None:
@@ -104,7 +103,6 @@ def test_each_line_of_a_rollout_log_is_parsed_once_and_then_only_what_a_page_sho
         assert [one["text"] for one in filtered(house, f"{path}?step=7&limit=9&min_reward=0.9")] == best
         directory.write_rollouts("7", lines[::-1])  # the step ran again
         assert filtered(house, f"{path}?step=7&limit=1000")[0]["text"] == str(MANY - 1)
-        house.refused(422, "GET", f"{path}?after=last")
     finally:
         log.unlink()
 
@@ -175,8 +173,6 @@ def test_accounts_tenants_and_keys_come_in_pages(house: House) -> None:
     names = [one["name"] for one in filtered(house, "/v1/tenants?limit=100", "admin")]
     assert names == sorted(names)
     assert {"us", "them", *(f"many-{n}" for n in range(MANY))} <= set(names)
-    for path in ("usage?after=x", "usage?after=1/2/3", "keys?after=x", "tenants?limit=0", "usage?limit=1001"):
-        house.refused(422, "GET", f"/v1/{path}", "admin")
     with calls(own_thread=True) as counted:
         assert len(service.ledger.page(None, limit=2)[0]) == len(service.quotas.used(limit=2)) == 2
     assert (counted["_line"], counted["Quotas._with"]) == (2, 2)
@@ -316,8 +312,6 @@ def test_a_page_of_shares_looks_at_as_many_as_it_shows(house: House, key: str) -
     with motet.Client(str(house.http.base_url), house.keys[key]) as client:
         known = client.shares()
     assert ([one.id for one in known.given], [one.id for one in known.received]) == whole
-    for after in ("7", "given/1/x", "other/1.0/x", "given/1e3/x", "received/1.0/"):
-        house.refused(422, "GET", f"/v1/shares?after={after}")
 
 
 def test_a_page_of_uploaded_adapters_reads_what_it_shows(house: House) -> None:
@@ -344,8 +338,6 @@ def test_a_page_of_uploaded_adapters_reads_what_it_shows(house: House) -> None:
     assert 0 < len(read) <= 4
     with motet.Client(str(house.http.base_url), house.keys["ours"]) as client:
         assert [one.id for one in client.adapters()] == whole
-    for after in ("7", "1/x", "1e9/x", "1.0/", "given/1.0/x"):
-        house.refused(422, "GET", f"/v1/adapters?after={after}")
 
 
 def paged_shares(house: House, limit: int, key: str) -> tuple[list[str], list[str]]:

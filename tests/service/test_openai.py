@@ -21,7 +21,6 @@ from tests.support.house import House, open_house
 from tests.support.openai_requests import (
     GRADER,
     JUDGE,
-    PYTHON,
     WORDS,
     answered,
     client_of,
@@ -193,47 +192,6 @@ def test_a_job_that_the_package_creates_again_after_a_429_is_one(tmp_path: Path)
         assert (answer.status_code, answer.headers["Retry-After"] in ("1", "2")) == (429, True)
         made = patient.fine_tuning.jobs.create(**asked)
         assert [job.id for job in patient.fine_tuning.jobs.list()] == [made.id]
-
-
-@pytest.mark.parametrize(
-    ("change", "param", "words"),
-    [
-        ({"model": "gpt-4o-mini"}, "model", "'small'"),
-        ({"model": "nobody@best"}, "model", "'small'"),
-        ({"training_file": "file-nowhere"}, "training_file", "upload"),
-        ({"validation_file": "file-nowhere"}, "validation_file", "upload"),
-        ({"method": None}, "training_file", "row 1 has no answer to learn"),
-        ({"method": {"type": "dpo", "dpo": {}}}, "training_file", "row 1 has no chosen"),
-        ({"method": {**method(), "dpo": {}}}, "method.dpo", "leave one"),
-        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 3}}}}, "method.dpo.hyperparameters.beta", "less"),
-        ({"method": {"type": "reinforcement"}}, "method.reinforcement", "missing"),
-        ({"method": method(PYTHON)}, "method.reinforcement.grader.type", "sandbox"),
-        ({"method": method({**GRADER, "operation": "is"})}, "method.reinforcement.grader.operation", "'eq'"),
-        ({"method": method({**GRADER, "reference": "{{item.wish}}"})}, "training_file", "row 1 has no column 'wish'"),
-        ({"method": method({**JUDGE, "model": "gpt-4o"})}, "method.reinforcement.grader.model", "gpt-4o"),
-        ({"method": method(reasoning_effort="high")}, "method.reinforcement.hyperparameters.reasoning_effort", "default"),
-        ({"method": method(n_epochs=0)}, "method.reinforcement.hyperparameters.n_epochs", "greater"),
-        ({"method": method(rounds=1)}, "method.reinforcement.hyperparameters.rounds", "rounds"),
-        ({"hyperparameters": {"n_epochs": 1}}, "hyperparameters", "method.supervised"),
-        ({"integrations": [{"type": "wandb", "wandb": {"project": "x"}}]}, "integrations", "integrations"),
-        ({"suffix": "a/b"}, "suffix", "suffix"),
-        ({"seed": -1}, "seed", "seed"),
-        ({"extra_body": {"reward_model": 1}}, "reward_model", "reward_model"),
-        ({"extra_body": {"motet": {"steps": 3}}}, "motet.steps", "other fields"),
-        ({"extra_body": {"motet": {"data": {"source": "toy:add"}}}}, "motet.data", "other fields"),
-        ({"extra_body": {"motet": {"sampling": {"tokens": 3}}}}, None, "sampling.tokens"),
-        ({"extra_body": {"motet": {"sampling": 3}}}, None, "sampling"),
-    ],
-)  # fmt: skip
-def test_what_is_not_supported_is_a_400_that_names_it(
-    house: House, client: openai.OpenAI, change: Json, param: str | None, words: str
-) -> None:
-    before = house.store.counts()
-    asked: Json = {"model": "small", "training_file": uploaded(client, rows(*WORDS)), "method": method(), **change}
-    with pytest.raises(openai.BadRequestError) as refusal:
-        client.fine_tuning.jobs.create(**asked)
-    assert (refusal.value.param, words in refusal.value.message) == (param, True), refusal.value.message
-    assert house.store.counts() == before
 
 
 def test_rows_that_cannot_be_used_are_refused_with_their_number(client: openai.OpenAI) -> None:

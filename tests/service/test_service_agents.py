@@ -361,10 +361,3 @@ def test_what_an_agent_was_answered_is_charged_though_its_job_is_cancelled_befor
     (line,) = [one for one in service.ask("GET", "/v1/usage")["data"] if one["name"] == "left"]
     told = sum(body["usage"]["completion_tokens"] for _, body in answers)
     assert line["tokens_sampled"] == told > 0
-
-
-def test_an_agents_class_on_the_server_is_refused_and_says_where_agents_run(service: Service) -> None:
-    refusal = service.refused(400, "POST", "/v1/jobs", json=job("odd", "agent.py:run"))
-    assert "motet agent" in refusal["message"]
-    slow = {"name": "agent", "wall_seconds": 7200}
-    assert "wall_seconds" in service.refused(403, "POST", "/v1/jobs", json=job("odd", "x", environment=slow))["message"]

@@ -229,16 +229,6 @@ def test_json_has_so_many_values(house: House, what: str, kind: str) -> None:
     assert f"{what} at most" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "most"), [("/v1/submissions", 2**16), ("/v1/jobs/ended/work/rewards/results", 2**15), ("/v1/check", 2**15)]
-)
-def test_only_prompts_have_more_values_than_other_bodies(house: House, path: str, most: int) -> None:
-    for number in ("1", "0.5", "null"):
-        body = b'{"results": [' + ",".join([number] * most).encode() + b"]}"
-        error = house.refused(413, "POST", path, content=body, headers={"content-type": "application/json"})
-        assert f"{most} values at most" in error["message"]
-
-
 def test_a_score_is_read_as_the_one_kind_that_it_is() -> None:
     """To try each kind for each of many whole numbers takes twenty times as long."""
     scores = [1, 0.5, True, None, "1.5", {"chance": "late"}, {"score": 2}]

@@ -452,7 +452,6 @@ def test_values_of_a_stranger_are_few(house: House) -> None:
     head = {"content-type": "application/json"}
     for key in ("none", "wrong"):
         house.refused(401, "POST", "/v1/submissions", key, content=body, headers=head)
-    house.refused(413, "POST", "/v1/jobs", content=json.dumps({"jobs": [0.5] * 2**16}), headers=head)
 
 
 def test_many_jobs_with_many_texts_each_are_read(house: House) -> None:

@@ -308,15 +308,6 @@ def test_what_is_shared_with_all_is_for_all(house: House) -> None:
     house.refused(404, "GET", "/v1/adapters/us/ended/download", "theirs")
 
 
-def test_a_share_needs_something_and_somebody(house: House) -> None:
-    for body, status, param in (
-        ({"name": "nothing", "tenant": "them"}, 404, "name"),
-        ({"name": "ended", "tenant": "no-such"}, 404, "tenant"),
-        ({"name": "ended", "tenant": "us"}, 400, "tenant"),
-    ):
-        assert house.refused(status, "POST", "/v1/shares", json=body)["param"] == param
-
-
 def test_what_is_removed_is_shared_no_longer(house: House) -> None:
     job = house.ask("POST", "/v1/jobs", json=tiny("gone")).json()
     house.recorder.record_state(job["id"], JobState.CANCELLED, "")
@@ -330,7 +321,6 @@ def test_what_is_removed_is_shared_no_longer(house: House) -> None:
 
 
 def test_changes_are_written_down_for_admins(house: House) -> None:
-    house.refused(403, "GET", "/v1/audit", "theirs")
     job = house.ask("POST", "/v1/jobs", "third", json=tiny("seen")).json()["id"]
     house.ask("POST", f"/v1/jobs/{job}/pause", "third")
     house.ask("POST", f"/v1/jobs/{job}/cancel", "admin")
@@ -342,7 +332,6 @@ def test_changes_are_written_down_for_admins(house: House) -> None:
     assert [one["action"] for one in mine] == ["pause", "submit"]
     older = house.ask("GET", f"/v1/audit?limit=1&after={found['next']}", "admin").json()["data"]
     assert older[0]["id"] < found["data"][-1]["id"]
-    house.refused(404, "GET", "/v1/audit?tenant=nobody-at-all", "admin")
 
 
 CHANGES: list[tuple[str, str, Json]] = [

@@ -200,33 +200,6 @@ def test_a_job_text_is_read_as_motet_submit_reads_it(house: House) -> None:
     assert house.ask("POST", "/v1/jobs", json=found[0]).status_code == 201
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("name: a\ndata: toy:add\nreward: exact\ncolour: red\n", "colour"),
-        ("name: a\ndata: /etc/passwd\nreward: exact\n", "data.source"),
-        ("base: other\njobs: [{name: a, data: 'toy:add', reward: exact}]", "'other'"),
-        ("jobs: 3", "`jobs` must be a list"),
-        ("- a\n- b", "write a job"),
-        ("", "write a job"),
-        ("{", "cannot be read as YAML or JSON"),
-        ("[" * 64_000, "nested more than 32 deep"),
-        ("{a: " * 16_000, "nested more than 32 deep"),
-        ("- " * 32_000, "nested more than 32 deep"),
-        ("name: a\nwhen: 2001-12-14", "not a value that JSON has"),
-        ("name: a\nset: !!set {a, b}", "not a value that JSON has"),
-        ("name: a\n1: b", "the name 1 is not text"),
-        ("jobs: [{name: a}]\nsweep: {seed: [" + "1, " * 199 + "1], x: [" + "y" * 30_000 + "]}", "characters together"),
-        ("jobs: [" + "{}, " * 100 + "]\ndefaults: {x: " + "y" * 30_000 + "}", "characters together"),
-        ("a: &x [1]\nb: [*x, *x]", "aliases"),
-        ("jobs: [{name: a}]\nsweep: {seed: [" + "1, " * 300 + "1]}", "301 jobs"),
-        ("a: 2001-99-99", "cannot be read as YAML or JSON"),
-    ],
-)  # fmt: skip
-def test_a_text_that_holds_no_job_is_told(house: House, text: str, words: str) -> None:
-    assert words in house.refused(400, "POST", "/v1/check", json={"text": text})["message"]
-
-
 @pytest.mark.parametrize("opened", ["[", "{a: ", "- ", "? ", "[[a, "])
 def test_a_text_of_many_lists_in_each_other_takes_no_time(opened: str) -> None:
     started = time.process_time()

@@ -156,28 +156,8 @@ def test_a_body_that_cannot_be_read_is_a_400(house: House) -> None:
         house.refused(400, "POST", f"{PREFIX}/save_weights", content=body)
 
 
-@pytest.mark.parametrize(
-    ("route", "odd"),
-    [
-        ("asample", {"seq_id": "1" * 2000}),
-        ("asample", {"type": "\ud800"}),
-        ("asample", {"sampling_params": {"max_tokens": 1, "stop": "\ud800"}}),
-        ("asample", {"sampling_params": {"max_tokens": 1, "stop": ["\ud800"]}}),
-        ("asample", {"sampling_params": {"max_tokens": 1, "stop": [2**63]}}),
-        ("asample", {"sampling_params": {"max_tokens": 1, "top_k": 2**31}}),
-        ("weights_info", {"tinker_path": "tinker://\ud800/weights/x"}),
-    ],
-    ids=["digits", "type", "stop", "stops", "stop ids", "top_k", "path"],
-)
-def test_what_no_text_and_no_number_holds_is_a_400(house: House, route: str, odd: dict[str, Any]) -> None:
-    sample = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "base_model": "base"}
-    body = odd if route == "weights_info" else {**sample, **odd}
-    house.refused(400, "POST", f"{PREFIX}/{route}", **plainly(body))
-
-
 @pytest.mark.parametrize("route", ["training_runs", "checkpoints", "sessions"])
-def test_a_page_begins_at_a_number_that_a_database_holds(house: House, route: str) -> None:
-    house.refused(400, "GET", f"{PREFIX}/{route}", params={"offset": str(2**53 + 1)})
+def test_page_begins_at_the_largest_number_that_a_database_holds(house: House, route: str) -> None:
     assert house.ask("GET", f"{PREFIX}/{route}", params={"offset": str(2**53)}).is_success
 
 
@@ -294,11 +274,6 @@ def test_a_client_that_says_nothing_for_a_day_has_finished(house: House) -> None
         leases.renew(alive.partition(":")[0])
         leases.end_silent()
     assert [journal(house, model).finished for model in (silent, alive)] == [True, False]
-
-
-def test_a_job_that_waits_for_a_client_is_not_submitted(house: House) -> None:
-    job = {"name": "mine", "data": "toy:add", "algorithm": "client"}
-    assert "only a client makes such a job" in house.refused(400, "POST", "/v1/jobs", json=job)["message"]
 
 
 def test_a_model_has_no_rows_and_every_other_job_needs_some(house: House) -> None:
