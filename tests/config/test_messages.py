@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.config import JobConfig
+from motet.config import DataConfig, JobConfig
 from motet.config.jobfile import parse_jobs, validate
 from motet.config.told import told
 from motet.core.errors import MotetError
+from motet.data.dataset import load_dataset
 from motet.hosts.checks import check_run
+from tests.support.tables import read, table
 
 pytestmark = pytest.mark.tier1
 
-TABLE = tomllib.loads((Path(__file__).parents[1] / "messages.toml").read_text(encoding="utf-8"))
 FILES = {
     "rewards.py": "def reward(problem, completion):\n    return 1.0\n",
     "broken.py": "def reward(problem, completion):\n    return (1.0\n",
@@ -49,6 +49,17 @@ def checked(**fields: Any) -> object:
     return check_run(validate({"base": "small", "run": "run", "jobs": [{**JOB, "data": FEW}], **fields}, ""))
 
 
+def load_rows(fields: dict[str, Any]) -> object:
+    """Rows of data."""
+    return load_dataset(DataConfig(**{"holdout": 0, **fields}))
+
+
+def load_file(name: str, content: str) -> object:
+    """Rows of a file; a lone surrogate stands for a byte that is no UTF-8."""
+    Path(name).write_bytes(content.encode(errors="surrogateescape"))
+    return load_rows({"source": name})
+
+
 READ: dict[str, Callable[[str], object]] = {
     "job": lambda text: parse_jobs(yaml.safe_dump({"base": "small", "jobs": [job(text)]}), "jobs.yaml"),
     "file": lambda text: parse_jobs(text, "jobs.yaml"),
@@ -56,6 +67,8 @@ READ: dict[str, Callable[[str], object]] = {
     "set": lambda text: parse_jobs(yaml.safe_dump({"base": "small", "jobs": [LISTED]}), "", (text,)),
     "before": lambda text: checked(jobs=[job(text, name="a", data=FEW, steps=1)]),
     "run": lambda text: checked(**yaml.safe_load(text)),
+    "rows": lambda text: load_rows(read(text)),
+    "files": lambda text: load_file(*read(text)),
 }
 
 
@@ -69,7 +82,8 @@ def message(kind: str, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "field", "words"), [(kind, *row) for kind, rows in TABLE.items() for row in rows]
+    ("kind", "text", "field", "words"),
+    [(kind, *row) for kind, rows in table("messages").items() for row in rows if kind != "learned"],
 )
 def test_message_names_field_and_cure(
     kind: str, text: str, field: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

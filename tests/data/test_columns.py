@@ -136,32 +136,6 @@ def test_a_column_with_more_different_values_is_told() -> None:
     assert [problem.answer for problem in read(rows, answer="solution").train] == [f"{i}" for i in range(9)]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"answer": "reward_model.truth"},
-            r"no row has 'reward_model\.truth' \(data\.answer\)\. .*reward_model\.ground_truth",
-        ),
-        ({"answer": "rewards.truth"}, r"row 1 has no column 'rewards\.truth' \(data\.answer\)"),
-        ({"answer": "prompt.9.content"}, r"no row has 'prompt\.9\.content'"),
-        (
-            {"prompt": "extra_info.question"},
-            r"row 1 has no column 'extra_info\.question' \(data\.prompt\).*extra_info\.index",
-        ),
-        ({"template": "a{extra_info.id}"}, r"no row has 'extra_info\.id' \(data\.template\)"),
-        ({"order": "extra_info.level"}, r"data\.order 'extra_info\.level': .* row 1 has nothing there"),
-        (
-            {"pools": {"column": "extra_info.x", "weights": {"a": 1}}},
-            r"row 1 has no column 'extra_info\.x'.*extra_info\.index",
-        ),
-    ],
-)
-def test_a_path_that_leads_nowhere_is_refused(fields: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        read([VERL], **{"prompt": "prompt", **fields} if "template" not in fields else fields)
-
-
 class CountedRow(dict[str, Any]):
     """A row that counts how often a name is looked up in it."""
 

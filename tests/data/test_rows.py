@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from motet.core.token_ids import TokenIds
 from motet.data.dataset import load_dataset
 from motet.data.rows import MOST_TOKENS, limited, longest_row, row_of
 from tests.support.scripted_model import byte_tokenizer
+from tests.support.tables import read, table
 
 pytestmark = pytest.mark.tier1
 
@@ -167,58 +167,11 @@ def test_thumbs_and_a_teachers_probabilities() -> None:
     np.testing.assert_allclose(example.shares[-2:], [[0.7310586, 0.2689414], [0.5, 0.5]], rtol=1e-6)
 
 
-def teacher(ids: list[list[int]], logprobs: list[list[float]]) -> dict[str, Any]:
-    return {"prompt": "Sky?", "token_ids": [1], "top_ids": ids, "top_logprobs": logprobs}
-
-
-WRONG = (
-    ("answer", {"prompt": "Sky?"}, "row 1 has no answer to learn"),
-    ("answer", {"messages": [*CONVERSATION[:2], {**CONVERSATION[2], "weight": 0}]}, "row 1 has nothing to learn"),
-    ("answer", {"messages": CONVERSATION, "tools": "{"}, "row 1: tools is no JSON"),
-    ("answer", {"messages": CONVERSATION, "tools": "[" * 10_000}, "row 1: tools is no JSON"),
-    (
-        "answer",
-        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 10_000}]}]},
-        "a tool call needs a function with `name`",
-    ),
-    (
-        "answer",
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a":' * 300 + "1" + "}" * 300}]}
-            ]
-        },
-        "a tool call needs a function with `name`",
-    ),
-    ("answer", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "only an assistant calls tools"),
-    ("answer", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a tool call needs a function with `name`"),
-    (
-        "answer",
-        {"messages": [{"role": "assistant", "content": "x", "weight": 2}]},
-        "weight of a message must be 0 or 1",
-    ),
-    ("pair", {"prompt": "Sky?", "chosen": "Blue."}, "row 1 has no rejected"),
-    ("pair", {"prompt": "Sky?", "chosen": "Blue.", "rejected": "Blue."}, "chosen and rejected are the same"),
-    (
-        "pair",
-        {**PAIRS[3], "rejected": [{"role": "user", "content": "Sea?"}]},
-        "rejected must begin and end with a turn of",
-    ),
-    ("thumb", {"prompt": "Sky?", "completion": "Blue.", "label": "good"}, "label must be true or false"),
-    ("thumb", {"prompt": "Sky?", "label": True}, "row 1 has no completion"),
-    ("soft", {"prompt": "Sky?", "token_ids": [1], "top_ids": [[1]]}, "row 1 needs token_ids"),
-    ("soft", teacher([[10**12]], [[0]]), "must be lists of numbers"),
-    ("soft", teacher([[]], [[]]), "row 1: top_logprobs must be finite"),
-    ("soft", teacher([[1, 2]], [[0, -math.inf]]), "row 1: top_logprobs must be finite"),
-    ("soft", teacher([[1, 2]], [[0, 1000]]), "row 1: top_logprobs must be finite"),
-    ("soft", teacher([[1, 2]], [[-1000, -1000]]), "row 1: top_logprobs must be finite"),
-)
-
-
-@pytest.mark.parametrize(("kind", "row", "message"), WRONG)
-def test_rows_that_cannot_be_learned_are_named(kind: str, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        examples([row], kind)
+@pytest.mark.parametrize(("kind", "row", "words"), table("messages")["learned"])
+def test_row_that_cannot_be_learned_is_named(kind: str, row: str, words: str) -> None:
+    with pytest.raises(DataError) as refused:
+        examples([read(row)], kind)
+    assert [word for word in words.split() if word not in str(refused.value)] == [], refused.value
 
 
 EMPTY, SAID = {"role": "user", "content": ""}, {"role": "assistant", "content": "x"}
