@@ -1,4 +1,4 @@
-"""All attacks of the red team against one service, with honest tenants beside it."""
+"""One attacker of each kind against a service with honest tenants; `refusals.toml` has what single requests are refused for."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ patience_seconds: 3
 QUIET = 15.0
 
 
-def test_forty_five_attacks_cost_their_tenant_alone(tmp_path: Path) -> None:
+def test_attacks_cost_their_tenant_alone(tmp_path: Path) -> None:
     """`MOTET_ATTACKS` names some of them, with commas between them."""
     only = os.environ.get("MOTET_ATTACKS", "")
     attacks = tuple(one for one in ATTACKS if not only or one.name in only.split(", "))
-    assert only or len(attacks) >= 45
     (expected,) = weights_of(run_alone(tmp_path / "alone", PROOF)).values()
     traps = tmp_path / "traps"
     traps.mkdir()

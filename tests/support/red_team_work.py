@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 from motet.service.tinker.parts import PREFIX
 from tests.support.breaking_out import SIGNALS
 from tests.support.red_team import Attack, Ring, listening
-from tests.support.service_run import FINAL, Json, tiny
+from tests.support.service_run import FINAL, tiny
 from tests.support.tenants import CHAT, of_agent
 from tests.support.waiting import PATIENCE
 
@@ -27,18 +27,6 @@ WIDE = ([1000] * 26, 90)
 
 
 # --- the device -----------------------------------------------------------------------------------------------------------
-
-
-def samples_that_are_too_long(ring: Ring) -> str:
-    for tokens in (2_000_000, 200_000, 30_000, 1_025):
-        body = {
-            "base_model": "small",
-            "prompt": {"chunks": [{"tokens": [7] * tokens}]},
-            "sampling_params": {"max_tokens": 1},
-        }
-        ring.refused((400, 413), "POST", f"{PREFIX}/asample", json=body)
-        ring.refused((400, 413), "POST", "/v1/completions", json={"model": "small", "prompt": [7] * tokens})
-    return "400, 413"
 
 
 def samples_without_number(ring: Ring) -> str:
@@ -104,18 +92,6 @@ def wide_gradients(ring: Ring) -> str:
     return f"cancelled in {took:.1f} s"
 
 
-def gradients_without_tokens(ring: Ring) -> str:
-    ring.tenants.limit("poor", tokens_per_day=1000)
-    client = ring.gradients("poor")
-    answers = [client.send_gradient([100], 40).status_code for _ in range(5)]
-    answers += [client.send_gradient([90]).status_code for _ in range(40)]
-    assert set(answers[:5]) == {403}, answers
-    assert 0 < answers.count(200) * 91 <= 1000, answers
-    assert 429 in answers, answers
-    client.http.post(f"/v1/jobs/{client.job}/cancel")
-    return f"{answers.count(200)} taken of 45"
-
-
 def gradients_without_room(ring: Ring) -> str:
     ring.tenants.limit("stores", storage_mb=5)
     client = ring.gradients("stores")
@@ -169,14 +145,6 @@ def many_jobs(ring: Ring) -> str:
     return f"{len(taken)} taken, then 429"
 
 
-def chains_without_end(ring: Ring) -> str:
-    jobs = [{"job": tiny(f"chain-{number}", adapter={"init": f"chain-{number - 1}"})} for number in range(1, 400)]
-    ring.refused((400, 413, 422, 429), "POST", "/v1/submissions", json={"jobs": jobs})
-    ring.refused((400, 404), "POST", "/v1/jobs", json=tiny("circle", adapter={"init": "circle"}))
-    ring.refused((400, 404, 422), "POST", "/v1/jobs?" + "&after=x" * 50, json=tiny("after"))
-    return "refused"
-
-
 def jobs_that_only_wait(ring: Ring) -> str:
     with socket.create_server(("127.0.0.1", 0)):
         names = [ring.submit(tiny(f"waits-{number}", reward={"name": "worker"})) for number in range(8)]
@@ -186,25 +154,6 @@ def jobs_that_only_wait(ring: Ring) -> str:
     for name in names:
         ring.becomes(name, *FINAL)
     return "neighbours have slots"
-
-
-def scores_of_others(ring: Ring) -> str:
-    name = ring.submit(tiny("scored", reward={"name": "worker"}))
-    path = f"/v1/jobs/{name}/work/rewards"
-    wrong: list[list[Json]] = [
-        [{"id": "x", "scores": [1.0]}], [{"id": "x", "scores": ["NaN"]}], [{}] * 1000,
-        [{"id": "x", "scores": [1e308] * 1024}] * 256,
-    ]  # fmt: skip
-    for results in wrong:
-        answer = ring.ask("POST", f"{path}/results", json={"results": results})
-        assert answer.status_code in (200, 400, 413, 422), answer.text[:300]
-    lease = ring.ask("POST", f"{path}/lease", json={"worker": "w", "most": 4, "wait_seconds": 10}).json()
-    for unit in lease["units"]:
-        bad = {"results": [{"id": unit["id"], "scores": [float(one) for one in range(900)]}]}
-        ring.ask("POST", f"{path}/results", json=bad)
-    ring.cancel(name)
-    ring.becomes(name, *FINAL)
-    return "unknown, or its own"
 
 
 def agents_that_do_as_they_like(ring: Ring) -> str:
@@ -231,17 +180,6 @@ def agents_that_do_as_they_like(ring: Ring) -> str:
 
 
 # --- the store ------------------------------------------------------------------------------------------------------------
-
-
-def files_without_room(ring: Ring) -> str:
-    ring.tenants.limit("hoards", storage_mb=3)
-    rows = b'{"prompt": "' + b"x" * 1000 + b'", "answer": "b"}\n'
-    answers = [
-        ring.ask("POST", "/v1/files", "hoards", files={"file": (f"{one}.jsonl", rows * 500)}).status_code
-        for one in range(12)
-    ]
-    assert answers.count(403) >= 6
-    return f"403 x {answers.count(403)}"
 
 
 def a_full_disk(ring: Ring) -> str:
@@ -272,22 +210,6 @@ def patterns_without_end(ring: Ring) -> str:
     name = ring.submit(tiny("pattern", reward={"name": "regex", "args": {"pattern": ENDLESS}, "cpu_seconds": 1}))
     state = ring.becomes(name, *FINAL)
     return f"{state['state']}: its own"
-
-
-def rewards_that_want_too_much(ring: Ring) -> str:
-    for field, value in (("cpu_seconds", 1e9), ("wall_seconds", 1e9), ("memory_mb", 10**8)):
-        ring.refused((400, 403), "POST", "/v1/jobs", json=tiny("much", reward={"name": "exact", field: value}))
-    ring.refused((400, 403), "POST", "/v1/jobs", json=tiny("much", reward={"name": "code", "args": {"seconds": 1e9}}))
-    ring.refused((400, 403, 422), "POST", "/v1/jobs", json=tiny("much", adapter={"rank": 10**9}))
-    for data in (
-        {"source": "toy:add", "size": 10**12},
-        {"source": "reasoning-gym:countdown", "args": {"max_numbers": 10**9}},
-    ):
-        answer = ring.ask("POST", "/v1/jobs", json=tiny(f"rows-{len(str(data))}", data=data))
-        assert answer.status_code in (201, 400, 403), answer.text[:300]
-        if answer.status_code == 201:
-            ring.cancel(answer.json()["name"])
-    return "403"
 
 
 def one(ring: Ring) -> str:
@@ -390,23 +312,17 @@ def forking_programs(ring: Ring) -> str:
 
 
 WORK = (
-    Attack("samples that are too long", "refused by length", samples_that_are_too_long),
     Attack("samples without number", "429 with Retry-After", samples_without_number),
     Attack("completions at once", "neighbours keep their share", completions_at_once),
     Attack("a job that is too big", "neighbours keep their share", a_job_that_is_too_big),
     Attack("wide gradients", "in pieces; a cancel ends them", wide_gradients),
-    Attack("gradients without tokens", "refused before they are taken", gradients_without_tokens),
     Attack("gradients without room", "403; what is kept is counted", gradients_without_room),
     Attack("odd optimizer settings", "refused, or their owner's alone", losses_that_are_none),
     Attack("many jobs", "429; cancels take effect", many_jobs),
-    Attack("chains without end", "refused", chains_without_end),
     Attack("jobs that only wait", "they give their slots away", jobs_that_only_wait),
-    Attack("scores of others", "unknown", scores_of_others),
     Attack("agents that do as they like", "their own turns alone", agents_that_do_as_they_like),
-    Attack("files without room", "403", files_without_room),
     Attack("a full disk", "507, and ready again when there is room", a_full_disk),
     Attack("patterns without end", "the job's own rewards fail", patterns_without_end),
-    Attack("rewards that want too much", "403", rewards_that_want_too_much),
     Attack("escapes from the wall", "nothing is written, read, asked or ended", escapes),
     Attack("hungry programs", "files and memory are bounded", hungry_programs),
     Attack("forking programs", "processes are bounded", forking_programs),
