@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,215 +14,10 @@ from motet.chat.template import Chat
 from motet.core.types import IntArray, TurnParts
 from motet.model.load import load_tokenizer
 
-_CHAT_ML = """
-{%- set ns = namespace(last=messages|length - 1) %}
-{%- for m in messages[::-1] %}
-  {%- set i = messages|length - 1 - loop.index0 %}
-  {%- if ns.found is not defined and m.role == 'user' %}{% set ns.found = true %}{% set ns.last = i %}{% endif %}
-{%- endfor %}
-{%- if tools %}
-  {{- '<|im_start|>system\\n' }}
-  {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
-  {{- 'INTRODUCTION' }}
-  {{- '<tools>' }}{% for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}{{- '\\n</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-  {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in messages %}
-  {%- if m.role == 'assistant' %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- set content = m.content or '' %}
-    THINKS
-    {{- content }}
-    {%- for call in m.tool_calls or [] %}
-      {%- set call = call.function or call %}
-      CALL
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-  {%- elif m.role == 'tool' %}
-    {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
-  {%- elif m.role == 'user' %}
-    {{- '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
-  {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}BEGINS{% endif %}"""
 
-_NEW_LINE = "{% if content or not loop.first %}{{- '\\n' }}{% endif %}"
-_JSON_CALL = """NEW_LINE{{- '<tool_call>\\n{"name": "' + call.name + '", "arguments": ' }}
-      {{- call.arguments if call.arguments is string else (call.arguments | tojson) }}{{- '}\\n</tool_call>' }}"""
-_XML_CALL = """NEW_LINE{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
-      {%- for key, value in call.arguments.items() %}
-        {{- '<parameter=' + key + '>\\n' }}
-        {{- value if value is string else (value | tojson) }}{{- '\\n</parameter>\\n' }}
-      {%- endfor %}{{- '</function>\\n</tool_call>' }}"""
-_PYTHON_CALL = """{{- ('<|tool_call_start|>[' if loop.first else ', ') + call.name + '(' }}
-      {%- for key, value in call.arguments.items() %}
-        {{- (', ' if not loop.first else '') + key + '=' }}
-        {{- "'" + value + "'" if value is string else (value | tojson) if value is mapping else (value | string) }}
-      {%- endfor %}{{- ')' + (']<|tool_call_end|>' if loop.last else '') }}"""
-_DROPPED_THOUGHT = """{%- set thought = m.reasoning_content or '' %}
-    {%- if not thought and '</think>' in content %}
-      {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
-      {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-    {%- endif %}
-    {%- if loop.index0 > ns.last and (loop.last or thought) %}
-      {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
-    {%- endif %}"""
-_NO_THINKING = "{% if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
-_OPENED = (
-    "{% if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{% else %}{{- '<think>\\n' }}{% endif %}"
-)
-
-
-def _chat_ml(call: str, thinks: str = "", begins: str = "") -> str:
-    introduction = "Call tools so: " + ("<function=f>" if "<function=" in call else "<tool_call>{}</tool_call>")
-    told = _CHAT_ML.replace("INTRODUCTION", introduction)
-    return told.replace("THINKS", thinks).replace("CALL", call.replace("NEW_LINE", _NEW_LINE)).replace("BEGINS", begins)
-
-
-_GLM = """{{- '[gMASK]<sop>' }}
-{%- if tools %}{{- '<|system|>\\nTools:' }}{% for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}{% endif %}
-{%- for m in messages %}
-  {%- if m.role == 'assistant' %}
-    {{- '<|assistant|>\\n<think>' + (m.reasoning_content or '') + '</think>' }}
-    {%- if m.content %}{{- '\\n' + m.content }}{% endif %}
-    {%- for call in m.tool_calls or [] %}
-      {%- set call = call.function or call %}
-      {{- '\\n<tool_call>' + call.name + '\\n' }}
-      {%- for key, value in call.arguments.items() %}
-        {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
-        {{- value if value is string else (value | tojson) }}{{- '</arg_value>\\n' }}
-      {%- endfor %}{{- '</tool_call>' }}
-    {%- endfor %}
-  {%- elif m.role == 'tool' %}{{- '<|observation|>\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
-  {%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>' }}
-  {%- if enable_thinking is false %}{{- '\\n<think></think>' }}{% endif %}
-{%- endif %}"""
-
-_LLAMA = """{{- '<|begin_of_text|>' }}
-{%- set ns = namespace(told=false) %}
-{%- for m in messages %}
-  {%- if m.role == 'assistant' and m.tool_calls %}
-    {%- if m.tool_calls|length != 1 %}{{- raise_exception('one call at a time') }}{% endif %}
-    {%- set call = m.tool_calls[0].function %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-    {{- '{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eot_id|>' }}
-  {%- elif m.role == 'tool' %}
-    {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (m.content | tojson) + '<|eot_id|>' }}
-  {%- else %}
-    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
-    {%- if tools and m.role == 'user' and not ns.told %}
-      {%- set ns.told = true %}
-      {%- for tool in tools %}{{- (tool | tojson) + '\\n\\n' }}{% endfor %}
-    {%- endif %}
-    {{- (m.content | trim) + '<|eot_id|>' }}
-  {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-
-_MISTRAL = """{{- '<s>' }}
-{%- if tools %}{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
-{%- for m in messages %}
-  {%- if m.role == 'user' %}{{- '[INST]' + m.content + '[/INST]' }}
-  {%- elif m.role == 'system' %}{{- '[SYSTEM_PROMPT]' + m.content + '[/SYSTEM_PROMPT]' }}
-  {%- elif m.role == 'tool' %}{{- '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
-  {%- else %}
-    THINKS
-    {{- m.content or '' }}
-    {%- if m.tool_calls %}CALLS{% endif %}
-    {{- '</s>' }}
-  {%- endif %}
-{%- endfor %}"""
-_LISTED = """{{- '[TOOL_CALLS][' }}
-      {%- for call in m.tool_calls %}
-        {%- if (call.id | string | length) != 9 %}{{- raise_exception('ids have nine letters') }}{% endif %}
-        {{- (', ' if not loop.first else '') + '{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- (call.function.arguments | tojson) + ', "id": "' + call.id + '"}' }}
-      {%- endfor %}{{- ']' }}"""
-_NAMED = """{% for call in m.tool_calls %}
-        {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}
-        {{- call.function.arguments if call.function.arguments is string else (call.function.arguments | tojson) }}
-      {%- endfor %}"""
-_THINK_TOKENS = "{% if m.reasoning_content %}{{- '[THINK]' + m.reasoning_content + '[/THINK]' }}{% endif %}"
-
-_HARMONY = """{{- '<|start|>system<|message|>You are a model.\\n\\nReasoning: medium\\n\\n' }}
-{{- '# Valid channels: analysis, commentary, final.<|end|>' }}
-{%- if tools %}
-  {{- '<|start|>developer<|message|># Tools\\n\\nnamespace functions {' }}
-  {%- for tool in tools %}{{- '\\ntype ' + tool.function.name + ' = (_: any) => any;' }}{% endfor %}{{- '\\n}<|end|>' }}
-{%- endif %}
-{%- set ns = namespace(tool=none) %}
-{%- for m in messages %}
-  {%- if m.role == 'assistant' %}
-    {%- set thought = m.thinking or '' %}
-    {%- if m.tool_calls %}
-      {%- if m.content and thought %}{{- raise_exception('both content and thinking beside a call') }}{% endif %}
-      {%- set call = m.tool_calls[0].function or m.tool_calls[0] %}
-      {%- set ns.tool = call.name %}
-      {%- if m.content or thought %}
-        {{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or thought) + '<|end|>' }}
-      {%- endif %}
-      {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
-      {{- call.arguments if call.arguments is string else (call.arguments | tojson) }}{{- '<|call|>' }}
-    {%- elif loop.last and not add_generation_prompt %}
-      {%- if thought %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + thought + '<|end|>' }}{% endif %}
-      {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
-    {%- else %}
-      {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
-    {%- endif %}
-  {%- elif m.role == 'tool' %}
-    {%- if ns.tool is none %}{{- raise_exception('no call before this result') }}{% endif %}
-    {{- '<|start|>functions.' + ns.tool + ' to=assistant<|channel|>commentary<|message|>' + (m.content | tojson) + '<|end|>' }}
-  {%- elif m.role == 'user' %}{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
-  {%- else %}{{- '<|start|>developer<|message|># Instructions\\n\\n' + m.content + '<|end|>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}"""
-
-
-_DEEPSEEK = """{{- '<｜begin▁of▁sentence｜>' }}
-{%- set ns = namespace(asked=false) %}
-{%- for m in messages %}{% if m.role == 'system' %}{{- m.content }}{% endif %}{% endfor %}
-{%- if tools %}{{- '\\n\\n## Tools' }}{% for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}{% endif %}
-{%- for m in messages %}
-  {%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}{% set ns.asked = true %}
-  {%- elif m.role == 'tool' %}{{- '<｜tool▁output▁begin｜>' + m.content + '<｜tool▁output▁end｜>' }}
-  {%- elif m.role == 'assistant' %}
-    {%- if ns.asked %}{{- '<｜Assistant｜></think>' }}{% endif %}
-    {%- set ns.asked = false %}
-    {{- m.content or '' }}
-    {%- if m.tool_calls %}
-      {{- '<｜tool▁calls▁begin｜>' }}
-      {%- for call in m.tool_calls %}
-        {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}
-        {{- '<｜tool▁call▁end｜>' }}
-      {%- endfor %}{{- '<｜tool▁calls▁end｜>' }}
-    {%- endif %}
-    {{- '<｜end▁of▁sentence｜>' }}
-  {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt and ns.asked %}
-  {{- '<｜Assistant｜>' + ('<think>' if enable_thinking else '</think>') }}
-{%- endif %}"""
-_KIMI = """{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + (tools | tojson) + '<|im_end|>' }}{% endif %}
-{%- for m in messages %}
-  {%- if m.role == 'assistant' %}
-    {{- '<|im_assistant|>assistant<|im_middle|><think>' + (m.reasoning_content or '') + '</think>' + (m.content or '') }}
-    {%- if m.tool_calls %}
-      {{- '<|tool_calls_section_begin|>' }}
-      {%- for call in m.tool_calls %}
-        {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
-        {{- call.function.arguments if call.function.arguments is string else (call.function.arguments | tojson) }}
-        {{- '<|tool_call_end|>' }}
-      {%- endfor %}{{- '<|tool_calls_section_end|>' }}
-    {%- endif %}
-  {%- elif m.role == 'tool' %}
-    {{- '<|im_system|>tool<|im_middle|>## Return of ' + m.tool_call_id + '\\n' + m.content }}
-  {%- else %}{{- '<|im_' + m.role + '|>' + m.role + '<|im_middle|>' + m.content }}{% endif %}
-  {{- '<|im_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}"""
+def template(name: str) -> str:
+    """Read one of `tests/support/templates/`."""
+    return (Path(__file__).with_name("templates") / f"{name}.jinja").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -278,34 +74,24 @@ _DEEPSEEK_SPECIAL = (
 _KIMI_SPECIAL = ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
 
 SPEAKERS = {
-    "qwen25": Speaker(_chat_ml(_JSON_CALL), "hermes", _TOOL_CALL),
-    "qwen3": Speaker(
-        _chat_ml(_JSON_CALL, _DROPPED_THOUGHT, _NO_THINKING), "hermes", (*_THINK, *_TOOL_CALL), thought=_THINK
-    ),
-    "qwen3_coder": Speaker(_chat_ml(_XML_CALL), "qwen3_coder", _TOOL_CALL),
-    "qwen35": Speaker(
-        _chat_ml(_XML_CALL, _DROPPED_THOUGHT, _OPENED), "qwen3_coder", (*_THINK, *_TOOL_CALL), thought=_THINK,
-        opened="<think>\n",
-    ),
-    "glm": Speaker(_GLM, "glm", _GLM_TOKENS, _GLM_SPECIAL, end="<|user|>", thought=_THINK),
-    "llama3": Speaker(_LLAMA, "llama3_json", (), _LLAMA_SPECIAL, end="<|eot_id|>"),
-    "mistral_old": Speaker(
-        _MISTRAL.replace("THINKS", "").replace("CALLS", _LISTED), "mistral", (), _MISTRAL_SPECIAL, end="</s>"
-    ),
+    "qwen25": Speaker(template("qwen25"), "hermes", _TOOL_CALL),
+    "qwen3": Speaker(template("qwen3"), "hermes", (*_THINK, *_TOOL_CALL), thought=_THINK),
+    "qwen3_coder": Speaker(template("qwen3_coder"), "qwen3_coder", _TOOL_CALL),
+    "qwen35": Speaker(template("qwen35"), "qwen3_coder", (*_THINK, *_TOOL_CALL), thought=_THINK, opened="<think>\n"),
+    "glm": Speaker(template("glm"), "glm", _GLM_TOKENS, _GLM_SPECIAL, end="<|user|>", thought=_THINK),
+    "llama3": Speaker(template("llama3"), "llama3_json", (), _LLAMA_SPECIAL, end="<|eot_id|>"),
+    "mistral_old": Speaker(template("mistral_old"), "mistral", (), _MISTRAL_SPECIAL, end="</s>"),
     "magistral": Speaker(
-        _MISTRAL.replace("THINKS", _THINK_TOKENS).replace("CALLS", _NAMED), "mistral", (),
-        (*_MISTRAL_SPECIAL, "[ARGS]", "[THINK]", "[/THINK]"), end="</s>", thought=("[THINK]", "[/THINK]"),
+        template("magistral"), "mistral", (), (*_MISTRAL_SPECIAL, "[ARGS]", "[THINK]", "[/THINK]"), end="</s>",
+        thought=("[THINK]", "[/THINK]"),
     ),
-    "gpt_oss": Speaker(_HARMONY, "harmony", (), _HARMONY_SPECIAL, end="<|return|>"),
+    "gpt_oss": Speaker(template("gpt_oss"), "harmony", (), _HARMONY_SPECIAL, end="<|return|>"),
     "deepseek": Speaker(
-        _DEEPSEEK, "deepseek_v3", (*_THINK, *DEEPSEEK.tags), _DEEPSEEK_SPECIAL, end="<｜end▁of▁sentence｜>", thought=_THINK,
-        drops_thoughts=True,
+        template("deepseek"), "deepseek_v3", (*_THINK, *DEEPSEEK.tags), _DEEPSEEK_SPECIAL, end="<｜end▁of▁sentence｜>",
+        thought=_THINK, drops_thoughts=True,
     ),
-    "lfm2": Speaker(
-        _chat_ml(_PYTHON_CALL, _DROPPED_THOUGHT),
-        "lfm2", (*_THINK, "<|tool_call_start|>", "<|tool_call_end|>"), thought=_THINK,
-    ),
-    "kimi": Speaker(_KIMI, "kimi_k2", (*_THINK, *KIMI.tags), _KIMI_SPECIAL, thought=_THINK),
+    "lfm2": Speaker(template("lfm2"), "lfm2", (*_THINK, "<|tool_call_start|>", "<|tool_call_end|>"), thought=_THINK),
+    "kimi": Speaker(template("kimi"), "kimi_k2", (*_THINK, *KIMI.tags), _KIMI_SPECIAL, thought=_THINK),
 }  # fmt: skip
 
 
