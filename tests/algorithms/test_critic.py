@@ -23,6 +23,7 @@ from motet.core.batch import AdamW, Batch, LossInputs
 from motet.core.errors import AdapterError
 from motet.runtime.slots import Claim, admitted
 from motet.training.arena import HEAD
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.critics import critic_trainer, value_segment
 from tests.support.fake_run import metrics, records, weights
@@ -91,7 +92,7 @@ def test_gradients_of_values_equal_plain_pytorch(name: str, tmp_path: Path) -> N
     trainer = critic_trainer(base)
     trainer.save_adapter("a", tmp_path, optimizer=False)
     model: Any = PeftModel.from_pretrained(tiny.stock("llama"), tmp_path, is_trainable=True)
-    arena = trainer._arena("a")
+    arena = inside.arena(trainer, "a")
     assert arena.values is not None
     head = arena.values.clone().requires_grad_()
     total = torch.zeros(())
@@ -126,7 +127,7 @@ def test_scoring_takes_no_memory_for_a_gradient() -> None:
     trainer.optim_step("a", AdamW(1e-3))
     trainer.forward(batch)
     assert trainer.values("a") is not None
-    assert trainer._arena("a")._gradient is None
+    assert inside.arena(trainer, "a")._gradient is None
 
 
 def test_heads_add_up_in_the_order_of_segments_however_they_are_batched() -> None:
@@ -137,7 +138,7 @@ def test_heads_add_up_in_the_order_of_segments_however_they_are_batched() -> Non
     together.forward_backward(Batch((*parts, make_segment("b"))))
     for part in parts:
         apart.forward_backward(Batch((part,)))
-    assert torch.equal(together._arena("a").gradient, apart._arena("a").gradient)
+    assert torch.equal(inside.arena(together, "a").gradient, inside.arena(apart, "a").gradient)
 
 
 def test_head_and_moments_are_saved_and_go_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_head_and_moments_are_saved_and_go_on_with_the_same_bits(tmp_path: Path)
     for trainer in (whole, again):
         trainer.forward_backward(Batch((segment, make_segment("b"))))
         trainer.optim_step("a", adamw)
-    assert torch.equal(whole._arena("a").masters, again._arena("a").masters)
+    assert torch.equal(inside.arena(whole, "a").masters, inside.arena(again, "a").masters)
     (tmp_path / HEAD).unlink()
     with pytest.raises(AdapterError, match=f"{HEAD} cannot be read"):
         again.load_adapter("a", tmp_path, optimizer=True)

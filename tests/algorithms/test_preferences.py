@@ -26,6 +26,7 @@ from motet.core.errors import ConfigError
 from motet.rewards.reward_http import Addresses
 from motet.rewards.reward_walls import Walls
 from motet.service.jobs.validation import Allowed, validated
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.fake_run import metrics, records, weights
 from tests.support.processes import ending
@@ -114,7 +115,7 @@ def test_gradients_equal_plain_pytorch(algorithm: Preference, rows: list[Row], p
     for segment in weighed.segments("a", algorithm, 1.0, budget=10):  # a sample to each: a pair need not lie in one cut
         trainer.forward_backward(Batch((segment,)))
     wanted = {name: parameter.grad for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    for path, pair in trainer._arena("a").layout.views(gradient(trainer, "a")).items():
+    for path, pair in inside.arena(trainer, "a").layout.views(gradient(trainer, "a")).items():
         for side, ours in zip("AB", pair, strict=True):
             want = wanted[f"base_model.model.{path}.lora_{side}.default.weight"]
             assert want is not None

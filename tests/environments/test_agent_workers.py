@@ -31,6 +31,7 @@ from motet.service.events import EventBus
 from motet.service.schemas.workers import LeaseRequest
 from motet.service.workers.agents import MOST_LOST, MOST_OPEN, AgentWorkers
 from motet.service.workers.attached import MOST_LEASED
+from tests.support import inside
 from tests.support.captured import none_scored
 from tests.support.house import open_house
 from tests.support.openai_requests import hostile
@@ -101,7 +102,7 @@ class Bench:
         """All workers have been silent for too long."""
         for one in self.workers._open.values():
             one.leased_until = 0.0
-        for seen in self.workers._seen.values():
+        for seen in inside.attached(self.workers).values():
             seen.update(dict.fromkeys(seen, -1e9))
 
     async def lease(self, worker: str = "w", most: int = 1, owner: str = "key") -> list[str]:
@@ -174,7 +175,7 @@ def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, caplog: pytest.Lo
 
 def test_workers_may_be_forgotten_by_two_threads_at_once(tmp_path: Path) -> None:
     async def work(on: Bench) -> None:
-        on.workers._seen["job"] = Raced(gone=-1e9)
+        inside.attached(on.workers)["job"] = Raced(gone=-1e9)
         assert on.workers.attached("job") == 0
 
     bench(tmp_path, work)

@@ -51,7 +51,7 @@ from motet.process.alive import SILENT
 from motet.process.channel import LONGEST_LINE, Alive, ChannelMessage, Child, encode
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import Rule
-from tests.support import hungry_host
+from tests.support import hungry_host, inside
 from tests.support.memory_limit import memory_limit
 from tests.support.service_run import tiny
 from tests.support.waiting import PATIENCE, until
@@ -77,7 +77,7 @@ def test_whoever_runs_a_service_reads_what_the_engine_notes_of_its_base(
     async def started() -> HostLink:
         host = HostLink(0, START, tmp_path / "engine.log", ThreadPoolExecutor(1))
         host._handlers = handlers(list)
-        await host._handle(HostReady([note]))
+        await inside.handle(host, HostReady([note]))
         return host
 
     with caplog.at_level(logging.WARNING):
@@ -95,7 +95,7 @@ def test_a_job_that_was_kept_and_not_handed_over_is_found_though_nothing_changes
         client.start(handlers(lambda: list(kept)))
         (host,) = client.hosts
         host.ready = True
-        client._hear(host, HostReady([]))
+        inside.hear(client, host, HostReady([]))
         await until(lambda: not client._unplaced)  # all that there was has been read
         kept.append(AddJob({"name": "late"}, Wanted.RUN, 0, "us", Rule(), 1, ""))
         await until(lambda: client.jobs.on(host) == 1, PATIENCE)

@@ -43,6 +43,7 @@ from motet.service.database.tenants import Principal
 from motet.service.jobs.submissions import GivenJob
 from motet.service.settings import Settings
 from motet.service.tenants.ledger import Ledger
+from tests.support import inside
 from tests.support.base_servers import BaseServer, base_servers
 from tests.support.commands import Motet
 from tests.support.house import open_house
@@ -290,18 +291,18 @@ def test_open_jobs_are_read_again_only_where_one_could_be_placed(tmp_path: Path)
         client.start(handlers)
         here, down = client.hosts
         here.ready = True
-        client._hear(here, HostReady([]))
+        inside.hear(client, here, HostReady([]))
         await until(lambda: client.jobs.on(here) == 1)
         assert reads[0] == 1
         for _ in range(20):
-            client._hear(here, JobChanged("a1", JobState.RUNNING, ""))
+            inside.hear(client, here, JobChanged("a1", JobState.RUNNING, ""))
             await asyncio.sleep(0.005)
         assert reads[0] == 1, "all open jobs were read at each event"
         jobs.pop(0)
-        client._hear(here, JobChanged("a1", JobState.SUCCEEDED, ""))  # its tenant may have another out
+        inside.hear(client, here, JobChanged("a1", JobState.SUCCEEDED, ""))  # its tenant may have another out
         await until(lambda: client.jobs.on(here) == 1 and reads[0] == 2)
         down.ready = True
-        client._hear(down, HostReady([]))
+        inside.hear(client, down, HostReady([]))
         await until(lambda: client.jobs.on(down) == 1)
         await client.kill()
 
@@ -321,13 +322,13 @@ def test_what_is_asked_of_a_job_counts_although_its_host_lets_it_go_while_open_j
             read = [AddJob({"name": "moves"}, reads[-1], 0, "ann", Rule(running=1), 1, "")]
             if len(reads) == 2:  # somebody pauses it now, and its host lets it go
                 client.send(SteerJob("moves", Wanted.PAUSE))
-                loop.call_soon_threadsafe(client._hear, host, Released("moves"))
+                loop.call_soon_threadsafe(inside.hear, client, host, Released("moves"))
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
             return read
 
         client.start(HostHandlers(open_jobs, lambda _: None))
         host.ready = True
-        client._hear(host, HostReady([]))
+        inside.hear(client, host, HostReady([]))
         await until(lambda: client.has("moves"))
         client.send(SetRule("ann", Rule(running=2)))  # the open jobs are read once more
         await until(lambda: len(reads) >= 3 and client.has("moves"))
@@ -346,7 +347,7 @@ def test_a_base_that_comes_while_the_database_is_away_takes_questions(tmp_path: 
         client = Hosts([StartHost("a", "", {}, {}, {}, [], 1.0, ANY_SIZE, serves="a")], tmp_path, _no_machine)
         client.start(HostHandlers(open_jobs, lambda _: None))
         client.hosts[0].ready = True
-        client._hear(client.hosts[0], HostReady([]))
+        inside.hear(client, client.hosts[0], HostReady([]))
         async with asyncio.timeout(PATIENCE):
             await client.there["a"].wait()
         await client.kill()

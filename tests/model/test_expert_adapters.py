@@ -29,6 +29,7 @@ from motet.model.peft_io import examine, file_views
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.runtime.rundir import RunDirectory
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.peft_files import close, export, load, peft_logits, randomise
 from tests.support.segments import SHAPES, gradient, make_segment, plain_loss, run_steps, sampler_logprobs
@@ -52,7 +53,7 @@ def make_trainer(base: LoraModel, names: str, *, recompute: bool = False) -> Tor
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=TARGETS[name]), seed=ord(name))
         masters = tiny.adapter_masters(base, rank=rank, targets=TARGETS[name], seed=ord(name))[1]
-        trainer._arena(name).set_masters(masters)
+        inside.arena(trainer, name).set_masters(masters)
     return trainer
 
 
@@ -166,7 +167,7 @@ def test_gradients_of_a_step_are_those_of_peft(tmp_path: Path) -> None:
     model = PeftModel.from_pretrained(tiny.stock(NAME), tmp_path, is_trainable=True)
     plain_loss(model, segment).backward()
     trainer.forward_backward(Batch((make_segment("b"), segment)))
-    layout = trainer._arena("a").layout
+    layout = inside.arena(trainer, "a").layout
     assert len(layout.experts) == 4
     for name, (view, shape) in file_views(layout, gradient(trainer, "a")).items():
         want = model.get_parameter(name.replace(".weight", ".default.weight")).grad

@@ -29,6 +29,7 @@ from motet.model.lora import AdapterWeights, new_vector
 from motet.model.norm import speed_up_norms
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.process.allocator import keep_freed_memory
+from tests.support import inside
 from tests.support import tiny_models as tiny
 
 pytestmark = pytest.mark.tier1
@@ -88,15 +89,15 @@ def test_weights_are_packed_where_the_operators_are_there() -> None:
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         pytest.fail("this build of torch cannot pack: is that so wherever Motet runs?")
     reorder_all(weights)
-    assert all((weight._reordered is not None) == PACKS for weight in weights)
+    assert all((inside.reordered(weight) is not None) == PACKS for weight in weights)
 
 
 def test_fp32_is_left_alone() -> None:
     weight = frozen((64, 32), False, torch.float32)
     reorder_all([weight])
-    assert weight._reordered is None
+    assert inside.reordered(weight) is None
     base = tiny.base("llama", "float32")
-    assert all(layer.fused.frozen._reordered is None for layer in base.linears.values())
+    assert all(inside.reordered(layer.fused.frozen) is None for layer in base.linears.values())
 
 
 def spoilt(where: Callable[[Tensor], bool]) -> Any:
@@ -117,8 +118,8 @@ def test_a_weight_whose_product_disagrees_stays_plain(monkeypatch: pytest.Monkey
     monkeypatch.setattr(frozen_weight, "_reordered_linear", spoilt(lambda x: x.shape == (rows, 64)))
     bad, good, same_shape = frozen((192, 64), True), frozen((96, 576), True), frozen((192, 64), True)
     reorder_all([bad, good, same_shape])
-    assert bad._reordered is same_shape._reordered is None
-    assert (good._reordered is not None) == PACKS
+    assert inside.reordered(bad) is inside.reordered(same_shape) is None
+    assert (inside.reordered(good) is not None) == PACKS
     x = torch.ones(rows, 64).bfloat16()
     assert torch.equal(bad(x), F.linear(x, bad.weight, bad.bias))
 
@@ -131,7 +132,7 @@ def test_without_the_operators_everything_stays_plain(monkeypatch: pytest.Monkey
     monkeypatch.setattr(FrozenWeight, "reorder", missing)
     weight, same_shape = (frozen((64, 32), True) for _ in range(2))
     reorder_all([weight, same_shape])
-    assert weight._reordered is same_shape._reordered is None
+    assert inside.reordered(weight) is inside.reordered(same_shape) is None
     assert weight(torch.ones(4, 32).bfloat16()).shape == (4, 64)
 
 
@@ -205,7 +206,7 @@ def test_packing_changes_no_bit_of_a_base() -> None:
     for layer in plain.linears.values():
         layer.fused.frozen.let_go()
     ids = tiny.tokens(30)
-    assert any(layer.fused.frozen._reordered is not None for layer in ours.linears.values()) == PACKS
+    assert any(inside.reordered(layer.fused.frozen) is not None for layer in ours.linears.values()) == PACKS
     assert torch.equal(tiny.packed_logits(ours, [(None, ids)])[0], tiny.packed_logits(plain, [(None, ids)])[0])
 
 

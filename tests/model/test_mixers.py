@@ -19,6 +19,7 @@ from motet.model.lora import NoAdapters
 from motet.model.mixers.functions import MixerFunctions
 from motet.model.mixers.stretches import KEPT, packed_stretches
 from motet.model.state_cache import StateCache
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.small_runs import fingerprint, job, metrics, run
@@ -199,7 +200,7 @@ def test_a_prompt_may_be_cut_anywhere(name: str, dtype: str) -> None:
             found.append(logits[: stop - start])
             assert torch.equal(logits[stop - start :][: spans[1].length], beside[parts[1][1] : parts[1][2]])
         assert torch.equal(torch.cat(found), whole)
-        for pool in cache.states._pools.values():
+        for pool in inside.state_pools(cache):
             pool[slots] = float("nan")
         for slot, own in zip(slots, blocks, strict=True):
             cache.states.give_back(slot)

@@ -24,6 +24,7 @@ from motet.model.find import SMALL_BASE
 from motet.model.lora_model import LoraModel
 from motet.rollout.embedded import EmbeddedEngine, SameTensors
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.padded import ABSENT, HOLES, ROWS, padded
 from tests.support.segments import REINFORCE, gradient
@@ -57,7 +58,7 @@ def opened(base: LoraModel) -> Iterator[EmbeddedEngine]:
 def trainer_of(base: LoraModel) -> TorchTrainer:
     trainer = TorchTrainer(base, slots=1)
     trainer.add_adapter("a", AdapterConfig(rank=4, alpha=8), 3)
-    arena = trainer._arena("a")
+    arena = inside.arena(trainer, "a")
     arena.set_masters(arena.masters.detach() + 0.02 * torch.randn(arena.layout.size, generator=torch.manual_seed(1)))
     return trainer
 

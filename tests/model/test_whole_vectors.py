@@ -19,6 +19,7 @@ from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
 from motet.model.whole_vectors import Uneven, by_whole_vectors, take_whole_vectors
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.segments import REINFORCE, gradient, make_samples
@@ -144,7 +145,7 @@ def gradients(threads: int, names: str) -> list[Tensor]:
         if name not in names:
             continue
         trainer.add_adapter(name, AdapterConfig(rank=8), seed=ord(name))
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=8, seed=ord(name))[1])
+        inside.arena(trainer, name).set_masters(tiny.adapter_masters(base, rank=8, seed=ord(name))[1])
         samples = make_samples([(3, n_rows // 4 - 3)] * 4, seed=ord(name))
         segments.append(Segment(name, samples, REINFORCE, 100.0))
     trainer.forward_backward(Batch(tuple(segments)))

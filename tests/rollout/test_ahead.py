@@ -24,6 +24,7 @@ from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.rollout.steps import NewTokens, SynchronousSteps
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.decoding import EveryThird, outcomes
@@ -99,7 +100,7 @@ class Stage:
                 break
             self.decoder.tick()
         assert self.decoder.idle, "the decoder makes progress"
-        for one in self.decoder.kept._kept:
+        for one in inside.kept_sequences(self.decoder):
             assert one.copy or len(one.blocks) == -(-len(one.token_ids) // BLOCK), "no block without a token"
         self.decoder.abort({f"job {job}" for job in range(3)})
         assert self.cache.n_free == self.cache.n_blocks, "all blocks are back"

@@ -25,6 +25,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.decoding import (
@@ -232,7 +233,7 @@ def test_non_finite_tenant_ends_with_error_and_its_blocks_do_no_harm(name, dtype
     for tokens, _, _, reason in outcomes(first, 2):
         assert (tokens, reason) == ([], FinishReason.ERROR)
     assert all("not finite" in chunk.error for chunk in first)
-    pools = [states for pair in decoder.cache._layers.values() for states in pair], decoder.cache.states._pools.values()
+    pools = inside.block_pools(decoder.cache), inside.state_pools(decoder.cache)
     for dirty in pools[: 2 if decoder.runner.base.stateful else 1]:
         assert any(states.isnan().any() for states in dirty), "the test has dirtied the cache"
     assert_as_alone([Ask(19, 9, adapter=i, seeds=(1, 2)) for i in (0, 1, 5, 3)], decoder, dtype, name)

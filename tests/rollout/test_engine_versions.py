@@ -19,6 +19,7 @@ from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine, SameTensors
 from motet.runtime.probe import Probe
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 
 PROMPT: IntArray = np.array([5, 17, 40, 9, 88, 21, 13], np.int32)
 
@@ -39,7 +40,7 @@ def trained(base: Any, strength: float) -> TorchTrainer:
     """A trainer with adapter `a` whose B is random, as after some steps."""
     trainer = TorchTrainer(base, slots=2)
     trainer.add_adapter("a", AdapterConfig(rank=4, alpha=4), 3)
-    arena = trainer._arena("a")
+    arena = inside.arena(trainer, "a")
     generator = torch.Generator().manual_seed(1)
     arena.set_masters(arena.masters.detach() + strength * torch.randn(arena.layout.size, generator=generator))
     return trainer

@@ -16,6 +16,7 @@ from motet.model.kv_cache import KVCache
 from motet.rollout.block_allocator import BlockAllocator
 from motet.rollout.kept import KeptSequences
 from motet.rollout.sequences import Prompt
+from tests.support import inside
 
 BLOCK = 4
 NAN = float("nan")
@@ -33,7 +34,7 @@ def make_cache(n_blocks: int, device: str = "cpu") -> KVCache:
 
 
 def pools(cache: KVCache) -> list[torch.Tensor]:
-    return [pool for pair in cache._layers.values() for pool in pair]
+    return inside.block_pools(cache)
 
 
 def fill(cache: KVCache, blocks: list[int], value: float) -> None:
@@ -63,7 +64,7 @@ class Owner:
 
     def right(self, cache: KVCache) -> bool:
         n_shared = self.group + 1
-        states = all(bool((pool[self.slot] == self.value).all()) for pool in cache.states._pools.values())
+        states = all(bool((pool[self.slot] == self.value).all()) for pool in inside.state_pools(cache))
         shared = holds(cache, self.blocks[:n_shared], 100.0 * self.group)
         return states and shared and holds(cache, self.blocks[n_shared:], self.value)
 
@@ -82,7 +83,7 @@ def born(cache: KVCache, owners: list[Owner], number: int, value: float) -> Owne
     if not fellows:
         fill(cache, owner.blocks[: group + 1], 100.0 * group)
     fill(cache, owner.blocks[group + 1 :], value)
-    for pool in cache.states._pools.values():
+    for pool in inside.state_pools(cache):
         pool[owner.slot] = value
     return owner
 
@@ -95,7 +96,7 @@ def give_back(cache: KVCache, owner: Owner) -> None:
         for block in owner.blocks:
             if not cache.references(block):
                 pool[block] = NAN
-    for pool in cache.states._pools.values():
+    for pool in inside.state_pools(cache):
         pool[owner.slot] = NAN
     owner.blocks, owner.slot = [], cache.states.no_slot
 

@@ -28,6 +28,7 @@ from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.runtime.generation import Generation
 from motet.runtime.versions import Versions
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.ray_nodes import cluster_of
@@ -200,14 +201,14 @@ def test_a_sequence_that_grows_takes_what_is_kept_before_it_preempts():
     stage.play([Turn(0, 27)])
     stage.play([Turn(2, 22, answers=14), Turn(3, 22, answers=14)])
     assert stage.decoder.rows.preemptions == 0
-    assert [one.episode for one in stage.decoder.kept._kept] == ["e2", "e3"]
+    assert [one.episode for one in inside.kept_sequences(stage.decoder)] == ["e2", "e3"]
     stage.end()
 
 
 def test_the_least_recently_used_goes_first_and_the_bound_holds():
     stage = Stage(BASES[0], kept=12)
     stage.play([Turn(0, 18)], [Turn(1, 18)], [Turn(2, 18)], [Turn(0, 1, forgets=8, answers=1)], [Turn(3, 18)])
-    episodes = [one.episode for one in stage.decoder.kept._kept]
+    episodes = [one.episode for one in inside.kept_sequences(stage.decoder)]
     assert episodes == ["e2", "e0", "e0", "e3"], "three blocks each, two of the last but one, which shares one"
     assert stage.decoder.cache.n_blocks - stage.decoder.cache.n_free <= 12
     stage.end()
@@ -217,7 +218,7 @@ def test_what_host_memory_lets_go_of_is_kept_no_more():
     """Also where nobody asks for it again."""
     stage = Stage(BASES[0], kept=1, host=30_000)
     stage.play(*([Turn(number, 18)] for number in range(12)))
-    there = [one for one in stage.decoder.kept._kept if one.copy is None or not one.copy.gone]
+    there = [one for one in inside.kept_sequences(stage.decoder) if one.copy is None or not one.copy.gone]
     assert 0 < len(there) == len(stage.decoder.kept) < 12
     stage.end()
 
@@ -258,11 +259,11 @@ def test_another_version_takes_nothing_over():
     before, stage.version = stage.decoder.prefilled_tokens, 2
     stage.play([Turn(0, 6)])
     assert stage.decoder.prefilled_tokens - before == 21 + 5 + 6
-    assert [one.adapter for one in stage.decoder.kept._kept] == [AdapterRef("a", 1), AdapterRef("a", 2)], (
+    assert [one.adapter for one in inside.kept_sequences(stage.decoder)] == [AdapterRef("a", 1), AdapterRef("a", 2)], (
         "e1 is still there"
     )
     stage.decoder.kept.forget_version(AdapterRef("a", 1))
-    assert [one.episode for one in stage.decoder.kept._kept] == ["e0"]
+    assert [one.episode for one in inside.kept_sequences(stage.decoder)] == ["e0"]
     stage.end()
 
 
@@ -321,7 +322,7 @@ def test_a_generation_names_its_episodes_and_lets_go_of_them() -> None:
         assert len(engine.decoder.kept) == 0, "an episode of one turn has no use for it"
         generation = replace(single, drafts={}, turns=True)
         await generation.complete(prompt, {0: 5, 1: 6}, 0, 0)
-        assert [one.episode for one in engine.decoder.kept._kept] == ["a/train/0/0/0", "a/train/0/0/1"]
+        assert [one.episode for one in inside.kept_sequences(engine.decoder)] == ["a/train/0/0/0", "a/train/0/0/1"]
         for index in (0, 1):
             await generation.release(index)
         for _ in range(2):

@@ -17,14 +17,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.config import EngineConfig
@@ -39,7 +38,9 @@ from motet.process.channel import ChannelMessage, decode, encode
 from motet.rollout.embedded import EmbeddedEngine
 from motet.rollout.sampler_link import SamplerLink
 from motet.rollout.sampler_messages import Chunks, FromSampler, LoadSampler, SampleRequest, ToSampler
+from motet.rollout.sequences import aborted
 from motet.rollout.spread import SpreadEngine
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.small_runs import REWARDS, config, fingerprint, job
@@ -56,6 +57,8 @@ LOAD = LoadSampler(
     limits=LIMITS,
     kernels=of_machine().kernels,
 )
+SHARE = 0.5
+"""Of the device's time that a second of the process counts for."""
 LONG = 200
 LONGEST = 5 * LONG
 """Tokens that take the process long enough to be met in the middle of them, also by a test that waits for a processor."""
@@ -93,10 +96,14 @@ def base() -> Any:
 
 
 @pytest.fixture(scope="module")
-def here(base: Any) -> Iterator[EmbeddedEngine]:
-    device = Device()
-    yield EmbeddedEngine(base, device, **LIMITS)
-    device.close()
+def device_here() -> Iterator[Device]:
+    with contextlib.closing(Device()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def here(base: Any, device_here: Device) -> EmbeddedEngine:
+    return EmbeddedEngine(base, device_here, **LIMITS)
 
 
 @pytest.fixture
@@ -130,7 +137,7 @@ class Begun:
 @pytest.fixture(scope="module")
 def begun(base: Any, here: EmbeddedEngine, busy: BusyTime) -> Iterator[Begun]:
     """One process for all tests: they leave it as it is, and the one that kills it comes last."""
-    link = SamplerLink(LOAD, base.fingerprint(), busy, 0.5, None)
+    link = SamplerLink(LOAD, base.fingerprint(), busy, SHARE, None)
     adapter = new_version(base, here, link)
     link.hold(True)
 
@@ -284,7 +291,7 @@ def test_equal_ids_of_two_jobs_are_kept_apart(base: Any, here: EmbeddedEngine, l
 
 
 def test_what_the_process_did_is_told_by_job_and_once(
-    base: Any, here: EmbeddedEngine, link: SamplerLink, busy: BusyTime
+    base: Any, here: EmbeddedEngine, device_here: Device, link: SamplerLink, busy: BusyTime
 ) -> None:
     ref = new_version(base, here, link)
     before, told = busy.take()[0], Counter[str]()
@@ -307,14 +314,14 @@ def test_what_the_process_did_is_told_by_job_and_once(
     wait_until(lambda: is_told({"p", "q"}), "whose the time was is not told")
     seconds = tell()
     assert seconds > before
-    assert told.total() <= 1e6 * (seconds - before) / link._share
+    assert told.total() <= 1e6 * (seconds - before) / SHARE
     first = told["p"]
     asyncio.run(tokens(link, "p", 9))
     wait_until(lambda: is_told({"p"}) and told["p"] > first, "it is not told again")
-    assert told.total() <= 1e6 * (tell() - before) / link._share
-    here._device.busy.take()
+    assert told.total() <= 1e6 * (tell() - before) / SHARE
+    device_here.busy.take()
     asyncio.run(tokens(here, "p", 9))
-    wait_until(lambda: here._device.busy.take()[1].get("p", 0) > 0, "the time of the process itself is not told")
+    wait_until(lambda: device_here.busy.take()[1].get("p", 0) > 0, "the time of the process itself is not told")
 
 
 def test_a_request_that_the_process_refuses(here: EmbeddedEngine, link: SamplerLink) -> None:
@@ -335,7 +342,7 @@ def test_abort_reaches_the_process(base: Any, here: EmbeddedEngine, link: Sample
         async with asyncio.timeout(PATIENCE):
             async for chunk in engine.generate(other):
                 if not finished:
-                    assert engine._open[1].total() == 2, "it is not in the process"
+                    assert inside.open_rows(engine)[1].total() == 2, "it is not in the process"
                     await engine.abort(name)
                     finished[-1] = FinishReason.ABORT
                 if chunk.finish_reason is not None:
@@ -344,7 +351,7 @@ def test_abort_reaches_the_process(base: Any, here: EmbeddedEngine, link: Sample
         assert finished.keys() == {-1, 0, 1}
         kept = await task
         assert sum(len(chunk.token_ids) for chunk in kept[0]) == LONG, "the wrong one was aborted"
-        assert [place.total() for place in engine._open] == [0, 0]
+        assert [place.total() for place in inside.open_rows(engine)] == [0, 0]
 
     asyncio.run(run())
 
@@ -431,7 +438,7 @@ def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, link:
             async for chunk in engine.generate(asked):
                 if not found:
                     assert chunk.index == first
-                    assert engine._open[1].total() == 2, "it is not in the process, or is over already"
+                    assert inside.open_rows(engine)[1].total() == 2, "it is not in the process, or is over already"
                     os.kill(link.pid, signal.SIGKILL)
                 found.setdefault(chunk.index, []).append(chunk)
         assert bits(dict(sorted(found.items()))) == wanted
@@ -441,7 +448,7 @@ def test_kill_9_in_the_middle_of_requests(base: Any, here: EmbeddedEngine, link:
         again = request("again", ref, (1, 2, 3), stream=True)
         assert bits(await collect(engine, again)) == bits(await collect(here, again)), "the engine goes on alone"
         new_version(base, engine)
-        assert [place.total() for place in engine._open] == [0, 0]
+        assert [place.total() for place in inside.open_rows(engine)] == [0, 0]
 
     asyncio.run(run())
     assert is_gone(link.pid)
@@ -479,14 +486,13 @@ def test_what_goes_wrong_there_is_sampled_here(
     here: EmbeddedEngine, links: list[SamplerLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     stand_in(tmp_path, monkeypatch, DISTRESS[what])
-    links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, "same", BusyTime(), SHARE, None))
     wait_for(links[0])
     engine = SpreadEngine(here, links)
 
     async def run() -> None:
         wanted = bits(await collect(here, request("wanted", None)))
-        engine._open[0]["somebody"] = 7
-        assert engine._choose(request("wanted", None)) == 1
+        inside.open_rows(engine)[0]["somebody"] = 7
         assert bits(await collect(engine, request("wanted", None))) == wanted
         if links[0].ready:
             again = request("wanted", None, stream=True)
@@ -516,7 +522,7 @@ def test_a_stream_goes_on_here_after_what_was_delivered(here: EmbeddedEngine, n_
         asked = request("wanted", None, (1, 2), stream=True, sampling={"stop": ("e",), "max_tokens": 40})
         wanted = await collect(here, asked)
         engine = SpreadEngine(here, [cast(Any, Link())])
-        engine._open[0]["somebody"] = 7
+        inside.open_rows(engine)[0]["somebody"] = 7
         assert bits(await collect(engine, asked)) == bits(wanted)
 
     asyncio.run(run())
@@ -526,11 +532,12 @@ def test_a_process_that_computes_other_bits_is_not_used(
     here: EmbeddedEngine, links: list[SamplerLink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(tmp_path, monkeypatch, says="other")
-    links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, "same", BusyTime(), SHARE, None))
     wait_until(lambda: is_gone(links[0].pid), "it stays, and so does its copy of the base")
     engine = SpreadEngine(here, links)
     assert engine.notes() == ["a sampling process computes different bits than this one, so it is not used"]
-    assert engine._choose(request("r", None)) == 0
+    asked = request("r", None)
+    assert bits(asyncio.run(collect(engine, asked))) == bits(asyncio.run(collect(here, asked)))
     with pytest.raises(DeviceError, match="different bits"):
         asyncio.run(collect(links[0], request("r", None)))
 
@@ -540,7 +547,7 @@ def test_a_process_that_cannot_load_the_base_is_not_used(
 ) -> None:
     log = tmp_path / "samplers.log"
     links.append(
-        SamplerLink(msgspec.structs.replace(LOAD, base="/nowhere/base"), base.fingerprint(), BusyTime(), 0.5, log)
+        SamplerLink(msgspec.structs.replace(LOAD, base="/nowhere/base"), base.fingerprint(), BusyTime(), SHARE, log)
     )
     engine = SpreadEngine(here, links)
     wait_until(lambda: bool(engine.notes()), "nothing is told")
@@ -555,15 +562,15 @@ def test_a_version_that_cannot_be_handed_over_harms_no_job(
 ) -> None:
     """The memory that files are handed over in may be full."""
     stand_in(tmp_path, monkeypatch)
-    links.append(SamplerLink(LOAD, "same", BusyTime(), 0.5, None))
+    links.append(SamplerLink(LOAD, "same", BusyTime(), SHARE, None))
     wait_for(links[0])
     engine = SpreadEngine(here, links)
 
     async def run() -> None:
-        engine._open[0]["somebody"] = 7
+        inside.open_rows(engine)[0]["somebody"] = 7
         task = asyncio.create_task(collect(engine, request("r", None)))
         await asyncio.sleep(0)
-        shutil.rmtree(links[0]._files.name)
+        shutil.rmtree(inside.files(links[0]))
         ref = new_version(base, engine)
         assert bits(await task) == bits(await collect(here, request("r", None)))
         assert await collect(engine, request("new", ref))
@@ -577,8 +584,8 @@ def test_closing_before_it_is_ready_waits_for_nothing(tmp_path: Path, monkeypatc
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    link = SamplerLink(LOAD, "same", BusyTime(), 0.5, None)
-    files, started = Path(link._files.name), time.monotonic()
+    link = SamplerLink(LOAD, "same", BusyTime(), SHARE, None)
+    files, started = Path(inside.files(link)), time.monotonic()
     link.close()
     assert time.monotonic() - started < PATIENCE
     assert is_gone(link.pid)
@@ -676,7 +683,7 @@ def test_a_run_gives_the_same_bytes(base: Any, tmp_path: Path, jobs: Any, alone:
     for name in result.jobs:
         assert fingerprint(tmp_path / name) == alone[name], name
     assert is_gone(link.pid)
-    assert not Path(link._files.name).exists()
+    assert not Path(inside.files(link)).exists()
 
 
 JOB_FILE = """
@@ -724,136 +731,208 @@ def test_an_interrupted_run_saves_and_leaves_no_process(tmp_path: Path, number: 
 # --- which place ----------------------------------------------------------------------------------------------------------
 
 
-def places(n: int, ready: Sequence[bool] = (), rows: int = 1000) -> SpreadEngine:
-    """An engine whose places only count."""
+class Place:
+    """A place that ends the completions of a request when a test says so."""
 
-    async def nothing(_: object) -> None:
-        """Nobody is there to be told."""
+    def __init__(self, rows: int, ready: bool = True) -> None:
+        self.capacity, self.ready = rows, ready
+        self.on_ready: Callable[[], None] = lambda: None
+        self.open: list[tuple[GenerateRequest, asyncio.Event]] = []
 
-    links = [SimpleNamespace(ready=ready[index] if ready else True, abort=str) for index in range(n - 1)]
-    here = SimpleNamespace(capacity=rows, refuse=str, abort=nothing, unload_adapter=nothing)
-    return SpreadEngine(cast(Any, here), cast(Any, links))
+    def refuse(self, asked: GenerateRequest) -> None:
+        """Refuse nothing."""
+
+    async def generate(self, asked: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Wait, then end all completions."""
+        entry = asked, asyncio.Event()
+        self.open.append(entry)
+        try:
+            await entry[1].wait()
+            for index in range(len(asked.seeds)):
+                yield aborted(index)
+        finally:
+            self.open = [other for other in self.open if other is not entry]
+
+    def abort(self, name: str) -> asyncio.Future[None]:
+        """End nothing: a link is told, and the engine of this process is waited for."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    async def unload_adapter(self, ref: AdapterRef) -> None:
+        """Unload nothing."""
+
+    def rows(self) -> Counter[str]:
+        """Count the open completions by adapter."""
+        found = Counter[str]()
+        for asked, _ in self.open:
+            found[asked.adapter.name if asked.adapter else ""] += len(asked.seeds)
+        return found
 
 
-def ask(adapter: str, n: int) -> GenerateRequest:
-    return request("r", AdapterRef(adapter, 0), range(n))
+async def settled() -> None:
+    """Let what can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Sending:
+    """Requests that are open, and where each of them is."""
+
+    def __init__(self, n: int, ready: Sequence[bool] = (), rows: int = 1000) -> None:
+        here, *links = self.places = [Place(rows, ready[index - 1] if ready and index else True) for index in range(n)]
+        self.engine = SpreadEngine(cast(Any, here), cast(Any, links))
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def send(self, asked: GenerateRequest) -> int | None:
+        """Send a request; give the index of its place, or None while it waits."""
+        self.tasks.append(asyncio.create_task(collect(self.engine, asked)))
+        await settled()
+        return self.place_of(asked)
+
+    def place_of(self, asked: GenerateRequest) -> int | None:
+        """Find where a request is."""
+        found = [index for index, place in enumerate(self.places) if any(one is asked for one, _ in place.open)]
+        return found[0] if found else None
+
+    async def end(self, place: int, which: int = 0) -> None:
+        """End one of the requests of a place."""
+        self.places[place].open[which][1].set()
+        await settled()
+
+    async def close(self) -> None:
+        """Leave all of them."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def ask(adapter: str, n: int, **fields: Any) -> GenerateRequest:
+    return dataclasses.replace(request("r", AdapterRef(adapter, 0), range(n)), **fields)
 
 
 Events = list[tuple[str, int]]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 8)), max_size=40), st.integers(1, 4), st.data())
+@settings(deadline=None)
 def test_no_place_is_more_than_a_request_ahead(events: Events, n: int, data: st.DataObject) -> None:
-    engine = places(n)
     one = len({adapter for adapter, _ in events}) == 1
-    for adapter, size in events:
-        if data.draw(st.booleans()):  # somebody ends
-            full = [(place, name) for place in range(n) for name, count in engine._open[place].items() if count]
-            if full:
-                place, name = data.draw(st.sampled_from(full))
-                engine._open[place][name] -= 1
-        loads = [place.total() for place in engine._open]
-        chosen = engine._choose(ask(adapter, size))
-        at_hand = [place for place in range(n) if engine._open[place][adapter] and loads[place] <= min(loads) + size]
-        assert loads[chosen] <= min(loads) + (0 if one else size)
-        if not one and any(name != adapter and count for place in engine._open for name, count in place.items()):
-            assert chosen in at_hand or not at_hand, "its weights are at hand elsewhere, near a tie"
-        engine._open[chosen][adapter] += size
+
+    async def run() -> None:
+        sending = Sending(n)
+        for adapter, size in events:
+            full = [index for index, place in enumerate(sending.places) if place.open]
+            if data.draw(st.booleans()) and full:
+                place = data.draw(st.sampled_from(full))
+                await sending.end(place, data.draw(st.integers(0, len(sending.places[place].open) - 1)))
+            rows = [place.rows() for place in sending.places]
+            loads = [counts.total() for counts in rows]
+            chosen = await sending.send(ask(adapter, size))
+            assert chosen is not None
+            near = [index for index in range(n) if rows[index][adapter] and loads[index] <= min(loads) + size]
+            assert loads[chosen] <= min(loads) + (0 if one else size)
+            if not one and any(name != adapter for counts in rows for name in counts):
+                assert chosen in near or not near, "its weights are at hand elsewhere, near a tie"
+        await sending.close()
+
+    asyncio.run(run())
 
 
 def test_a_single_job_is_balanced_and_several_stay_together() -> None:
-    engine = places(3)
-    chosen = []
-    for _ in range(6):
-        chosen.append(engine._choose(ask("a", 4)))
-        engine._open[chosen[-1]]["a"] += 4
-    assert chosen == [0, 1, 2, 0, 1, 2]
-    engine = places(2)
-    homes: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
-    for turn in range(12):
-        adapter = "ab"[turn % 2]
-        place = engine._choose(ask(adapter, 4))
-        homes[adapter][place] += 1
-        engine._open[place][adapter] += 4
-    assert homes == {"a": Counter({0: 6}), "b": Counter({1: 6})}
+    async def run() -> None:
+        sending = Sending(3)
+        assert [await sending.send(ask("a", 4)) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+        await sending.close()
+        sending = Sending(2)
+        assert [await sending.send(ask("ab"[turn % 2], 4)) for turn in range(12)] == [0, 1] * 6
+        await sending.close()
+
+    asyncio.run(run())
 
 
 def test_a_place_that_is_not_ready_is_left_out() -> None:
-    engine = places(3, ready=(False, True))
-    engine._open[0]["a"] = 9
-    engine._open[2]["a"] = 5
-    assert engine._choose(ask("a", 4)) == 2
+    async def run() -> None:
+        sending = Sending(3, ready=(False, True))
+        assert [await sending.send(ask("a", n)) for n in (9, 5, 4)] == [0, 2, 2]
+        await sending.close()
+
+    asyncio.run(run())
 
 
 def test_an_episode_returns_to_where_it_was_while_there_is_a_row() -> None:
-    engine = places(2, rows=4)
-    first, second = (dataclasses.replace(ask("a", 1), episodes=(name,)) for name in ("e0", "e1"))
-
     async def run() -> None:
-        assert [await engine._turn(one) for one in (first, second)] == [0, 1]
-        engine._open[1].clear()
-        assert [await engine._turn(one) for one in (first, first, first)] == [0, 0, 0]
-        assert await engine._turn(first) == 1, "its rows are taken"
-        await engine.abort("e1")
-        await engine.abort("e0")
-        assert not engine._kept
+        sending = Sending(2, rows=4)
+
+        async def turn(episode: str) -> int | None:
+            return await sending.send(ask("a", 1, episodes=(episode,)))
+
+        assert [await turn("e0"), await turn("e1")] == [0, 1]
+        await sending.end(1)
+        assert [await turn("e0") for _ in range(3)] == [0, 0, 0]
+        assert await turn("e0") == 1, "its rows are taken"
+        for _ in range(4):
+            await sending.end(0)
+        assert await turn("e0") == 1
+        await sending.engine.abort("e0")
+        assert await turn("e0") == 0, "it is over, and returns nowhere"
+        await sending.close()
 
     asyncio.run(run())
 
 
 def test_a_request_waits_for_a_free_row_wherever_it_comes_first() -> None:
-    engine = places(2, ready=[False], rows=4)
-
     async def run() -> None:
-        turns = [asyncio.create_task(engine._turn(ask("a", 4))) for _ in range(5)]
-        await asyncio.sleep(0)
-        assert await turns[0] == 0
-        assert engine._open[0].total() == 4
-        cast(Any, engine.links[0]).ready = True
-        await asyncio.to_thread(engine.links[0].on_ready)
-        assert await asyncio.wait_for(turns[1], PATIENCE) == 1, "the process that has become ready gets nothing"
-        await asyncio.sleep(0)
-        assert not any(turn.done() for turn in turns[2:])
-        turns[2].cancel()
-        engine._open[1]["a"] -= 1
-        engine._start_waiting()
-        assert await asyncio.wait_for(turns[3], PATIENCE) == 1, "who left is still in the way"
-        assert not turns[4].done()
-        engine._open[0].clear()
-        engine._start_waiting()
-        turns[4].cancel()  # it has got a place, and has not begun
-        await asyncio.gather(turns[2], turns[4], return_exceptions=True)
-        assert [place.total() for place in engine._open] == [0, 7]
+        sending = Sending(2, ready=[False], rows=4)
+        first, second, left, third, late = (ask("a", 4) for _ in range(5))
+        begun: Any = sending.engine.generate(first)
+
+        async def leave() -> None:
+            await anext(begun)
+            sending.tasks[3].cancel()  # it has got a place, and has not begun
+
+        leaving = asyncio.create_task(leave())
+        await settled()
+        assert [await sending.send(asked) for asked in (second, left, third, late)] == [None] * 4
+        sending.places[1].ready = True
+        await asyncio.to_thread(sending.places[1].on_ready)
+        await settled()
+        assert sending.place_of(second) == 1, "the process that has become ready gets nothing"
+        assert [sending.place_of(asked) for asked in (left, third, late)] == [None] * 3
+        sending.tasks[1].cancel()
+        await sending.end(1)
+        assert sending.place_of(third) == 1, "who left is still in the way"
+        assert sending.place_of(late) is None
+        sending.places[0].open[0][1].set()
+        await leaving
+        await begun.aclose()
+        await settled()
+        assert sending.tasks[3].cancelled()
+        assert await sending.send(ask("a", 4)) == 0, "the place of who left is kept"
+        await sending.close()
 
     asyncio.run(run())
 
 
 def test_a_tenant_within_its_share_waits_for_no_row_of_another() -> None:
-    engine = places(2, rows=4)
-
     async def run() -> None:
-        greedy = [
-            asyncio.create_task(engine._turn(dataclasses.replace(ask("a", 4), tenant="greedy"))) for _ in range(4)
-        ]
-        await asyncio.sleep(0)
-        assert [turn.done() for turn in greedy] == [True, True, False, False]
-        small = [asyncio.create_task(engine._turn(dataclasses.replace(ask("b", 3), tenant="small"))) for _ in range(2)]
-        await asyncio.sleep(0)
-        assert [turn.done() for turn in small] == [True, False], "a tenant has more than half of eight rows"
-        for turn in (*greedy[2:], small[1]):
-            turn.cancel()
-        await asyncio.gather(*greedy, *small, return_exceptions=True)
+        sending = Sending(2, rows=4)
+        assert [await sending.send(ask("a", 4, tenant="greedy")) for _ in range(4)] == [0, 1, None, None]
+        small = [await sending.send(ask("b", 3, tenant="small")) is not None for _ in range(2)]
+        assert small == [True, False], "a tenant has more than half of eight rows"
+        await sending.close()
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["r", "j"])
 def test_who_waits_for_a_row_can_be_aborted_and_keeps_the_adapter(name: str) -> None:
-    engine = places(1, rows=4)
-    waits = dataclasses.replace(ask("a", 2), job="j")
+    waits = ask("a", 2, job="j")
 
     async def run() -> None:
-        assert await engine._turn(ask("b", 4)) == 0
+        sending = Sending(1, rows=4)
+        engine = sending.engine
+        assert await sending.send(ask("b", 4, job="others'")) == 0
         task = asyncio.create_task(collect(engine, waits))
         await asyncio.sleep(0)
         assert waits.adapter is not None
@@ -867,14 +946,15 @@ def test_who_waits_for_a_row_can_be_aborted_and_keeps_the_adapter(name: str) -> 
         await asyncio.wait_for(unloading, PATIENCE)
         reasons = {index: [chunk.finish_reason for chunk in chunks] for index, chunks in found.items()}
         assert reasons == {0: [FinishReason.ABORT], 1: [FinishReason.ABORT]}
-        assert engine._open[0].total() == 4
+        assert await sending.send(ask("b", 1)) is None, "the row was free before"
+        await sending.close()
 
     asyncio.run(run())
 
 
 def test_an_adapter_is_read_while_other_requests_go_on(tmp_path: Path) -> None:
     went_on = threading.Event()
-    engine, seen = places(1), dict[Path, bool]()
+    engine, seen = Sending(1).engine, dict[Path, bool]()
     engine.here.read = lambda source: seen.update({source: went_on.wait(PATIENCE)})  # type: ignore[assignment, method-assign, return-value]
     engine.here.install = lambda ref, weights: None  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ from motet.runtime.pipeline import _drop_steps
 from motet.runtime.progress import JobEvent, JobWorked
 from motet.runtime.slot_turns import TURN_SECONDS, SlotTurns, StepTurns
 from motet.runtime.slots import Rule
+from tests.support import inside
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import FakeRun, Script, Setting, job, metrics, run_jobs, weights
 from tests.support.fake_trainer import FakeTrainer
@@ -88,19 +89,19 @@ class Clocks:
     async def tick(self, passes: float = 5.0) -> None:
         """Let `passes` seconds pass, in which running jobs have the device in turn, and let jobs leave and come."""
         pipeline = self._run.pipeline
-        await until(lambda: all(one.loop is not None and one.loop._step for one in pipeline._running.values()))
+        await until(lambda: all(one.loop is not None and one.loop._step for one in inside.running(pipeline).values()))
         self.now += passes
-        self.busy.called(passes, dict.fromkeys(pipeline._running, 1.0))
+        self.busy.called(passes, dict.fromkeys(inside.running(pipeline), 1.0))
         pipeline._fill_slots()
-        _drop_steps(pipeline._running, self.steps)
-        await until(lambda: not any(one.dropped for one in pipeline._running.values()))
+        _drop_steps(inside.running(pipeline), self.steps)
+        await until(lambda: not any(one.dropped for one in inside.running(pipeline).values()))
         pipeline._fill_slots()
 
     async def waited(self, newcomer: str) -> float:
         """Seconds that a job waits for its slot."""
         self._run.pipeline.add(self._run.jobs[newcomer])
         began = self.now
-        while newcomer not in self._run.pipeline._running:
+        while newcomer not in inside.running(self._run.pipeline):
             await self.tick()
         return self.now - began
 
@@ -168,7 +169,7 @@ def test_sixteen_long_steps_keep_a_newcomer_no_longer_than_a_minute(tmp_path: Pa
         await until(lambda: all(held(run).begun[name] > 4 for name in names))
         for name in newcomers:
             waited[name] = await clocks.waited(name)
-            await until(lambda name=name: run.state(name).final and len(run.pipeline._running) == 16)  # type: ignore[misc]
+            await until(lambda name=name: run.state(name).final and len(inside.running(run.pipeline)) == 16)  # type: ignore[misc]
             await clocks.tick()
             assert clocks.steps.longer in names
         held(run).let(*names)
@@ -195,7 +196,7 @@ def test_a_job_whose_step_takes_three_turns_ends_and_nobody_waits_longer_than_th
                 run.pipeline.add(run.jobs[newcomer])
                 await clocks.tick(granted[1] - 1)
                 assert clocks.steps.longer == "a"
-                assert "a" in run.pipeline._running
+                assert "a" in inside.running(run.pipeline)
                 held(run).let("a")
                 return
             waited.append(await clocks.waited(newcomer))
@@ -234,7 +235,12 @@ def test_who_waits_for_somebody_outside_has_no_longer_turns(tmp_path: Path) -> N
         clocks = Clocks(run, 1)
         for turn, newcomer in enumerate(names, 1):
             await until(lambda turn=turn: run.jobs["a"].starts == turn)  # type: ignore[misc]
-            await until(lambda: run.pipeline._running["a"].loop is not None and run.pipeline._running["a"].loop.outside)
+            await until(
+                lambda: (
+                    inside.running(run.pipeline)["a"].loop is not None
+                    and inside.running(run.pipeline)["a"].loop.outside
+                )
+            )
             waited.append(await clocks.waited(newcomer))
             assert not clocks.steps.granted
             await until(lambda newcomer=newcomer: run.state(newcomer).final)  # type: ignore[misc]
@@ -316,7 +322,7 @@ def test_an_evaluation_gives_way_between_prompts(tmp_path: Path) -> None:
     async def script(run: FakeRun) -> None:
         engine = held(run)
         await until(lambda: run.jobs["a"].progress.phase == "evaluating")
-        running = run.pipeline._running["a"]
+        running = inside.running(run.pipeline)["a"]
         running.preempt()
         assert running.leave()
         assert not running.leave(), "once"
@@ -353,7 +359,7 @@ def cut_in(run: FakeRun) -> None:
     assert isinstance(trainer, CutTrainer)
 
     def cut() -> None:
-        running = run.pipeline._running.get("a")
+        running = inside.running(run.pipeline).get("a")
         if running is not None and running.pause is None:
             running.preempt()
             running.leave()
@@ -448,8 +454,8 @@ def test_an_evaluation_of_rows_gives_way_between_them_and_goes_on(tmp_path: Path
         assert isinstance(trainer, CountedForward)
 
         def cut() -> None:
-            run.pipeline._running["a"].preempt()
-            assert run.pipeline._running["a"].leave()
+            inside.running(run.pipeline)["a"].preempt()
+            assert inside.running(run.pipeline)["a"].leave()
 
         trainer.cut = lambda: asyncio.run_coroutine_threadsafe(_called(cut), loop).result(PATIENCE)
 
@@ -601,7 +607,7 @@ def test_gradients_of_a_step_are_computed_again_whatever_limit_the_step_has_then
 
         trainer.cut = cancel
         await until(lambda: trainer.passes == 6)
-        await until(lambda: run.pipeline._running["a"].loop._work is None)  # type: ignore[union-attr]
+        await until(lambda: inside.running(run.pipeline)["a"].loop._work is None)
         seen.set()
         await until(lambda: journal.done(2))
         journal.finish()
@@ -621,7 +627,7 @@ def test_a_clients_job_that_is_resumed_while_its_step_is_dropped_adds_no_gradien
         assert isinstance(trainer, CutTrainer)
 
         def cut() -> None:
-            running = run.pipeline._running["a"]
+            running = inside.running(run.pipeline)["a"]
             running.preempt()
             assert running.leave()
             run.pipeline.resume("a")

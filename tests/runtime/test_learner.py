@@ -25,6 +25,7 @@ from motet.runtime.learner import Learner
 from motet.runtime.scheduler import FairScheduler
 from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.segments import make_samples
 from tests.support.waiting import PATIENCE, until
@@ -72,7 +73,7 @@ class Watched(TorchTrainer):
 
 def gradient(trainer: TorchTrainer, name: str) -> torch.Tensor:
     """What waits for its step."""
-    return trainer._arena(name).gradient.clone()
+    return inside.arena(trainer, name).gradient.clone()
 
 
 class Parked(Watched):

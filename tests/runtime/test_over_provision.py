@@ -24,6 +24,7 @@ from motet.data.problems import Problems
 from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.checkpoint import Committed, JobDirectory
+from tests.support import inside
 from tests.support.fake_base import FakePolicy
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import (
@@ -112,7 +113,7 @@ def check_quiet(run: FakeRun) -> None:
     assert run.engine.loads == run.engine.unloads
     assert run.engine._asked == 0
     assert run.services.scheduler.in_flight == 0
-    assert not run.trainer._slots
+    assert not inside.slots(run.trainer)
 
 
 def lateness(run: FakeRun, path: Path, config: JobConfig) -> list[int]:

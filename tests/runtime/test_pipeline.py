@@ -22,6 +22,7 @@ from motet.environments.episode_messages import AskEpisode, BeginEpisode, OfferE
 from motet.environments.remote_agents import AgentsElsewhere, EpisodesElsewhere
 from motet.process.channel import ChannelMessage
 from motet.runtime.progress import JobChanged, JobEvent, JobWorked
+from tests.support import inside
 from tests.support.cases import few
 from tests.support.fake_base import FakePolicy
 from tests.support.fake_engine import FakeEngine, FakeSync
@@ -57,7 +58,7 @@ def test_several_jobs_complete(tmp_path: Path) -> None:
     assert all(record["logprob_gap"] == 0 for record in records(tmp_path, "a")[:-1])
     assert run.engine.loaded == frozenset(), "a version stayed behind"
     assert run.engine.loads == run.engine.unloads
-    assert not run.trainer._slots
+    assert not inside.slots(run.trainer)
 
 
 def test_rewards_rise(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_pause_resume_and_cancel_leave_the_others_alone(tmp_path: Path) -> None:
         assert committed.step == step, "steps that were done are not saved"
         await until(lambda: run.state("other").final)
         assert run.jobs["paused"].progress.step == step
-        assert not run.trainer._slots, "a paused job keeps its slot"
+        assert not inside.slots(run.trainer), "a paused job keeps its slot"
         seen.extend(one.state for one in run.jobs.values())
         run.pipeline.resume("paused")
 
@@ -271,7 +272,7 @@ def test_a_job_that_is_cancelled_twice_leaves_no_slot_behind(steps: int, apart: 
         trainer = functools.partial(SlowTrainer, seconds=0.003)
         run = run_jobs(tmp_path / str(place), jobs, Setting(slots=2, trainer=trainer), script)
         assert [run.state(name) for name in ("a", "next")] == [JobState.CANCELLED, JobState.SUCCEEDED], place
-        assert not run.trainer._slots
+        assert not inside.slots(run.trainer)
         assert run.engine.loaded == frozenset()
 
 

@@ -23,6 +23,7 @@ from motet.rewards.reward_pool import RewardPool
 from motet.runtime.learner import Executed, Learner, unheard
 from motet.runtime.progress import JobChanged
 from motet.runtime.rundir import CONTROL, read_commands
+from tests.support import inside
 from tests.support.counting import calls
 from tests.support.fake_base import FakeAdapter
 from tests.support.fake_engine import FakeEngine, FakeSync
@@ -137,7 +138,7 @@ def test_a_reward_that_cannot_be_loaded_fails_its_job_only(faulty: tuple[Path, F
     _, run = faulty
     assert run.state("nowhere") is JobState.FAILED
     assert "nowhere.py" in run.jobs["nowhere"].progress.message
-    assert not run.trainer._slots
+    assert not inside.slots(run.trainer)
 
 
 def test_overflow_stays_with_its_job(tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_a_failing_device_is_reported_and_not_waited_for(
     gc.collect()
     gc.unfreeze()
     assert not caplog.records, "asyncio complains of exceptions that nobody looked at"
-    assert not run.trainer._slots
+    assert not inside.slots(run.trainer)
     assert run.engine.loaded == frozenset()
 
 

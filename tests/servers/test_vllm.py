@@ -29,7 +29,7 @@ from motet.rollout.in_vllm.motet_vllm import EXTENSION, PREFIX, TESTED
 from motet.rollout.server import Demand, ServerEngine
 from motet.runtime.probe import PROBE_TEXT, Probe
 from motet.training.torch_trainer import TorchTrainer
-from tests.support import tiny_models
+from tests.support import inside, tiny_models
 from tests.support.cases import few
 from tests.support.doors_run import FLOAT32_GAP, teacher
 from tests.support.fake_run import records
@@ -75,7 +75,7 @@ def on_gpus(release: str, small: Any, place: Path) -> Launched:
 
 @pytest.fixture(scope="module")
 def server(release: str, small: Any, place: Path, on_gpus: Launched) -> Iterator[Launched]:
-    _, _, _, *options = on_gpus.process._command
+    _, _, _, *options = inside.command(on_gpus)
     with vllm_server(small, place, own_worker=False, release=release, reads=options) as found:
         os.environ[KEY] = found.key
         said = httpx2.get(

@@ -18,6 +18,7 @@ from motet.service.answers import Asks
 from motet.service.database.tables import ScoringUnit
 from motet.service.workers.agents import OfferedEpisode
 from motet.service.workers.attached import MOST_LEASED
+from tests.support import inside
 from tests.support.house import House, open_house
 from tests.support.scripted_service import scripted_service
 from tests.support.service_run import tiny
@@ -111,7 +112,7 @@ def test_the_keys_of_a_tenant_share_its_open_requests_and_streams(tmp_path: Path
             stack.enter_context(_unread(house, "/v1/jobs", key, 9))
         chat = episode(house)
         stack.enter_context(_unread(house, chat, "episode", 9))
-        wait_until(lambda: max(house.bodies._requests.values(), default=0) == 4)
+        wait_until(lambda: max(inside.requests(house).values(), default=0) == 4)
         assert {house.ask("GET", "/v1/jobs", key).status_code for key in (*keys, "ours")} == {429}
         assert house.refused(429, "POST", chat, "episode", content=b"{}")["message"].startswith(
             "4 requests of this tenant"
@@ -131,8 +132,8 @@ def test_what_keys_and_episodes_send_takes_memory_of_one_tenant(tmp_path: Path) 
         us = house.store.tenants.made("us").id
         for key, path in (("ours", "/v1/jobs"), (keys[0], "/v1/jobs"), (keys[1], "/v1/jobs"), ("episode", chat)):
             stack.enter_context(_unread(house, path, key, 2**17, b"x" * 90_000))
-        wait_until(lambda: house.service.open_bytes._taken[us] > 2.5 * 2**20)
-        assert set(house.service.open_bytes._taken) <= {us, ""}
+        wait_until(lambda: inside.taken(house.service.open_bytes)[us] > 2.5 * 2**20)
+        assert set(inside.taken(house.service.open_bytes)) <= {us, ""}
         large = {"messages": [{"role": "user", "content": "x" * 2**17}]}
         for key, path in (("ours", "/v1/jobs"), ("episode", chat)):
             assert "your open requests" in house.refused(429, "POST", path, key, json=large)["message"]
@@ -147,7 +148,7 @@ def test_what_keys_and_episodes_are_answered_takes_memory_of_one_tenant(tmp_path
         contextlib.ExitStack() as stack,
     ):
         chat, keys = episode(house, "x" * size), more_keys(house, 2)
-        us, taken = house.store.tenants.made("us").id, house.service.open_answers._taken
+        us, taken = house.store.tenants.made("us").id, inside.taken(house.service.open_answers)
         long_job(house, size)
         for key in ("ours", *keys):
             stack.enter_context(_unread(house, "/v1/jobs/ended", key, 0, b"", "GET"))
@@ -165,7 +166,7 @@ def test_room_for_work_is_taken_before_it_is_leased(tmp_path: Path) -> None:
         open_house(tmp_path, http=HttpConfig(open_mb=96, open_mb_per_tenant=40)) as house,
         contextlib.ExitStack() as stack,
     ):
-        us, taken = house.store.tenants.made("us").id, house.service.open_answers._taken
+        us, taken = house.store.tenants.made("us").id, inside.taken(house.service.open_answers)
         job = house.ask("POST", "/v1/jobs", json={**tiny("scored"), "reward": "worker"}).json()["id"]
         units, asked = house.service.reward_workers.units, {"worker": "w", "most": 1, "wait_seconds": 0}
         for number in range(4):
@@ -195,7 +196,7 @@ def test_whoever_asks_an_adapter_that_another_tenant_shares_pays(tmp_path: Path)
         house.ask("POST", "/v1/shares", json={"name": "job", "tenant": "them"})
         engine.texts, engine.step = ["x" * 12_000], 20_000
         chat = {"model": "us/job", "messages": [{"role": "user", "content": "x"}], "n": 16, "logprobs": True}
-        content, taken = json.dumps({**chat, "max_tokens": 13_000}).encode(), house.service.open_answers._taken
+        content, taken = json.dumps({**chat, "max_tokens": 13_000}).encode(), inside.taken(house.service.open_answers)
         with _unread(house, "/v1/chat/completions", "theirs", len(content), content):
             wait_until(lambda: bool(taken))
             assert set(taken) == {them}
@@ -214,7 +215,7 @@ def test_a_key_that_has_ended_counts_for_its_address(tmp_path: Path) -> None:
         assert house.ask("GET", "/v1/jobs", "left").status_code == 401
         for _ in range(2):
             stack.enter_context(_unread(house, "/v1/login/device/key", "left", 9))
-        wait_until(lambda: house.bodies._requests["from 127.0.0.1"] == 2)
+        wait_until(lambda: inside.requests(house)["from 127.0.0.1"] == 2)
         assert house.ask("GET", "/v1/jobs").status_code == 200
 
 

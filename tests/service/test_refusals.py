@@ -45,7 +45,7 @@ def request(kind: str, written: list[str], house: House, training_file: str) -> 
         *keys, http_method, path = written[0].split(" ")
         key = (keys or [key])[0]
     if kind == "check":
-        given = {"text": read(written[0]) if written[0].startswith("!text") else written[0]}
+        given: Any = {"text": read(written[0]) if written[0].startswith("!text") else written[0]}
     else:
         given = read(written[-1])
     if kind == "files":

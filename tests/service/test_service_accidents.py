@@ -67,6 +67,7 @@ from motet.service.tenants.ledger import Ledger
 from motet.service.tenants.stored import StoredBytes
 from motet.service.tinker.parts import PREFIX
 from motet.service.workers.rewards import RewardWorkers
+from tests.support import inside
 from tests.support.database import person, queued
 from tests.support.house import House, open_house
 from tests.support.misbehaving_rewards import misbehaving
@@ -360,7 +361,7 @@ def test_a_job_that_a_host_has_is_read_no_more_from_the_database(house: House) -
     assert house.ask("POST", f"/v1/jobs/{job}/cancel").is_success
     assert job not in [one.job["name"] for one in handover.open_jobs()]
     assert house.ask("GET", f"/v1/jobs/{job}").json()["state"] == "queued"
-    client._hear(host, None)  # its process is gone
+    inside.hear(client, host, None)  # its process is gone
     assert job not in [one.job["name"] for one in handover.open_jobs()]
     assert house.ask("GET", f"/v1/jobs/{job}").json()["state"] == "cancelled"
 
@@ -582,7 +583,7 @@ def test_the_engine_is_heard_and_addresses_are_found_while_the_threads_of_the_lo
     async def work(url: str) -> None:
         with busy_threads():
             async with asyncio.timeout(PATIENCE):
-                await host._handle(JobStepped("job-1", {}))
+                await inside.handle(host, JobStepped("job-1", {}))
             rewards = HttpRewards(Addresses(("localhost",)), trust=ssl.create_default_context())
             reward = RewardConfig(name="http", args={"url": url, "args": {"scale": 7.0}}, wall_seconds=5)
             assert await rewards("job", reward, {"id": 7}, ["one", "three"]) == [3.0, 5.0]

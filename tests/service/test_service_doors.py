@@ -39,6 +39,7 @@ from motet.service.schemas.adapters import Shares
 from motet.service.schemas.workers import ByChance, Result, Results, WithLogs
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.wire import SMALL, gradient_of, read_gradient
+from tests.support import inside
 from tests.support.house import House, open_house
 from tests.support.openai_requests import hostile
 from tests.support.service_run import serving, tiny
@@ -167,7 +168,7 @@ def test_a_body_longer_than_any_prompt_of_the_base_is_a_full_context(house: Hous
 
 
 def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(house: House) -> None:
-    futures, taken = house.part(Futures), house.part(OpenBytes)._taken
+    futures, taken = house.part(Futures), inside.taken(house.part(OpenBytes))
     names, large = [], sample(POSITIONS, topk_prompt_logprobs=100)
     while (answer := house.ask("POST", f"{TINKER}/asample", json=large)).status_code == 200:
         names.append(answer.json()["request_id"])
@@ -179,7 +180,7 @@ def test_open_samples_are_bounded_by_their_memory_and_fetched_ones_make_room(hou
     for name in names:
         house.ask("POST", f"{TINKER}/cancel_future", json={"request_id": name})
     assert house.ask("POST", f"{TINKER}/asample", json=large).status_code == 200
-    assert len(futures._samples.by_name) == 2
+    assert len(inside.samples(futures).by_name) == 2
 
 
 def test_a_sample_takes_the_memory_of_its_longest_answer(house: House) -> None:
@@ -376,7 +377,7 @@ def test_an_answer_that_is_not_read_takes_memory_of_its_tenant(tmp_path: Path) -
             f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {house.keys['ours']}"
         )
         with half_sent(house, f"{head}\r\n\r\n".encode()) as slow:
-            wait_until(lambda: bool(house.service.open_answers._taken))
+            wait_until(lambda: bool(inside.taken(house.service.open_answers)))
             assert "your open requests use all the memory" in house.refused(429, "GET", path)["message"]
             assert house.ask("GET", "/v1/jobs", "theirs").status_code == 200
             large = tiny("large") | {"environment": {"name": "agent", "args": {"text": "x" * 2**17}}}

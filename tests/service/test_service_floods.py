@@ -20,6 +20,7 @@ from motet.service.http.bodies import MOST_FIELDS, Bodies
 from motet.service.http.connections import _LEAST_ROOM, _ROOM_OF_A_TURN
 from motet.service.http.opened import KeyWatch, opened_by
 from motet.service.turns import Floods, Turns
+from tests.support import inside
 from tests.support.counting import calls
 from tests.support.house import House, open_house
 from tests.support.loop_turns import connected, requests_of_all, rest_of, turns_of
@@ -165,7 +166,7 @@ def test_requests_that_come_at_the_same_moment_begin_in_many_turns(house: House,
     text = ask(house, "/v1/me?" + "a&" * 500, key, "Connection: close") + b"\r\n"
     with turns_of(house.app.state.loop, lambda: connections.handled.reads) as seen, contextlib.ExitStack() as stack:
         lines = [stack.enter_context(connected(house)) for _ in range(n_lines)]
-        wait_until(lambda: connections._open >= len(lines))
+        wait_until(lambda: inside.open_connections(connections) >= len(lines))
         house.app.state.loop.call_soon_threadsafe(send_all, lines, text)  # between two turns
         for line in lines:
             assert rest_of(line).startswith(b"HTTP/1.1 ")
@@ -210,7 +211,7 @@ def refusals(house: House, text: bytes, many: int) -> list[bytes]:
 
 def waits(house: House, text: bytes) -> bool:
     """Whether a request waits before it begins; it is answered in any case."""
-    floods = house.bodies._floods
+    floods = inside.floods(house)
     with (
         turns_of(house.app.state.loop, lambda: sum(floods._waiting.values())) as waiting,
         connected(house) as line,
@@ -223,7 +224,7 @@ def waits(house: House, text: bytes) -> bool:
 @pytest.mark.parametrize("key", ["none", "ours"])
 def test_requests_of_whoever_is_refused_too_often_wait_and_no_others(strict: House, key: str) -> None:
     """All have one address here, as behind a proxy or in an office. A key that is in memory does not wait."""
-    text, floods = ask(strict, "/v1/me", key) + b"\r\n", strict.bodies._floods
+    text, floods = ask(strict, "/v1/me", key) + b"\r\n", inside.floods(strict)
     heads = refusals(strict, text, REFUSALS - 1)
     assert all(b" 429 " in head for head in heads)
     assert not floods._until
@@ -270,10 +271,10 @@ def test_few_of_a_flood_begin_in_a_second_and_those_who_leave_do_not() -> None:
 def test_requests_without_a_place_are_counted_as_a_flood_too(tmp_path: Path) -> None:
     with open_house(tmp_path, http=HttpConfig(requests_per_tenant=1), rate=FEW) as house, connected(house) as open_one:
         open_one.sendall(ask(house, "/v1/jobs", "ours", "Content-Length: 9", method="POST") + b"\r\n")
-        wait_until(lambda: any(house.bodies._requests.values()))
+        wait_until(lambda: any(inside.requests(house).values()))
         heads = refusals(house, ask(house, "/v1/me", "ours") + b"\r\n", REFUSALS + 1)
         assert all(b" 429 " in head for head in heads)
-        assert house.bodies._floods._until
+        assert inside.floods(house)._until
         assert house.ask("GET", "/v1/me", "theirs").status_code == 200
 
 
@@ -348,10 +349,10 @@ def test_an_answer_that_nobody_takes_ends_with_its_connection(tmp_path: Path) ->
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
         line.connect(("127.0.0.1", house.http.base_url.port or 0))
         house.http.close()
-        wait_until(lambda: house.connections._open == 1)
+        wait_until(lambda: inside.open_connections(house.connections) == 1)
         line.sendall(ask(house, "/dashboard/plotly.js", "none") + b"\r\n")
         head, body = line.recv(2**10).split(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
-        wait_until(lambda: not house.connections._open)
+        wait_until(lambda: not inside.open_connections(house.connections))
         size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         assert len(body) + len(rest_of(line)) < size, "what was on its way"

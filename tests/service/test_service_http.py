@@ -45,6 +45,7 @@ from motet.service.database.tables import StoredJob, StoredRace, UploadedAdapter
 from motet.service.http.downloads import MOST_OPEN, Packing
 from motet.service.routes.adapters import upload as upload_adapter
 from motet.service.routes.files import upload
+from tests.support import inside
 from tests.support.cases import few
 from tests.support.house import House, error_of, open_house
 from tests.support.service_run import ROWS, Json, tiny
@@ -369,7 +370,7 @@ def test_rollouts_take_a_tenants_memory_until_they_are_sent(house: House) -> Non
     assert who is not None
     payer = who.tenant_id
     assert house.ask("GET", "/v1/jobs/ended/rollouts?step=0").is_success
-    wait_until(lambda: payer not in room._taken)
+    wait_until(lambda: payer not in inside.taken(room))
     room.take(payer, room.most_of_one)  # of others that a slow client reads
     assert "memory" in house.refused(429, "GET", "/v1/jobs/ended/rollouts?step=0")["message"]
     room.give_back(payer, room.most_of_one)
@@ -385,7 +386,7 @@ def test_what_a_job_has_is_looked_up_in_the_turn_of_its_tenant(house: House, tur
     asyncio.run_coroutine_threadsafe(waiting.run(who.tenant_id, may.wait), house.app.state.loop)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(house.ask, "GET", f"/v1/jobs/ended/{path}")
-        wait_until(lambda: bool(waiting._queues.get(who.tenant_id)) or asked.done())
+        wait_until(lambda: inside.queued(waiting, who.tenant_id) > 0 or asked.done())
         directory.write_rollouts("9", [{"reward": 0.5}])
         shutil.copytree(directory.version(directory.versions()[-1]), directory.version(9))
         try:
@@ -403,7 +404,7 @@ def test_rollouts_that_are_deleted_while_they_wait_for_their_turn_are_not_there(
     asyncio.run_coroutine_threadsafe(reading.run(who.tenant_id, may.wait), house.app.state.loop)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(house.refused, 404, "GET", "/v1/jobs/ended/rollouts?step=0")
-        wait_until(lambda: bool(reading._queues.get(who.tenant_id)))
+        wait_until(lambda: inside.queued(reading, who.tenant_id) > 0)
         gone = kept.rename(kept.with_suffix(".gone"))
         may.set()
         assert "step 0 of job 'ended' is not there" in asked.result()["message"]
@@ -473,7 +474,7 @@ def test_few_downloads_of_a_tenant_are_packed_and_not_sent_yet(house: House) -> 
     with ThreadPoolExecutor(MOST_OPEN) as threads:
         asked = [threads.submit(house.ask, "GET", path) for _ in range(MOST_OPEN)]
         try:
-            wait_until(lambda: len(reading._queues.get(who.tenant_id, ())) == MOST_OPEN)
+            wait_until(lambda: inside.queued(reading, who.tenant_id) == MOST_OPEN)
             told = house.ask("GET", path, timeout=PATIENCE)
         finally:
             may.set()

@@ -52,6 +52,7 @@ from motet.service.routing import TenantRoute, _Request
 from motet.service.schemas import MOST_SUBMITTED
 from motet.service.tinker.wire import CONTENT_TYPE
 from motet.service.workers.rewards import key_of
+from tests.support import inside
 from tests.support.house import House, open_house, statements
 from tests.support.loop_turns import connected, requests_of_all, rest_of, turns_of
 from tests.support.service_run import tiny
@@ -171,7 +172,10 @@ def test_a_connection_rests_after_each_small_piece_beyond_a_few(patient: House, 
         "body": (head + b"Content-Length: %d\r\n\r\n" % (n_pieces + 1), b" ", b"x"),
         "chunks": (head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % n_pieces, b" ", b"\r\n0\r\n\r\n"),
     }[place]
-    with connected(patient) as one, turns_of(patient.app.state.loop, lambda: connections._held) as held:
+    with (
+        connected(patient) as one,
+        turns_of(patient.app.state.loop, lambda: inside.held_connections(connections)) as held,
+    ):
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for number, text in enumerate((begin, *[piece] * n_pieces, end)):
             arrived.append(connections.handled.bytes + len(text))
@@ -192,7 +196,7 @@ def test_large_pieces_that_arrive_together_are_handled_in_many_turns(house: Hous
     head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % size
     with turns_of(house.app.state.loop, lambda: handled.bytes) as seen, contextlib.ExitStack() as stack:
         lines = [stack.enter_context(connected(house)) for _ in range(40)]
-        wait_until(lambda: house.connections._open >= len(lines))
+        wait_until(lambda: inside.open_connections(house.connections) >= len(lines))
         house.app.state.loop.call_soon_threadsafe(begins.wait)
         before = handled.bytes
         for line in lines:
@@ -398,7 +402,7 @@ def test_what_arrives_after_an_answer_is_charged_and_read_slowly(
     rate = RateConfig(requests_per_second=1e-6, burst=1000)
     with open_house(tmp_path, rate=rate) as house:
         connections, counted = house.connections, requests_of_all(house)
-        with turns_of(house.app.state.loop, lambda: connections._held) as held:
+        with turns_of(house.app.state.loop, lambda: inside.held_connections(connections)) as held:
             before = connections.handled.bytes
             start, sent = refused(house, path, key, coding, 2 * MOST_UNREAD)
             assert start == b"HTTP/1.1 " + status

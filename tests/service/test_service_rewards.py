@@ -29,6 +29,7 @@ from motet.service.http.bodies import MOST_SCORES
 from motet.service.schemas.workers import LeaseRequest
 from motet.service.workers.attached import TAKES_PER_SECOND, AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers, key_of
+from tests.support import inside
 from tests.support.commands import NOBODY
 from tests.support.house import House, open_house
 from tests.support.processes import ending
@@ -307,8 +308,8 @@ def test_a_worker_that_hangs_up_while_it_waits_is_handed_nothing(house: House, w
     url = str(house.http.base_url.join(f"/v1/jobs/{job}/work/rewards/lease"))
     words = [sys.executable, "-c", code, url, f"Bearer {house.keys['ours']}"]
     with ending(subprocess.Popen(words)):
-        wait_until(lambda: "dead" in house.part(RewardWorkers)._seen[job])
-    wait_until(lambda: "dead" not in house.part(RewardWorkers)._seen[job])
+        wait_until(lambda: "dead" in inside.attached(house.part(RewardWorkers))[job])
+    wait_until(lambda: "dead" not in inside.attached(house.part(RewardWorkers))[job])
     house.ask("DELETE", f"/v1/jobs/{job}/work/rewards/workers/w")
     assert [unit["id"] for unit in lease(house, job, "alive")["units"]] == keys
 
@@ -363,7 +364,7 @@ def test_a_job_rests_when_it_is_to_and_nobody_scores(house: House) -> None:
     lease(house, job_id, most=0)
     assert not workers.waits(job_id)  # somebody is attached
     loop.call_soon_threadsafe(workers.rest, job_id, True)
-    loop.call_soon_threadsafe(workers._seen[job_id].update, {"w": -1e9})
+    loop.call_soon_threadsafe(inside.attached(workers)[job_id].update, {"w": -1e9})
     wait_until(asked.done)  # when the worker's time is over
     assert type(asked.exception()).__name__ == "ScorerAway"
     assert not workers.waits(job_id)

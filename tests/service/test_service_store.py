@@ -44,6 +44,7 @@ from motet.service.storage import Storage
 from motet.service.tenants.ledger import Ledger
 from motet.service.workers.attached import MOST_LEASED
 from motet.service.workers.rewards import ScoringUnits, key_of
+from tests.support import inside
 from tests.support.database import person, queued
 from tests.support.house import statements
 from tests.support.together import at_once
@@ -85,7 +86,7 @@ def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
     store, asked = Store(f"sqlite:///{tmp_path}/db"), list[tuple[str, Any]]()
     who = person(store, "us")
     first = queued(store, who, "first", {}, 1, "key")
-    event.listen(store._engine, "before_cursor_execute", listen)
+    event.listen(inside.database(store), "before_cursor_execute", listen)
     queued(store, who, "second", {}, 1, "other")
     assert store.submitted(who, "key") is not None
     assert store.job(who, "first") is not None
@@ -103,7 +104,7 @@ def test_nothing_looks_at_all_jobs(tmp_path: Path) -> None:
     assert store.tenants.rotate_key(who.key_id, head.key_id) is not None
     assert store.tenants.revoke_key(head.key_id)
     assert len(asked) >= 20
-    with store._engine.connect() as connection:
+    with inside.database(store).connect() as connection:
         for statement, parameters in asked:
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
             steps = [row[3] for row in plan]
@@ -376,11 +377,11 @@ def before_write(store: Store, number: int, work: Callable[[], object]) -> Itera
         if writes and next(numbers) == number:
             work()
 
-    event.listen(store._engine, "before_cursor_execute", listen)
+    event.listen(inside.database(store), "before_cursor_execute", listen)
     try:
         yield
     finally:
-        event.remove(store._engine, "before_cursor_execute", listen)
+        event.remove(inside.database(store), "before_cursor_execute", listen)
 
 
 @pytest.mark.parametrize("way", ["create with it", "rotate it", "rotate another with it"])
@@ -605,9 +606,9 @@ def test_an_upload_and_its_record_are_one_write(store: Store) -> None:
     def listen(connection: Any) -> None:
         writes.append(connection)
 
-    event.listen(store._engine, "commit", listen)
+    event.listen(inside.database(store), "commit", listen)
     store.add_file(us, "file-1", "rows.jsonl", 7, 3)
-    event.remove(store._engine, "commit", listen)
+    event.remove(inside.database(store), "commit", listen)
     assert len(writes) == 1
     said = [(one.action, one.object) for one, _, _ in store.audit_entries(tenant_id=us.tenant_id)]
     assert ("upload file", "file-1") in said

@@ -20,6 +20,7 @@ from motet.hosts.messages import Progress
 from motet.service.database.store import Store
 from motet.service.database.tables import ScoringUnit, StoredJob, UploadedAdapter, Usage
 from motet.service.workers.rewards import RewardWorkers
+from tests.support import inside
 from tests.support.earlier import FIRST, unpack
 from tests.support.house import House, open_house
 from tests.support.service_run import ROWS, tiny
@@ -131,7 +132,7 @@ def test_rows_that_hosts_have_prepared_count(house: House) -> None:
     stored(house)
     house.service.stored.measure()  # the job's directory, too
     for mb in (0, 3, 0):
-        asyncio.run(host._handle(Progress({}, {}, prepared={job.tenant_id: mb * MB, "tenant-other": 7 * MB})))
+        asyncio.run(inside.handle(host, Progress({}, {}, prepared={job.tenant_id: mb * MB, "tenant-other": 7 * MB})))
         house.service.enforcer.enforce()
         sizes.append(stored(house))
     assert [one - sizes[0] for one in sizes] == [0, 3 * MB, 0]

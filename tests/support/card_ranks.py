@@ -19,7 +19,7 @@ from motet.core.batch import Batch
 from motet.training.sharded.rank_trainer import RankTrainer
 from motet.training.sharded.trainer import scatter
 from motet.training.torch_trainer import TorchTrainer
-from tests.support import cuda_bases
+from tests.support import cuda_bases, inside
 from tests.support.rank_groups import ADAMW, SHAPES
 from tests.support.segments import REINFORCE, make_samples, make_segment
 
@@ -44,7 +44,7 @@ def batch() -> Batch:
 
 def learned(trainer: TorchTrainer, name: str) -> list[object]:
     """Digests of an adapter's masters and of the sums that wait for a step, with their bounds."""
-    arena = trainer._arena(name)
+    arena = inside.arena(trainer, name)
     assert arena.sums is not None
     return [name, digest(arena.masters.detach()), digest(arena.sums.flat), int(arena.sums.largest), arena.sums.n_units]
 

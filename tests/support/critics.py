@@ -12,6 +12,7 @@ from motet.config import AdapterConfig
 from motet.core.batch import Segment
 from motet.model.lora_model import LoraModel
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.segments import SHAPES, make_samples
 
@@ -21,8 +22,8 @@ def critic_trainer(base: LoraModel) -> TorchTrainer:
     for name in "ab":
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha), seed=ord(name), head=name == "a")
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
-    head = trainer._arena("a").values
+        inside.arena(trainer, name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name))[1])
+    head = inside.arena(trainer, "a").values
     assert head is not None
     head.copy_(torch.linspace(-0.3, 0.4, len(head)))
     return trainer

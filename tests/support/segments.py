@@ -17,6 +17,7 @@ from motet.core.types import SamplingParams
 from motet.model.distribution import Distribution, draw
 from motet.model.lora_model import LoraModel
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 from tests.support import tiny_models as tiny
 
 SHAPES = {  # name: rank, alpha, prompt and completion lengths; trained together, each of another kind
@@ -104,16 +105,18 @@ def make_trainer(
     for name in names:
         rank, alpha, _ = SHAPES[name]
         trainer.add_adapter(name, AdapterConfig(rank=rank, alpha=alpha, target_modules=targets), seed=ord(name))
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=rank, seed=ord(name), targets=targets)[1])
+        inside.arena(trainer, name).set_masters(
+            tiny.adapter_masters(base, rank=rank, seed=ord(name), targets=targets)[1]
+        )
     return trainer
 
 
 def gradient(trainer: TorchTrainer, name: str) -> torch.Tensor:
-    return trainer._arena(name).gradient.clone()
+    return inside.arena(trainer, name).gradient.clone()
 
 
 def masters(trainer: TorchTrainer, name: str) -> torch.Tensor:
-    return trainer._arena(name).masters.detach().clone()
+    return inside.arena(trainer, name).masters.detach().clone()
 
 
 def run_steps(trainer: TorchTrainer, batches: Sequence[Batch], steps: int = 2) -> dict[str, Any]:

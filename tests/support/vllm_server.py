@@ -26,6 +26,7 @@ from motet.hosts import servers
 from motet.rollout.in_vllm.motet_vllm import TESTED
 from motet.rollout.server import Demand
 from tests.conftest import IN_CI
+from tests.support import inside
 
 WANTED = Demand(adapters=4, versions=16, rank=16)
 START_SECONDS = 600.0
@@ -83,9 +84,9 @@ def vllm_server(
     config = RolloutConfig(engine="vllm", launch=start, publish_by="tensors")
     (server,) = servers.launched(base.info, str(base.model.config.name_or_path), config, start, WANTED, directory)
     if reads:
-        python, dash_m, module, *rest = server.process._command
+        python, dash_m, module, *rest = inside.command(server)
         assert dash_m == "-m"
-        server.process._command = [python, "-c", READS, json.dumps(reads), module, *rest]
+        inside.command(server)[:] = [python, "-c", READS, json.dumps(reads), module, *rest]
     server.process.start()
     try:
         _wait(server)

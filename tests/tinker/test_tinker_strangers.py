@@ -41,6 +41,7 @@ from motet.service.tinker.leases import Leases
 from motet.service.tinker.models import Models
 from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.samplers import SESSIONS, Samplers, sampler_id
+from tests.support import inside
 from tests.support.counting import calls
 from tests.support.house import House, open_house
 from tests.support.service_run import tiny
@@ -315,7 +316,7 @@ def test_an_archive_is_not_made_of_what_is_deleted_while_it_waits_for_its_turn(h
     link = house.ask("GET", f"{PREFIX}/training_runs/{model}/checkpoints/weights/w/archive").headers["location"]
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(house.ask, "GET", url) for url in (link, "/v1/adapters/brought/download")]
-        wait_until(lambda: len(reading._queues.get(who.tenant_id, ())) == 2)
+        wait_until(lambda: inside.queued(reading, who.tenant_id) == 2)
         for directory in (place, adapter):
             directory.rename(directory.with_name("gone"))
         may.set()
@@ -421,12 +422,12 @@ def test_a_sample_that_nobody_fetches_is_forgotten_though_nobody_samples(house: 
     prompt = {"chunks": [{"tokens": [1, 2]}]}
     name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
     futures = house.part(Futures)
-    futures._samples.by_name[name].task = None
-    futures._samples.by_name[name].since = time.monotonic() - 1000.0  # as if it had ended then
+    inside.samples(futures).by_name[name].task = None
+    inside.samples(futures).by_name[name].since = time.monotonic() - 1000.0  # as if it had ended then
 
     async def watched() -> None:
         watching = asyncio.create_task(leases(house).watch(0.01))
-        await until(lambda: name not in futures._samples.by_name)
+        await until(lambda: name not in inside.samples(futures).by_name)
         watching.cancel()
 
     asyncio.run_coroutine_threadsafe(watched(), house.app.state.loop).result(PATIENCE)
@@ -480,7 +481,7 @@ def test_answers_take_a_tenants_memory_until_they_are_sent_and_one_always_fits(t
         def all_fetched() -> None:
             for number in (1, 2):
                 assert fetched(number) == 200
-                wait_until(lambda: payer not in room._taken)
+                wait_until(lambda: payer not in inside.taken(room))
 
         all_fetched()
         room.take(payer, 2**19)  # of one that a slow client reads
@@ -533,7 +534,7 @@ def test_a_sample_that_is_cancelled_while_its_limits_are_looked_up_was_cancelled
     name = house.ask("POST", f"{PREFIX}/asample", json={"prompt": prompt, "sampling_params": {}}).json()["request_id"]
 
     async def scenario() -> None:
-        futures._samples.by_name[name].task = None  # as if its tenant's limits held it until now
+        inside.samples(futures).by_name[name].task = None  # as if its tenant's limits held it until now
         waiting = asyncio.create_task(futures.wait(who, name, 0.0))
         await asyncio.sleep(0)
         await futures.cancel(who, name)

@@ -26,6 +26,7 @@ from motet.service.tinker.parts import PREFIX
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import Samplers, sampler_id
 from motet.service.tinker.samples import OpenSample
+from tests.support import inside
 from tests.support.house import House, open_house, statements
 from tests.support.service_run import ROWS
 from tests.support.tinker_requests import made, request, saved, sent
@@ -84,7 +85,7 @@ WRITES: dict[str, Callable[[House, str, int], httpx2.Response]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_that_wait_for_another_of_their_tenant_hold_up_nobody_else(house: House, name: str) -> None:
-    model, waiting, us = made(house), house.bodies._requests, tenant(house)
+    model, waiting, us = made(house), inside.requests(house), tenant(house)
     with ThreadPoolExecutor(MANY) as threads, house.part(Quotas).storing(us, 0):
         for number in range(MANY):
             threads.submit(WRITES[name], house, model, 1 + number)
@@ -178,11 +179,11 @@ def test_a_sample_costs_no_look_at_those_of_others(house: House) -> None:
         alone = await cost()
         for number in range(100_000):
             one = OpenSample(f"sample-{number}", "them", "key", None, 0, task=asyncio.current_task())
-            futures._samples.add(one)
-            futures._samples.running.pop(one.name)  # its answer waits for its client
+            inside.samples(futures).add(one)
+            inside.samples(futures).running.pop(one.name)  # its answer waits for its client
         assert await cost() < 3 * alone + 0.002
         for number in range(100_000):
-            futures._samples.remove(f"sample-{number}")
+            inside.samples(futures).remove(f"sample-{number}")
 
     asyncio.run_coroutine_threadsafe(scenario(), house.app.state.loop).result(300)
 
@@ -193,7 +194,7 @@ def test_the_source_of_a_sample_is_looked_up_once(house: House) -> None:
     body = {**SAMPLE, "sampling_session_id": sampler_id(session, 0, f"{number}-3"), "seq_id": 1}
     with statements() as asked:
         name = begun(house, body)
-        wait_until(lambda: house.part(Futures)._samples.running[name].task is not None)
+        wait_until(lambda: inside.samples(house.part(Futures)).running[name].task is not None)
         house.ask("POST", f"{PREFIX}/cancel_future", json={"request_id": name})
     assert sum("idempotency_key = " in one for one in asked) == 1
 
@@ -244,7 +245,7 @@ def test_a_sample_whose_file_was_cut_is_not_stored(house: House, size: int) -> N
 def test_a_sample_that_is_sent_again_before_it_has_begun_is_one_or_none(house: House, room: float | None) -> None:
     body, futures, who = numbered(house), house.part(Futures), house.store.tenants.who(house.keys["ours"])
     assert who is not None
-    before, waiting = futures.open(who), house.bodies._requests
+    before, waiting = futures.open(who), inside.requests(house)
     with ThreadPoolExecutor(5) as threads:
         with house.part(Quotas).storing(who.tenant_id, 0):
             house.ask("PUT", "/v1/tenants/us/limits", "admin", json={"storage_mb": room})

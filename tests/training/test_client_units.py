@@ -19,7 +19,7 @@ from motet.kernels.cover import compute_with
 from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
 from motet.training.torch_trainer import TorchTrainer
-from tests.support import native_calls
+from tests.support import inside, native_calls
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.segments import gradient, make_segment, make_trainer, masters
@@ -63,7 +63,7 @@ def trainer_of(base: LoraModel, rank: int, *others: str, **options: Any) -> Torc
     for name, value in options.items():
         setattr(trainer, name, value)
     trainer.add_adapter("client", AdapterConfig(rank=rank, alpha=32), seed=1)
-    trainer._arena("client").set_masters(tiny.adapter_masters(base, rank=rank, seed=4)[1])
+    inside.arena(trainer, "client").set_masters(tiny.adapter_masters(base, rank=rank, seed=4)[1])
     return trainer
 
 
@@ -109,7 +109,7 @@ def test_a_gradient_that_waits_is_parked_and_saved_as_whole_numbers(name: str, p
         whole.forward_backward(Batch((one,)))
     for one in reversed(parts[3:]):
         first.forward_backward(Batch((one,)))
-        arena = first._arena("client")
+        arena = inside.arena(first, "client")
         arena.park(tmp_path if parking else None)
         arena.bring_in()
     first.save_adapter("client", tmp_path, optimizer=True)
@@ -159,7 +159,7 @@ def test_numbers_that_do_not_fit_make_the_whole_gradient_not_finite(name: str, s
     trainer = trainer_of(base, 8)
     for one in segments(data()):
         trainer.forward_backward(Batch((one,)))
-    arena = trainer._arena("client")
+    arena = inside.arena(trainer, "client")
     assert torch.isfinite(arena.gradient).all()
     arena.sums.add_unit(arena.sums.flat[5:6], torch.tensor([size]))
     assert torch.isnan(arena.gradient).all()
@@ -172,7 +172,7 @@ def test_whole_numbers_and_fp32_agree_and_both_are_clipped(name: str) -> None:
         trainer = trainer_of(base, 8)
         for one in segments(data()):
             trainer.forward_backward(Batch((replace(one, by_sample=by_sample),)))
-        before, arena = gradient(trainer, "client"), trainer._arena("client")
+        before, arena = gradient(trainer, "client"), inside.arena(trainer, "client")
         assert trainer.optim_step("client", STEP).grad_norm > STEP.clip_norm
         mean, _ = arena.state
         assert float(mean.norm()) == pytest.approx((1 - STEP.betas[0]) * STEP.clip_norm, rel=1e-4)
@@ -199,7 +199,7 @@ def test_cuts_and_orders_change_no_bit_of_smollm2(length: int) -> None:
     for cut in (((0, 1, 2, 3),), ((2, 0), (3, 1)), ((3,), (1,), (2,), (0,))):
         trainer = TorchTrainer(base, slots=1)
         trainer.add_adapter("client", AdapterConfig(rank=16, alpha=32), seed=1)
-        trainer._arena("client").set_masters(tiny.adapter_masters(base, rank=16, seed=4)[1])
+        inside.arena(trainer, "client").set_masters(tiny.adapter_masters(base, rank=16, seed=4)[1])
         for request in cut:
             for one in segments([samples[index] for index in request], "cross_entropy", budget=4 * length):
                 trainer.forward_backward(Batch((one,)))

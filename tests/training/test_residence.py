@@ -20,6 +20,7 @@ from motet.runtime.learner import Learner
 from motet.runtime.scheduler import FairScheduler
 from motet.training.torch_trainer import TorchTrainer
 from tests.conftest import ROOT
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.adapter_files import run_alone, weights_of
 from tests.support.segments import ADAMW, SHAPES, make_segment
@@ -63,11 +64,11 @@ def test_parked_adapters_have_the_same_bits(where: str, resident: int, tmp_path:
     parking.mkdir()
     expected = trained(trainer_with(0, None), tmp_path / "all")
     trainer = trainer_with(resident, parking if where == "disk" else None)
-    parked = [name for name in NAMES if trainer._arena(name).parked]
+    parked = [name for name in NAMES if inside.arena(trainer, name).parked]
     assert len(parked) == len(NAMES) - resident
-    assert all(trainer._arena(name).masters.numel() == 0 for name in parked)
+    assert all(inside.arena(trainer, name).masters.numel() == 0 for name in parked)
     assert trained(trainer, tmp_path / "few") == expected
-    assert sum(not trainer._arena(name).parked for name in NAMES) == resident
+    assert sum(not inside.arena(trainer, name).parked for name in NAMES) == resident
     assert list(parking.iterdir()) == []  # a process that is killed leaves nothing there
 
 
@@ -98,7 +99,7 @@ def test_what_is_to_be_trained_is_brought_in_before_the_devices_turn() -> None:
 
     class Watched(TorchTrainer):
         def train_in_pieces(self, batch: Batch) -> Pieces[tuple[Trained, ...]]:
-            missing.extend(one.adapter for one in batch.segments if self._arena(one.adapter).parked)
+            missing.extend(one.adapter for one in batch.segments if inside.arena(self, one.adapter).parked)
             return super().train_in_pieces(batch)
 
     trainer, device = trainer_with(2, None, Watched), Device()
@@ -114,11 +115,11 @@ def test_what_is_to_be_trained_is_brought_in_before_the_devices_turn() -> None:
                 *(asyncio.to_thread(trainer.optim_step, name, ADAMW) for name in "ab"),
             )
             trainer.bring_in(["c", "gone"])
-            assert not trainer._arena("c").parked
-            assert trainer._arena("a").parked or trainer._arena("b").parked
-            parked = next(name for name in "ab" if trainer._arena(name).parked)
+            assert not inside.arena(trainer, "c").parked
+            assert inside.arena(trainer, "a").parked or inside.arena(trainer, "b").parked
+            parked = next(name for name in "ab" if inside.arena(trainer, name).parked)
             trainer.bring_in([parked], [name for name in "abc" if name != parked])
-            assert trainer._arena(parked).parked, "there is no room beside those"
+            assert inside.arena(trainer, parked).parked, "there is no room beside those"
 
     asyncio.run(run())
     device.close()
@@ -129,7 +130,7 @@ def test_a_full_disk_costs_memory_and_no_step(tmp_path: Path, caplog: pytest.Log
     expected = trained(trainer_with(0, None), tmp_path / "all")
     with small_disk(tmp_path / "full", "16k") as disk:
         trainer = trainer_with(1, disk)
-        assert not any(trainer._arena(name).parked for name in NAMES)
+        assert not any(inside.arena(trainer, name).parked for name in NAMES)
         assert f"because {disk} cannot take them: No space left" in caplog.messages[0]
         assert trained(trainer, tmp_path / "few") == expected
 

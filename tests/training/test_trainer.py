@@ -26,6 +26,7 @@ from motet.training import torch_trainer
 from motet.training.arena import OPTIMIZER
 from motet.training.head import HEAD_ROWS
 from motet.training.torch_trainer import TorchTrainer
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few, paired
 from tests.support.segments import (
@@ -73,7 +74,7 @@ def test_gradients_and_steps_equal_peft(name, tmp_path):
     model = PeftModel.from_pretrained(tiny.stock(name), tmp_path, is_trainable=True)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     adamw = torch.optim.AdamW(parameters, lr=LR, betas=ADAMW.betas, eps=ADAMW.eps, weight_decay=0.1)
-    layout = trainer._arena("a").layout
+    layout = inside.arena(trainer, "a").layout
     for _ in range(2):
         adamw.zero_grad()
         loss = plain_loss(model, segment)
@@ -133,7 +134,7 @@ def test_each_step_brings_its_own_adamw(tmp_path: Path) -> None:
         theirs.step()
         trainer.forward_backward(Batch((make_segment("a"),)))
         trainer.optim_step("a", own)
-    for path, pair in trainer._arena("a").layout.views(masters(trainer, "a")).items():
+    for path, pair in inside.arena(trainer, "a").layout.views(masters(trainer, "a")).items():
         for side, ours in zip("AB", pair, strict=True):
             want = model.get_parameter(f"base_model.model.{path}.lora_{side}.default.weight").detach()
             assert float((ours.t() - want).abs().max()) <= 1e-3 * 3e-3, (path, side)
@@ -191,7 +192,7 @@ def test_adapters_with_equal_segments_equal_each_alone_bitwise(dtype):
 
 
 def overflow(trainer: TorchTrainer, name: str) -> None:
-    arena = trainer._arena(name)
+    arena = inside.arena(trainer, name)
     arena.set_masters(torch.full_like(arena.masters, 1e30))
 
 
@@ -203,10 +204,10 @@ def test_overflowing_neighbour_is_skipped_and_changes_nothing(dtype):
     batch = Batch((make_segment("b"), make_segment("a"), make_segment("c")))
     run_steps(trainer, [Batch((make_segment("b"),))], steps=1)  # b has moments by now
     overflow(trainer, "c")
-    arena = trainer._arena("b")
+    arena = inside.arena(trainer, "b")
     count, kept = arena.count, [vector.clone() for vector in arena.state]
     weights, before = trainer.weights("b"), masters(trainer, "b")
-    trainer._arena("b").gradient[3] = float("inf")
+    inside.arena(trainer, "b").gradient[3] = float("inf")
     seen = run_steps(trainer, [batch], steps=1)
     assert seen["a"] == alone[: len(seen["a"])]
     for name in "bc":
@@ -226,10 +227,10 @@ def test_clipping_is_per_adapter():
     """A neighbour's large gradient does not shrink mine."""
     trainer = make_trainer(tiny.base("llama"))
     for name, size in {"a": 100.0, "b": 1e-3}.items():
-        trainer._arena(name).gradient.normal_(generator=torch.Generator().manual_seed(1)).mul_(size)
+        inside.arena(trainer, name).gradient.normal_(generator=torch.Generator().manual_seed(1)).mul_(size)
     large, small = trainer.optim_step("a", ADAMW), trainer.optim_step("b", ADAMW)
     assert large.grad_norm > 1000 * ADAMW.clip_norm > 1000 * small.grad_norm
-    first_moment = {name: trainer._arena(name).state[0] for name in "ab"}
+    first_moment = {name: inside.arena(trainer, name).state[0] for name in "ab"}
     keep = 1 - ADAMW.betas[0]
     assert float(first_moment["a"].norm()) == pytest.approx(keep * ADAMW.clip_norm, rel=1e-4)
     assert float(first_moment["b"].norm()) == pytest.approx(keep * small.grad_norm, rel=1e-4)
@@ -306,7 +307,7 @@ def test_saved_and_loaded_goes_on_with_the_same_bits(dtype, tmp_path):
     assert torch.equal(second.weights("a").flat, straight.weights("a").flat)
     assert run_steps(second, [batch]) == run_steps(straight, [batch])
     second.load_adapter("a", tmp_path, optimizer=False)
-    assert not second._arena("a").state, "a start from a directory has fresh moments"
+    assert not inside.arena(second, "a").state, "a start from a directory has fresh moments"
 
 
 def test_optimizer_state_before_the_first_step(tmp_path):
@@ -545,13 +546,13 @@ def test_gradients_do_not_depend_on_how_long_the_neighbours_are(rounds, kernels,
     names = ("a", "b", "c", "d")
     for name in names:
         trainer.add_adapter(name, AdapterConfig(rank=16, alpha=32), seed=ord(name))
-        trainer._arena(name).set_masters(tiny.adapter_masters(base, rank=16, seed=ord(name))[1])
+        inside.arena(trainer, name).set_masters(tiny.adapter_masters(base, rank=16, seed=ord(name))[1])
 
     def gradients(segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
         trainer.forward_backward(Batch(tuple(segments)))
         found = {segment.adapter: gradient(trainer, segment.adapter) for segment in segments}
         for segment in segments:
-            trainer._arena(segment.adapter).gradient.zero_()
+            inside.arena(trainer, segment.adapter).gradient.zero_()
         return found
 
     source = random.Random(0)

@@ -29,7 +29,7 @@ from motet.model.covered_decoder import FAMILIES, angles
 from motet.model.kv_cache import KVCache
 from motet.model.lora import FusedLinears, NoAdapters
 from motet.model.routing import AdapterStacks
-from tests.support import native_calls
+from tests.support import inside, native_calls
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.segments import gradient, long_batch, make_samples, make_segment, make_trainer
@@ -251,7 +251,7 @@ def test_a_clients_loss_has_the_same_bits_with_and_without_a_gradient() -> None:
 def test_an_overflowing_neighbour_changes_no_gradient() -> None:
     base = tiny.base(*OWN[1])
     alone, company = make_trainer(base, "a"), make_trainer(base)
-    arena = company._arena("c")
+    arena = inside.arena(company, "c")
     arena.set_masters(torch.full_like(arena.masters, 1e30))
     alone.forward_backward(Batch((make_segment("a"),)))
     company.forward_backward(Batch((make_segment("c"), make_segment("a"))))
@@ -282,7 +282,7 @@ def assert_threads_do_not_meet(name: str, dtype: str, repeats: int) -> None:
     for threads, names in ((1, "abc"), *((n, "abc") for n in (2, 3, 4) * repeats), (16, "a")):
         torch.set_num_threads(threads)
         for each in names:
-            trainer._arena(each).gradient.zero_()
+            inside.arena(trainer, each).gradient.zero_()
         logprobs = [some for each in trainer.forward_backward(long_batch(names)) for some in each.logprobs]
         found.append([*(gradient(trainer, each) for each in names), torch.from_numpy(np.concatenate(logprobs))])
     for again in found[1:-1]:

@@ -26,6 +26,8 @@ from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.tier1
 
+fastest = library._fastest
+
 WAYS = [(EXACT, torch.bfloat16), (PAIRS, torch.bfloat16), (EXACT, torch.float32)]
 NAN, INF = math.nan, math.inf
 
@@ -611,27 +613,27 @@ def test_the_fastest_form_that_agrees_is_taken(tmp_path):
     best = forms()[0]
     (tmp_path / building.file_name("portable")).write_bytes(made["portable"])
     portable = Kernels(tmp_path / building.file_name("portable")).calls
-    native = library._fastest(tmp_path, portable)
+    native = fastest(tmp_path, portable)
     assert native.form == "portable"
     assert f"{best}: not compiled" in native.passed_over
     (tmp_path / building.file_name(best)).write_bytes(made[best])
-    assert library._fastest(tmp_path, portable).form == best
+    assert fastest(tmp_path, portable).form == best
 
 
 def test_a_form_can_be_asked_for(monkeypatch):
     portable = kernels("portable").calls
     monkeypatch.setenv(library.FORM, "portable")
-    native = library._fastest(directory(), portable)
+    native = fastest(directory(), portable)
     assert native.form == "portable"
     assert "avx2: MOTET_KERNELS_FORM is portable" in native.passed_over
     monkeypatch.setenv(library.FORM, "sse")
     with pytest.raises(ConfigError, match=r"'sse'; there are: amx,.*avx2, portable"):
-        library._fastest(directory(), portable)
+        fastest(directory(), portable)
     missing = [form for form in building.FORMS if form not in forms()]
     for form in missing:
         monkeypatch.setenv(library.FORM, form)
         with pytest.raises(ConfigError, match="do not run here"):
-            library._fastest(directory(), portable)
+            fastest(directory(), portable)
 
 
 def test_a_library_of_something_else_is_not_taken():

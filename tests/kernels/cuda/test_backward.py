@@ -27,6 +27,7 @@ from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
 from motet.model.unit_sums import UnitSums
 from tests.support import cuda_bases as cuda
+from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.critics import critic_trainer, value_segment
@@ -312,7 +313,7 @@ def test_a_critics_head_is_added_as_whole_numbers_too(tmp_path: Path) -> None:
     assert [found.tobytes() for found in trained.logprobs] == values
     for index in (2, 0, 1):
         cut.forward_backward(Batch((replace(segment, samples=(segment.samples[index],)),)))
-        arena = cut._arena("a")
+        arena = inside.arena(cut, "a")
         assert arena._gradient is None
         arena.park(None)
         assert arena.parked == 3, "masters, and the sums in two"
@@ -321,7 +322,7 @@ def test_a_critics_head_is_added_as_whole_numbers_too(tmp_path: Path) -> None:
         cut.load_adapter("a", tmp_path, optimizer=True)
     size, (ours, again, theirs) = arena.layout.size, (gradient(each, "a").cpu() for each in (whole, cut, stock))
     assert torch.equal(ours, again)
-    assert whole._arena("a").sums.n_units == arena.sums.n_units == 3
+    assert inside.arena(whole, "a").sums.n_units == arena.sums.n_units == 3
     assert float((ours - theirs)[size:].abs().max()) <= 1e-4 * float(theirs[size:].abs().max())
 
 
@@ -342,14 +343,14 @@ def test_cuts_parking_and_a_saved_gradient_change_no_bit_of_a_step(tmp_path: Pat
     whole.forward_backward(Batch((replace(segment, samples=tuple(samples)),)))
     for trainer, index in ((cut, 2), (cut, 0), (other, 1)):
         if trainer is other:
-            cut._arena("c").park(tmp_path)
-            cut._arena("c").bring_in()
+            inside.arena(cut, "c").park(tmp_path)
+            inside.arena(cut, "c").bring_in()
             cut.save_adapter("c", tmp_path, optimizer=True)
             other.load_adapter("c", tmp_path, optimizer=True)
         trainer.forward_backward(Batch((replace(segment, samples=(samples[index],)),)))
     assert gradient(whole, "c").any()
     assert torch.equal(gradient(whole, "c"), gradient(other, "c"))
-    assert whole._arena("c").sums.n_units == other._arena("c").sums.n_units == 3
+    assert inside.arena(whole, "c").sums.n_units == inside.arena(other, "c").sums.n_units == 3
     norms = [trainer.optim_step("c", ADAMW).grad_norm for trainer in (whole, other)]
     assert norms[0] == norms[1] > 0
     assert torch.equal(masters(whole, "c"), masters(other, "c"))

@@ -69,13 +69,14 @@ def test_a_base_that_torch_computes_has_no_other_products() -> None:
 
 def test_the_library_multiplies_as_it_likes_and_the_settings_are_put_back() -> None:
     x_TK, weight = torch.randn(4, 32, device=DEVICE), ProductWeight(torch.randn(8, 32, device=DEVICE))
-    before, y_TN = accelerator._bfloat16_sums(), x_TK.new_empty(4, 8)
+    sums, y_TN = accelerator._bfloat16_sums, x_TK.new_empty(4, 8)
+    before = sums()
     library = price.FasterLibrary(frozenset({(ProductShape.of(weight), 4)}))
     with accelerator.full_precision:
-        exact = accelerator._bfloat16_sums()
+        exact = sums()
         library.multiply(x_TK, weight, y_TN, None, back=False)
-        assert accelerator._bfloat16_sums() == exact
+        assert sums() == exact
         with price.FREE.switches:
-            assert accelerator._bfloat16_sums() == (True, True)
+            assert sums() == (True, True)
     assert torch.allclose(y_TN, x_TK @ weight.weight_NK.t(), atol=1e-4)
-    assert accelerator._bfloat16_sums() == before
+    assert sums() == before
