@@ -19,6 +19,7 @@ from motet.core.types import Chunk, FinishReason, IntArray, Message, ToolCall, T
 from motet.model.load import load_tokenizer
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS, Speaker, own_turn
+from tests.support.tables import read, table, written
 
 _PARAMETERS = {
     "type": "object",
@@ -40,6 +41,7 @@ QUESTION = {"role": "user", "content": "What is 2 and 2?"}
 NAMING = "Shall I write <tool_call> or [TOOL_CALLS], {, <|channel|>final or <function=add>? No: <think>"
 """A thought that names tags."""
 ALL = pytest.mark.parametrize("name", SPEAKERS)
+SPOKEN = table("spoken")
 
 
 @functools.cache
@@ -162,123 +164,24 @@ def test_a_prompt_may_open_a_thought() -> None:
     assert reader.text == ("<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant<|channel|>final<|message|>4")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("qwen25", '<tool_call>{"name": "add", "arguments": {</tool_call>'),
-        ("qwen25", '<tool_call>{"name": "add"'),
-        ("qwen25", "<tool_call></tool_call>"),
-        ("qwen25", '<tool_call>{"name": "add", "arguments": ' + "[" * 5000 + "</tool_call>"),
-        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=n>\n3\n</function>\n</tool_call>"),
-        ("qwen3_coder", "<tool_call>add</tool_call>"),
-        ("glm", "<tool_call>add<arg_key>n</arg_key></tool_call>"),
-        ("glm", "<tool_call></tool_call>"),
-        ("llama3", '{"name": "add", "parameters": {"n": '),
-        ("llama3", "<|python_tag|>print(3)"),
-        ("mistral_old", '[TOOL_CALLS][{"name": "add", '),
-        ("magistral", '[TOOL_CALLS]add[ARGS]{"n": '),
-        ("magistral", '[TOOL_CALLS]{"n": 1}'),
-        ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>{n<|call|>"),
-        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{n<｜tool▁call▁end｜>"),
-        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
-        ("deepseek", "<｜tool▁calls▁begin｜>add<｜tool▁calls▁end｜>"),
-        ("kimi", '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"n": '),
-        ("lfm2", "<|tool_call_start|>[add(n=3"),
-        ("lfm2", "<|tool_call_start|>[add(n=3) sell()]<|tool_call_end|>"),
-        ("lfm2", "<|tool_call_start|>[add(3)]<|tool_call_end|>"),
-        ("lfm2", "<|tool_call_start|>[add(deep={1: 2})]<|tool_call_end|>"),
-        ("lfm2", "<|tool_call_start|>[add(many=" + "[" * 5000 + ")]<|tool_call_end|>"),
-        ("lfm2", "<|tool_call_start|><|tool_call_end|>"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), SPOKEN["broken"])
 def test_a_broken_call_is_a_call_that_no_tool_takes(name: str, text: str) -> None:
     chat = chat_of(name)
-    parts = chat.parts(prompt(chat), ids(chat, text), TOOLS, cut_off=False)
+    parts = chat.parts(prompt(chat), ids(chat, written(text)), TOOLS, cut_off=False)
     assert "a call cannot be read" in parts.unread
     (call,) = parts.calls
     assert call.name not in ("add", "sell")
     assert call.arguments == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "speech", "calls"),
-    [
-        ("qwen25", '<tool_call>{"name": "add", "parameters": {"n": 1}}</tool_call>', "", (ToolCall("add", {"n": 1}),)),
-        ("qwen25", '<tool_call>{"name": "add", "arguments": "{\\"n\\": 1}"}', "", (ToolCall("add", {"n": 1}),)),
-        ("qwen25", "Hi <tool_call>{}", "Hi", None),
-        (
-            "qwen25",
-            '<tool_call>{"name": "add", "arguments": {"text": "</tool_call>"}}</tool_call> done',
-            "done",
-            (ToolCall("add", {"text": "</tool_call>"}),),
-        ),
-        (
-            "qwen3_coder",
-            "First.\n<function=add>\n<parameter=n>\n3\n</parameter>\n</function>",
-            "First.",
-            (ToolCall("add", {"n": 3}),),
-        ),
-        ("qwen3_coder", "Write <function=add> so.", "Write <function=add> so.", ()),
-        (
-            "qwen3_coder",
-            "<tool_call><function=add><parameter=text>a</parameter>b\n</parameter></function></tool_call>",
-            "",
-            (ToolCall("add", {"text": "a</parameter>b"}),),
-        ),
-        ("llama3", '{"name": "add", "parameters": {"n": 1}}; {"name": "sell", "parameters": {}}', "",
-         (ToolCall("add", {"n": 1}), ToolCall("sell", {}))),
-        ("llama3", ' {"name": "Ann", "age": 3}\n', ' {"name": "Ann", "age": 3}\n', ()),
-        ("llama3", '{"a": 1} is JSON', '{"a": 1} is JSON', ()),
-        ("llama3", '<|python_tag|>{"name": "add", "parameters": {"n": 1}}', "", (ToolCall("add", {"n": 1}),)),
-        ("mistral_old", 'Hi[TOOL_CALLS]{"name": "add", "arguments": {"n": 1}}', "Hi", (ToolCall("add", {"n": 1}),)),
-        ("magistral", '[TOOL_CALLS] {"name": "add", "arguments": {"n": 1}}', "", (ToolCall("add", {"n": 1}),)),
-        ("magistral", 'Hi[TOOL_CALLS]add{"n": 1}', "Hi", (ToolCall("add", {"n": 1}),)),
-        ("magistral", '[TOOL_CALLS]add[CALL_ID]a[ARGS]{"n": 1}', "", None),
-        (
-            "gpt_oss",
-            "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
-            '<|constrain|>json<|message|>{"n": 1}<|call|>',
-            "I add.",
-            (ToolCall("add", {"n": 1}),),
-        ),
-        (
-            "deepseek",
-            'Hi<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"text": "```"}\n```'
-            "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>sell\n```json\n{}\n```<｜tool▁call▁end｜>"
-            "<｜tool▁calls▁end｜>",
-            "Hi",
-            (ToolCall("add", {"text": "```"}), ToolCall("sell", {})),
-        ),
-        ("kimi", "<|tool_call_begin|>sell<|tool_call_argument_begin|>{}<|tool_call_end|> done", "done",
-         (ToolCall("sell", {}),)),
-        (
-            "kimi",
-            '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:3<|tool_call_argument_begin|>'
-            '{"text": "<|tool_call_end|><|tool_calls_section_end|>"}<|tool_call_end|><|tool_calls_section_end|>',
-            "",
-            (ToolCall("add", {"text": "<|tool_call_end|><|tool_calls_section_end|>"}),),
-        ),
-        (
-            "lfm2",
-            """Hi<|tool_call_start|>[add(text="it's (1, 2)", n=-3, deep={"a": [None, true]}), """
-            r"""sell( text = '\ud83d\ude00\n' )]<|tool_call_end|>done""",
-            "Hidone",
-            (
-                ToolCall("add", {"text": "it's (1, 2)", "n": -3, "deep": {"a": [None, True]}}),
-                ToolCall("sell", {"text": "\U0001f600\n"}),
-            ),
-        ),
-        ("lfm2", "<|tool_call_start|>add(text='it's <|tool_call_end|>')<|tool_call_end|>", "",
-         (ToolCall("add", {"text": "it's <|tool_call_end|>"}),)),
-        ("lfm2", '<|tool_call_start|>[{"name": "add", "arguments": {"n": 1}}]<|tool_call_end|>', "",
-         (ToolCall("add", {"n": 1}),)),
-    ],
-)  # fmt: skip
-def test_other_ways_to_write_calls(name: str, text: str, speech: str, calls: tuple[ToolCall, ...] | None) -> None:
+@pytest.mark.parametrize(("name", "text", "speech", "calls"), SPOKEN["other"])
+def test_other_ways_to_write_calls(name: str, text: str, speech: str, calls: str) -> None:
     chat = chat_of(name)
     parts = chat.parts(prompt(chat), ids(chat, text), TOOLS, cut_off=False)
     assert parts.speech == speech
-    assert parts.calls == calls or (calls is None and len(parts.calls) == 1)
+    expected = read(calls)
+    assert len(parts.calls) == (1 if expected is None else len(expected))
+    assert expected is None or parts.calls == tuple(ToolCall(*call) for call in expected)
 
 
 @ALL
@@ -340,20 +243,7 @@ def test_a_template_that_lists_tools_and_writes_no_call_is_known_by_what_it_asks
     assert find_form(byte_tokenizer(CHATML), {}).known, "one that lists no tools has them introduced"
 
 
-@pytest.mark.parametrize(
-    ("form", "said"),
-    [
-        ("hermes", '<tool_call>{"name": "sell", "arguments": {"x": "1"}}</tool_call>'),
-        ("qwen3_coder", "<tool_call><function=sell><parameter=x>1</parameter></function></tool_call>"),
-        ("glm", "<tool_call>sell<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>"),
-        ("mistral", '[TOOL_CALLS][{"name": "sell", "arguments": {"x": "1"}}]'),
-        ("llama3_json", '{"name": "sell", "parameters": {"x": "1"}}'),
-        ("harmony", '<|channel|>commentary to=functions.sell<|message|>{"x": "1"}<|call|>'),
-        ("deepseek_v3", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>sell<｜tool▁sep｜>{"x": "1"}<｜tool▁call▁end｜>'),
-        ("lfm2", "<|tool_call_start|>[sell(x='1')]<|tool_call_end|>"),
-        ("kimi_k2", '<|tool_call_begin|>functions.sell:0<|tool_call_argument_begin|>{"x": "1"}<|tool_call_end|>'),
-    ],
-)
+@pytest.mark.parametrize(("form", "said"), SPOKEN["named"])
 def test_a_named_form_is_asked_for_where_the_template_lists_no_tools(form: str, said: str) -> None:
     tool = {"type": "function", "function": {"name": "sell", "parameters": {"properties": {"x": {"type": "string"}}}}}
     chat = Chat(byte_tokenizer(CHATML), tool_format=form)
@@ -405,35 +295,12 @@ def test_a_stop_string_goes_on_behind_tokens_without_letters() -> None:
     assert (shown, reader.text) == ("one ", "one ")
 
 
-@pytest.mark.parametrize(
-    ("text", "schema", "value"),
-    [
-        ("12", {"type": "string"}, "12"),
-        ('"12"', {"type": "string"}, '"12"'),
-        ("12", {"type": ["string", "null"]}, "12"),
-        ("null", {"type": ["string", "null"]}, None),
-        ("12", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, 12),
-        ("1.5", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1.5"),
-        ("x", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "x"),
-        ("3.0", {"type": "integer"}, 3),
-        ("3.0", {"type": "number"}, 3.0),
-        ("True", {"type": "boolean"}, True),
-        ("None", {"type": "string"}, "None"),
-        ("None", {"type": ["object", "null"]}, None),
-        ("12", {"enum": ["12", "13"]}, "12"),
-        ("12", {"$ref": "#/$defs/Size"}, "12"),
-        ("12", {"$ref": "#/$defs/Loop"}, 12),
-        ("[1, 2]", {}, [1, 2]),
-        ("[1, 2", None, "[1, 2"),
-        ("9" * 5000, {"type": "integer"}, "9" * 5000),
-        ("[" * 101 + "]" * 101, {"type": "array"}, "[" * 101 + "]" * 101),
-    ],
-)
-def test_schemas_give_texts_their_types(text: str, schema: Any, value: Any) -> None:
+@pytest.mark.parametrize(("text", "schema", "value"), SPOKEN["types"])
+def test_schemas_give_texts_their_types(text: str, schema: str, value: str) -> None:
     root = {"$defs": {"Size": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}}
-    typed = TypedTexts({"f": {**root, "properties": {"x": schema}}}).value("f", "x", text)
-    assert typed == value
-    assert type(typed) is type(value)
+    typed = TypedTexts({"f": {**root, "properties": {"x": read(schema)}}}).value("f", "x", written(text))
+    assert typed == read(value)
+    assert type(typed) is type(read(value))
 
 
 _ODD: tuple[Any, ...] = (

@@ -17,6 +17,7 @@ from motet.data.columns import FIRST_ROWS
 from motet.data.dataset import Dataset, load_dataset
 from motet.data.row_problems import Reading
 from motet.data.rows import answer_of, pair_of, row_of
+from tests.support import tables
 from tests.support.scripted_model import byte_tokenizer
 
 pytestmark = pytest.mark.tier1
@@ -42,66 +43,9 @@ def read(rows: list[Any], **fields: Any) -> Dataset:
     return load_dataset(DataConfig.model_validate({"source": rows, "holdout": 0, **fields}))
 
 
-CHOICES = [
-    (
-        [{"question": "q", "label": "easy", "output": 4}],
-        {},
-        "q",
-        "4",
-        "answer = output (also there: label; data.answer",
-    ),
-    ([{"question": "q", "answer": None, "solution": "4"}], {}, "q", "4", "answer = solution"),
-    ([{"question": "q", "answer": "", "solution": "4"}], {}, "q", "4", "answer = solution"),
-    ([{"prompt": "", "question": "q", "answer": "4"}], {}, "q", "4", "prompt = question"),
-    (
-        [{"question": "q", "answer": "4", "prompt": "p"}],
-        {},
-        "p",
-        "4",
-        "prompt = prompt (also there: question; data.prompt",
-    ),
-    ([{"input": "q", "label": "4"}], {}, "q", "4", "prompt = input, answer = label"),
-    ([{"input": "q", "labels": "4"}], {}, "q", "4", "answer = labels"),
-    ([VERL], {}, "2 + 2?", "4", "verl's layout: prompt = prompt, answer = reward_model.ground_truth"),
-    ([{**VERL, "answer": "long"}], {}, "2 + 2?", "4", "reward_model.ground_truth (also there: answer;"),
-    ([VERL], {"answer": "extra_info.index"}, "2 + 2?", "7", "answer = extra_info.index"),
-    ([VERL], {"template": "{extra_info.split} {extra_info.index}"}, "train 7", "4", "prompt = data.template"),
-    ([{"data": {"q": "deep"}}], {"prompt": "data.q"}, "deep", "", "prompt = data.q, answer = none"),
-    ([{"p": "q", "a.b": "1", "a": {"b": "2"}}], {"prompt": "p", "answer": "a.b"}, "q", "1", "answer = a.b"),
-    ([{"p": "q", "a": {"b.c": "1"}}], {"prompt": "p", "answer": "a.b.c"}, "q", "1", "answer = a.b.c"),
-    ([{"p": "q", "a": {"text": ["x", "y"]}}], {"prompt": "p", "answer": "a.text.1"}, "q", "y", "answer = a.text.1"),
-    (
-        [{"instruction": "Add.", "input": "2 2", "output": "4"}],
-        {},
-        "Add.\n\n2 2",
-        "4",
-        "Alpaca's layout: prompt = instr",
-    ),
-    ([{"instruction": "Hi.", "input": "", "output": "Ho."}], {}, "Hi.", "Ho.", "answer = output"),
-    ([{"instruction": "Q?", "context": "C.", "response": "A."}], {}, "Q?\n\nC.", "A.", "answer = response"),
-    ([{"instruction": "A", "input": "B"}], {"prompt": "instruction"}, "A", "", "prompt = instruction, answer = none"),
-    ([{"conversations": [HUMAN, GPT]}], {}, "2 + 2?", "4", "ShareGPT's layout: prompt = conversations"),
-    (
-        [{"prompt": "p", "messages": [USER, {"role": "assistant", "content": "4"}]}],
-        {},
-        "2 + 2?",
-        "4",
-        "prompt = messages",
-    ),
-    (
-        [{"prompt": "p", "completion": "c", "label": True}],
-        {},
-        "p",
-        "",
-        "answer = none, rows are learned from completion",
-    ),
-    ([{"chosen": "the x", "rejected": "the y"}], {}, "the", "", "prompt = the common beginning of chosen and rejected"),
-]
-
-
-@pytest.mark.parametrize(("rows", "fields", "prompt", "answer", "said"), CHOICES)
-def test_columns_are_chosen_and_named(rows: list[Any], fields: Any, prompt: str, answer: str, said: str) -> None:
-    data = read(rows, **fields)
+@pytest.mark.parametrize(("rows", "fields", "prompt", "answer", "said"), tables.table("spoken")["columns"])
+def test_columns_are_chosen_and_named(rows: str, fields: str, prompt: str, answer: str, said: str) -> None:
+    data = read(tables.read(rows), **tables.read(fields))
     assert (data.train[0].messages[-1].content, data.train[0].answer) == (prompt, answer)
     assert said in data.columns
     assert data.notes == ()

@@ -11,7 +11,7 @@ import pytest
 from tests.support.house import House, error_of
 from tests.support.openai_requests import GRADER, JUDGE, WORDS, method, rows
 from tests.support.service_run import tiny
-from tests.support.tables import Reader, read, table
+from tests.support.tables import Reader, read, table, written
 
 pytestmark = pytest.mark.tier1
 
@@ -38,16 +38,16 @@ def training_file(house: House) -> str:
     return str(house.ask("POST", "/v1/files", files={"file": ("train.jsonl", rows(*WORDS))}).json()["id"])
 
 
-def request(kind: str, written: list[str], house: House, training_file: str) -> tuple[str, str, str, dict[str, Any]]:
+def request(kind: str, cells: list[str], house: House, training_file: str) -> tuple[str, str, str, dict[str, Any]]:
     """Give key, method, path and what is sent."""
     key, http_method, path = "ours", "POST", f"/v1/{kind}"
     if kind == "any":
-        *keys, http_method, path = written[0].split(" ")
+        *keys, http_method, path = cells[0].split(" ")
         key = (keys or [key])[0]
     if kind == "check":
-        given: Any = {"text": read(written[0]) if written[0].startswith("!text") else written[0]}
+        given: Any = {"text": written(cells[0])}
     else:
-        given = read(written[-1])
+        given = read(cells[-1])
     if kind == "files":
         return key, http_method, path, {"files": {"file": (given[0], given[1].encode())}}
     if kind == "fine_tuning/jobs":
@@ -66,8 +66,8 @@ ROWS = [(path, *row) for kind, *row in ROWS for path in (CHATS if kind == "chat"
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1][:60]}")
 def test_request_is_refused_with_status_field_and_words(house: House, training_file: str, row: list[Any]) -> None:
-    kind, *written, status, field, words = row
-    key, http_method, path, sent = request(kind, written, house, training_file)
+    kind, *cells, status, field, words = row
+    key, http_method, path, sent = request(kind, cells, house, training_file)
     folder = house.storage.directory / "files"
     before = house.store.counts(), sorted(folder.iterdir())
     answer = house.ask(http_method, path, key, **sent)

@@ -42,9 +42,14 @@ for tag, make in TAGS.items():
     Reader.add_constructor(tag, make)
 
 
-def read(written: str) -> Any:
-    """Read a cell."""
-    return yaml.load(written, Reader)  # noqa: S506 (a safe loader, with these tags)
+def read(cell: str) -> Any:
+    """Read a cell of YAML."""
+    return yaml.load(cell, Reader)  # noqa: S506 (a safe loader, with these tags)
+
+
+def written(cell: str) -> str:
+    """Read a cell that is a text as it stands, or one that a tag makes."""
+    return str(read(cell)) if cell.startswith("!text") else cell
 
 
 def table(name: str) -> dict[str, list[list[Any]]]:
