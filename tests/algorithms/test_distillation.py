@@ -8,7 +8,6 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 import motet
@@ -175,35 +174,15 @@ def test_probabilities_of_a_teacher_are_targets(tmp_path: Path) -> None:
     assert nll["doubt"][-1] > nll["sure"][-1]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"oversampling": 2}, "oversampling: the teacher judges each token"),
-        ({"advantage": "rloo"}, "advantage: the teacher judges each token"),
-        ({"kl": {"coef": 0.1}}, "kl: the penalty would be to the teacher"),
-    ],
-)
-def test_settings_that_a_teacher_replaces_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Distillation(teacher="teachers/v3", **fields)
-
-
-def test_stop_rules_that_distillation_cannot_follow_are_refused() -> None:
-    tree = {"name": "a", "data": "toy:add", "algorithm": {"type": "distill", "teacher": "teachers/v3"}}
+def test_stop_rules_that_distillation_can_follow_are_taken() -> None:
+    """Others are refused: `tests/messages.toml`."""
+    tree = {"name": "a", "data": "toy:add", "algorithm": {"type": "distill", "teacher": "base"}}
     for rule in ("held_out_above", "reward_above"):
-        with pytest.raises(ValidationError, match=f"stop_when.{rule}: nothing rewards the answers"):
-            JobConfig.model_validate({**tree, "stop_when": {rule: 0.5}})
         JobConfig.model_validate({**tree, "reward": "exact", "stop_when": {rule: 0.5}})
-    with pytest.raises(ValidationError, match=r"stop_when.kl_above: .* not to the base"):
-        JobConfig.model_validate({**tree, "stop_when": {"kl_above": 1}})
-    JobConfig.model_validate(
-        {**tree, "algorithm": {"type": "distill", "teacher": "base"}, "stop_when": {"kl_above": 1}}
-    )
+    JobConfig.model_validate({**tree, "stop_when": {"kl_above": 1}})
 
 
 def test_what_cannot_teach_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="teacher"):
-        JobConfig.model_validate({"name": "a", "data": "toy:add", "algorithm": "distill"})
     with pytest.raises(ConfigError, match=r"teacher: there is no directory .*nowhere"):
         run(tmp_path, student("a", tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match=r"temperature: must.*a teacher on a server"):

@@ -33,6 +33,7 @@ FILES = {
 LISTED = {"name": "add", "data": "toy:add", "rewards": ["exact"]}
 FEW = {"source": "toy:add", "size": 16, "holdout": 2}
 JOB = {"name": "add", "data": "toy:add", "reward": "exact"}
+TEAM = {"name": "pair", "data": "toy:add", "team": ["first", "second"], "environment": "own.py:Lengths", "steps": 4}
 
 
 def job(fields: str, **usual: Any) -> dict[str, Any]:
@@ -47,6 +48,13 @@ def job(fields: str, **usual: Any) -> dict[str, Any]:
 def checked(**fields: Any) -> object:
     """A run with these sections, before anything is loaded."""
     return check_run(validate({"base": "small", "run": "run", "jobs": [{**JOB, "data": FEW}], **fields}, ""))
+
+
+def team(text: str) -> object:
+    """A team with fields of its job in braces, or with a section beside it."""
+    given = yaml.safe_load(text)
+    tree = {"jobs": [{**TEAM, **given}]} if text.startswith("{") else {**given, "jobs": [TEAM]}
+    return validate({"base": "small", **tree}, "jobs.yaml")
 
 
 def load_rows(fields: dict[str, Any]) -> object:
@@ -67,6 +75,7 @@ READ: dict[str, Callable[[str], object]] = {
     "set": lambda text: parse_jobs(yaml.safe_dump({"base": "small", "jobs": [LISTED]}), "", (text,)),
     "before": lambda text: checked(jobs=[job(text, name="a", data=FEW, steps=1)]),
     "run": lambda text: checked(**yaml.safe_load(text)),
+    "team": team,
     "rows": lambda text: load_rows(read(text)),
     "files": lambda text: load_file(*read(text)),
 }

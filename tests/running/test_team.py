@@ -20,7 +20,6 @@ from motet.chat.template import Chat
 from motet.commands.check import check
 from motet.commands.verify import verify
 from motet.config import EnvironmentConfig
-from motet.config.jobfile import validate
 from motet.core.checksums import check_version
 from motet.core.errors import AdapterError, ConfigError, EngineError
 from motet.core.types import Group, Message, Problem, Rollout
@@ -335,43 +334,6 @@ def _versions_are_whole(job: JobDirectory, tmp_path: Path) -> None:
     assert verify(job.path) == 1
     with pytest.raises(AdapterError, match="is not what was saved"):
         check_version(job.version(4) / "second")
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"team": ["one"]}, "has one role"),
-        ({"team": ["a", "a"]}, "names the role a more than once"),
-        ({"team": ["Planner", "solver"]}, "'Planner' is no role"),
-        ({"team": ["../x", "solver"]}, "is no role"),
-        ({"team": [f"r{n}" for n in range(9)]}, "at most 8"),
-        ({"environment": "single", "reward": "exact"}, "team: needs environment: file.py:Class"),
-        ({"environment": "textarena"}, "team: needs environment: file.py:Class"),
-        ({"algorithm": {"type": "ppo", "critic": {}}}, "team: a critic"),
-        ({"algorithm": {"oversampling": 2}}, "algorithm.oversampling"),
-        ({"algorithm": {"over_provision": 2}}, "algorithm.over_provision"),
-        ({"algorithm": {"credit": "return_to_go"}}, "credit: return_to_go"),
-        ({"algorithm": "sft"}, "sft learns otherwise"),
-        ({"adapter": {"init": "somewhere"}}, "adapter.init names one adapter"),
-    ],
-)
-def test_what_a_team_cannot_do_is_refused(file: Path, fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
-        validate({"base": "small", "jobs": [lengths(file, **fields)]}, "the file")
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        {"engine": {"hosts": 2}},
-        {"rollout": {"engine": "vllm", "launch": {}}},
-        {"engine": {"ranks": 2}},
-        {"cluster": "ray"},
-    ],
-)
-def test_a_team_trains_on_one_host_with_the_embedded_engine(file: Path, place: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"team: trains on.*embedded engine only"):
-        validate({"base": "small", **place, "jobs": [lengths(file)]}, "the file")
 
 
 def test_who_does_not_know_teams_says_so(file: Path, tmp_path: Path) -> None:

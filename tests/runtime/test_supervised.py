@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 import motet
 from motet.algorithms.rows import RowLogprobs
@@ -119,13 +118,6 @@ def test_a_row_is_its_prompt_and_its_answer() -> None:
         [0, 0, 0, 1],
     ]
     assert batch.denominator == 2
-
-
-def test_rewards_go_with_rollouts_alone() -> None:
-    with pytest.raises(ValidationError, match=r"sft learns the data's.*asks no reward"):
-        supervised("a", reward="exact")
-    with pytest.raises(ValidationError, match="reward: is missing"):
-        JobConfig.model_validate({"name": "a", "data": "toy:add"})
 
 
 def rows(n: int) -> list[dict[str, Any]]:

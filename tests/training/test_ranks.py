@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
 from motet.algorithms.client import ClientLoss, datum
 from motet.algorithms.critic import ValueLoss
@@ -156,6 +155,3 @@ def test_copies_and_shards_give_the_bits_of_one_process(
 def test_ranks_are_a_multiple_of_shards() -> None:
     assert EngineConfig(shard=2).n_ranks == 2
     assert EngineConfig(shard=2, ranks=4).n_ranks == 4
-    for ranks in (1, 3):
-        with pytest.raises(ValidationError, match=f"ranks is {ranks} and shard 2: set ranks to a multiple of shard"):
-            EngineConfig(shard=2, ranks=ranks)
