@@ -87,13 +87,16 @@ def test_calls_and_ticks_take_turns(call: int, tick: int, wanted: str) -> None:
     assert "".join(order).startswith(wanted)
 
 
-def worked(calls: list[tuple[str, int]], tick: int = 0) -> str:
-    """The order of calls of tenants, by their first letters, of so many seconds each; ticks of a tenant `t` beside them."""
+def worked(calls: list[tuple[str, float]], tick: int = 0) -> str:
+    """The order of calls of tenants, by their first letters, of so many seconds each; ticks of a tenant `t` beside them.
+
+    Those of less than a second are light.
+    """
     order: list[str] = []
-    clock = [0]
+    clock = [0.0]
     device = Device(clock=lambda: clock[0])
 
-    def work(name: str, seconds: int) -> bool:
+    def work(name: str, seconds: float) -> bool:
         order.append(name[0])
         clock[0] += seconds
         return True
@@ -110,7 +113,7 @@ def worked(calls: list[tuple[str, int]], tick: int = 0) -> str:
         futures = []
         for name, seconds in calls:
             with used_by(f"job of {name}", name):
-                futures.append(device.submit(functools.partial(work, name, seconds)))
+                futures.append(device.submit(functools.partial(work, name, seconds), light=seconds < 1))
         go.set()
         for future in futures:
             future.result(timeout=PATIENCE)
@@ -159,6 +162,13 @@ def test_long_calls_count_as_long_as_they_take() -> None:
 def test_a_tenants_calls_wait_while_another_that_decodes_has_had_less() -> None:
     """However long a call takes: the other gets half of the time."""
     assert "gtttttgtttttg" in worked([("greedy", 5)] * 6, tick=1)
+
+
+def test_light_calls_come_first_while_their_tenant_is_little_ahead() -> None:
+    """As the probe of a version does, which would else wait for the training of many jobs."""
+    many = [*[("greedy", 1)] * 3, ("small", 1), *[("probe", 0.04)] * 5, ("small", 0.04)]
+    assert worked(many, tick=1).startswith("tpsppg")
+    assert worked([*[("greedy", 1)] * 3, *[("probe", 0.04)] * 9]) == "pppgppppppgg"
 
 
 def test_ticks_without_work_do_not_spin(device: Device) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from motet.core.errors import DeviceLost
-from motet.core.tenant_turns import SLACK, Payer, TenantTurns
+from motet.core.tenant_turns import LEAD, SLACK, Payer, TenantTurns
 
 Result = TypeVar("Result")
 Fault = TypeVar("Fault", bound=BaseException)
@@ -200,9 +200,10 @@ class Device:
             self._wake.notify()
 
     def submit(self, call: Callable[[], Result], *, light: bool = False) -> Future[Result]:
-        """Queue a call. Calls of one tenant run in order.
+        """Queue a call. Calls of one tenant run in order, `light` ones first.
 
-        A `light` call needs no other core, so sampling processes continue during it.
+        A `light` call is short and needs no other core: sampling processes continue during it, and others wait for it
+        unless its tenant is more than `LEAD` ahead of them.
         """
         future: Future[Result] = Future()
         with self._wake:
@@ -347,9 +348,10 @@ class Device:
         self.turns.come({call.payer.tenant for call in self._calls}, _CALLS)
         if not self._calls:
             return None
-        first = min(self._calls, key=lambda call: self.turns.had(call.payer.tenant))
+        soon = [call for call in self._calls if call.light and self.turns.ahead(call.payer.tenant, _CALLS) <= LEAD]
+        first = min(soon or self._calls, key=lambda call: self.turns.had(call.payer.tenant))
         ahead = self.turns.ahead(first.payer.tenant, DECODES)
-        if working and (ahead > SLACK or (owed > 0 and ahead >= -SLACK)):
+        if working and not soon and (ahead > SLACK or (owed > 0 and ahead >= -SLACK)):
             return None
         self._calls.remove(first)
         return first
