@@ -119,11 +119,12 @@ def _one_of(place: int, values: Iterable[int]) -> Ways:
     return [(Argument(place, value),) for value in values]
 
 
-def _arguments(programs: bool, process: int) -> Mapping[str, Ways]:
-    """The calls that are allowed with certain arguments alone; `process` is the id of the caller.
+def _arguments(programs: bool, process: int, threads: bool = True) -> Mapping[str, Ways]:
+    """The calls that are allowed with certain arguments alone, and no way if with none; `process` is the id of the caller.
 
     A number of another process is refused whether or not there is such a process.
     """
+    thread = [(Argument(0, _THREAD, _THREAD | _NOT_CLONED),)]
     truncating, mode = os.O_TRUNC, os.O_ACCMODE  # Landlock sees a truncation by a reader from Linux 6.2 on
 
     def opening(place: int) -> Ways:
@@ -131,7 +132,7 @@ def _arguments(programs: bool, process: int) -> Mapping[str, Ways]:
         return [(Argument(place, 0, truncating),), *writing]
 
     return {
-        "clone": [(Argument(0, 0, _NOT_CLONED),)] if programs else [(Argument(0, _THREAD, _THREAD | _NOT_CLONED),)],
+        "clone": [(Argument(0, 0, _NOT_CLONED),)] if programs else thread if threads else [],
         "open": opening(1),
         "openat": opening(2),
         "fcntl": [*_one_of(1, _FCNTL), (Argument(1, fcntl.F_SETFL), Argument(2, 0, _ASYNC))],
@@ -155,16 +156,17 @@ def numbers_of(names: Iterable[str]) -> set[int]:
     return {number for name in names if (number := resolve_syscall(system_arch(), name)) >= 0}
 
 
-def filter_calls(programs: bool) -> None:
-    """Filter this process's calls, for good. `programs`: it starts programs, which are filtered too."""
-    _rules(programs).load()
+def filter_calls(programs: bool, threads: bool = True) -> None:
+    """Filter this process's calls, for good. `programs`: it starts programs, which are filtered too; `threads`: or threads."""
+    _rules(programs, threads).load()
 
 
-def _rules(programs: bool) -> SyscallFilter:
+def _rules(programs: bool, threads: bool = True) -> SyscallFilter:
     from pyseccomp import ALLOW, ERRNO, GT, MASKED_EQ, Arg, Attr, SyscallFilter
 
     process = os.getpid()
-    bounded = {number: ways for name, ways in _arguments(programs, process).items() for number in numbers_of([name])}
+    arguments = _arguments(programs, process, threads)
+    bounded = {number: ways for name, ways in arguments.items() for number in numbers_of([name])}
     if programs:
         unknown = set(_LATER)
         allowed = set(_NUMBERS) - unknown - numbers_of(REFUSED - _STARTING)

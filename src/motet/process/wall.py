@@ -130,6 +130,7 @@ def enter(
     writable: Sequence[Path] = (),
     most_written: int = _MOST_WRITTEN,
     programs: bool = False,
+    threads: bool = True,
     where_possible: bool = False,
 ) -> None:
     """Go behind the wall, for good. The process must have no second thread yet.
@@ -140,6 +141,7 @@ def enter(
         writable: directories in which files may be created.
         most_written: size limit of each file in bytes, also of files that are open already, such as a log.
         programs: allow it to start programs, which are behind the wall too and stay in its process group.
+        threads: allow it to start threads.
         where_possible: continue with limits only if this machine has no wall.
 
     Raises:
@@ -151,9 +153,9 @@ def enter(
     if sys.platform == "linux":  # of timers and queued signals, which all processes of a user share
         _lower(resource.RLIMIT_SIGPENDING, _MOST_PENDING)
     try:
-        threads = len(os.listdir("/proc/self/task"))
-        if threads != 1:
-            raise WallError(f"no wall can be put up: the process has {threads} threads already")
+        running = len(os.listdir("/proc/self/task"))
+        if running != 1:
+            raise WallError(f"no wall can be put up: the process has {running} threads already")
         if not writable:  # libraries ask for a directory when they are imported, and behind the wall none can be found
             gettempdir()
         found = importable.of_python(sys.path)
@@ -161,7 +163,7 @@ def enter(
         importable.warm(sys.path)
         _hold_files(found, readable, writable)
         _drop_capabilities()
-        filter_calls(programs)
+        filter_calls(programs, threads)
     except (ImportError, OSError, RuntimeError) as error:
         if not where_possible:
             raise WallError(f"no wall can be put up: {error}") from error
