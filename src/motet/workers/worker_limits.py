@@ -16,6 +16,8 @@ from motet.process.own_code import describe
 from motet.workers.worker_messages import Limit
 
 _GRACE_SECONDS = 1  # between the exception in Python and the kernel's SIGXCPU
+LOAD_CPU_SECONDS = 30.0
+"""CPU time for loading code that others sent."""
 _AGAIN_SECONDS = 0.2  # code that swallows the exception gets it again
 
 Result = TypeVar("Result")

@@ -21,11 +21,18 @@ from motet.process.child import ChildPipes, ChildProcess, guard
 from motet.process.cpu_time import cpu_seconds_of
 from motet.workers import worker_messages as m
 from motet.workers.sandbox import PLACE
+from motet.workers.worker_limits import LOAD_CPU_SECONDS
 
 LOAD_SECONDS = 120.0
 """Wall-clock time for loading a user's code."""
 AGAIN = 2
 """How often what a killed process did is tried again, each time in a fresh process."""
+LONGEST_SENT = 2**22
+"""Longest reply of code that others sent, in bytes: it is read in the event loop of everybody's jobs."""
+LONGEST_FAULT = 2000
+"""Characters of what such code says of a fault."""
+_LOOK_SECONDS, _SPARE_SECONDS = 0.5, 3.0
+"""Between two looks at the CPU time of such code, and what it may use beyond the limit of a call."""
 _NO_REPLY = "wrote something that is not a reply (your code must not use the process's pipes)"
 Charge = Callable[[float], None]
 
@@ -46,8 +53,14 @@ class ClockLimitError(Exception):
 class WorkerLink:
     """One worker process. Rewards and environments take one call at a time, an agent many."""
 
-    def __init__(self, calls: m.Calls, pipes: ChildPipes, remains: ChildProcess, charge: Charge) -> None:
-        """`remains` ends and removes what the process leaves (`process.guard`)."""
+    def __init__(
+        self, calls: m.Calls, pipes: ChildPipes, remains: ChildProcess, charge: Charge, *, watched: bool = False
+    ) -> None:
+        """`remains` ends and removes what the process leaves (`process.guard`).
+
+        A `watched` process is ended if it uses more CPU time than its calls may, also between them: what it runs may lift
+        the limits that it has put upon itself.
+        """
         self._calls, self._pipes, self._remains, self.charge = calls, pipes, remains, charge
         self.child, self.loaded = Child[Any].of(pipes, calls.replies), m.WorkerReply()
         self.answered = -1
@@ -58,7 +71,9 @@ class WorkerLink:
         self._waiting: dict[int, tuple[m.WorkerMessage, asyncio.Future[Any], float]] = {}
         """Calls without a reply, each with its limit of CPU seconds; also those that nobody awaits any more."""
         self._removing: asyncio.Future[tuple[bytes, bytes]] | None = None
+        self._most, self._fault = float(LOAD_CPU_SECONDS), ""
         self._reading = asyncio.create_task(self._read())
+        self._watching = asyncio.create_task(self._watch()) if watched else None
 
     @classmethod
     async def start(
@@ -80,7 +95,7 @@ class WorkerLink:
             try:
                 link.loaded = await link.call(load, LOAD_SECONDS)
                 if isinstance(link.loaded, m.LoadRefused):
-                    raise calls.refused(link.loaded.error)
+                    raise calls.refused(link.loaded.error[:LONGEST_FAULT])
                 return link
             except BaseException as error:
                 await link.kill()
@@ -98,13 +113,14 @@ class WorkerLink:
         environment = {name: value for name, value in all_variables.items() if name not in hidden}
         try:
             command = wall.command("motet.workers.worker", calls.module, str(os.getpid()))
-            pipes = await ChildPipes.start(command, log, {**environment, PLACE: sandboxes}, LONGEST_LINE)
+            longest = LONGEST_SENT if load.of_others else LONGEST_LINE
+            pipes = await ChildPipes.start(command, log, {**environment, PLACE: sandboxes}, longest)
             remains.stdin.write(b"%d" % pipes.process.pid)
             remains.stdin.flush()
         except BaseException:
             remains.communicate()
             raise
-        return cls(calls, pipes, remains, charge)
+        return cls(calls, pipes, remains, charge, watched=load.of_others)
 
     async def kill(self) -> None:
         """Kill the process and all that it started, wait for the end, and remove its sandboxes.
@@ -115,6 +131,8 @@ class WorkerLink:
         await asyncio.shield(self._reading)
 
     async def _end(self) -> None:
+        if self._watching is not None and not self.ended and self._removing is None:
+            self._count(self._used)  # what it used after its last call
         if self._removing is None:
             self._removing = asyncio.get_running_loop().run_in_executor(None, self._remains.communicate)
         await self.child.kill()
@@ -130,7 +148,8 @@ class WorkerLink:
             ClockLimitError: no answer within `wall_seconds`.
             EngineError: the request is too long.
         """
-        number, began = next(self._numbers), time.monotonic()
+        number, began, before = next(self._numbers), time.monotonic(), self._used
+        self._most = before + (cpu_seconds or LOAD_CPU_SECONDS)
         if self.ended:
             raise self._died(cpu_seconds)
         self.child.send(structs.replace(request, call=number))
@@ -147,7 +166,8 @@ class WorkerLink:
                 self.child.send(m.StopCall(call=number))
             raise
         finally:
-            self._count(min(cpu_seconds, time.monotonic() - began))
+            self._count(before + min(cpu_seconds, time.monotonic() - began))
+            self._most = self._used
 
     @property
     def waits(self) -> bool:
@@ -160,7 +180,7 @@ class WorkerLink:
             async for reply in self.child.messages():
                 if isinstance(reply, ProcessFault):
                     where = f"; see {self._pipes.log}" if self._pipes.log is not None else ""
-                    fault = f"failed outside a call: {reply.error}{where}"
+                    fault = f"failed outside a call: {reply.error[:LONGEST_FAULT]}{where}"
                     break
                 # A user's code may write anything to the pipe: each call has one reply, of its kind.
                 if reply.call not in self._waiting or not reply.fits(self._waiting[reply.call][0]):
@@ -173,7 +193,7 @@ class WorkerLink:
             fault = _NO_REPLY
         article = "an" if self._calls.kind[0] in "aeiou" else "a"
         hint = f" ({article} {self._calls.kind} must return, not exit)"
-        self.ended = fault or await self._pipes.how_it_ended(hint)
+        self.ended = self._fault or fault or await self._pipes.how_it_ended(hint)
         self._killed = not fault and self._pipes.killed
         await self._end()
         for _, waiting, cpu_seconds in self._waiting.values():
@@ -187,10 +207,20 @@ class WorkerLink:
         return ProcessDiedError(self.ended, killed=self._killed)
 
     def _count(self, most: float) -> None:
-        """Charge what the process has used since the last call; `most` for one that is gone and cannot be asked."""
+        """Charge what the process has used since it was last counted; up to `most` if it is gone and cannot be asked."""
         used = cpu_seconds_of(self._pipes.process.pid)
-        self.charge(most if used is None else max(0.0, used - self._used))
-        self._used = used or self._used
+        total = max(self._used, most if used is None else used)
+        self.charge(total - self._used)
+        self._used = total
+
+    async def _watch(self) -> None:
+        while not self.ended:
+            await asyncio.sleep(_LOOK_SECONDS)
+            self._count(self._used)
+            if self._used > self._most + _SPARE_SECONDS:
+                self._fault = f"took more CPU time than it may ({self._calls.kind} field cpu_seconds)"
+                await self._end()
+                return
 
 
 class WorkerSlot:

@@ -26,6 +26,11 @@ class LoadCode(WorkerMessage, frozen=True, kw_only=True):
     walled: bool = False
     """Whether calls run behind a wall."""
 
+    @property
+    def of_others(self) -> bool:
+        """Whether the code is that of somebody who may not use this machine as they like."""
+        return False
+
 
 class StopCall(WorkerMessage, frozen=True):
     """Stop a call that is no longer awaited; only that call has a reply."""
