@@ -24,6 +24,7 @@ from motet.core.near import close_matches
 from motet.core.section import Config, named
 
 SEED_BITS = 48
+LONGEST_CODE = 64_000
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=-]{0,99}")
 
 
@@ -48,6 +49,8 @@ class RewardConfig(Config):
     wall: bool | None = None
     """Run the reward behind a wall: no network, no files, no other processes. By default built-in rewards have a wall if
     the machine supports it, and your own code has none."""
+    code: str | None = Field(None, max_length=LONGEST_CODE, exclude_if=lambda code: code is None)
+    """Text of the file in `name`, which then runs behind the wall. `motet submit` sends it to a service; leave it out."""
 
 
 class EnvironmentConfig(Config):

@@ -33,8 +33,11 @@ class OwnCode:
     built_in: Sequence[str]
     """Built-in names, which need no file."""
 
-    def find(self, name: str) -> Any:
-        """The object at `file.py:name` or `module:name`. Raises MotetError if it is missing or does not load."""
+    def find(self, name: str, text: str | None = None) -> Any:
+        """The object at `file.py:name` or `module:name`; `text` is that of the file, if it is not on this machine.
+
+        Raises MotetError if it is missing or does not load.
+        """
         source, colon, attribute = name.rpartition(":")
         if not colon:
             near = close_matches(name, self.built_in, n=1)
@@ -43,7 +46,10 @@ class OwnCode:
                 f"there is no {self.kind} {name!r}: {hint}Built in are {', '.join(self.built_in)}; "
                 "your own is `file.py:name` or `module:name`"
             )
-        module = self.load_file(source) if source.endswith(".py") else self._load_module(source)
+        if text is not None:
+            module = self._loaded(source, Path(source), text, "one file is sent, and imports what is installed")
+        else:
+            module = self.load_file(source) if source.endswith(".py") else self._load_module(source)
         target = functools.reduce(lambda value, part: getattr(value, part, None), attribute.split("."), module)
         if target is None:
             names = [item for item, value in vars(module).items() if callable(value) and not item.startswith("_")]
@@ -71,6 +77,12 @@ class OwnCode:
             return known[1]
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))  # so that the file may import its neighbours
+        module = self._loaded(source, path, text, f"install what has it beside Motet, for {sys.executable}")
+        _LOADED[self.kind, path] = text, module
+        return module
+
+    def _loaded(self, source: str, path: Path, text: bytes | str, absent: str) -> Any:
+        """The module of a file's text; `absent` says what to do about a module that it does not find."""
         spec = importlib.util.spec_from_file_location(f"motet_{self.kind}_{path.stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -80,12 +92,11 @@ class OwnCode:
             code = compile(text, str(path), "exec", dont_inherit=True)
             exec(code, vars(module))  # noqa: S102
         except (Exception, SystemExit) as error:
-            missing = isinstance(error, ModuleNotFoundError)
-            hint = f"; install what has it beside Motet, for {sys.executable}" if missing else ""
+            hint = f"; {absent}" if isinstance(error, ModuleNotFoundError) else ""
+            hint = f"; raise memory_mb of the {self.kind}" if isinstance(error, MemoryError) else hint
             raise self.error(
                 f"{self.kind} file {source!r} does not load: {describe(error, str(path))}{hint}"
             ) from error
-        _LOADED[self.kind, path] = text, module
         return module
 
     def _load_module(self, source: str) -> Any:

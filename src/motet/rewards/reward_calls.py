@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import pickle
 import resource
 import sys
@@ -13,6 +14,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
@@ -25,7 +27,7 @@ from motet.rewards import reward_messages as m
 from motet.rewards.reward_answers import Answer, Logs
 from motet.rewards.reward_forms import Asked, LoadedReward, alone, scored
 from motet.rewards.reward_loading import OWN, resolve
-from motet.workers.worker_limits import WorkerLimits, over_limit, seed_random
+from motet.workers.worker_limits import LOAD_CPU_SECONDS, WorkerLimits, over_limit, seed_random
 
 MESSAGES = m.LoadRewards | m.ScoreCompletions
 _LOADING_MB = 4096
@@ -38,6 +40,9 @@ _WAITS_SECONDS = 0.5
 """Time from which on a call that waits is worth more processes."""
 _SPARE_MB = 256
 """Memory for the process itself between calls."""
+PRINTED = 1 << 24
+"""Bytes of the log to which code that others sent may print."""
+_NICE = 5
 
 
 def answer_call(rewards: Sequence[LoadedReward], limits: WorkerLimits, request: m.ScoreCompletions) -> m.Scores:
@@ -179,6 +184,26 @@ def _reason(outcome: BaseException) -> str:
     return text if text.startswith("returned ") else describe(outcome)
 
 
+def _load_sent(request: m.LoadRewards) -> list[LoadedReward]:
+    """Load code that others sent: behind the wall, without threads, and within the limits of a call."""
+    os.nice(_NICE)  # others' engines and rewards come first
+    with contextlib.suppress(OSError):  # and where memory is short, this process ends, not they
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
+    wall.enter(2 * (_SPARE_MB + request.memory_mb), most_written=PRINTED, threads=False)
+
+    def find() -> list[LoadedReward]:
+        return [
+            resolve(sent.name, sent.args, OWN.find(sent.name, sent.code), request.scorer, request.columns)
+            for sent in request.rewards
+        ]
+
+    loaded, error, _ = WorkerLimits().run(find, "reward", LOAD_CPU_SECONDS, request.memory_mb)
+    if loaded is None:
+        raise RewardError(error)
+    wall.limit_memory(_SPARE_MB + request.memory_mb)
+    return loaded
+
+
 def _load(request: m.LoadRewards) -> list[LoadedReward]:
     functions = [_function(source) for source in request.rewards]
     if request.walled:
@@ -211,7 +236,9 @@ def load(first: m.LoadRewards) -> tuple[m.RewardsLoaded, Callable[[m.ScoreComple
     Raises RewardError if one cannot be loaded, WallError if it has to be loaded behind a wall and there is none.
     """
     sys.path[:] = first.import_path
-    rewards = _load(first) if first.rewards else []  # those of Motet come with their calls
+    rewards = (
+        (_load_sent if first.of_others else _load)(first) if first.rewards else []
+    )  # Motet's come with their calls
     limits = WorkerLimits()
     if first.walled and not rewards:
         wall.enter(_SHARED_MB)

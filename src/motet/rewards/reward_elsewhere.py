@@ -188,8 +188,9 @@ def with_headers(reward: Mapping[str, Any], change: Callable[[str], str]) -> dic
 
 
 def masked(reward: Mapping[str, Any]) -> dict[str, Any]:
-    """A reward for display: values of headers are masked."""
-    return with_headers(reward, lambda _: MASK)
+    """A reward for display: values of headers are masked, and of code only its size is shown."""
+    shown = with_headers(reward, lambda _: MASK)
+    return {**shown, "code": f"{len(shown['code'])} characters"} if shown.get("code") else shown
 
 
 def without_spending(reward: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ class RewardSource(ChannelMessage, frozen=True):
     args: dict[str, Any]
     pickled: bytes | None
     """A function object."""
+    code: str | None = None
+    """Text of the file in `name`, if others sent it."""
 
 
 class LoadRewards(LoadCode, frozen=True):
@@ -32,6 +34,11 @@ class LoadRewards(LoadCode, frozen=True):
     memory_mb: int
     columns: list[str] | None = None
     """Those that every row of the data has, if they are known."""
+
+    @property
+    def of_others(self) -> bool:
+        """Whether others sent the code."""
+        return any(reward.code is not None for reward in self.rewards)
 
 
 class RewardsLoaded(WorkerReply, frozen=True):

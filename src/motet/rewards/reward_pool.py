@@ -55,7 +55,7 @@ from motet.rewards.reward_walls import Walls
 from motet.rewards.reward_workers import AT_ONCE, WorkerGroup, load_request
 from motet.rewards.rewards import BUILTIN
 from motet.rewards.shared_workers import SharedGroup, SharedProcesses
-from motet.workers.worker_link import ClockLimitError, ProcessDiedError
+from motet.workers.worker_link import LONGEST_FAULT, ClockLimitError, ProcessDiedError
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,9 @@ class RewardPool:
                 self._shared[side] = SharedProcesses(request, None, {}, kept=self._workers)
             own, lent = {index: reward}, self._shared[side]
             groups.append(SharedGroup(request, None, own, charge=charge, reward=reward, turn=turn, processes=lent))
-        for side in sorted(set(walled.values())):
-            own = {index: rewards[index] for index in walled if walled[index] is side}
+        sides = {index: (side, rewards[index].code is not None) for index, side in walled.items()}
+        for side, sent in sorted(set(sides.values())):  # sent code is alone in its process
+            own = {index: rewards[index] for index in sides if sides[index] == (side, sent)}
             request = load_request([self._located(reward) for reward in own.values()], scorer, side, columns)
             groups.append(WorkerGroup(request, log, own, self._may_start_another, self._most_waiting, charge))
         self._jobs[job] = _Job(job, tuple(rewards), labels_of(rewards), groups, turn)
@@ -344,7 +345,7 @@ class RewardPool:
             group.wait_together()
         if reply.failed and not last:
             return None
-        return [error or value for value, error in zip(reply.noted(), reply.errors, strict=True)]
+        return [error[:LONGEST_FAULT] or value for value, error in zip(reply.noted(), reply.errors, strict=True)]
 
 
 async def _each(calls: Iterator[Awaitable[list[ScoreOrReason] | None]], at_once: int) -> list[ScoreOrReason]:

@@ -1,6 +1,7 @@
 """Which rewards run behind a wall (`motet.process.wall`): those scored by a service, and everywhere those that ship with Motet.
 
-A user's own code in `motet run` or a reward worker has its owner's rights, unless its job says `wall: true`.
+A user's own code in `motet run` or a reward worker has its owner's rights, unless its job says `wall: true`. Code whose text
+others send to a service always has a wall.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ EVALUATING = frozenset({"scorer", "math", "code"})
 SANDBOXED = frozenset({"code"})
 """Built-in rewards whose process starts another process, with its own wall, for each answer."""
 
+NO_WALL = (
+    "code that others send runs behind the wall alone, which does not hold on this machine; `motet doctor` says why"
+)
+
 
 @dataclass(frozen=True)
 class Walls:
@@ -36,6 +41,10 @@ class Walls:
 
         Raises RewardError if it must, but this machine has no walls.
         """
+        if reward.code is not None:
+            if reason := self.missing():
+                raise RewardError(f"reward {reward.name!r}: {NO_WALL} ({reason})")
+            return True
         ours = installed is None and reward.function is None and ":" not in reward.name
         if ours:
             wanted = reward.wall is not False and reward.name not in self.exempt

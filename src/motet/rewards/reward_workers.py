@@ -30,7 +30,7 @@ def load_request(
         json.dumps([reward.args for reward in rewards])
     except (TypeError, ValueError) as error:
         raise RewardError(f"args of a reward must be JSON values (text, numbers, lists, mappings): {error}") from error
-    sources = [m.RewardSource(reward.name, reward.args, _pickled(reward)) for reward in rewards]
+    sources = [m.RewardSource(reward.name, reward.args, _pickled(reward), reward.code) for reward in rewards]
     memory, known = max(reward.memory_mb for reward in rewards), None if columns is None else list(columns)
     return m.LoadRewards(sources, scorer, memory, known, import_path=import_path(), walled=walled)
 
@@ -81,7 +81,7 @@ class WorkerGroup:
         assert isinstance(link.loaded, m.RewardsLoaded)
         self.loaded = link.loaded
         self.give_back(self.workers[0])
-        if self.loaded.waits:
+        if self.loaded.waits and not self.request.of_others:
             self.wait_together()
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ Objects: a function given in Python counts by its source, closure, defaults and 
 from __future__ import annotations
 
 import ast
+import contextlib
 import datetime
 import enum
 import functools
@@ -60,7 +61,7 @@ class CodeSums:
         self.not_followed: list[str] = []
         """Why changes of some code may go unnoticed; one sentence each."""
         self._entries: dict[str, Entry] = {}
-        self._files: dict[Path, tuple[str, str, Sequence[str], dict[ast.stmt, list[str]]]] = {}
+        self._files: dict[Path, tuple[str, str, Sequence[str] | None, dict[ast.stmt, list[str]]]] = {}
         """Label, package, search path, and the sums of each statement at the top."""
         self._read, self._bound, self._counted = set[str](), set[tuple[str, str]](), set[ast.stmt]()
         self._bytes, self._all = 0, False  # `_all`: which names the code reads cannot be decided
@@ -80,6 +81,15 @@ class CodeSums:
             self._add_file(path, path.name, "", [*sys.path, str(path.parent)])
         self._read |= set(function.split("."))
         self._all |= not function
+
+    def add_text(self, name: str, text: str) -> None:
+        """Add `file.py:name` of a file that is not here; modules that it imports are not followed."""
+        file, _, function = name.rpartition(":")
+        label, path = Path(file).name, Path(short_sum(text)) / Path(file).name
+        while label in self._entries and path not in self._files:  # another of that name
+            label += "'"
+        self._add_data(path, label, "", None, text)
+        self._read |= set(function.split("."))
 
     def add_object(self, name: str, value: Any) -> None:
         """Add an object and everything that it reads; `name` is used in messages."""
@@ -140,21 +150,24 @@ class CodeSums:
         if len(self._files) >= _MOST_FILES or self._bytes > _MOST_BYTES:
             self._note(f"the code imports more than {_MOST_FILES} files, or 16 MB: a change of {label} is not noticed")
             return
-        data, sums = b"", dict[ast.stmt, list[str]]()
         try:
-            data = path.read_bytes()
-            self._entries[label] = {"sha256": short_sum(data)}
+            self._add_data(path, label, package, search, path.read_bytes())
+        except OSError as error:
+            self._note(f"{label} cannot be read ({error.strerror}): a change of it is not noticed")
+            self._files[path] = label, package, search, {}
+
+    def _add_data(self, path: Path, label: str, package: str, search: Sequence[str] | None, data: bytes | str) -> None:
+        """Add a file's content; `search` is where the modules are that it imports, None if they do not count."""
+        sums = dict[ast.stmt, list[str]]()
+        self._entries[label] = {"sha256": short_sum(data)}
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
             tree = ast.parse(data if path.suffix == ".py" else b"?")
             sums = {part: list(statement_sums([part])) for part in tree.body}
             self._entries[label]["statements"] = ""
-        except OSError as error:
-            self._note(f"{label} cannot be read ({error.strerror}): a change of it is not noticed")
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            pass
         self._bytes += len(data)
         self._files[path] = label, package, search, sums
 
-    def _add_reads(self, tree: ast.AST, label: str, package: str, search: Sequence[str]) -> None:
+    def _add_reads(self, tree: ast.AST, label: str, package: str, search: Sequence[str] | None) -> None:
         """Add the names that code reads, and the project's modules that it imports."""
         plain = set[int]()
         for node in walk(tree):
@@ -180,8 +193,8 @@ class CodeSums:
                 case ast.Name() | ast.Attribute():
                     self._read.add(last_name(node))
                     self._all |= last_name(node) in _LOOKS_UP and id(node) not in plain
-            for module in filter(None, modules):
-                self._add_module(module, search)
+            for module in filter(None, modules if search is not None else ()):
+                self._add_module(module, search or ())
 
     def _put(self, name: str, entry: Entry) -> None:
         """Add an entry; a second object of the same name gets a name with `'`."""

@@ -54,6 +54,8 @@ def of_config(config: JobConfig, installed: Mapping[str, str] | None = None) -> 
         file, colon, function = section[field].rpartition(":")
         section[field] = f"{_placeless(file)}:{function}" if colon else section[field]
     job["rewards"] = [without_spending(masked(reward)) for reward in job["rewards"]]  # another password is no other job
+    for reward in job["rewards"]:
+        reward.pop("code", None)  # its statements are below
     own = _own_code(config, installed or {})
     entries = own.entries()
     unknown = {NOT_FOLLOWED: own.not_followed} if own.not_followed else {}
@@ -120,6 +122,8 @@ def _own_code(config: JobConfig, installed: Mapping[str, str]) -> CodeSums:
     for reward in config.rewards:
         if reward.function is not None:
             own.add_object(reward.name, reward.function)
+        elif reward.code is not None:
+            own.add_text(reward.name, reward.code)
         else:
             own.add(installed.get(reward.name, reward.name))
     own.add(config.environment.name)
