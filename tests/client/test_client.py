@@ -454,7 +454,16 @@ def test_a_failed_job_is_exit_code_1(service: Service, tmp_path: Path, says: Mot
 def test_what_cannot_be_submitted(service: Service, tmp_path: Path, says: Motet) -> None:
     path = job_file(tmp_path, tiny("never", reward="rewards.py:reward"))
     code, _, err = says("submit", path)
-    assert (code, "code does not run on the server" in err) == (2, True)
+    assert (code, "reward file" in err, "rewards.py' does not exist" in err) == (2, True, True)
+    (tmp_path / "rewards.py").write_text("import beside\n\ndef reward(problem, completion): return 1.0\n")
+    code, _, err = says("submit", path)
+    assert (code, "this service runs no code of its tenants; whoever runs it can allow that" in err) == (2, True)
+    (tmp_path / "beside.py").write_text("")
+    code, _, err = says("submit", path)
+    assert (code, "imports beside.py, which lies beside it, and a service takes one file" in err) == (2, True)
+    code, _, err = says("submit", job_file(tmp_path, tiny("never", reward="my_rewards:reward")))
+    assert (code, "name file.py:reward, or score on your machine: motet submit --reward FILE" in err) == (2, True)
+    path = job_file(tmp_path, tiny("never"))
     code, _, err = says("submit", path, "--set", "base=smollm2")
     assert (code, err) == (
         2, "motet: the file's base is 'smollm2', but this service trains 'small'; change the file, give --set base=small, "

@@ -457,12 +457,12 @@ def test_a_services_file_names_rewards_beside_it(tmp_path: Path, rewards_file: P
         "reward_hosts: [scores.example.org]\nlease_seconds: 5\n"
     )
     found = load_service(config)
-    assert found.rewards["tiny"].function == f"{rewards_file}:short"
+    assert found.installed["tiny"].function == f"{rewards_file}:short"
     assert (found.reward_hosts, found.lease_seconds) == (["scores.example.org"], 5)
-    installed = install({name: one.model_dump() for name, one in found.rewards.items()})
+    installed = install({name: one.model_dump() for name, one in found.installed.items()})
     assert (installed["tiny"].args, installed["plain"].summary) == ({"limit": 2}, "After the manner of TRL.")
     config.write_text("rewards: {tiny: 'rewards.py:nothing'}\n")
-    wanted = {name: one.model_dump() for name, one in load_service(config).rewards.items()}
+    wanted = {name: one.model_dump() for name, one in load_service(config).installed.items()}
     with pytest.raises(RewardError, match="nothing"):
         install(wanted)
     config.write_text("rewards: {tiny: {file: x}}\n")

@@ -150,6 +150,8 @@ def open_house(directory: Path, **settings: Any) -> Iterator[House]:
         for name in ("open_to_all", "hub", "rewards", "public_url", "database")
         if name in settings
     }
+    if settings.pop("sent_rewards", False):
+        settings["rewards"] = {"tenants": True}
     port, loop = settings.pop("port", None) or free_port(), settings.pop("loop", "auto")
     app = create_app(Settings("small", directory, config=ServiceConfig(max_upload_mb=0.01, **settings), **own))
     service: Service = app.state.service

@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, Self
 
 from motet.client.adapters import AdapterMethods
 from motet.client.connection import Connection, Following, path_of
+from motet.client.sent_rewards import with_code
 from motet.client.sign_in import SignInMethods
 from motet.client.tenants import TenantMethods
 from motet.core.errors import ConfigError, DataError, ServiceError
@@ -305,7 +306,7 @@ class AsyncClient(AdapterMethods, SignInMethods, StepMethods, TenantMethods):
 
 
 def _tree(job: JobConfig | Mapping[str, Any]) -> dict[str, Any]:
-    return dict(job) if isinstance(job, Mapping) else job.model_dump(mode="json", exclude_unset=True)
+    return dict(job) if isinstance(job, Mapping) else with_code(job).model_dump(mode="json", exclude_unset=True)
 
 
 def _unix_seconds(at: datetime | str | float | None) -> float | None:

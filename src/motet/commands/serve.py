@@ -20,7 +20,7 @@ from rich.text import Text
 
 from motet.commands.answers import say
 from motet.commands.listening import bound
-from motet.config.service import RateConfig, ServiceConfig
+from motet.config.service import TENANTS, RateConfig, ServiceConfig
 from motet.config.urls import check_safe_url, is_loopback
 from motet.core.errors import BaseModelError, ConfigError, RunError
 from motet.hosts.launch import check_directories
@@ -30,7 +30,8 @@ from motet.observe.text import plain_console, safe
 from motet.process import importable, wall
 from motet.process.allocator import without_collections
 from motet.process.supervised import Heart, Owned, supervised
-from motet.rewards.reward_installed import install
+from motet.rewards.reward_installed import Installed, install
+from motet.rewards.reward_walls import NO_WALL
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -80,8 +81,7 @@ def serve(
     os.umask(0o077)  # also applies to the engine's process and its workers
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Plain())
-    installed = {name: one.model_dump() for name, one in config.rewards.items()}
-    functions = install(installed, rewards) if installed or rewards else {}
+    functions = _functions(config, rewards)
     lock = _alone(directory)  # noqa: F841 - held until the process ends
     _make_private(directory)
     sockets = bound(host, port)
@@ -101,6 +101,14 @@ def serve(
     heart = supervised(say, "the HTTP process", _import_all, sockets, _engines(config, directory))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(make, sockets, heart))
+
+
+def _functions(config: ServiceConfig, file: Path | None) -> dict[str, Installed]:
+    """The operator's rewards. Raises ConfigError if tenants may send some, and the wall does not hold here."""
+    if config.sent_rewards and (reason := wall.missing()):
+        raise ConfigError(f"rewards.{TENANTS}: {NO_WALL} ({reason})")
+    installed = {name: reward.model_dump() for name, reward in config.installed.items()}
+    return install(installed, file) if installed or file else {}
 
 
 def _engines(config: ServiceConfig, directory: Path) -> Owned:

@@ -15,6 +15,7 @@ from rich.text import Text
 from motet.chat.clock import DATE
 from motet.client import AsyncClient, Client
 from motet.client.connection import path_of
+from motet.client.sent_rewards import with_code
 from motet.commands.answers import INTERRUPTED, command_for, minute, say
 from motet.config import JobConfig, RunConfig
 from motet.config.chain import chains
@@ -103,7 +104,7 @@ def submit(
     Raises:
         MotetError: one of them was refused; then none is submitted, and their uploads are deleted.
     """
-    new = [job for job in jobs if job.name not in known]
+    new = [with_code(job) for job in jobs if job.name not in known]
     check_uploads(new)
     files: dict[str, str] = {}
     awaited: dict[str, list[str]] = {}

@@ -88,8 +88,11 @@ def _read_service(path: Path) -> ServiceConfig:
     refuse(list(unknown_fields(tree, ServiceConfig).values()), str(path))
     config = check_fields(ServiceConfig, tree, str(path))
     rewards = {
-        name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
-        for name, one in config.rewards.items()
+        **config.rewards,
+        **{
+            name: one.model_copy(update={"function": _resolve_code(one.function, path.parent)})
+            for name, one in config.installed.items()
+        },
     }
     bases = {
         name: one.model_copy(update={"base": _full_base(one.base, path.parent)}) for name, one in config.bases.items()

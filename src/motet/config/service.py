@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, StrictBool, field_validator, model_validator
 
 from motet.config import HostConfig
 from motet.config.engine import ClusterConfig, EngineConfig
@@ -167,6 +167,8 @@ class InstalledReward(Config):
 
 
 BASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,99}")
+TENANTS = "tenants"
+"""The name among `rewards` of the switch for those of tenants."""
 _USUAL_RANK = 64
 _USUAL_LAG = 4
 
@@ -230,8 +232,9 @@ class ServiceConfig(Config):
     """Limits on connections, requests and the work of the HTTP process."""
     oidc: OidcConfig | None = None
     """Sign-in through an OpenID Connect provider, in addition to keys. It needs --public-url."""
-    rewards: dict[str, Annotated[InstalledReward, named("function")]] = {}
-    """Functions that jobs may use as rewards, by name."""
+    rewards: dict[str, Annotated[InstalledReward, named("function")] | StrictBool] = {}
+    """Functions that jobs may use as rewards, by name. `tenants: true` lets tenants send a reward's file with a job; it runs
+    behind the wall, without which the service does not start then."""
     unwalled: list[Literal["scorer", "math"]] = []
     """Rewards that evaluate parts of an answer as Python and may run without a wall. On a machine without a wall, jobs are
     refused if they use one that is not in this list."""
@@ -266,6 +269,24 @@ class ServiceConfig(Config):
         if not isinstance(tree, dict) or not isinstance(tree.get("bases"), dict):
             return tree
         return {**tree, "bases": {name: _with_shared(one, tree) for name, one in tree["bases"].items()}}
+
+    @field_validator("rewards")
+    @classmethod
+    def _have_one_switch(cls, rewards: dict[str, InstalledReward | bool]) -> dict[str, InstalledReward | bool]:
+        for name, given in rewards.items():
+            if isinstance(given, bool) != (name == TENANTS):
+                raise ValueError(f"`{TENANTS}` is true or false, and every other name has a function; {name!r} has not")
+        return rewards
+
+    @property
+    def installed(self) -> dict[str, InstalledReward]:
+        """The functions among `rewards`."""
+        return {name: given for name, given in self.rewards.items() if not isinstance(given, bool)}
+
+    @property
+    def sent_rewards(self) -> bool:
+        """Whether tenants may send rewards of their own."""
+        return bool(self.rewards.get(TENANTS, False))
 
     @field_validator("bases")
     @classmethod

@@ -49,6 +49,7 @@ from motet.service.workers.agents import AgentWorkers
 from motet.service.workers.attached import AttachedWorkers
 from motet.service.workers.rewards import RewardWorkers
 
+_log = logging.getLogger(__name__)
 JOBS_AHEAD = 4
 """Jobs of each tenant that a host prepares while its slots are taken; others wait in the database."""
 _CHECKING, _READING, _WRITING, _STREAMING, _ANSWERING, _ENCODING = 4, 8, 32, 4, 8, 4
@@ -84,13 +85,13 @@ class Service:
         asking = secrets.asking(HttpRewards(allowed.addresses))
         self.scoring = Scoring(store, asking, self.reward_workers, self.grading)
         workers = self.reward_workers, self.agent_workers
-        warn = logging.getLogger(__name__).warning
-        self.followers = Followers(config.observers, settings.directory / "observers", warn)
+        self.followers = Followers(config.observers, settings.directory / "observers", _log.warning)
         self.recorder = EventRecorder(store, self.storage, self.ledger, self.stored, self.bus, workers, self.followers)
         initial = InitialAdapters(self.storage, self.adapters)
         self.handover = Handover(
-            store, self.storage, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets
-        )
+            store, self.storage, self.log, self.recorder, initial, self.enforcer, self.hosts, bases, secrets,
+            config.sent_rewards,
+        )  # fmt: skip
         self.queue = JobQueue(
             store, self.bus, self.adapters, initial, self.recorder.record_state, self.handover.hand_over
         )

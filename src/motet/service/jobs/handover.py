@@ -14,6 +14,7 @@ from motet.core.errors import ConfigError, MotetError
 from motet.core.types import JobState, Wanted
 from motet.hosts.hosts import Hosts
 from motet.hosts.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
+from motet.rewards.sent_rewards import REFUSED, names_code
 from motet.runtime.opening import RULES, Stored
 from motet.runtime.slots import Claim, Rule
 from motet.service.bases import Bases
@@ -49,14 +50,17 @@ class Handover:
         hosts: Hosts,
         bases: Bases,
         secrets: Secrets,
+        sent: bool = False,
     ) -> None:
+        """`sent`: whether tenants may send rewards."""
+        self._sent = sent
         self._store, self._storage, self._log, self._recorder = store, storage, log, recorder
         self._initial, self._enforcer, self._hosts, self._bases = initial, enforcer, hosts, bases
         self._secrets = secrets
 
     def hand_over(self, job: StoredJob) -> None:
         """Let the engine have a job when its turn comes."""
-        if (missing := self._bases.missing(job.base)) is not None:
+        if (missing := self._missing(job)) is not None:
             self._wait(job, missing)
             return
         try:
@@ -106,7 +110,7 @@ class Handover:
                     paused = job.wanted == Wanted.PAUSE
                     state, why = (JobState.PAUSED, "") if paused else (JobState.CANCELLED, _cut_off(job))
                     self._recorder.record_state(job.id, state, why)
-                elif (missing := self._bases.missing(job.base)) is not None:
+                elif (missing := self._missing(job)) is not None:
                     self._wait(job, missing)
                 else:
                     whose = job.tenant_id, self._bases.of(job.base)
@@ -169,6 +173,12 @@ class Handover:
         cure = "resume it to continue by the rules of this one, as inexact, or cancel it"
         told = f"paused: it {why}: only that Motet finishes it as it began; {cure}"
         return self._recorder.record_state(job.id, JobState.PAUSED, told, key=f"rules {RULES}", wanted=Wanted.PAUSE)
+
+    def _missing(self, job: StoredJob) -> str | None:
+        """What a job needs that the service has not, as it is started now."""
+        if not self._sent and names_code(job.spec):
+            return f"waits: {REFUSED}"
+        return self._bases.missing(job.base)
 
     def _wait(self, job: StoredJob, why: str) -> None:
         """Leave a job as it is until the service starts with what it needs."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from motet.algorithms.client import ClientDriven
 from motet.config import JobConfig
 from motet.config.step_tokens import check_step
-from motet.core.errors import ConfigError, MotetError, StoreError
+from motet.core.errors import ConfigError, MotetError, RewardError, StoreError
 from motet.core.types import JobState, Wanted
 from motet.hosts.hosts import Hosts, longest_sequence, usual_step
 from motet.hosts.messages import ChangeJob, ForgetJob, SteerJob
+from motet.rewards.sent_rewards import faults_of
 from motet.runtime.journal import Journal
 from motet.runtime.progress import STOPPED_EARLY
 from motet.service.adapters.adapters import Adapters
@@ -100,6 +102,7 @@ class Submissions:
             except MotetError as error:
                 wrong.append((str(job.tree.get("name")), error))
                 let_go(error)  # its frames hold this list
+        wrong += self._wrong_code(who, planned)
         if len(jobs) == 1 and wrong:
             raise wrong[0][1]
         if wrong:
@@ -107,6 +110,18 @@ class Submissions:
             kind = StoreError if kinds == {StoreError} else ConfigError
             raise kind("\n".join(f"job {name:.100}: {error}" for name, error in wrong[:MOST_TOLD])) from wrong[0][1]
         return planned
+
+    def _wrong_code(self, who: Principal, planned: Sequence[Planned]) -> list[tuple[str, MotetError]]:
+        """The jobs whose rewards' files are wrong; a file that many have is compiled once."""
+        sent = [
+            (job.config.name, (reward.name, reward.code))
+            for job in planned
+            for reward in job.config.rewards
+            if reward.code is not None
+        ]
+        each = sorted({code for _, code in sent})
+        faults = dict(zip(each, faults_of(each, partial(self._ledger.count_cpu, who.tenant_id)), strict=True))
+        return [(name, RewardError(faults[code])) for name, code in sent if faults[code]]
 
     def _plan(
         self, who: Principal, config: JobConfig, base: str, given: GivenJob, above: Sequence[Planned] = ()

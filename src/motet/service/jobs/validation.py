@@ -31,6 +31,7 @@ from motet.data.row_problems import parts_of
 from motet.data.sources import check_toy
 from motet.environments.episode import ENVIRONMENTS
 from motet.process.isolated_calls import IsolatedPool, TooMuchError
+from motet.rewards import sent_rewards
 from motet.rewards.graders.shapes import parse
 from motet.rewards.reward_elsewhere import ELSEWHERE, SEALED, check
 from motet.rewards.reward_forms import adapted
@@ -94,6 +95,8 @@ class Allowed:
     """Which rewards must run behind a wall."""
     largest: Mapping[str, Largest] = dataclasses.field(default_factory=dict)
     """Capacity of the servers of each base; no limit for bases whose servers the service does not start."""
+    sent: bool = False
+    """Whether tenants may send rewards of their own."""
 
     @classmethod
     def by(cls, settings: Settings) -> Allowed:
@@ -102,7 +105,7 @@ class Allowed:
         hosts = None if config.reward_hosts is None else tuple(config.reward_hosts)
         walls = Walls(required=True, exempt=frozenset(config.unwalled))
         largest = {name: config.largest(host) for name, host in settings.hosts.items()}
-        return cls(settings.hub, settings.rewards, Addresses(hosts), walls, largest)
+        return cls(settings.hub, settings.rewards, Addresses(hosts), walls, largest, config.sent_rewards)
 
 
 def validated(tree: Mapping[str, Any], allowed: Allowed, base: str = "") -> JobConfig:
@@ -189,12 +192,18 @@ def check_room(config: JobConfig, allowed: Allowed, base: str) -> None:
 def _check_reward(reward: RewardConfig, allowed: Allowed) -> None:
     installed = allowed.rewards
     known = [*BUILTIN, SCORER, *ELSEWHERE, *installed]
-    if reward.name not in known:
+    if reward.code is not None:
+        sent_rewards.check(reward, allowed=allowed.sent)
+    elif reward.name not in known:
         near = close_matches(reward.name, known, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
-        refused = ": code does not run on the server" if ":" in reward.name else ""
+        refused = meant or "."
+        if ":" in reward.name:
+            refused = (
+                f": its file was not sent (`code`).{meant}" if allowed.sent else f": {sent_rewards.REFUSED}.{meant}"
+            )
         raise ConfigError(
-            f"reward {reward.name!r} cannot be used here{refused}{meant or '.'} There are {', '.join(sorted(known))}; a "
+            f"reward {reward.name!r} cannot be used here{refused} There are {', '.join(sorted(known))}; a "
             "function of your own is scored on your machine (motet submit --reward FILE)"
         )
     check(reward)

@@ -143,15 +143,18 @@ async def messages(episode: str, answers: Answers) -> Response:
 
 # --- rewards that jobs may use ------------------------------------------------------------------------------------------
 
+_SENT = Reward(name="file.py:function", kind="sent", summary="A function of yours, in one file.", parameters={})
+
 
 @router.get("/v1/rewards")
 def list_rewards(who: Asker, service: ServiceDep) -> Rewards:
-    """List the rewards that jobs may use: built in, installed here, and scored elsewhere."""
+    """List the rewards that jobs may use: built in, installed here, sent with the job, and scored elsewhere."""
     installed = [
         Reward(name=name, kind="installed", summary=one.summary, parameters=dict(one.parameters))
         for name, one in service.settings.rewards.items()
     ]
-    return Rewards(data=[*_built_in(), *installed, *_elsewhere()])
+    sent = [_SENT] if service.settings.config.sent_rewards else []
+    return Rewards(data=[*_built_in(), *installed, *sent, *_elsewhere()])
 
 
 @functools.cache

@@ -184,8 +184,8 @@ class Reward(Answer):
     """A reward that jobs may use."""
 
     name: str
-    kind: Literal["built-in", "installed", "elsewhere"]
-    """`built-in`, `installed` by the operator, or scored `elsewhere`."""
+    kind: Literal["built-in", "installed", "sent", "elsewhere"]
+    """`built-in`, `installed` by the operator, `sent` with the job, or scored `elsewhere`."""
     summary: str
     parameters: dict[str, str]
     """Names allowed in `args`, with defaults as text; empty for required ones."""
