@@ -24,9 +24,9 @@ from torch import Tensor
 from motet.core.types import AdapterRef, GenerateRequest, SamplingParams
 from motet.model.device_steps import DeviceStep, DrawnTokens, StepLayout
 from motet.model.kv_cache import KVCache
+from motet.rollout.decode_steps import Executor, NewTokens
 from motet.rollout.decoder import Decoder
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.rollout.steps import Executor, NewTokens
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support import tiny_models as tiny

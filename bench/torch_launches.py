@@ -22,8 +22,8 @@ from motet.model.kv_cache import KVCache
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
+from motet.rollout.decode_steps import NewTokens
 from motet.rollout.model_runner import ModelRunner
-from motet.rollout.steps import NewTokens
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import TARGETS, requests
 from tests.support.passes_without_values import LIKE_A_GPU, Unpinned, without_values

@@ -40,7 +40,7 @@ from motet.config.service import (
     ServedBase,
     ServiceConfig,
 )
-from motet.core.section import described
+from motet.core.settings import described
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTICE = "<!-- Written by scripts/make_reference.py: change what it describes, then run `make docs`. -->\n\n"

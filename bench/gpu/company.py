@@ -19,8 +19,8 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights, initial_weights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.rollout.decode_steps import NewTokens
 from motet.rollout.model_runner import ModelRunner
-from motet.rollout.steps import NewTokens
 
 SEQUENCES = 8
 WITHOUT_ADAPTER = 3

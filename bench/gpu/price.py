@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from motet.kernels.cuda.base import CudaBase
-from motet.kernels.cuda.speeds import Stopwatch, timed
-from motet.kernels.cuda.ways import Adapters, Library, ProductShape, ProductWeight, WayTable
+from motet.kernels.cuda.product_backends import Adapters, Library, ProductShape, ProductWeight, WayTable
+from motet.kernels.cuda.product_timings import Stopwatch, timed
 from motet.model.accelerator import Switched
 from motet.model.lora_model import LoraModel
 

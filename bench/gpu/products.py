@@ -105,7 +105,7 @@ def room_ways(device: torch.device) -> Mapping[str, Mapping[bool, Product]]:
     """Products of `motet.kernels.cuda`, forward (False) and backward: one tile, the tile of all rows, the library."""
     if device.type == "cpu":
         importlib.import_module("tests.support.triton_on_cpu")
-    from motet.kernels.cuda.ways import REFERENCE, Library, ProductShape, ProductWeight, Way, table_for
+    from motet.kernels.cuda.product_backends import REFERENCE, Library, ProductShape, ProductWeight, Way, table_for
 
     table = table_for(device, torch.bfloat16)
 

@@ -17,8 +17,8 @@ from bench.gpu.products import shapes_of
 from bench.gpu.schedule import SKIPPED
 from bench.speed.shapes import SHAPES
 
-from motet.kernels.cuda import speeds
-from motet.kernels.cuda.ways import BUCKETS, Library, ProductShape, ProductWeight, WayTable, table_for
+from motet.kernels.cuda import product_timings
+from motet.kernels.cuda.product_backends import BUCKETS, Library, ProductShape, ProductWeight, WayTable, table_for
 from motet.model.accelerator import Recorder
 
 DIFFERENT = 1 << 28
@@ -55,7 +55,7 @@ def main(words: list[str]) -> int:
         return SKIPPED
     for shape in words[2:]:
         table = table_for(device, torch.bfloat16)
-        speeds.bring(table, weights_of(shape, device), Library(), Recorder(device).capture, device, seconds)
+        product_timings.bring(table, weights_of(shape, device), Library(), Recorder(device).capture, device, seconds)
         tell(shape, table)
         attention.tell(shape, SHAPES[shape], device)
     return 0

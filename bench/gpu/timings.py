@@ -26,7 +26,7 @@ from bench.speed.workers import motet_parts as parts
 from bench.speed.workers import motet_side as side
 from bench.speed.workers.serve import Repeat
 
-from motet.kernels.cuda.speeds import stopwatch_of
+from motet.kernels.cuda.product_timings import stopwatch_of
 from motet.model.accelerator import Recorder, give_back
 
 SPY_SECONDS = 3

@@ -8,8 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from motet.chat.forms.letters import token_bytes
 from motet.chat.template import Chat, end_of_turn, stop_token_ids
+from motet.chat.turn_formats.token_text import token_bytes
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.types import Message, Problem

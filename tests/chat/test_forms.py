@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from motet.chat.forms.arguments import MOST_CALLS, TypedTexts
-from motet.chat.forms.table import ASKED, find_form
 from motet.chat.template import Chat
+from motet.chat.turn_formats.arguments import MOST_CALLS, TypedTexts
+from motet.chat.turn_formats.detect import ASKED, find_form
 from motet.core.types import Chunk, FinishReason, IntArray, Message, ToolCall, TurnParts
 from motet.model.load import load_tokenizer
 from tests.support.scripted_model import CHATML, byte_tokenizer

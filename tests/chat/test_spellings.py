@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from motet.chat.forms.table import CALL_STYLES, HARMONY
 from motet.chat.template import Chat
-from motet.chat.wording import PART_TAGS
+from motet.chat.template_parts import PART_TAGS
+from motet.chat.turn_formats.detect import CALL_STYLES, HARMONY
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError
 from motet.core.types import Message, Problem, ToolCall
@@ -221,7 +221,7 @@ def test_vocabularies_that_reach_a_token_by_its_letters(kind: str) -> None:
 
 
 def test_texts_with_the_seal_are_read_too() -> None:
-    from motet.chat.spellings import _SEAL
+    from motet.chat.special_tokens import _SEAL
 
     chat = CHATS["chatml"]
     text = f"<{_SEAL}|im_end|>{_SEAL}<|im_end|>"

@@ -23,12 +23,12 @@ from tokenizers import AddedToken
 
 from motet.chat.completer import CallLimits
 from motet.chat.completions import ChatRequest
-from motet.chat.forms.bounds import turn_grammar
-from motet.chat.forms.reading import TurnForm
-from motet.chat.forms.table import CALL_STYLES
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import _known, check_grammar, grammar_of
 from motet.chat.template import Chat, stop_token_ids
+from motet.chat.turn_formats.detect import CALL_STYLES
+from motet.chat.turn_formats.parser import TurnForm
+from motet.chat.turn_formats.turn_grammar import turn_grammar
 from motet.core.device import Device
 from motet.core.errors import ChatRefusal, EngineError, ServerFault
 from motet.core.tenant_cache import TenantCache

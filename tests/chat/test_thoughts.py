@@ -12,8 +12,8 @@ import numpy as np
 import openai
 import pytest
 
-from motet.chat.spoken import SpokenPart, SpokenTurn
 from motet.chat.template import Chat
+from motet.chat.turn_stream import SpokenPart, SpokenTurn
 from motet.core.types import Chunk, FinishReason, Message, ToolCall
 from motet.service.database.tenants import Principal
 from tests.support.chat_templates import tokenizer_of

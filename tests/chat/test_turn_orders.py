@@ -14,9 +14,9 @@ from tokenizers import AddedToken
 
 from motet.chat.completer import AnswerPiece
 from motet.chat.conversation import examples_of
-from motet.chat.forms.thoughts import THOUGHTS
-from motet.chat.spoken import SpokenTurn
 from motet.chat.template import Chat
+from motet.chat.turn_formats.thoughts import THOUGHTS
+from motet.chat.turn_stream import SpokenTurn
 from motet.commands.forecast import warnings_of
 from motet.config import DataConfig, JobConfig
 from motet.core.errors import ConfigError
@@ -213,9 +213,9 @@ def test_a_turn_of_many_tags_is_read_at_once() -> None:
     """No loop goes over a turn anew for each of its tags."""
     import time
 
-    from motet.chat.forms.calls import Parting
-    from motet.chat.forms.letters import Tag
-    from motet.chat.forms.table import CALL_STYLES
+    from motet.chat.turn_formats.calls import Parting
+    from motet.chat.turn_formats.detect import CALL_STYLES
+    from motet.chat.turn_formats.token_text import Tag
 
     for style in CALL_STYLES.values():
         opens, closes = next(iter(style.around.items()))

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import AddedToken
 
 from motet.chat.conversation import examples_of
-from motet.chat.forms.table import CALL_STYLES, HARMONY
 from motet.chat.template import Chat
+from motet.chat.turn_formats.detect import CALL_STYLES, HARMONY
 from motet.core.types import Message, ToolCall, TurnParts
 from tests.support.scripted_model import CHATML, byte_tokenizer
 from tests.support.speaking_bases import SPEAKERS

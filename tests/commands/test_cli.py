@@ -28,7 +28,7 @@ from motet.core.checksums import sealed
 from motet.core.types import Problem
 from motet.process.importable import PACKAGE_ROOT
 from motet.runtime.checkpoint import Committed
-from motet.runtime.opening import RULES
+from motet.runtime.directory_checks import RULES
 from tests.support.commands import Motet, job_file
 from tests.support.processes import ending
 from tests.support.waiting import PATIENCE, wait_until

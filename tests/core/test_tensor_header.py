@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from motet.core.errors import AdapterError, DataError
-from motet.core.tensor_header import MOST_HEADER, MOST_TENSORS, check_header, count_tensors
+from motet.core.safetensors_header import MOST_HEADER, MOST_TENSORS, check_header, count_tensors
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.service.adapters.archive import unpack_isolated
 from tests.support.adapter_files import tarred

@@ -34,7 +34,7 @@ from motet.environments.served_episode import ServedEpisode
 from motet.hosts.running import run_config
 from motet.process.channel import LONGEST_LINE
 from motet.runtime.metrics import rollout_records
-from motet.runtime.steps import SampledStep
+from motet.runtime.step_records import SampledStep
 from tests.support.captured import check_captured, none_scored
 from tests.support.counting import calls
 from tests.support.dies import DIES_OFTEN

@@ -33,7 +33,7 @@ from motet.hosts.messages import (
 )
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine
-from motet.runtime.meter import COMPLETIONS
+from motet.runtime.device_usage import COMPLETIONS
 from motet.runtime.scheduler import FairScheduler
 from tests.support.fake_engine import FakeEngine
 from tests.support.scheduling_policy import rows_between_turns

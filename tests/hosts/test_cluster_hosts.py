@@ -47,8 +47,8 @@ from motet.hosts.messages import (
     ToHost,
 )
 from motet.hosts.runs import HostedRun
-from motet.process.alive import SILENT
 from motet.process.channel import LONGEST_LINE, Alive, ChannelMessage, Child, encode
+from motet.process.heartbeat import SILENT
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import Rule
 from tests.support import hungry_host, inside

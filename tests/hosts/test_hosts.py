@@ -34,8 +34,8 @@ from motet.hosts.running import run_config
 from motet.hosts.runs import HostedRun, follow
 from motet.process.channel import encode
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.directory_checks import open_job
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.opening import open_job
 from motet.runtime.progress import JobChanged, JobEvent, JobProgress, JobStanding, JobStepped
 from motet.runtime.rundir import RunDirectory
 from tests.support.adapter_files import run_alone, weights_of

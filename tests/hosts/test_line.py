@@ -23,8 +23,8 @@ from motet.hosts import messages as m
 from motet.hosts.line import Gone, ServiceLine
 from motet.hosts.process import HostProcess
 from motet.hosts.scores import AskedOfService
-from motet.process.alive import Pulse
 from motet.process.channel import ChannelMessage, decode, encode
+from motet.process.heartbeat import Pulse
 from motet.rewards.reward_elsewhere import AnswerDetails
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.slots import Rule

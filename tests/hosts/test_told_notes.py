@@ -15,7 +15,7 @@ from motet.core.errors import ConfigError, LimitError
 from motet.data.shared import Sources
 from motet.hosts.preparing import prepare
 from motet.model.load import load_base
-from motet.runtime.opening import Given
+from motet.runtime.directory_checks import Given
 from motet.runtime.rundir import RunDirectory
 from tests.support.service_run import Service, tiny
 

@@ -25,8 +25,8 @@ from motet.model.kv_cache import KVCache
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
+from motet.rollout.decode_steps import NewTokens
 from motet.rollout.model_runner import ModelRunner
-from motet.rollout.steps import NewTokens
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.small_runs import fingerprint, job, metrics, run

@@ -17,13 +17,13 @@ import transformers
 from torch import nn
 
 from motet.core.errors import BaseModelError
-from motet.model.compare_layers import LayerVerdict, compare_layers
 from motet.model.exactness import packed_logits
-from motet.model.judge import CAP, FLOOR, MULTIPLE, LogitsVerdict, accepted, gap, judge
+from motet.model.layer_comparison import LayerVerdict, compare_layers
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import LoraModel, wrap
 from motet.model.proof import REASON, prove
-from motet.model.stock import Stock
+from motet.model.reference_model import Stock
+from motet.model.tolerance import CAP, FLOOR, MULTIPLE, LogitsVerdict, accepted, gap, judge
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 

@@ -17,7 +17,7 @@ from motet.core.batch import Batch, Segment
 from motet.model.find import SMALL_BASE
 from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
-from motet.model.whole_vectors import Uneven, by_whole_vectors, take_whole_vectors
+from motet.model.simd_safe_functions import Uneven, by_whole_vectors, take_whole_vectors
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import inside
 from tests.support import tiny_models as tiny

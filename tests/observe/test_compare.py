@@ -12,7 +12,7 @@ import pytest
 
 from motet.observe.report.comparison import compare, read_evaluated, side_of_job
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import open_job
+from motet.runtime.directory_checks import open_job
 from tests.support.commands import Motet
 from tests.support.run_directory import evaluation
 

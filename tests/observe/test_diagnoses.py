@@ -12,8 +12,8 @@ import pytest
 
 from motet.core.types import Problem
 from motet.observe.report.read import read_run
+from motet.runtime.diagnoses import LEAST, LONGER, NORM, RECENT, Diagnoses, Diagnosis
 from motet.runtime.progress import JobProgress
-from motet.runtime.signs import LEAST, LONGER, NORM, RECENT, Diagnosis, Signs
 from tests.support.fake_run import LINE, Setting, job, run_jobs
 
 pytestmark = pytest.mark.tier1
@@ -33,7 +33,7 @@ def kinds(found: Iterable[Diagnosis]) -> dict[str, bool]:
 def trained(path: Path, steps: int = 20, setting: Setting | None = None, **fields: Any) -> dict[str, str]:
     """What a real loop on the fakes is told; the report must say the same."""
     run = run_jobs(path, [job("a", steps=steps, **fields)], setting or Setting(holdout=12))
-    signs = run.jobs["a"].progress.signs
+    signs = run.jobs["a"].progress.diagnoses
     kinds(signs.diagnoses)
     (read,) = read_run(path).jobs
     assert read.warnings == tuple(signs.warnings.values())
@@ -48,7 +48,7 @@ def test_healthy_runs_are_silent_at_every_step(name: str) -> None:
     for line in lines:
         norm = {} if line["step"] == 25 else {"adapter_norm": 12.5 + 0.12 * line["step"]}
         told.take_up([{**line, **norm}])
-        assert told.signs.warnings == {}, line["step"]
+        assert told.diagnoses.warnings == {}, line["step"]
     assert told.evaluations[-1][1] > told.evaluations[0][1] + 0.5
 
 
@@ -126,7 +126,7 @@ def test_a_part_that_is_never_earned_is_told_beside_one_that_is(tmp_path: Path) 
     ],
 )
 def test_parts_of_a_reward_are_judged_apart(weights: dict[str, float], values: list[float], told: str) -> None:
-    signs = Signs(weights)
+    signs = Diagnoses(weights)
     for step, value in enumerate(values):
         signs.see({**LINE, "step": step, "reward_parts": {"a": 0.5, "b": value}})
     assert signs.warnings.get("never", "").removeprefix("hint: ").startswith(told) if told else not signs.diagnoses
@@ -134,7 +134,7 @@ def test_parts_of_a_reward_are_judged_apart(weights: dict[str, float], values: l
 
 def test_a_reward_that_rose_and_stopped_far_below_the_highest_seen_has_no_signal(tmp_path: Path) -> None:
     def of(highest: float | None, share: float = 0.9) -> dict[str, bool]:
-        signs = Signs()
+        signs = Diagnoses()
         for step in range(2 * RECENT):
             known = {} if highest is None else {"reward_range": [0.0, highest]}
             rising = {"reward": min(0.1 + 0.1 * step, 1.0), "no_signal": share if step > RECENT else 0.2}
@@ -147,7 +147,7 @@ def test_a_reward_that_rose_and_stopped_far_below_the_highest_seen_has_no_signal
 
 def after(now: dict[str, Any], before: dict[str, Any] | None = None, held_out: float = 0.5) -> dict[str, bool]:
     """Of a job whose lines were as usual, or `before`, and are `now`; held-out reward was 0.5."""
-    signs = Signs()
+    signs = Diagnoses()
     for step in range(2 * RECENT):
         signs.see({**LINE, "step": step, **(now if step > RECENT else before or {})})
     for version, reward in ((0, 0.5), (2 * RECENT, held_out)):

@@ -22,9 +22,9 @@ from motet.config.mistakes import FIELDS
 from motet.core.types import Problem
 from motet.hosts.checks import check_reference
 from motet.hosts.launch import load
-from motet.observe.report.read import read_job, read_run, signs_of
-from motet.runtime import answer_signs, evaluations, signs
-from motet.runtime.signs import LEAST, RECENT, Signs
+from motet.observe.report.read import diagnoses_of, read_job, read_run
+from motet.runtime import answer_signs, diagnoses, evaluations
+from motet.runtime.diagnoses import LEAST, RECENT, Diagnoses
 from tests.support.fake_run import LINE, Setting, job, run_jobs
 from tests.support.following import Tree, followed
 from tests.support.hints import never_said
@@ -67,7 +67,7 @@ def trained(path: Path, tree: Tree) -> dict[str, str]:
     """What a real loop on the fakes is told."""
     rewards = [{**one, "function": FUNCTIONS[one["name"]]} for one in tree["rewards"]]
     run = run_jobs(path, [JobConfig.model_validate({**tree, "rewards": rewards})], Setting(holdout=12))
-    return run.jobs["a"].progress.signs.warnings
+    return run.jobs["a"].progress.diagnoses.warnings
 
 
 def settings(*rewards: str, **fields: Any) -> Tree:
@@ -190,10 +190,10 @@ READ = ("failed", "length", "gamed", "worse", "flat", "untrained")
 """What these say is to look at something or to take a version; it is no field of a job."""
 
 
-def ill_signs(tree: Tree) -> Iterator[Signs]:
-    """Signs of a job with these settings, for each diagnosis."""
+def ill_signs(tree: Tree) -> Iterator[Diagnoses]:
+    """Diagnoses of a job with these settings, for each diagnosis."""
     for now in NOW.values() if "group_size" in tree["algorithm"] else ():
-        made = signs_of(tree)
+        made = diagnoses_of(tree)
         for step in range(2 * RECENT):
             more = {"kl_base": 0.1, "adapter_norm": 5.0, "length": 20, "truncated": 0.1, "step": step}
             before = {"reward_parts": {"exact": 0.3 + step % 2 / 100, "regex": 0.9, "contains": 0.9, "length": 1.0}}
@@ -202,19 +202,19 @@ def ill_signs(tree: Tree) -> Iterator[Signs]:
             made.see_evaluation(version, {"reward": reward, "reward_stderr": 0.05})
         yield made
     if "group_size" in tree["algorithm"]:
-        made = signs_of(tree)
+        made = diagnoses_of(tree)
         for step in range(RECENT):
             made.see(
                 {**LINE, "version": step, "kl_base": 8.0 + step, "reward_parts": dict.fromkeys(("exact", "regex"), 0.0)}
             )
         yield made
     for figures in EVALUATED.values():
-        made = signs_of(tree)
+        made = diagnoses_of(tree)
         for n, figure in enumerate(figures):
             made.see_evaluation(n * RECENT, {"reward_stderr": 0.01, **figure})
         yield made
     for still in (5, 20):
-        made = signs_of(tree)
+        made = diagnoses_of(tree)
         for step in range(20):
             made.see({**LINE, "step": step, "grad_norm": 0.0 if step < still else 1.0})
         for version in (0, 5, 20):
@@ -283,6 +283,6 @@ def test_every_remedy_is_followed_above() -> None:
     """A text that comes to these modules is met here, and a field in it has a training that shows that it cures."""
     found = [one for tree in TREES.values() for made in ill_signs(tree) for one in made.diagnoses]
     said = [one.says for one in found]
-    assert [never_said(module, said) for module in (signs, answer_signs, evaluations)] == [[], [], []]
+    assert [never_said(module, said) for module in (diagnoses, answer_signs, evaluations)] == [[], [], []]
     cured = {kind for _, fields in ILL.values() for kind in fields} | {"norm", "loss", "thought", "never"}
     assert {one.kind for one in found} == cured | set(READ)

@@ -18,8 +18,8 @@ from motet.core.types import JobState
 from motet.observe import settings_table, summary_table
 from motet.observe.report import write_report
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import open_job
 from motet.runtime.identity import of_config
-from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import Mean, common_name, setting_of, settings, t_quantile
 from tests.support.run_directory import evaluation

@@ -26,7 +26,7 @@ from motet.observe.observing import ObservedJob, ObservedStep, numbers
 from motet.observe.report.read import read_lines
 from motet.observe.trackers import load, write_parquet
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import open_job
+from motet.runtime.directory_checks import open_job
 from motet.service.jobs.recorder import EventRecorder
 from tests.support.house import open_house
 from tests.support.pages import fences

@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from motet.core.device import Device
-from motet.process.alive import DeviceWatch, Pulse, Restarts, works_for
+from motet.process.heartbeat import DeviceWatch, Pulse, Restarts, works_for
 from motet.process.supervised import Owned
 from tests.support.waiting import PATIENCE, wait_until
 

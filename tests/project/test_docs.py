@@ -405,7 +405,7 @@ def test_the_page_about_metrics_has_every_field() -> None:
 
 
 def test_the_page_about_security_says_up_to_which_size_the_http_process_parses() -> None:
-    from motet.core.tensor_header import MOST_TENSORS
+    from motet.core.safetensors_header import MOST_TENSORS
     from motet.data.row_files import SMALL as ROWS
     from motet.service.tinker.wire import SMALL as GRADIENT
 

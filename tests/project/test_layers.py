@@ -562,7 +562,9 @@ def test_what_is_counted_by_room_only_becomes_less() -> None:
 
 def test_a_count_that_grew_is_seen(tmp_path: Path) -> None:
     before = counts(_house(tmp_path / "before"))
-    after = counts(_house(tmp_path / "after", core__near="one = 1\n", chat__rows="from motet.core.near import one"))
+    after = counts(
+        _house(tmp_path / "after", core__suggestions="one = 1\n", chat__rows="from motet.core.suggestions import one")
+    )
     assert [told.split(":")[0] for told in grown(after, before)] == [
         "lines of chat",
         "lines of core",

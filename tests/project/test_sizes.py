@@ -11,7 +11,7 @@ pytestmark = pytest.mark.tier1
 
 def test_sizes_count_lines_statements_and_modules_by_room() -> None:
     sources = {
-        "src/motet/core/near.py": '"""Text."""\n\nimport os\n\nif os:\n    x = 1\n',
+        "src/motet/core/suggestions.py": '"""Text."""\n\nimport os\n\nif os:\n    x = 1\n',
         "src/motet/core/__init__.py": "",
         "src/motet/__init__.py": "x = 1\n",
         "tests/core/test_near.py": "assert True\n",

@@ -45,6 +45,6 @@ def test_first_tier_is_short_and_each_file_is_measured() -> None:
 def test_what_else_names_rooms_of_changed_files() -> None:
     tier2 = {"tests/service/test_keys.py": 480.0, "tests/tinker/test_wire.py": 12.0}
     assert what_else.line(["docs/index.md", "tests/conftest.py"], tier2) == ""
-    assert what_else.line(["src/motet/core/near.py"], tier2).endswith(": make check ROOM=core"), "not measured"
+    assert what_else.line(["src/motet/core/suggestions.py"], tier2).endswith(": make check ROOM=core"), "not measured"
     told = what_else.line(["src/motet/service/app.py", "tests/tinker/test_wire.py", "tests/conftest.py"], tier2)
     assert told.endswith(": make check ROOM=service (4 min), make check ROOM=tinker (1 min)")

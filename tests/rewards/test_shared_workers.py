@@ -18,7 +18,7 @@ from motet.hosts.checks import check_files
 from motet.rewards import mathematics
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import Given
+from motet.runtime.directory_checks import Given
 from tests.support.waiting import until
 
 PROBLEM = Problem(3, (Message("user", "What is 6 · 7?"),), "42", {"tests": ["assert x == 42"]})

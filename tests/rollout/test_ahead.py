@@ -19,11 +19,11 @@ from motet.core.device import Device
 from motet.core.tenant_turns import TenantTurns
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, SamplingParams
 from motet.model.device_steps import MASKED, TOKEN, DeviceStep, DrawnTokens, Flight
-from motet.rollout.ahead import StepsAhead
+from motet.rollout.decode_steps import NewTokens, SynchronousSteps
 from motet.rollout.decoder import Decoder
 from motet.rollout.embedded import EmbeddedEngine
+from motet.rollout.pipelined_steps import PipelinedSteps
 from motet.rollout.sequences import Prompt, SampledSequence
-from motet.rollout.steps import NewTokens, SynchronousSteps
 from tests.support import inside
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
@@ -594,7 +594,7 @@ def test_a_base_with_recurrent_states_does_not_run_ahead() -> None:
         cache = PoisonedCache(20, BLOCK, 3)
         executor = LateExecutor(cache, N_VOCAB, Never())
         kinds.append(type(Decoder(tiny.base(name), cache, max_rows=2, prefill_tokens=40, executor=executor)._steps))
-    assert kinds == [StepsAhead, SynchronousSteps]
+    assert kinds == [PipelinedSteps, SynchronousSteps]
 
 
 def test_payers_whose_rows_have_left_are_forgotten_beside_a_row_that_stays() -> None:

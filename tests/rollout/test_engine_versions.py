@@ -17,7 +17,7 @@ from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, I
 from motet.hosts.launch import load
 from motet.model.lora import AdapterWeights
 from motet.rollout.embedded import EmbeddedEngine, SameTensors
-from motet.runtime.probe import Probe
+from motet.runtime.publish_check import Probe
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import inside
 

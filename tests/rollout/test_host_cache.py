@@ -14,7 +14,7 @@ from motet.core.types import GenerateRequest, SamplingParams
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
 from motet.rollout.block_allocator import BlockAllocator
-from motet.rollout.kept import KeptSequences
+from motet.rollout.prefix_cache import PrefixCache
 from motet.rollout.sequences import Prompt
 from tests.support import inside
 
@@ -255,7 +255,7 @@ def test_where_the_host_has_no_memory_nothing_is_copied_and_what_was_stays():
 def test_a_fault_while_a_copy_comes_back_holds_no_block_for_ever():
     cache = make_cache(16)
     host = Refusing(cache, 1 << 20)
-    blocks = BlockAllocator(cache, host, KeptSequences(cache, host, 0, stateful=True))
+    blocks = BlockAllocator(cache, host, PrefixCache(cache, host, 0, stateful=True))
     request = GenerateRequest("r", "job", np.arange(13, dtype=np.int32), None, SamplingParams(max_tokens=1), (1,))
     prompt = Prompt(request, None, lambda chunk: None)
     assert blocks.begin(prompt, 0)

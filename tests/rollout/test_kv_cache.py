@@ -14,7 +14,7 @@ from motet.core.types import GenerateRequest, SamplingParams
 from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.rollout.block_allocator import BlockAllocator
-from motet.rollout.kept import KeptSequences
+from motet.rollout.prefix_cache import PrefixCache
 from motet.rollout.sequences import Prompt, SampledSequence
 
 pytestmark = pytest.mark.tier1
@@ -121,7 +121,7 @@ def test_a_fault_while_a_copy_is_made_leaves_it_free():
 def test_a_sequence_whose_states_cannot_be_had_gives_its_blocks_back():
     cache = failing_cache(clean=False)
     host = HostCache(cache, 0)
-    blocks = BlockAllocator(cache, host, KeptSequences(cache, host, 0, stateful=True))
+    blocks = BlockAllocator(cache, host, PrefixCache(cache, host, 0, stateful=True))
     request = GenerateRequest("r", "job", np.arange(6, dtype=np.int32), None, SamplingParams(max_tokens=1), (1,))
     prompt = Prompt(request, None, lambda chunk: None)
     sequence = SampledSequence(prompt, 0, 1)

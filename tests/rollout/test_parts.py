@@ -13,10 +13,10 @@ from torch import Tensor
 from motet.core.tenant_turns import SLACK, TenantTurns
 from motet.core.types import Chunk, FinishReason, GenerateRequest
 from motet.model.kv_cache import KVCache
+from motet.rollout.decode_steps import NewTokens
 from motet.rollout.decoder import Decoder
 from motet.rollout.model_runner import ModelRunner
 from motet.rollout.sequences import SampledSequence
-from motet.rollout.steps import NewTokens
 from tests.support import tiny_models as tiny
 from tests.support.cases import few
 from tests.support.decoding import BLOCK, CPU, ROOMY, Ask, adapters, add, as_request, finish, outcomes

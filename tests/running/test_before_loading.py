@@ -22,7 +22,7 @@ from motet.data.shared import Sources
 from motet.hosts.checks import check_files, check_run
 from motet.hosts.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
-from motet.runtime.opening import RULES, Given
+from motet.runtime.directory_checks import RULES, Given
 from tests.support.commands import Motet, job_file
 
 TINY: dict[str, Any] = {"data": {"source": "toy:add", "size": 16, "holdout": 2}, "reward": "exact", "steps": 1}

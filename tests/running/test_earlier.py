@@ -23,7 +23,7 @@ from motet.core.types import ADAPTER_WEIGHTS, JobState
 from motet.hosts.running import run_config
 from motet.observe.results import RunResult
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import RULES
+from motet.runtime.directory_checks import RULES
 from tests.support.earlier import COMMITS, KNOWN, OTHER_RULES, SAME_RULES, unpack
 
 pytestmark = pytest.mark.bits

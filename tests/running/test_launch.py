@@ -28,9 +28,9 @@ from motet.hosts.launch import load
 from motet.hosts.preparing import identity, prepare, prepare_all
 from motet.hosts.running import run_config
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.directory_checks import Given, Stored, open_job
 from motet.runtime.identity import learned_before, of_config
-from motet.runtime.opening import Given, Stored, open_job
-from motet.runtime.probe import probe_ids
+from motet.runtime.publish_check import probe_ids
 from motet.runtime.rundir import RunDirectory
 from tests.support.counting import calls
 from tests.support.torch_switches import are_motets, switches, users
@@ -318,7 +318,7 @@ def test_why_rewards_failed_is_told_by_the_next_process_too(base: Any, tmp_path:
     for _ in range(2):
         config = validate({"base": "small", "run": str(tmp_path), "jobs": [one]}, "test")
         result = run_config(
-            config, base=base, observe=lambda jobs: told.append(jobs[0].signs.warnings.get("failed", ""))
+            config, base=base, observe=lambda jobs: told.append(jobs[0].diagnoses.warnings.get("failed", ""))
         )
         assert "4 of 4 rollouts have no reward, commonest: reward reward: KeyError: 'level'" in told[-1]
         told.clear()

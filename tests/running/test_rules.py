@@ -27,8 +27,8 @@ from motet.hosts.running import run_config
 from motet.model.find import SMALL_BASE
 from motet.observe.results import RunResult
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import RULES, Given
 from motet.runtime.fork import fork
-from motet.runtime.opening import RULES, Given
 from motet.runtime.receipts import read_receipt
 from tests.support import tiny_models as tiny
 from tests.support.small_runs import fingerprint

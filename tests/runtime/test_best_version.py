@@ -36,6 +36,8 @@ from motet.observe.report.read import read_job
 from motet.observe.results import JobResult, RunResult
 from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.diagnoses import LEAST, RECENT
+from motet.runtime.directory_checks import open_job
 from motet.runtime.evaluations import HARDLY, NOTHING
 from motet.runtime.held_out import (
     best_after,
@@ -51,9 +53,7 @@ from motet.runtime.held_out import (
 )
 from motet.runtime.identity import of_config
 from motet.runtime.journal import Journal, Load, OptimStep
-from motet.runtime.opening import open_job
 from motet.runtime.progress import JobProgress, JobStepped
-from motet.runtime.signs import LEAST, RECENT
 from motet.service.database.tables import Event, StoredJob, newer_evaluation
 from motet.service.routes.fine_tuning import _checkpoint, _event
 from motet.service.schemas import HeldOut, Job, JobEvent, Version
@@ -306,7 +306,7 @@ def test_a_job_that_learned_nothing_says_so(tmp_path: Path, steps: int) -> None:
     """All answers have the same reward: no step changes the adapter, and no version is better than another."""
     config = job("a", steps=steps, reward=lambda problem, completion: 1.0)
     run = run_jobs(tmp_path, [config])
-    (done, signs) = run.jobs["a"].directory.newest(), run.jobs["a"].progress.signs
+    (done, signs) = run.jobs["a"].directory.newest(), run.jobs["a"].progress.diagnoses
     assert done is not None
     assert done.best_version is None
     assert "nothing was learned: no step changed the adapter" in signs.warnings["flat"]

@@ -29,9 +29,9 @@ from motet.core.types import ADAPTER_FILES, JobState
 from motet.rewards.judge_answers import FILE, JudgeAnswers, Said, Spend
 from motet.runtime.checkpoint import Committed, JobDirectory, dump_line
 from motet.runtime.damage import damages
+from motet.runtime.directory_checks import open_job
 from motet.runtime.disk_gate import is_full
 from motet.runtime.fork import fork
-from motet.runtime.opening import open_job
 from motet.runtime.ownership import Ownership
 from motet.runtime.progress import JobStepped
 from motet.runtime.receipts import differences

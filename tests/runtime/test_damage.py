@@ -21,8 +21,8 @@ from motet.core.types import JobState
 from motet.hosts.running import run_config
 from motet.model.peft_io import read_adapter
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import Stored, open_job
 from motet.runtime.identity import of_config
-from motet.runtime.opening import Stored, open_job
 from motet.service.adapters.archive import pack
 from tests.support.fake_run import job, metrics, run_jobs
 

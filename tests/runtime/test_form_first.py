@@ -11,7 +11,7 @@ import motet
 from motet.config.jobfile import parse_jobs
 from motet.core.errors import ConfigError
 from motet.observe.report.read import read_job
-from motet.runtime.signs import FAR, LEAST
+from motet.runtime.diagnoses import FAR, LEAST
 from tests.support.small_runs import metrics
 
 ROWS = [{"prompt": f"{a} + {b} =", "answer": f"so {a + b}"} for a in range(6) for b in range(6)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from motet.core.device import BusyTime
 from motet.core.types import JobState
-from motet.runtime.meter import IDLE, Meter, apportion
+from motet.runtime.device_usage import IDLE, Meter, apportion
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_run import FakeRun, Setting, job, run_jobs
 from tests.support.waiting import until

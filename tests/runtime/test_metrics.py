@@ -75,10 +75,10 @@ def test_what_is_taken_up_is_what_was_told(tmp_path: Path) -> None:
         again.take_up({**line, **more} for line, more in zip(records(tmp_path, name), beside, strict=True))
         assert (again.rewards, again.evaluations, again.errors) == (told.rewards, told.evaluations, told.errors)
         assert [version for version, _ in again.evaluations] == steps
-        assert again.signs.warnings == told.signs.warnings
-    assert told.signs.warnings.keys() == {"no-signal", "flat"}
+        assert again.diagnoses.warnings == told.diagnoses.warnings
+    assert told.diagnoses.warnings.keys() == {"no-signal", "flat"}
     said = f"hint: {no_signal(1.0, 1.0, 0.0, {'group_size': 4}, (1.0, 1.0))} (docs/not-learning.md#no-signal)"
-    assert told.signs.warnings["no-signal"] == said
+    assert told.diagnoses.warnings["no-signal"] == said
 
 
 def completions(path: Path, name: str, log: str) -> list[str]:

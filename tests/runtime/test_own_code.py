@@ -15,8 +15,8 @@ from motet.commands.workers import shown_sum
 from motet.config.jobfile import parse_jobs
 from motet.core.errors import RunError
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import Stored, open_job
 from motet.runtime.identity import NOT_FOLLOWED, of_config
-from motet.runtime.opening import Stored, open_job
 
 pytestmark = pytest.mark.tier1
 

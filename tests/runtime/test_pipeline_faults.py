@@ -98,7 +98,7 @@ def test_a_reward_that_fails_sometimes_loses_these_rollouts_only(faulty: tuple[P
     lost = [one for log in logs for line in log.splitlines() if (one := json.loads(line))["error"]]
     assert {one["error"] for one in lost} == {"reward reward: returned nan, not a finite number"}
     assert all(one["reward"] is None for one in lost)
-    told = run.jobs["flaky"].progress.signs.warnings["failed"]
+    told = run.jobs["flaky"].progress.diagnoses.warnings["failed"]
     assert "rollouts have no reward, commonest: reward reward: returned nan, not a finite number" in told
     (read,) = [one for one in read_run(path / "all").jobs if one.name == "flaky"]
     assert told in read.warnings

@@ -14,7 +14,7 @@ from motet.config import JobConfig
 from motet.core import seeds
 from motet.core.errors import ProbeError
 from motet.core.types import AdapterRef, FloatArray, IntArray, JobState, Problem
-from motet.runtime.probe import CLEAR, PROBE_TOKENS, Probe
+from motet.runtime.publish_check import CLEAR, PROBE_TOKENS, Probe
 from tests.support.fake_base import FakeAdapter, FakePolicy, FakeTokenizer
 from tests.support.fake_engine import FakeEngine, FakeSync
 from tests.support.fake_run import FakeRun, Setting, job, metrics, run_jobs

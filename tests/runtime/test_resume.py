@@ -159,7 +159,7 @@ def test_a_job_that_resumes_is_read_without_yaml_s_python_parser(tmp_path: Path)
     with cProfile.Profile() as profile:
         run_jobs(tmp_path, [job("a", steps=2)])
     files = {Path(one.code.co_filename).as_posix() for one in profile.getstats() if not isinstance(one.code, str)}
-    assert any(name.endswith("runtime/opening.py") for name in files)
+    assert any(name.endswith("runtime/directory_checks.py") for name in files)
     assert [name for name in files if name.endswith("yaml/scanner.py")] == []
 
 

@@ -17,13 +17,13 @@ from motet.config.mistakes import FIELDS
 from motet.core.types import FinishReason, Group, Message, Problem, Rollout, Turn
 from motet.data.dataset import load_dataset
 from motet.data.rows import row_of
-from motet.observe.report.read import signs_of
+from motet.observe.report.read import diagnoses_of
 from motet.rewards.rewards import exact
 from motet.runtime.answer_signs import NO_SIGNAL, in_thought, no_signal
+from motet.runtime.diagnoses import ALIKE, FAR, LEAST, RECENT, Diagnoses
 from motet.runtime.held_out import figure_of
 from motet.runtime.metrics import group_metrics
 from motet.runtime.progress import JobProgress
-from motet.runtime.signs import ALIKE, FAR, LEAST, RECENT, Signs
 from tests.support.counting import calls
 from tests.support.following import followed
 from tests.support.speaking_bases import SPEAKERS
@@ -38,7 +38,7 @@ Values = list[float | None]
 def warnings(steps: int = 2 * RECENT, **fields: Any) -> tuple[str, ...]:
     """Of a job whose lines have these values: one throughout, or one for each step."""
     usual = {"reward": 0.3, "reward_std": 0.4, "no_signal": 0.2, "distinct": 0.8, "kl_base": None} | fields
-    signs = Signs()
+    signs = Diagnoses()
     for step in range(steps):
         signs.see(
             {name: value[step] if isinstance(value, list) else value for name, value in usual.items()} | {"step": step}
@@ -49,7 +49,7 @@ def warnings(steps: int = 2 * RECENT, **fields: Any) -> tuple[str, ...]:
 
 def test_views_that_look_often_cost_nothing_between_two_steps() -> None:
     """A service looks at each of its jobs twice a second, and with hundreds of them a step of one takes a minute."""
-    signs = Signs()
+    signs = Diagnoses()
     with calls() as counted:
         for step in range(LEAST):
             signs.see({"no_signal": 1.0, "reward": 0.0, "reward_std": 0.0, "rollouts": 8})
@@ -59,7 +59,7 @@ def test_views_that_look_often_cost_nothing_between_two_steps() -> None:
             signs.see_evaluation(version, {"reward": reward, "reward_stderr": 0.01})
             shown = [signs.warnings for _ in range(50)][-1]
     assert "worse" in shown
-    assert counted["Signs.diagnoses"] == LEAST + 2
+    assert counted["Diagnoses.diagnoses"] == LEAST + 2
 
 
 def test_an_ordinary_training_is_not_warned_about() -> None:
@@ -85,17 +85,17 @@ def test_groups_without_signal(reward: float) -> None:
 def test_groups_whose_rewards_are_equal_are_no_trouble_where_they_teach(algorithm: Any) -> None:
     """A baseline of the whole step, a critic and a teacher teach from them too; a teacher's KL is not to the base."""
     config = JobConfig.model_validate({"name": "a", "data": "toy:add", "reward": "exact", "algorithm": algorithm})
-    for signs in (JobProgress.of(config).signs, signs_of(config.model_dump(mode="json"))):
+    for signs in (JobProgress.of(config).diagnoses, diagnoses_of(config.model_dump(mode="json"))):
         for step in range(LEAST):
             signs.see(
                 {"step": step, "reward": 0.4, "reward_std": 0.4, "no_signal": 0.9, "distinct": 0.8, "samples": 32}
             )
         assert signs.diagnoses == []
-    none = signs_of(config.model_dump(mode="json"))
+    none = diagnoses_of(config.model_dump(mode="json"))
     for step in range(LEAST):
         none.see({"step": step, "reward": 0.0, "reward_std": 0.0, "no_signal": 1.0, "distinct": 0.8})
     assert [one.kind for one in none.diagnoses] == ([] if config.algorithm.type == "distill" else ["no-signal"])
-    far = signs_of(config.model_dump(mode="json"))
+    far = diagnoses_of(config.model_dump(mode="json"))
     for step in range(LEAST):
         far.see({"step": step, "reward": 0.4, "reward_std": 0.4, "no_signal": 0.1, "distinct": 0.8, "kl_base": 2.0})
     assert [one.kind for one in far.diagnoses] == ([] if config.algorithm.type == "distill" else ["far"])
@@ -172,14 +172,14 @@ def test_signal_that_was_lost_is_told_with_its_cause() -> None:
 
 
 def test_rewards_that_fail_are_counted_with_the_commonest_reason() -> None:
-    signs = Signs()
+    signs = Diagnoses()
     for errors in ({"ZeroDivisionError (rewards.py:12)": 2, "KeyError": 1}, {"ZeroDivisionError (rewards.py:12)": 4}):
         signs.see({"no_signal": 0.1, "rollouts": 32, "failed": sum(errors.values()), "errors": errors})
     assert signs.warnings == {
         "failed": "hint: 7 of 64 rollouts have no reward, commonest: ZeroDivisionError (rewards.py:12) "
         "(docs/not-learning.md#failed)"
     }
-    unknown = Signs()
+    unknown = Diagnoses()
     unknown.see({"no_signal": 0.1, "rollouts": 32, "failed": 3})
     assert [one.says for one in unknown.diagnoses] == ["3 of 32 rollouts have no reward"]
 
@@ -188,7 +188,7 @@ def test_rewards_that_fail_are_counted_with_the_commonest_reason() -> None:
     ("last", "error", "worse"), [(0.5, 0.05, True), (0.8, 0.05, False), (0.5, None, False), (0.95, 0.0, False)]
 )
 def test_a_version_that_got_worse_beyond_chance_is_told(last: float, error: float | None, worse: bool) -> None:
-    signs = Signs()
+    signs = Diagnoses()
     for version, reward in ((0, 0.2), (5, 0.9), (10, last)):
         signs.see_evaluation(version, {"reward": reward, "reward_stderr": error})
     assert ("worse" in signs.warnings) == worse
@@ -203,7 +203,7 @@ RISING = [0.1 + 0.04 * step for step in range(2 * RECENT)]
 
 def gamed(monitors: tuple[str, ...] = (), ends: tuple[float, float] = (0.5, 0.5), **fields: Any) -> str:
     """What is said of a job whose reward rises; `ends` are its first and its last held-out reward."""
-    signs = Signs(dict.fromkeys(monitors, 0.0))
+    signs = Diagnoses(dict.fromkeys(monitors, 0.0))
     for step, reward in enumerate(RISING):
         line = {"reward": reward, "reward_std": 0.3, "no_signal": 0.2, "distinct": 0.8, "step": step}
         signs.see(line | {name: values[step] for name, values in fields.items()})
@@ -259,7 +259,7 @@ def test_an_unknown_accuracy_is_no_figure() -> None:
 
 
 def test_answers_that_end_inside_their_thought_are_told_with_what_to_raise() -> None:
-    signs = Signs(job={"sampling": {"max_tokens": 128}})
+    signs = Diagnoses(job={"sampling": {"max_tokens": 128}})
     ill = {"reward": 0.0, "reward_std": 0.0, "no_signal": 1.0, "rollouts": 16, "truncated": 0.9, "in_thought": 13}
     for _ in range(LEAST):
         signs.see(ill)
@@ -323,7 +323,7 @@ def test_rows_with_whole_thoughts_teach_to_end_them() -> None:
 
 
 HINTS = (
-    "src/motet/runtime/signs.py",
+    "src/motet/runtime/diagnoses.py",
     "src/motet/runtime/answer_signs.py",
     "src/motet/runtime/evaluations.py",
     "docs/not-learning.md",

@@ -21,7 +21,7 @@ from motet.core.types import Branch, FinishReason, Message, Problem, Rollout, To
 from motet.hosts.launch import load
 from motet.hosts.running import run_config
 from motet.runtime.checkpoint import dump_line
-from motet.runtime.recorded import RecordedRollout
+from motet.runtime.replay_log import RecordedRollout
 from tests.support.base_servers import base_servers
 
 STEPS = 3

@@ -27,7 +27,7 @@ from motet.hosts.servers import TOLERANCE, Launched, build_servers, launched
 from motet.rollout.file_sync import FileSync
 from motet.rollout.in_vllm.motet_vllm import EXTENSION, PREFIX, TESTED
 from motet.rollout.server import Demand, ServerEngine
-from motet.runtime.probe import PROBE_TEXT, Probe
+from motet.runtime.publish_check import PROBE_TEXT, Probe
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import inside, tiny_models
 from tests.support.cases import few

@@ -20,7 +20,7 @@ from motet.core.errors import RunError
 from motet.core.types import ADAPTER_FILES
 from motet.runtime.checkpoint import Committed, JobDirectory
 from motet.runtime.damage import damages
-from motet.runtime.opening import open_job
+from motet.runtime.directory_checks import open_job
 from motet.service.backup import MANIFEST, Copied, _copy, back_up, restore
 from motet.service.database.store import Store
 from motet.service.database.tenants import Principal

@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import select
 
 from motet.commands.verify import verify
-from motet.runtime.opening import RULES
+from motet.runtime.directory_checks import RULES
 from motet.service.database.store import Store
 from motet.service.database.tables import StoredRace
 from motet.service.jobs.handover import in_turn

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from motet.config.service import HttpConfig, RateConfig
 from motet.environments.episode_messages import AskEpisode, EpisodeAnswered, EpisodeEnded, OfferEpisode
-from motet.runtime.meter import COMPLETIONS
+from motet.runtime.device_usage import COMPLETIONS
 from motet.service.answers import Asks
 from motet.service.database.tables import ScoringUnit
 from motet.service.workers.agents import OfferedEpisode

@@ -12,7 +12,7 @@ import pytest
 
 from motet.core.types import JobState
 from motet.hosts.messages import JobStanding, UsageWindow
-from motet.runtime.meter import IDLE
+from motet.runtime.device_usage import IDLE
 from motet.service.adapters.adapters import ALL, MOST_SHARES
 from motet.service.database.tables import Share, UploadedAdapter, new_id
 from motet.service.database.tenants import Principal

@@ -35,7 +35,7 @@ from motet.commands.serve import serve
 from motet.config.service import HttpConfig, ServiceConfig
 from motet.core.errors import ConfigError
 from motet.core.json_text import storable
-from motet.core.section import Described, described
+from motet.core.settings import Described, described
 from motet.core.types import JobState
 from motet.hosts.hosts import Hosts
 from motet.hosts.messages import AdapterExamined, Answered

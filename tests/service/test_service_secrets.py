@@ -18,8 +18,8 @@ from motet.core.errors import ConfigError, RunError
 from motet.core.types import JobState, Wanted
 from motet.rewards.reward_elsewhere import SEALED
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.directory_checks import open_job
 from motet.runtime.identity import of_config
-from motet.runtime.opening import open_job
 from motet.service.app import create_app
 from motet.service.composition import Service
 from motet.service.database.tables import StoredJob

@@ -1,4 +1,4 @@
-"""Libraries that multiply with the faults that `motet.kernels.cuda.trial` looks for."""
+"""Libraries that multiply with the faults that `motet.kernels.cuda.bit_trial` looks for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from motet.kernels.cuda.ways import REFERENCE, Adapters, ProductWeight
+from motet.kernels.cuda.product_backends import REFERENCE, Adapters, ProductWeight
 from motet.model.accelerator import Recorder
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from motet.core.errors import BaseModelError
 from motet.core.model_info import EXPERTS
-from motet.kernels.cover import refusal
+from motet.kernels.supported_bases import refusal
 from motet.model.attention import INSTEAD
 from motet.model.lora_model import LoraModel
 from tests.support import tiny_models as tiny

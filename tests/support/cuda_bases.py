@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import tests.support.triton_on_cpu
 from motet.kernels.cuda.base import CudaBase
+from motet.kernels.cuda.product_backends import table_for
 from motet.kernels.cuda.products import Products
-from motet.kernels.cuda.ways import table_for
 from motet.model.lora_model import LoraModel
 from tests.support import tiny_models as tiny
 

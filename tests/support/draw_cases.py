@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from motet.core.types import SamplingParams
-from motet.kernels.cuda.draws import Drawn, Head, RowSettings, Truncation, draw
 from motet.kernels.cuda.math import CudaMath
+from motet.kernels.cuda.sampling import Drawn, Head, RowSettings, Truncation, draw
 from motet.model.distribution import LogitChanges
 
 CPU = torch.device("cpu")

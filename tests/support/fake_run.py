@@ -23,9 +23,9 @@ from motet.data.problems import Problems
 from motet.data.reasoning import ScorerSpec
 from motet.rewards.reward_answers import NO_CONTEXT, AnswerContext, ScoreOutcome
 from motet.rewards.reward_pool import RewardPool
+from motet.runtime.directory_checks import open_job
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
-from motet.runtime.opening import open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory

@@ -26,7 +26,7 @@ from motet.config.service import Role, ServiceConfig
 from motet.core.types import JobState
 from motet.rollout.server_process import free_port
 from motet.runtime.checkpoint import Committed
-from motet.runtime.opening import open_job
+from motet.runtime.directory_checks import open_job
 from motet.service.adapters.adapters import Adapters
 from motet.service.app import create_app
 from motet.service.composition import Service

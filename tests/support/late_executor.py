@@ -22,9 +22,9 @@ from motet.core.types import BoolArray
 from motet.model.device_steps import BLOCKS, DRAWN, KEY, POSITION, TOKEN, DeviceStep, DrawnTokens, StepLayout
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterLayout, AdapterWeights
-from motet.rollout.kept import KeptSequences
+from motet.rollout.decode_steps import NewTokens
+from motet.rollout.prefix_cache import PrefixCache
 from motet.rollout.sequences import SampledSequence
-from motet.rollout.steps import NewTokens
 
 POISON = np.iinfo(np.int64).min
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -161,7 +161,7 @@ class LateExecutor(AnsweringExecutor):
     def __init__(self, cache: PoisonedCache, n_vocab: int, chance: random.Random) -> None:
         super().__init__(cache, n_vocab)
         self.chance = chance
-        self.kept: KeptSequences | None = None
+        self.kept: PrefixCache | None = None
         self.launches = self.changed_launches = self.changes = 0
         self._seen: dict[int, weakref.finalize] = {}  # type: ignore[type-arg]
 

@@ -19,8 +19,8 @@ from motet.kernels.cuda.forward import DecoderForward, KeptLayer
 from motet.kernels.cuda.kernels import rotary
 from motet.kernels.cuda.launches import count
 from motet.kernels.cuda.layers import DecoderPlan, LayerPlan
+from motet.kernels.cuda.product_backends import table_for
 from motet.kernels.cuda.products import Products, ProductWeight
-from motet.kernels.cuda.ways import table_for
 from motet.model.attention import LayerCall, Span
 from motet.model.kv_cache import KVCache
 from motet.model.routing import TrainerRouting, TrainSegment

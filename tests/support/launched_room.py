@@ -22,13 +22,11 @@ from motet.kernels.cuda.adapters import AdapterGroup, AdapterTables, Places
 from motet.kernels.cuda.attention import CudaAttention, warps_on
 from motet.kernels.cuda.backward import DecoderBackward
 from motet.kernels.cuda.forward import DecoderForward, KeptLayer
-from motet.kernels.cuda.kernels import rotary, steps
+from motet.kernels.cuda.kernels import rotary, step
 from motet.kernels.cuda.launches import launch
 from motet.kernels.cuda.layers import DecoderPlan, LayerPlan
 from motet.kernels.cuda.math import CudaMath
-from motet.kernels.cuda.products import Products
-from motet.kernels.cuda.unit_tables import UnitTables
-from motet.kernels.cuda.ways import (
+from motet.kernels.cuda.product_backends import (
     BUCKETS,
     REFERENCE,
     Adapters,
@@ -39,6 +37,8 @@ from motet.kernels.cuda.ways import (
     shrink,
     tiles_to_measure,
 )
+from motet.kernels.cuda.products import Products
+from motet.kernels.cuda.unit_tables import UnitTables
 from motet.model.attention import LayerCall, Prefix, Span
 from motet.model.kv_cache import KVCache
 from motet.model.lora import make_layout
@@ -205,10 +205,10 @@ def step_launches(target: str, *, everything: bool) -> Iterator[Launch]:
     for n_rows, n_entries in ((7, 4), (64, 2048)):
         numbers, integers = torch.zeros(1 << 16, dtype=torch.int64), torch.zeros(n_rows * n_entries, dtype=torch.int32)
         rows, floats = (numbers, integers, 5 * n_rows, 9 + n_entries), torch.zeros(n_rows)
-        yield partial(launch, steps.write_changes, [1], numbers, numbers, n_rows, CHANGES=256)
-        yield partial(launch, steps.write_rows, [1], *rows, numbers, ROWS=128)
+        yield partial(launch, step.write_changes, [1], numbers, numbers, n_rows, CHANGES=256)
+        yield partial(launch, step.write_rows, [1], *rows, numbers, ROWS=128)
         yield partial(
-            launch, steps.read_rows, [n_rows], *rows, numbers, integers, numbers, numbers,
+            launch, step.read_rows, [n_rows], *rows, numbers, integers, numbers, numbers,
             floats, integers, floats, floats, integers, n_entries, 99, KV_BLOCK=64, ENTRIES=16, num_warps=1,
         )  # fmt: skip
 
@@ -226,7 +226,7 @@ LAUNCHES: Mapping[str, Callable[..., Iterator[Launch]]] = {
     "products": product_launches,
     "attention": attention_launches,
     "draws": draw_launches,
-    "steps": step_launches,
+    "step": step_launches,
     "gradients": gradient_launches,
     "optimizer": optimizer_launches,
     "decoding": partial(layer_launches, packed=False, with_adapters=False),

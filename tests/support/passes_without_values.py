@@ -22,8 +22,8 @@ from motet.model.load import load_base
 from motet.model.lora import AdapterWeights, LoraMatrices
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
+from motet.rollout.decode_steps import NewTokens
 from motet.rollout.model_runner import ModelRunner
-from motet.rollout.steps import NewTokens
 from motet.training.head import Targets, head_logprobs, whole
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import TARGETS, requests

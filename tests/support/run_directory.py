@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import open_job
+from motet.runtime.directory_checks import open_job
 
 NASTY = '</script><script>alert("x")</script><img src=x onerror=alert(1)> & \u2028 \x1b[31m'
 START = 1_790_000_000.0

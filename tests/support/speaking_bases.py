@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from motet.chat.forms.sections import DEEPSEEK, KIMI
 from motet.chat.template import Chat
+from motet.chat.turn_formats.sections import DEEPSEEK, KIMI
 from motet.core.types import IntArray, TurnParts
 from motet.model.load import load_tokenizer
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from motet.kernels.cover import compute_with
+from motet.kernels.supported_bases import compute_with
 from motet.model.attention import Span
 from motet.model.find import SMALL_BASE
 from motet.model.kv_cache import KVCache

@@ -27,18 +27,18 @@ from motet.core.types import GenerateRequest, SamplingParams
 from motet.kernels.cuda.attention import PIECE
 from motet.kernels.cuda.base import CudaBase
 from motet.kernels.cuda.launches import count
+from motet.kernels.cuda.product_backends import BUCKETS, ROWS_OF_DECODING, Library, ProductShape, table_for
 from motet.kernels.cuda.products import Products, ProductWeight
 from motet.kernels.cuda.step import CudaSteps
-from motet.kernels.cuda.ways import BUCKETS, ROWS_OF_DECODING, Library, ProductShape, table_for
 from motet.model.accelerator import Recorder, WorkQueue
 from motet.model.device_steps import BLOCKS, PLAIN, TOKEN, DeviceStep
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
+from motet.rollout.decode_steps import NewTokens
 from motet.rollout.model_runner import ModelRunner
 from motet.rollout.sequences import Prompt, SampledSequence
 from motet.rollout.step_table import StepTable
-from motet.rollout.steps import NewTokens
 from motet.training.torch_trainer import TorchTrainer
 from tests.support import tiny_models as tiny
 from tests.support.launched_kernels import CPU, TARGETS, requests

@@ -15,7 +15,7 @@ from motet.algorithms import datum
 from motet.algorithms.client import ClientLoss, batch_of
 from motet.config import AdapterConfig
 from motet.core.batch import AdamW, Batch, Sample, Segment
-from motet.kernels.cover import compute_with
+from motet.kernels.supported_bases import compute_with
 from motet.model.load import load_base
 from motet.model.lora_model import LoraModel
 from motet.training.torch_trainer import TorchTrainer

@@ -13,7 +13,7 @@ from motet.algorithms.client import ClientLoss, datum
 from motet.algorithms.critic import ValueLoss
 from motet.config import AdapterConfig, EngineConfig
 from motet.core.batch import Batch, Segment
-from motet.kernels.cover import load_as_configured
+from motet.kernels.supported_bases import load_as_configured
 from motet.protocols import Trainer
 from motet.training.sharded.group import RankGroup
 from motet.training.sharded.trainer import ShardedTrainer

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from motet.algorithms.packing import cut
 from motet.core.batch import Loss, LossInputs, Sample, Segment, TokenLosses
-from motet.core.section import Config
+from motet.core.settings import Config
 from motet.core.types import FloatArray
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from motet.algorithms.algorithm import StepBatch
 from motet.core.batch import LossInputs, Sample, TokenLosses
-from motet.core.section import Config
+from motet.core.settings import Config
 from motet.core.types import FloatArray
 
 Values = NDArray[np.float64]

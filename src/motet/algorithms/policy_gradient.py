@@ -12,7 +12,7 @@ from motet.algorithms.advantages import AdvantageKind, Reduction, advantages, no
 from motet.algorithms.algorithm import Algorithm, ReferenceName, StepBatch
 from motet.algorithms.credit import placed, turn_advantages
 from motet.core.batch import LossInputs, Sample, TokenLosses
-from motet.core.section import Config
+from motet.core.settings import Config
 from motet.core.types import Branch, FloatArray, Group, Rollout
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from motet.chat.template import Tools
 from motet.core.errors import ChatRefusal
 from motet.core.json_text import json_text
 from motet.core.plain_json import as_json, check_plain
-from motet.core.section import Described
+from motet.core.settings import Described
 from motet.core.types import Message, ToolCall
 
 EVENTS = "text/event-stream"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motet.chat.template import Chat, Tools
-from motet.chat.wording import THOUGHT_TAGS
+from motet.chat.template_parts import THOUGHT_TAGS
 from motet.core.batch import Example
 from motet.core.types import IntArray, Message, Problem, ToolCall
 

@@ -7,7 +7,7 @@ import re
 import time
 from typing import Any
 
-from motet.chat.forms.marks import ONE_LAYOUT
+from motet.chat.turn_formats.grammar_tokens import ONE_LAYOUT
 from motet.core.errors import ChatRefusal
 from motet.core.tenant_cache import TenantCache
 from motet.core.types import JSON_GRAMMAR
@@ -30,13 +30,10 @@ _KEPT = 256
 
 
 def grammar_of(asked: Any) -> str:
-    """The grammar of llguidance for a chat's `response_format` or a response's `text.format`; empty for plain text.
+    """Return the llguidance grammar for a chat's `response_format` or a response's `text.format`; empty for plain text.
 
     It is not compiled here; see `check_grammar`. Where the answer is sampled, thoughts and tool calls are let through, in
-    the form of the base (`chat.forms.bounds`).
-
-    Raises:
-        ChatRefusal: the format is not supported; the message says why.
+    the form of the base (`chat.turn_formats.turn_grammar`). Raises ChatRefusal, with the reason, for other formats.
     """
     if asked is None:
         return ""
@@ -80,9 +77,7 @@ def _kept_to(schema: Any) -> Any:
 async def check_grammar(grammar: str, pool: IsolatedPool, key: str) -> None:
     """Compile a grammar in a process with limits, in the turn of `key`, a tenant. Call this before an engine compiles it.
 
-    Raises:
-        ChatRefusal: it is invalid or too expensive; the message says why.
-        LimitError: too many requests of this key are waiting.
+    Raises ChatRefusal if it is invalid or too expensive, and LimitError if too many requests of this key are waiting.
     """
     if not grammar:
         return

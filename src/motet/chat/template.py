@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from motet.chat.clock import with_clock
-from motet.chat.forms.table import ASKED
-from motet.chat.forms.turns import ReadsTurns
-from motet.chat.forms.turns import Tools as Tools  # noqa: PLC0414
-from motet.chat.spellings import Spellings, plain
+from motet.chat.special_tokens import TokenEscaper, plain
+from motet.chat.template_parts import Wording, apply
 from motet.chat.template_variables import ROW_VARIABLES, tools_shown, variables_of
-from motet.chat.wording import Wording, apply
+from motet.chat.turn_formats.detect import ASKED
+from motet.chat.turn_formats.turns import ReadsTurns
+from motet.chat.turn_formats.turns import Tools as Tools  # noqa: PLC0414
 from motet.config import DataConfig
 from motet.core.errors import BaseModelError, ConfigError
 from motet.core.types import IntArray, Message, Problem, ToolCall, TurnParts
@@ -94,9 +94,9 @@ class Chat(ReadsTurns):
         return chat.rendered(chat.with_tools(problem.messages, tools), tools)
 
     @property
-    def spellings(self) -> Spellings:
+    def spellings(self) -> TokenEscaper:
         """Which letters are tokens in what the template writes, and letters in texts."""
-        return Spellings.of(self.tokenizer, self._source if self.chat_template else "", self.form.tags)
+        return TokenEscaper.of(self.tokenizer, self._source if self.chat_template else "", self.form.tags)
 
     @property
     def _source(self) -> str:
@@ -146,10 +146,7 @@ class Chat(ReadsTurns):
 
         None if the template rewrites what was read or sampled, as many drop earlier thoughts. Otherwise the sampled tokens
         stay, however the model spelled its turn. The token that ends the turn appears once: it is omitted here if
-        `sampled_ids` ends with it.
-
-        Raises:
-            BaseModelError: the template rejects the conversation or leaves out the assistant's text.
+        `sampled_ids` ends with it. Raises BaseModelError if the template refuses it or leaves out the assistant's text.
         """
         if not self.chat_template:
             return self.between(replies)
@@ -238,7 +235,7 @@ class Chat(ReadsTurns):
         return texts
 
     def rendered(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = True) -> str:
-        """A conversation as text with marks, see `Spellings`. Raises BaseModelError if the template refuses it."""
+        """A conversation as text with marks, see `TokenEscaper`. Raises BaseModelError if the template refuses it."""
         if not self.chat_template:
             return "\n\n".join(map(self.marked_text, messages))
         try:

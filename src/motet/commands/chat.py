@@ -15,7 +15,7 @@ from rich.console import Console
 from motet.core import seeds
 from motet.core.errors import MotetError, ServiceError
 from motet.core.model_info import ModelInfo
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.core.types import AdapterRef, Message, Thought
 from motet.observe.text import plain_console, safe
 from motet.protocols import RolloutEngine
@@ -59,8 +59,8 @@ def chat_with(base_name: str, adapter: Path | None, style: Style, system: str | 
 
 
 def _from_engine(info: ModelInfo, engine: RolloutEngine, ref: AdapterRef | None, style: Style) -> Answer:
-    from motet.chat.spoken import SpokenTurn
     from motet.chat.template import Chat, stop_token_ids
+    from motet.chat.turn_stream import SpokenTurn
     from motet.core.types import GenerateRequest, Problem, SamplingParams
 
     chat = Chat.plain(info.tokenizer)

@@ -52,7 +52,7 @@ from motet.runtime.job import Job, Services
 from motet.runtime.metrics import group_metrics
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
-from motet.runtime.steps import SampledStep
+from motet.runtime.step_records import SampledStep
 from motet.runtime.versions import Versions
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from motet.config import DataConfig
 from motet.core import seeds
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, DataError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.data.dataset import read_source
 from motet.data.problems import Problems
 from motet.data.row_files import Row

@@ -23,8 +23,8 @@ from motet.config import JobConfig, RunConfig
 from motet.config.jobfile import check_fields, load_jobs
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
-from motet.core.near import close_matches
 from motet.core.plain_json import as_json
+from motet.core.suggestions import close_matches
 from motet.core.types import AdapterRef, Group
 from motet.data.sources import has_splits
 from motet.hosts.checks import check_run
@@ -41,7 +41,7 @@ from motet.runtime.metrics import errors_of, group_metrics, rollout_records
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.sampling import JobSampler
 from motet.runtime.settings import Mean
-from motet.runtime.steps import SampledStep
+from motet.runtime.step_records import SampledStep
 from motet.runtime.versions import Versions
 
 _FORMATS = (".jsonl", ".parquet")

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from motet.chat.spellings import plain
+from motet.chat.special_tokens import plain
 from motet.chat.template import Chat
-from motet.chat.wording import Wording
+from motet.chat.template_parts import Wording
 from motet.commands.probe import TEXTS, logprobs_here
 from motet.core.errors import AdapterError, BaseModelError, RunError
 from motet.core.token_ids import TokenIds

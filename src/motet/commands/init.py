@@ -16,8 +16,8 @@ from motet.commands.answers import say
 from motet.config import DataConfig
 from motet.config.jobfile import load_jobs
 from motet.core.errors import ConfigError, MotetError
-from motet.core.near import close_matches
 from motet.core.nested import names_of
+from motet.core.suggestions import close_matches
 from motet.data.columns import FIRST_ROWS, Columns
 from motet.data.dataset import load_dataset
 from motet.data.sources import read_rows

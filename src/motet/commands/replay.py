@@ -24,14 +24,14 @@ from motet.config.chain import chains
 from motet.config.jobfile import jobs_of, load_jobs
 from motet.core.checksums import replace_file
 from motet.core.errors import ConfigError, RunError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.core.types import ADAPTER_CONFIG, JobState
 from motet.hosts.running import run_config
 from motet.hosts.starts import engine_of_host
 from motet.rewards.judge_answers import FILE, JudgeAnswers
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import RULES
 from motet.runtime.fork import fork
-from motet.runtime.opening import RULES
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import (
     builder_of,

@@ -19,9 +19,9 @@ from motet.core.types import ADAPTER_CONFIG, TRAINED_CONFIG
 from motet.data.shared import Sources
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.damage import damages
+from motet.runtime.directory_checks import RULES
 from motet.runtime.identity import of_config
 from motet.runtime.manifest import MANIFEST
-from motet.runtime.opening import RULES
 from motet.runtime.ownership import removed_jobs
 from motet.runtime.receipts import (
     KERNELS,

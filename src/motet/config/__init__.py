@@ -27,8 +27,8 @@ from motet.config.optimizers import OptimizerConfig
 from motet.config.rollout import LaunchConfig, RolloutConfig, check_effect
 from motet.config.stopping import StopConfig
 from motet.config.team import NOT_ON_HOSTS, RoleConfig
-from motet.core.near import doubled_in
-from motet.core.section import Config, named
+from motet.core.settings import Config, named
+from motet.core.suggestions import doubled_in
 
 
 class HostConfig(Config):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from motet.config.team import MOST_RANK
-from motet.core.section import Chosen
+from motet.core.settings import Chosen
 
 SHAPE = ("rank", "alpha", "target_modules", "type")
 """The fields that adapters which start from each other share; plain LoRA has no `type`."""

@@ -14,7 +14,7 @@ from motet.config.adapters import ADAPTERS, SHAPE, AdapterConfig, adapter_type
 from motet.config.job import JobConfig
 from motet.core import plain_yaml
 from motet.core.errors import AdapterError
-from motet.core.tensor_header import saved_targets
+from motet.core.safetensors_header import saved_targets
 from motet.core.types import ADAPTER_CONFIG
 
 _ALL_LINEAR = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from motet.core.near import doubled_in
-from motet.core.section import Config
+from motet.core.settings import Config
+from motet.core.suggestions import doubled_in
 
 GENERATED_ROWS = 4096
 """Default number of rows of a generated source."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from motet.core.section import Config
+from motet.core.settings import Config
 
 NamedKernels = Literal["torch", "native", "native-dpbf16", "triton"]
 Kernels = Literal["auto"] | NamedKernels

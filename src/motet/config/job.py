@@ -20,8 +20,8 @@ from motet.config.data import OF_CLIENT, DataConfig
 from motet.config.optimizers import OptimizerConfig
 from motet.config.stopping import StopConfig
 from motet.config.team import TeamConfig, team_mistake
-from motet.core.near import close_matches
-from motet.core.section import Config, named
+from motet.core.settings import Config, named
+from motet.core.suggestions import close_matches
 
 SEED_BITS = 48
 LONGEST_CODE = 64_000

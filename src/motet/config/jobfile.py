@@ -20,7 +20,7 @@ from motet.config.mistakes import explain, refuse, unknown_fields
 from motet.config.service import ServiceConfig
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError, for_scripts
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 
 _log = logging.getLogger(__name__)
 Tree = dict[str, Any]

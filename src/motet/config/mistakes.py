@@ -14,7 +14,7 @@ from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig, RunConfig
 from motet.core.errors import ConfigError
 from motet.core.left import LEFT
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 
 MOST_MISTAKES = 100
 """Most mistakes that are reported together."""

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from motet.core.near import doubled_in
-from motet.core.section import Config
+from motet.core.settings import Config
+from motet.core.suggestions import doubled_in
 
 
 class ObserverConfig(Config):

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from motet.core.batch import AdamW, Optimizer
-from motet.core.section import Chosen
+from motet.core.settings import Chosen
 
 Step = Annotated[int, Field(ge=0, le=10**7)]
 _WIDTH_POWER = {"llama": 1.5, "qwen": 0.08}

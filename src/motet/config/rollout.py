@@ -9,8 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from motet.config.dialects import DIALECTS
 from motet.config.engine import EngineConfig
 from motet.config.urls import parse_url
-from motet.core.near import close_matches, doubled_in
-from motet.core.section import Config
+from motet.core.settings import Config
+from motet.core.suggestions import close_matches, doubled_in
 
 VERSIONS_BESIDES = 2
 """Versions of a job that servers hold at the same time, besides one for each step of lag."""

@@ -15,7 +15,7 @@ from motet.config.job import PRIORITIES
 from motet.config.observer import Observers
 from motet.config.rollout import OF_SAMPLING, RolloutConfig, check_effect
 from motet.config.urls import check_safe_url
-from motet.core.section import Config, named
+from motet.core.settings import Config, named
 
 Role = Literal["reader", "member", "tenant-admin", "admin"]
 TENANT_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]*"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from motet.core.section import Config, named
+from motet.core.settings import Config, named
 
 
 class NoGainConfig(Config):

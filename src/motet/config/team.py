@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 
 from motet.algorithms.algorithm import Algorithm
 from motet.algorithms.policy_gradient import PolicyGradient
-from motet.core.near import doubled_in
-from motet.core.section import Config
+from motet.core.settings import Config
+from motet.core.suggestions import doubled_in
 from motet.core.types import MOST_ROLES
 
 MOST_RANK = 512

@@ -10,7 +10,7 @@ from motet.algorithms.kto import Kto
 from motet.algorithms.policy_gradient import PolicyGradient
 from motet.algorithms.rows import RowAlgorithm
 from motet.config.job import JobConfig
-from motet.core.section import Config
+from motet.core.settings import Config
 
 _MANY_PASSES, _FEW_PASSES = 10, 3
 """Passes over the rows from which on they are told, and those that are proposed instead."""

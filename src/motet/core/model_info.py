@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from motet.core.errors import AdapterError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.core.token_ids import TokenIds
 
 ALL_LINEAR = "all-linear"
@@ -24,7 +24,7 @@ def card_of(processor: str) -> str:
     return processor.removeprefix(f"{TRITON}, ") if processor.startswith(TRITON) else ""
 
 
-def kept_on_another(was: str, is_: str) -> str:
+def portability_note(was: str, is_: str) -> str:
     """What a job keeps and what it loses that moves to another `processor`; empty where none of both is a card's."""
     if not (card_of(was) or card_of(is_)):
         return ""

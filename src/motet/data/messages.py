@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from motet.chat.forms.arguments import DEEPEST_CALL
+from motet.chat.turn_formats.arguments import DEEPEST_CALL
 from motet.core.errors import DataError
 from motet.core.plain_json import check_plain
 from motet.core.types import Message, ToolCall

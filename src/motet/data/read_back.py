@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from motet.chat.conversation import examples_of
-from motet.chat.forms.table import CALL_STYLES
-from motet.chat.forms.thoughts import THOUGHTS
 from motet.chat.template import Chat, Tools
 from motet.chat.template_variables import tools_shown
+from motet.chat.turn_formats.detect import CALL_STYLES
+from motet.chat.turn_formats.thoughts import THOUGHTS
 from motet.core.batch import Example
 from motet.core.errors import BaseModelError, DataError
 from motet.core.types import Message, Problem, TurnParts

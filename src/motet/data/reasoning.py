@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from motet.core.errors import DataError, MotetError, RewardError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.core.types import Problem
 from motet.process.isolated_calls import TooMuchError, call
 from motet.process.isolated_process import WorkLimits

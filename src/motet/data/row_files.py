@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import DataError, EngineError
-from motet.core.near import doubled_in
+from motet.core.suggestions import doubled_in
 from motet.data import parquet_rows
 from motet.data.parquet_rows import too_much
 from motet.process.isolated_calls import TooMuchError, call

@@ -12,8 +12,8 @@ import numpy as np
 from motet.config import GENERATED_ROWS, DataConfig
 from motet.core import seeds
 from motet.core.errors import DataError
-from motet.core.near import close_matches
 from motet.core.plain_json import as_json
+from motet.core.suggestions import close_matches
 from motet.data import tables
 from motet.data.reasoning import ScorerSpec, first_seed, make_entries
 from motet.data.row_files import OF_A_JOB, READERS, Row, RowLimits, rows_of

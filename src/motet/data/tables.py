@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from motet.core.errors import DataError
-from motet.core.near import doubled_in
+from motet.core.suggestions import doubled_in
 
 if TYPE_CHECKING:
     import pyarrow

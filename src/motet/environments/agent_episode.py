@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motet.chat.completer import CallLimits, id_of_call
-from motet.chat.forms.bounds import turn_grammar
-from motet.chat.spoken import SpokenTurn
 from motet.chat.template import Chat, Tools
+from motet.chat.turn_formats.turn_grammar import turn_grammar
+from motet.chat.turn_stream import SpokenTurn
 from motet.core import seeds
 from motet.core.errors import BaseModelError, ChatRefusal, ContextFull, EngineError, ServerFault, ServerGone
 from motet.core.plain_json import as_json

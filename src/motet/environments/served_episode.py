@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from motet.chat.completer import EVENTS, AnswerPiece, ChatFormat, Conversation, Reply, refuse_unsupported, whole
 from motet.chat.completions import ChatRequest
-from motet.chat.forms.letters import token_bytes
 from motet.chat.messages import MessagesRequest
 from motet.chat.responses import ResponsesRequest
 from motet.chat.structure import check_grammar
+from motet.chat.turn_formats.token_text import token_bytes
 from motet.core.errors import ChatRefusal, EngineError, LimitError
 from motet.core.json_text import json_text
 from motet.core.stops import met

@@ -20,8 +20,8 @@ from motet.hosts.line import ServiceLine
 from motet.hosts.listener import ADDRESS, TOKEN
 from motet.hosts.messages import HostFailed, StartHost, ToHost
 from motet.hosts.process import HostProcess
-from motet.process.alive import DeviceWatch, Pulse
 from motet.process.channel import Alive, Parent
+from motet.process.heartbeat import DeviceWatch, Pulse
 from motet.runtime.rundir import RunDirectory
 
 _LOCK_SECONDS = 60.0

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from motet.chat.forms.bounds import turn_grammar
-from motet.chat.forms.letters import token_bytes
-from motet.chat.forms.table import CALL_STYLES
-from motet.chat.spoken import SpokenTurn
 from motet.chat.template import Chat, stop_token_ids
+from motet.chat.turn_formats.detect import CALL_STYLES
+from motet.chat.turn_formats.token_text import token_bytes
+from motet.chat.turn_formats.turn_grammar import turn_grammar
+from motet.chat.turn_stream import SpokenTurn
 from motet.config import DataConfig
 from motet.core import seeds
 from motet.core.device import used_by
@@ -31,9 +31,9 @@ from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, I
 from motet.hosts import messages as m
 from motet.hosts.loaded_versions import LoadedVersions
 from motet.process.thread_turns import ThreadTurns
+from motet.runtime.device_usage import COMPLETIONS
 from motet.runtime.generation import together
 from motet.runtime.job import Services
-from motet.runtime.meter import COMPLETIONS
 
 if TYPE_CHECKING:
     from motet.config import AdapterConfig

@@ -10,7 +10,7 @@ from motet.core.types import JobState, Wanted
 from motet.hosts import messages as m
 from motet.hosts.host_link import HostLink
 from motet.hosts.placement import HostLoad, moved, placed, speeds
-from motet.process.alive import NO_MEMORY, SILENT
+from motet.process.heartbeat import NO_MEMORY, SILENT
 from motet.runtime.slots import FREE, Claim, Rule, taken
 
 _MOST_LOSSES, _MOST_STILL = 3, 2

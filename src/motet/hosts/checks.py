@@ -21,7 +21,7 @@ from motet.config.chain import chains, shape_of, unlike
 from motet.config.step_tokens import check_decoded, check_step
 from motet.core.errors import AdapterError, BaseModelError, ConfigError, MotetError, RunError
 from motet.core.model_info import ModelInfo
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.core.types import Problem
 from motet.data.dataset import Dataset
 from motet.data.reasoning import ScorerSpec
@@ -34,8 +34,8 @@ from motet.rewards.reward_checks import check_answers, check_rewards
 from motet.rewards.reward_loading import SCORER
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import Given
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.opening import Given
 from motet.runtime.own_environment import check_environment
 from motet.runtime.reference import shape_of as shape_of_reference
 

@@ -22,9 +22,9 @@ from motet.kernels.cpu.choice import Choice, kernels_of
 from motet.rewards.judge_http import of_a_run
 from motet.rewards.reward_pool import RewardPool
 from motet.runtime.base_judge import BaseJudge
+from motet.runtime.directory_checks import Given, open_job
 from motet.runtime.job import Agents, Job, Services
 from motet.runtime.learner import Learner
-from motet.runtime.opening import Given, open_job
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobProgress
 from motet.runtime.receipts import Materials

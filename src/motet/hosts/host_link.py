@@ -23,8 +23,8 @@ from motet.core.errors import ConfigError, EngineError, HostGone, MotetError
 from motet.environments import episode_messages as e
 from motet.hosts import messages as m
 from motet.hosts.charged import Bill, Charged
-from motet.process.alive import LONG_SILENT, NO_MEMORY, SILENT, LifeSigns, Restarts
 from motet.process.channel import Alive, Child
+from motet.process.heartbeat import LONG_SILENT, NO_MEMORY, SILENT, LifeSigns, Restarts
 
 _log = logging.getLogger(__name__)
 

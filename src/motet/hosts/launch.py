@@ -126,7 +126,7 @@ def _load(base: str, config: EngineConfig, own: Choice | None) -> LoraModel:
     """
     import torch
 
-    from motet.kernels.cover import load_as_configured
+    from motet.kernels.supported_bases import load_as_configured
 
     torch.set_num_threads(budgets.threads_of(config))
     return load_as_configured(base, config, own)
@@ -190,7 +190,7 @@ def _build_on_servers(
     from motet.model.accelerator import free_memory, total_memory, wait_for
     from motet.model.lora_model import LoraModel
     from motet.rollout.file_sync import FileSync
-    from motet.runtime.probe import PROBE_TEXT
+    from motet.runtime.publish_check import PROBE_TEXT
 
     def turn(training: bool) -> None:
         if base.info.device == "cpu":

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from motet.core.types import ADAPTER_WEIGHTS, AdapterRef
 from motet.protocols import RolloutEngine
-from motet.runtime.uninterrupted import uninterrupted
+from motet.runtime.shielded import uninterrupted
 
 CACHED_VERSIONS = 8
 """Stored versions that stay loaded, and the most that one tenant uses at once."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from motet.chat.spoken import SpokenPart
+from motet.chat.turn_stream import SpokenPart
 from motet.config.service import Largest
 from motet.core.types import Chunk, FloatArray, IntArray, JobState, SamplingParams, Wanted
 from motet.core.types import Message as ChatMessage

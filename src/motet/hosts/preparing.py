@@ -25,8 +25,8 @@ from motet.data.shared import ReadData, Sources, key_of
 from motet.data.sources import is_elsewhere
 from motet.hosts.checks import Checked, Refusals, check_on_base
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import RULES, Given
 from motet.runtime.job import Job
-from motet.runtime.opening import RULES, Given
 from motet.runtime.progress import JobProgress
 from motet.runtime.rundir import RunDirectory
 from motet.runtime.statements import SHOWN

@@ -33,8 +33,8 @@ from motet.hosts.preparing import bytes_of_rows, first_notes
 from motet.hosts.reports import EveryStep, UsageReports
 from motet.hosts.scores import AskedOfService
 from motet.hosts.workshop import Workshop
-from motet.process.alive import Pulse
 from motet.process.channel import Parent
+from motet.process.heartbeat import Pulse
 from motet.process.pace import Pace
 from motet.process.thread_turns import ThreadTurns
 from motet.protocols import RolloutEngine
@@ -42,9 +42,9 @@ from motet.rewards.reward_elsewhere import ELSEWHERE
 from motet.rewards.reward_installed import Installed
 from motet.rewards.reward_pool import RewardPool
 from motet.rewards.reward_walls import Walls
+from motet.runtime.device_usage import Meter
+from motet.runtime.directory_checks import Given
 from motet.runtime.job import Job
-from motet.runtime.meter import Meter
-from motet.runtime.opening import Given
 from motet.runtime.pipeline import Pipeline
 from motet.runtime.progress import JobChanged, JobEvent
 from motet.runtime.rundir import RunDirectory

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from motet.hosts import messages as m
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.meter import Meter
+from motet.runtime.device_usage import Meter
 from motet.runtime.progress import JobEvent, JobStepped
 
 Send = Callable[[m.FromHost], object]

@@ -21,9 +21,9 @@ from motet.observe.follow import Followers, begin, job_of_run
 from motet.observe.results import JobResult, RunResult
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
+from motet.runtime.directory_checks import TOO_LATE, Given
 from motet.runtime.identity import NOT_FOLLOWED
 from motet.runtime.interrupt import Interrupt
-from motet.runtime.opening import TOO_LATE, Given
 from motet.runtime.progress import JobProgress
 from motet.runtime.settings import setting_of
 

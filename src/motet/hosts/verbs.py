@@ -33,7 +33,7 @@ from motet.hosts.host import opened_host
 from motet.hosts.launch import auto_kernels, own_switches
 from motet.runtime import rundir
 from motet.runtime.checkpoint import JobDirectory
-from motet.runtime.opening import Given
+from motet.runtime.directory_checks import Given
 from motet.runtime.session import FinishedStep, Session
 
 Result = TypeVar("Result")

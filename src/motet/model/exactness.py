@@ -19,7 +19,7 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterLayout, AdapterWeights, FusedLinears, NoAdapters, make_layout
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment
-from motet.model.whole_vectors import Uneven
+from motet.model.simd_safe_functions import Uneven
 
 RANK = 4
 """Rank of the tested adapters."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from motet.core.errors import AdapterError, BaseModelError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 SHORT_NAMES = ("small", "smollm2")

@@ -10,11 +10,11 @@ import torch
 from motet.core.errors import BaseModelError
 from motet.model.covered_decoder import linears_of, refusal_of
 from motet.model.exactness import check_exactness, packed_logits
-from motet.model.judge import judge
 from motet.model.lora import NoAdapters
 from motet.model.lora_model import Kernels, LoraModel
 from motet.model.packed import PackedExperts
-from motet.model.stock import LENGTHS
+from motet.model.reference_model import LENGTHS
+from motet.model.tolerance import judge
 
 INSTEAD = "set engine.kernels to torch"
 

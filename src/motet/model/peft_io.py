@@ -29,7 +29,7 @@ from motet.config.adapters import ADAPTERS, adapter_type
 from motet.core.checksums import check_version, sync
 from motet.core.errors import AdapterError
 from motet.core.model_info import ALL_LINEAR, with_experts
-from motet.core.tensor_header import MOST_TENSORS, count_tensors, saved_targets
+from motet.core.safetensors_header import MOST_TENSORS, count_tensors, saved_targets
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from motet.model.expert_files import together
 from motet.model.find import find_adapter

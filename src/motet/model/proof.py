@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from motet.core.errors import BaseModelError
 from motet.model.arithmetic import Arithmetic, round_up
 from motet.model.attention import INSTEAD, LayerCall
-from motet.model.compare_layers import compare_layers
 from motet.model.exactness import RANK, check_exactness, packed_hidden, packed_logits
-from motet.model.judge import MULTIPLE, LogitsVerdict, judge
+from motet.model.layer_comparison import compare_layers
 from motet.model.lora import AdapterWeights, FusedLinears, LoraLinear, NoAdapters, fuse
 from motet.model.lora_model import LoraModel
+from motet.model.mlp_tiles import cut_mlps
 from motet.model.norm import speed_up_norms
 from motet.model.peft_io import refused_by_peft
+from motet.model.reference_model import LENGTHS, Stock, proof_sequences
 from motet.model.routing import TrainerRouting, TrainSegment
-from motet.model.row_tiles import cut_mlps
 from motet.model.shards import Shards
-from motet.model.stock import LENGTHS, Stock, proof_sequences
+from motet.model.simd_safe_functions import Uneven, take_whole_vectors
+from motet.model.tolerance import MULTIPLE, LogitsVerdict, judge
 from motet.model.unit_sums import UnitSums
-from motet.model.whole_vectors import Uneven, take_whole_vectors
 
 Found = TypeVar("Found")
 

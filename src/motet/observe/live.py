@@ -134,7 +134,7 @@ class Frame:
 
     def _warnings(self, job: JobProgress, width: int) -> list[Text]:
         """The warnings from a running job's metrics."""
-        warnings = [*job.signs.warnings.values()] if job.state is JobState.RUNNING else []
+        warnings = [*job.diagnoses.warnings.values()] if job.state is JobState.RUNNING else []
         warnings += [self.slow[job.name]] if self.slow.get(job.name) else []
         styled = ((f"! {warning}", "red" if warning.startswith("alarm") else "yellow") for warning in warnings)
         return [line for text, style in styled for line in self._folded(text, width, style)]

@@ -87,7 +87,7 @@ class LogView(View):
         fresh = range(printed.steps, len(job.rewards))
         printed.steps = len(job.rewards)
         lines.extend(step_line(job, index, self.glyphs) for index in fresh)
-        warnings = job.signs.warnings
+        warnings = job.diagnoses.warnings
         told = {(kind, warning.startswith("alarm")): warning for kind, warning in warnings.items()}
         lines.extend(told[key] for key in told if key not in printed.warnings)
         printed.warnings |= set(told)

@@ -238,7 +238,7 @@ def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
     lines += [
         Text.assemble((f"{job.name}: ", "bold yellow"), glyphs.plain(warning))
         for job in jobs
-        for warning in job.signs.warnings.values()
+        for warning in job.diagnoses.warnings.values()
     ]
     if not lines:
         return None
@@ -249,7 +249,7 @@ def _caption(jobs: Sequence[JobProgress], glyphs: Glyphs) -> Text | None:
 
 def _rule(job: JobProgress) -> str:
     """Which figure chose the best version, if it is not the one shown."""
-    return f"v{job.best_version} was {rule}" if (rule := rule_text(job.best_by, job.signs.held_out.name)) else ""
+    return f"v{job.best_version} was {rule}" if (rule := rule_text(job.best_by, job.diagnoses.held_out.name)) else ""
 
 
 def _ended_cells(

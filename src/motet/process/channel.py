@@ -47,7 +47,7 @@ class ProcessFault(ChannelMessage, frozen=True):
 
 
 class Alive(ChannelMessage, frozen=True):
-    """A sign of life, once a second (`motet.process.alive`)."""
+    """A sign of life, once a second (`motet.process.heartbeat`)."""
 
     loop: int
     """Seconds for which the event loop has not turned; 0 while the process starts or stops."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import MotetError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 
 MOVED = {"motet.agents.": "motet.environments.", "motet.tasks.shipped.": "motet.environments.shipped."}
 """Where modules that job files name stood before, and where they stand now."""

@@ -20,8 +20,8 @@ from socket import recv_fds, send_fds, socket, socketpair
 from typing import Any, NoReturn
 
 from motet.process import wall
-from motet.process.alive import BEAT_SECONDS, SILENT, Pulse, Restarts
 from motet.process.ending import how_it_ended
+from motet.process.heartbeat import BEAT_SECONDS, SILENT, Pulse, Restarts
 
 _UNJUDGED = 255
 """Said while the loop is not judged: the child starts, or stops."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from motet.core.errors import RewardError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.core.types import Problem
 from motet.rewards.reward_answers import ANSWER_NAMED, Answer, Logs, TrainerState, ground_truth
 

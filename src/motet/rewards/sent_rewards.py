@@ -13,7 +13,7 @@ from typing import Any
 
 from motet.config import RewardConfig
 from motet.core.errors import ConfigError, RewardError
-from motet.core.near import close_matches
+from motet.core.suggestions import close_matches
 from motet.process.cpu_time import counted
 from motet.process.isolated_calls import TooMuchError, call
 from motet.process.isolated_process import WorkLimits

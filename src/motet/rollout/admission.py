@@ -15,8 +15,8 @@ import torch
 from motet.core.stops import Decode
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
+from motet.rollout.decode_steps import Executor, NewTokens, sample
 from motet.rollout.sequences import Prompt, SampledSequence, prompt_of, tenant_of
-from motet.rollout.steps import Executor, NewTokens, sample
 from motet.rollout.tick_turns import TickTurns
 
 Item = Prompt | SampledSequence

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 from motet.model.host_cache import HostCache, HostCopy
 from motet.model.kv_cache import KVCache
-from motet.rollout.kept import KeptSequence, KeptSequences
+from motet.rollout.prefix_cache import KeptSequence, PrefixCache
 from motet.rollout.sequences import Prompt, SampledSequence
 
 
 class BlockAllocator:
     """Allocates the blocks and slots of a cache, and copies of them in host memory."""
 
-    def __init__(self, cache: KVCache, host: HostCache, kept: KeptSequences) -> None:
+    def __init__(self, cache: KVCache, host: HostCache, kept: PrefixCache) -> None:
         self._cache, self._host, self._kept = cache, host, kept
 
     def begin(self, prompt: Prompt, more: int) -> bool:

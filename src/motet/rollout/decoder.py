@@ -17,14 +17,14 @@ from motet.model.host_cache import HostCache
 from motet.model.kv_cache import KVCache
 from motet.model.lora_model import LoraModel
 from motet.rollout.admission import Admission
-from motet.rollout.ahead import StepsAhead
 from motet.rollout.batch_rows import BatchRows
 from motet.rollout.block_allocator import BlockAllocator
+from motet.rollout.decode_steps import AheadExecutor, Executor, Steps, SynchronousSteps
 from motet.rollout.grammars import Grammars
-from motet.rollout.kept import KeptSequences
 from motet.rollout.model_runner import runner_for
+from motet.rollout.pipelined_steps import PipelinedSteps
+from motet.rollout.prefix_cache import PrefixCache
 from motet.rollout.sequences import Prompt, SampledSequence, adapter_order_of, can_step
-from motet.rollout.steps import AheadExecutor, Executor, Steps, SynchronousSteps
 from motet.rollout.tick_turns import TickTurns
 
 
@@ -51,13 +51,13 @@ class Decoder:
         """
         self.cache = cache
         self.host = HostCache(cache, host_bytes)
-        self.kept = KeptSequences(cache, self.host, kept_blocks, stateful=bool(base.stateful))
+        self.kept = PrefixCache(cache, self.host, kept_blocks, stateful=bool(base.stateful))
         self.blocks = BlockAllocator(cache, self.host, self.kept)
         self.runner = runner_for(base, cache)
         computes, text = executor or self.runner, self.runner.text
         self._steps: Steps
         if isinstance(computes, AheadExecutor) and not base.stateful:
-            self._steps = StepsAhead(computes, base.info, cache, self.blocks, text, max_rows=max_rows)
+            self._steps = PipelinedSteps(computes, base.info, cache, self.blocks, text, max_rows=max_rows)
         else:
             self._steps = SynchronousSteps(computes, text)
         self.rows = BatchRows(cache, self.blocks, max_rows, self.land)

@@ -21,8 +21,8 @@ from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import AdapterStacks
+from motet.rollout.decode_steps import NewTokens
 from motet.rollout.sequences import SampledSequence
-from motet.rollout.steps import NewTokens
 
 
 class ModelRunner:

@@ -20,7 +20,7 @@ import torch
 from motet.core.device import Device
 from motet.core.errors import EngineError, MotetError
 from motet.core.types import GenerateRequest
-from motet.kernels.cover import compute_with
+from motet.kernels.supported_bases import compute_with
 from motet.model import lean_import
 from motet.model.load import load_base
 from motet.model.lora import AdapterWeights

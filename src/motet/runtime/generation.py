@@ -21,7 +21,7 @@ from motet.core import seeds
 from motet.core.stops import certain, ending, until_stop
 from motet.core.types import AdapterRef, Chunk, FinishReason, GenerateRequest, IntArray, SamplingParams
 from motet.protocols import RolloutEngine
-from motet.runtime.uninterrupted import uninterrupted
+from motet.runtime.shielded import uninterrupted
 from motet.runtime.versions import Versions
 
 Result = TypeVar("Result")

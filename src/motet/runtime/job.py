@@ -182,7 +182,7 @@ class Job:
     def _tell(self) -> None:
         now, message = self.progress, self.progress.message
         if now.state is JobState.SUCCEEDED:
-            message = message or "; ".join(now.signs.warnings.values())
+            message = message or "; ".join(now.diagnoses.warnings.values())
         self.observer(JobChanged(self.name, now.state, message, list(now.inexact), now.spent, tokens=now.tokens))
 
     def sampling(self) -> SamplingParams:

@@ -19,7 +19,7 @@ from motet.environments.team import groups_of
 from motet.protocols import Trainer
 from motet.runtime.reference import Reference
 from motet.runtime.session import Session, Slot
-from motet.runtime.steps import LearnedStep, SampledStep, Valued
+from motet.runtime.step_records import LearnedStep, SampledStep, Valued
 from motet.runtime.versions import adapter_name
 
 Result = TypeVar("Result")

@@ -17,10 +17,10 @@ from motet.core.batch import LossStats, OptimStats
 from motet.core.device import BusyTime
 from motet.core.types import Group, Rollout
 from motet.rewards.reward_answers import MOST_LOGGED
-from motet.runtime.steps import LearnedStep, SampledStep
+from motet.runtime.step_records import LearnedStep, SampledStep
 
 BESIDE = ("errors", "adapter_norm", "reward_range")
-"""Fields of timings.jsonl that `Signs` reads in the same line as those of metrics.jsonl."""
+"""Fields of timings.jsonl that `Diagnoses` reads in the same line as those of metrics.jsonl."""
 _REASONS, _REASON = 3, 300
 """Number of failure reasons that a step keeps, and their maximum characters."""
 STEP_FIELDS: Mapping[str, str] = {

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from motet.core.checksums import disk_error
 from motet.core.errors import DeviceError, DeviceLost, MotetError, RunError
 from motet.core.types import JobState, Wanted
-from motet.process.alive import works_for
+from motet.process.heartbeat import works_for
 from motet.runtime.disk_gate import DiskSpaceGate, innermost, is_full
 from motet.runtime.job import Job, Services
 from motet.runtime.rundir import read_commands
 from motet.runtime.running_job import Running, cut_off, driver_of, outcome
 from motet.runtime.scheduler import weight_of
+from motet.runtime.shielded import uninterrupted
 from motet.runtime.slot_turns import MAX_IDLE, STEP_SECONDS, SlotTimeouts, SlotTurns, StepTurns
 from motet.runtime.slots import FREE, Claim, Rule, admitted, preempted_for_share, preempted_if_idle
-from motet.runtime.uninterrupted import uninterrupted
 
 _POLL_SECONDS = 0.3
 MAX_RESTARTS = 3

@@ -15,9 +15,9 @@ from motet.config import JobConfig
 from motet.core.types import JobState
 from motet.process.channel import ChannelMessage
 from motet.rewards.reward_elsewhere import weights_of
+from motet.runtime.diagnoses import Diagnoses
 from motet.runtime.held_out import REWARD, figure_of
 from motet.runtime.metrics import BESIDE
-from motet.runtime.signs import Signs
 
 _EVALUATION_ALONE = {"step", "version", "eval", "tokens_sampled", "tokens_trained", *BESIDE}
 """Fields of a job's last line, which belongs to no step."""
@@ -157,7 +157,7 @@ class JobProgress:
     """The best version, as the job's commits say; None before a trained version was evaluated."""
     best_by: str = ""
     """The rule that decides it (`Committed.best_by`)."""
-    signs: Signs = field(default_factory=Signs)
+    diagnoses: Diagnoses = field(default_factory=Diagnoses)
     """Warnings derived from the metrics."""
     tokens: int = 0
     """Tokens sampled and trained in this process."""
@@ -184,8 +184,8 @@ class JobProgress:
     def of(cls, config: JobConfig, setting: str = "") -> JobProgress:
         """Progress of a job that has not begun."""
         settings = config.model_dump(mode="json", include={"algorithm", "optimizer", "sampling", "steps"})
-        signs = Signs(weights_of(config.rewards), settings)
-        return cls(config.name, config.steps, signs=signs, setting=setting)
+        diagnoses = Diagnoses(weights_of(config.rewards), settings)
+        return cls(config.name, config.steps, diagnoses=diagnoses, setting=setting)
 
     def take_up(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Add what an earlier process recorded."""
@@ -202,19 +202,19 @@ class JobProgress:
         if self.evaluations and self.evaluations[-1][0] == version:  # again, in a step that was cut
             del self.evaluations[-1], self.errors[-1]
         self.evaluations.append((version, figure_of(evaluation)[1]))
-        self.signs.see_evaluation(version, evaluation)
+        self.diagnoses.see_evaluation(version, evaluation)
         self.errors.append(math.nan if error is None else float(error))
 
     def choose(self, best: int | None, by: str) -> None:
         """Take in which version is the best so far, and by which rule."""
         self.best_version, self.best_by = best, by
-        self.signs.choose(best)
+        self.diagnoses.choose(best)
 
     def stepped(self, line: Mapping[str, Any]) -> None:
         """Add the line of a finished step."""
         self.figure, value = figure_of(line)
         self.rewards.append(value)
-        self.signs.see(line)
+        self.diagnoses.see(line)
 
     def hear(self, event: JobEvent) -> None:
         """Follow a job that another process runs."""
@@ -272,7 +272,7 @@ class JobProgress:
             tokens=self.tokens,
             tokens_per_second=round(self.tokens_per_second, 1),
             seconds_left=self.seconds_left,
-            warnings=list(self.signs.warnings.values()),
+            warnings=list(self.diagnoses.warnings.values()),
         )
 
     @property

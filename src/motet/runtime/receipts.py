@@ -27,7 +27,7 @@ from motet.algorithms.registry import ALGORITHMS
 from motet.config import Config, JobConfig
 from motet.core.checksums import Damage, hash_of, replace_file
 from motet.core.errors import BaseModelError, RunError
-from motet.core.model_info import kept_on_another
+from motet.core.model_info import portability_note
 from motet.core.plain_json import as_json
 from motet.core.plain_yaml import mapping_in
 from motet.core.types import adapter_files
@@ -263,7 +263,7 @@ def _motet_sum() -> str:
 def differences(before: Any, after: Any) -> Iterator[str]:
     """Where two trees of plain values differ, one line each."""
     for path, was, is_ in fields_apart(before, after):
-        kept = kept_on_another(str(was), str(is_)) if path == KERNELS else ""
+        kept = portability_note(str(was), str(is_)) if path == KERNELS else ""
         yield f"{path}: was {was!r}, is {is_!r}{kept}"
 
 

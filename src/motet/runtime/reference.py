@@ -17,7 +17,7 @@ from motet.config.adapters import ADAPTERS, adapter_type
 from motet.core.batch import Sample, Segment
 from motet.core.errors import AdapterError
 from motet.core.model_info import with_experts
-from motet.core.tensor_header import saved_targets
+from motet.core.safetensors_header import saved_targets
 from motet.core.types import ADAPTER_CONFIG, FloatArray
 from motet.model.find import find_adapter
 from motet.rewards.scoring_server import ScoringServer

@@ -23,11 +23,11 @@ from motet.runtime.held_out import deciding, mean_of
 from motet.runtime.job import Job, Services
 from motet.runtime.learning import Critic, learn
 from motet.runtime.metrics import errors_of, evaluation_record, range_of, rollout_records, step_record
-from motet.runtime.recorded import exact_rows
+from motet.runtime.replay_log import exact_rows
 from motet.runtime.sampling import JobSampler
 from motet.runtime.session import Evaluated, FinishedStep
-from motet.runtime.steps import LearnedStep, SampledStep, Supply
-from motet.runtime.uninterrupted import uninterrupted
+from motet.runtime.shielded import uninterrupted
+from motet.runtime.step_records import LearnedStep, SampledStep, Supply
 
 Result = TypeVar("Result")
 

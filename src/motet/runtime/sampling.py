@@ -23,7 +23,7 @@ from motet.runtime.group_requests import GroupRequests, GroupTask, SamplingPurpo
 from motet.runtime.job import Job, Services
 from motet.runtime.own_environment import own_environment
 from motet.runtime.scheduler import FairScheduler
-from motet.runtime.steps import SampledStep, Supply
+from motet.runtime.step_records import SampledStep, Supply
 from motet.runtime.versions import Versions
 
 _BEGUN_AT_ONCE = 16

@@ -26,16 +26,16 @@ from motet.core.errors import JobFailed
 from motet.core.plain_json import as_json
 from motet.protocols import Trainer
 from motet.runtime.checkpoint import Committed, kept_of
+from motet.runtime.directory_checks import RULES
 from motet.runtime.held_out import best_after, first_trained, lines_of, unchanged, untrained
 from motet.runtime.identity import learned_before
 from motet.runtime.job import Job, Services
 from motet.runtime.metrics import timing_record, trained_record
-from motet.runtime.opening import RULES
-from motet.runtime.probe import Probe, probe_ids
 from motet.runtime.progress import JobStepped
+from motet.runtime.publish_check import Probe, probe_ids
+from motet.runtime.shielded import uninterrupted
 from motet.runtime.step_work import StepWork
 from motet.runtime.stopping import Stopping
-from motet.runtime.uninterrupted import uninterrupted
 from motet.runtime.versions import Versions, adapter_name
 
 Result = TypeVar("Result")

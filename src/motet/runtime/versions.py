@@ -14,7 +14,7 @@ from pathlib import Path
 
 from motet.core.types import AdapterRef
 from motet.protocols import RolloutEngine, WeightSync
-from motet.runtime.uninterrupted import uninterrupted
+from motet.runtime.shielded import uninterrupted
 
 
 def adapter_name(job: str, role: str = "") -> str:

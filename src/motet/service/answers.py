@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from msgspec.structs import replace
 
 from motet.chat.completer import AnswerPiece, Conversation, Reply, whole
-from motet.chat.spoken import SpokenPart
+from motet.chat.turn_stream import SpokenPart
 from motet.core.errors import ConfigError, LimitError
 from motet.core.types import FinishReason
 from motet.hosts.charged import Charged

@@ -21,9 +21,9 @@ from motet.config.jobfile import validate
 from motet.core.batch import Batch, Segment
 from motet.core.errors import AdapterError, BaseModelError, ConfigError
 from motet.hosts.launch import build, load
-from motet.kernels.cover import check_room, compute_with
 from motet.kernels.cpu import library
 from motet.kernels.cpu.own_math import OwnMath
+from motet.kernels.supported_bases import check_room, compute_with
 from motet.model.attention import Span
 from motet.model.covered_decoder import FAMILIES, angles
 from motet.model.kv_cache import KVCache

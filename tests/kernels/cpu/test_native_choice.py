@@ -20,11 +20,11 @@ from motet.hosts.launch import load
 from motet.hosts.messages import StartHost
 from motet.hosts.running import run_config
 from motet.hosts.starts import starts_of
-from motet.kernels.cover import chosen, hand_over, refusal_of_gate
 from motet.kernels.cpu import library
 from motet.kernels.cpu.building import file_name
 from motet.kernels.cpu.choice import FASTER, Choice, kernels_of, of_jobs, of_machine, of_tenants
 from motet.kernels.cpu.plan import GATE_NUMBERS
+from motet.kernels.supported_bases import chosen, hand_over, refusal_of_gate
 from motet.process.channel import decode, encode
 from motet.runtime.checkpoint import JobDirectory
 from motet.runtime.identity import computed_by
@@ -239,7 +239,7 @@ def test_all_hosts_get_one_choice() -> None:
 
 def test_a_host_whose_kernels_are_not_compiled_refuses(tmp_path: Path) -> None:
     """Torch in their place would give other bytes than the other hosts."""
-    code = "from motet.config import EngineConfig\nfrom motet.kernels.cover import Choice, chosen\n"
+    code = "from motet.config import EngineConfig\nfrom motet.kernels.supported_bases import Choice, chosen\n"
     code += "try: chosen(EngineConfig(), Choice('native'))\nexcept Exception as error: print(error)"
     assert "motet doctor --build" in without_kernels(tmp_path, code)
 

@@ -20,8 +20,8 @@ from motet.kernels.cuda.forward import DOWN, DecoderForward, KeptLayer, LayerVal
 from motet.kernels.cuda.kernels.gates import gate_and_up, gate_and_up_back
 from motet.kernels.cuda.launches import count
 from motet.kernels.cuda.math import CudaMath
+from motet.kernels.cuda.product_backends import table_for
 from motet.kernels.cuda.products import Products
-from motet.kernels.cuda.ways import table_for
 from motet.model.lora import AdapterWeights
 from motet.model.lora_model import LoraModel
 from motet.model.routing import TrainerRouting, TrainSegment

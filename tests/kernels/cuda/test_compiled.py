@@ -1,6 +1,6 @@
 """What the compiler makes of the room's kernels for cards that are not here, as launches make them.
 
-`tests/support/launched_room.py` has the launches. What no card has run, a card shows itself (`motet.kernels.cuda.trial`).
+`tests/support/launched_room.py` has the launches. What no card has run, a card shows itself (`motet.kernels.cuda.bit_trial`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.speed import envs
 
 import motet.kernels.cuda.kernels
 import tests.support.triton_on_cpu  # noqa: F401
-from motet.kernels.cuda.ways import OwnTile
+from motet.kernels.cuda.product_backends import OwnTile
 from tests.support.compiling import SHARED, SMALL, compiled
 
 PASSES = {"decoding", "decoding with adapters", "a pass", "a pass with adapters"}
@@ -245,7 +245,7 @@ def test_kernels_compile_for_every_card(tmp_path: Path, words: tuple[str, ...]) 
         "products",
         "attention",
         "draws",
-        "steps",
+        "step",
         "gradients",
         "optimizer",
     }

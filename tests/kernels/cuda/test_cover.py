@@ -13,12 +13,12 @@ import tests.support.triton_on_cpu  # noqa: F401
 from motet.config import EngineConfig
 from motet.core.errors import BaseModelError
 from motet.core.model_info import TRITON
-from motet.kernels.cover import hand_over
 from motet.kernels.cpu.choice import Choice, for_device, kernels_of, of_jobs, of_machine
 from motet.kernels.cuda.attention import CudaAttention
 from motet.kernels.cuda.base import CudaBase
-from motet.kernels.cuda.cover import refusal
 from motet.kernels.cuda.launches import count
+from motet.kernels.cuda.supported_bases import refusal
+from motet.kernels.supported_bases import hand_over
 from motet.model.covered_decoder import FAMILIES
 from motet.model.lora_model import LoraModel
 from motet.model.proof import check_training

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tests.support.triton_on_cpu
 from motet.core import seeds
 from motet.core.types import SamplingParams
-from motet.kernels.cuda import draws
-from motet.kernels.cuda.draws import Drawn, Head, bits_of
+from motet.kernels.cuda import sampling
 from motet.kernels.cuda.kernels.weights import number_of
 from motet.kernels.cuda.launches import count
 from motet.kernels.cuda.math import CudaMath
+from motet.kernels.cuda.sampling import Drawn, Head, bits_of
 from motet.model import distribution
 from motet.model.distribution import LogitChanges
 from tests.support.cases import few
@@ -54,7 +54,7 @@ def random(n_rows: int, n_ids: int, dtype: torch.dtype = torch.bfloat16, seed: i
 
 def drawn(raw_NV: Tensor, head: Head, params, keys, positions, allowed_NW: Tensor | None = None) -> Drawn:
     out = Drawn.empty(len(raw_NV), DEVICE)
-    draws.draw(raw_NV, settings_of(head, params, keys, positions, allowed_NW, DEVICE), out)
+    sampling.draw(raw_NV, settings_of(head, params, keys, positions, allowed_NW, DEVICE), out)
     return Drawn(out.token_N.cpu(), out.logprob_N.cpu(), out.usable_N.cpu())
 
 
@@ -147,7 +147,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     for number in (least, most):
         out = Drawn.empty(4, DEVICE)
         given_N = torch.full((4,), int(number), device=DEVICE)
-        draws.draw(raw_NV, draws.RowSettings(settings.head, settings.temperature_N, given_N, None), out)
+        sampling.draw(raw_NV, sampling.RowSettings(settings.head, settings.temperature_N, given_N, None), out)
         assert out.token_N.tolist() == [258] * 4
         assert out.logprob_N.tolist() == [0.0] * 4
 
@@ -183,7 +183,7 @@ def test_a_rows_bits_depend_on_no_tile_company_place_or_dtype(monkeypatch: pytes
         alone = drawn(raw_NV[own].float(), head, params[own], keys[own], positions[own])
         assert (bits(alone.token_N), bits(alone.logprob_N)) == (bits(whole.token_N[own]), bits(whole.logprob_N[own]))
     for blocks in (1, 4):
-        monkeypatch.setattr(draws, "_BLOCKS", blocks)
+        monkeypatch.setattr(sampling, "_BLOCKS", blocks)
         moved = drawn(raw_NV.flip(0), head, params[::-1], keys[::-1].copy(), positions[::-1].copy())
         assert bits(moved.token_N.flip(0)) == bits(whole.token_N)
         assert bits(moved.logprob_N.flip(0)) == bits(whole.logprob_N)
@@ -207,7 +207,7 @@ def test_a_draw_is_two_launches_and_makes_no_copy_of_the_logits() -> None:
     raw_NV, out = random(2, 5000), Drawn.empty(2, DEVICE)
     settings = settings_of(head_of(5000, (), DEVICE), [SamplingParams()] * 2, *counters(2), None, DEVICE)
     with count() as launches, LargestMade(raw_NV) as largest:
-        draws.draw(raw_NV, settings, out)
+        sampling.draw(raw_NV, settings, out)
     assert launches == {"block_sums": 1, "pick": 1}
     assert largest.found == 8 * 2 * 20, "sums of blocks of 256 ids"
 
@@ -264,7 +264,7 @@ def test_a_rows_bits_do_not_depend_on_whether_others_truncate(monkeypatch: pytes
     whole = drawn(raw_NV, head, params, keys, positions)
     assert whole.usable_N.tolist() == [True, True, False]
     for row, width in ((0, 256), (1, 4096)):
-        monkeypatch.setattr(draws, "_SEARCHED", width)
+        monkeypatch.setattr(sampling, "_SEARCHED", width)
         own = slice(row, row + 1)
         alone = drawn(raw_NV[own].float(), head, params[own], keys[own], positions[own])
         assert (bits(alone.token_N), bits(alone.logprob_N)) == (bits(whole.token_N[own]), bits(whole.logprob_N[own]))

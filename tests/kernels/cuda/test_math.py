@@ -15,9 +15,9 @@ from motet.config import AdapterConfig
 from motet.core import seeds
 from motet.core.batch import AdamW
 from motet.core.types import SamplingParams
-from motet.kernels.cuda import draws
-from motet.kernels.cuda.draws import Drawn, Head, RowSettings
+from motet.kernels.cuda import sampling
 from motet.kernels.cuda.math import CudaMath
+from motet.kernels.cuda.sampling import Drawn, Head, RowSettings
 from motet.model.distribution import LogitChanges
 from motet.model.lora import make_layout
 from motet.training.arena import AdapterArena
@@ -53,7 +53,7 @@ def test_sampled_logprobs_are_those_of_passes_to_the_last_bit(changes: LogitChan
         torch.arange(6, device=DEVICE),
     )
     drawn = Drawn.empty(6, DEVICE)
-    draws.draw(raw_NV, settings, drawn)
+    sampling.draw(raw_NV, settings, drawn)
     others = random(3, 1300, seed=1)
     others[1] = math.nan
     tokens_N = torch.cat([torch.zeros(3, dtype=torch.int64, device=DEVICE), drawn.token_N.flip(0)])
@@ -140,7 +140,7 @@ def test_what_a_draw_writes_is_what_the_trainer_reads() -> None:
         raw_NV = base.raw_logits(hidden_TD[rows_N])
     head = Head(base.changes, raw_NV.shape[1], DEVICE)
     temperature_N, zeros_N = torch.full((2,), 0.7, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    draws.draw(raw_NV, RowSettings(head, temperature_N, zeros_N, rows_N), drawn)
+    sampling.draw(raw_NV, RowSettings(head, temperature_N, zeros_N, rows_N), drawn)
     targets = [
         Targets(torch.arange(5, device=DEVICE), torch.full((5,), int(drawn.token_N[0]), device=DEVICE), 1.0),
         Targets(rows_N, drawn.token_N, 0.7),

@@ -10,7 +10,7 @@ import torch
 import tests.support.triton_on_cpu
 
 from bench.gpu import price  # isort: skip  # kernels are made for the interpreter
-from motet.kernels.cuda.ways import Library, ProductShape, ProductWeight, Way  # isort: skip
+from motet.kernels.cuda.product_backends import Library, ProductShape, ProductWeight, Way  # isort: skip
 from motet.model import accelerator  # isort: skip
 from tests.support import cuda_bases  # isort: skip
 

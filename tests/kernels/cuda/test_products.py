@@ -1,7 +1,7 @@
 """Products give a row the same bits whatever the tile, the other rows and the other rows' adapters.
 
 Triton's interpreter adds over K in order, as a tensor core does, so here all tiles must agree; what a card does is tried
-when a base is loaded (`motet.kernels.cuda.trial`).
+when a base is loaded (`motet.kernels.cuda.bit_trial`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 import tests.support.triton_on_cpu
 from motet.kernels.cuda import launches
 from motet.kernels.cuda.decoder_shape import piece_of
+from motet.kernels.cuda.product_backends import OwnTile, ProductShape, ProductWeight, shrink, table_for
 from motet.kernels.cuda.products import Products
-from motet.kernels.cuda.ways import OwnTile, ProductShape, ProductWeight, shrink, table_for
 from tests.support.adapted_rows import Adapted, adapted
 
 DEVICE = tests.support.triton_on_cpu.DEVICE

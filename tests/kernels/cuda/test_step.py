@@ -36,8 +36,8 @@ from motet.kernels.cuda.base import CudaBase  # isort: skip  # kernels are made 
 from motet.kernels.cuda.products import Products, ProductWeight  # isort: skip
 from motet.kernels.cuda.step import CudaSteps  # isort: skip
 from motet.kernels.cuda.step_memory import AdapterSlots  # isort: skip
-from motet.kernels.cuda.trial import Sizes, Trial  # isort: skip
-from motet.kernels.cuda.ways import BUCKETS, REFERENCE, ProductShape, WayTable  # isort: skip
+from motet.kernels.cuda.bit_trial import Sizes, Trial  # isort: skip
+from motet.kernels.cuda.product_backends import BUCKETS, REFERENCE, ProductShape, WayTable  # isort: skip
 from tests.support.bad_ways import BadLibrary, WatchedRecorder  # isort: skip
 
 BASE = "llama_long"

@@ -13,7 +13,7 @@ from tests.support import tiny_models as tiny
 from motet.kernels.cuda.base import CudaBase  # isort: skip  # kernels are made for the interpreter
 from motet.kernels.cuda.products import Products  # isort: skip
 from motet.kernels.cuda.step_trial import check_steps  # isort: skip
-from motet.kernels.cuda.ways import BUCKETS, REFERENCE, ProductShape, WayTable  # isort: skip
+from motet.kernels.cuda.product_backends import BUCKETS, REFERENCE, ProductShape, WayTable  # isort: skip
 from tests.support.bad_ways import BadLibrary, WatchedRecorder  # isort: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # numpy on Inf and NaN

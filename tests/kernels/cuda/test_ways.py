@@ -16,12 +16,11 @@ from triton.errors import TritonError  # type: ignore[import-untyped, unused-ign
 
 import tests.support.triton_on_cpu
 from motet.core.errors import BaseModelError
-from motet.kernels.cuda import speeds
+from motet.kernels.cuda import product_timings
 from motet.kernels.cuda.adapters import TILE
+from motet.kernels.cuda.bit_trial import Sizes, Trial
 from motet.kernels.cuda.decoder_shape import piece_of
-from motet.kernels.cuda.products import Products
-from motet.kernels.cuda.trial import Sizes, Trial
-from motet.kernels.cuda.ways import (
+from motet.kernels.cuda.product_backends import (
     A_COLUMNS,
     BUCKETS,
     REFERENCE,
@@ -34,6 +33,7 @@ from motet.kernels.cuda.ways import (
     start_tile,
     table_for,
 )
+from motet.kernels.cuda.products import Products
 from motet.model.accelerator import products_without_split
 from tests.support.adapted_rows import adapted
 from tests.support.bad_ways import BadLibrary, WatchedRecorder
@@ -197,27 +197,27 @@ def test_speeds_are_measured_once_and_kept(tmp_path: Path, error: Exception) -> 
         return 3 * now
 
     table = table_for(DEVICE, torch.float16)
-    assert speeds.measure(table, weights, library, stopwatch, lambda: False, back=True) is False
-    assert speeds.measure(table, weights, library, stopwatch, lambda: True, back=True)
+    assert product_timings.measure(table, weights, library, stopwatch, lambda: False, back=True) is False
+    assert product_timings.measure(table, weights, library, stopwatch, lambda: True, back=True)
     assert set(table.speeds) == {(SHAPE, rows) for rows in BUCKETS} | {(ProductShape(64, 24, back=True), BUCKETS[-1])}
     for (shape, rows), found in table.speeds.items():
         tiles = [table.start(shape, rows), *table.others(shape, rows)]
         assert list(found) == [tiles[0].name, library.name, *(tile.name for tile in tiles[1:])]
     first, second, *_ = table.speeds[SHAPE, 16].values()
     assert (first, second) == (1.0, float("inf"))  # of one of three weights
-    path = speeds.file_of({"card": "one"})
-    assert path != speeds.file_of({"card": "other"})
+    path = product_timings.file_of({"card": "one"})
+    assert path != product_timings.file_of({"card": "other"})
     path = tmp_path / "made" / path.name
-    speeds.write(path, {"card": "one"}, table.speeds)
-    assert speeds.read(path) == table.speeds
-    again = replace(table, speeds=speeds.read(path))
-    assert not speeds.measure(again, weights, library, stopwatch, lambda: True, back=True)
+    product_timings.write(path, {"card": "one"}, table.speeds)
+    assert product_timings.read(path) == table.speeds
+    again = replace(table, speeds=product_timings.read(path))
+    assert not product_timings.measure(again, weights, library, stopwatch, lambda: True, back=True)
     assert again.own(SHAPE, 3) == table.start(SHAPE, 16)
 
 
 def test_processes_beside_others_are_told_to_measure_nothing() -> None:
     """The tests are such processes."""
-    assert speeds.seconds_to_measure() == 0
+    assert product_timings.seconds_to_measure() == 0
 
 
 def test_processes_that_load_other_bases_at_once_keep_the_speeds_of_both(tmp_path: Path) -> None:
@@ -225,11 +225,11 @@ def test_processes_that_load_other_bases_at_once_keep_the_speeds_of_both(tmp_pat
     path, here = tmp_path / "speeds.json", {"card": "one"}
     bases = [{(ProductShape(n_outputs, 64), BUCKETS[0]): {"library": float(n_outputs)}} for n_outputs in (24, 48)]
     for found in bases:
-        speeds.write(path, here, found)
-    assert speeds.read(path) == {**bases[0], **bases[1]}
+        product_timings.write(path, here, found)
+    assert product_timings.read(path) == {**bases[0], **bases[1]}
     again = {shape: {"library": 1.0} for shape in bases[0]}
-    speeds.write(path, here, again)
-    assert speeds.read(path) == {**again, **bases[1]}, "what was measured last counts"
+    product_timings.write(path, here, again)
+    assert product_timings.read(path) == {**again, **bases[1]}, "what was measured last counts"
 
 
 def test_a_load_that_has_no_time_measures_what_is_used_anyway_and_later_loads_do_not_go_on(
@@ -240,13 +240,13 @@ def test_a_load_that_has_no_time_measures_what_is_used_anyway_and_later_loads_do
     table = table_for(DEVICE, torch.float16)
     for n_known in (3, 4):  # the second load has time for what the first left, and for one tile more
         in_time = partial(next, iter([True] * 3), False)
-        assert speeds.measure(table, weights, library, lambda run: 1.0, in_time, back=False)
+        assert product_timings.measure(table, weights, library, lambda run: 1.0, in_time, back=False)
         assert set(table.speeds) == set(shapes[:n_known])
     assert len(caplog.messages) == 2
     for shape, rows in shapes:
         assert list(table.speeds[shape, rows])[:2] == [table.start(shape, rows).name, library.name]
     assert [len(found) for found in table.speeds.values()] == [2, 2, 2, 4]
-    assert not speeds.measure(table, weights, library, lambda run: 1.0, lambda: True, back=False)
+    assert not product_timings.measure(table, weights, library, lambda run: 1.0, lambda: True, back=False)
     assert len(caplog.messages) == 2
 
 
@@ -260,19 +260,19 @@ def test_a_shape_for_which_memory_was_short_is_measured_by_the_next_load() -> No
         return 1.0
 
     for short in ({(SHAPE, BUCKETS[1])}, set()):
-        assert speeds.measure(table, weights, None, stopwatch, lambda: True, back=False)
+        assert product_timings.measure(table, weights, None, stopwatch, lambda: True, back=False)
         assert set(table.speeds) == {(SHAPE, rows) for rows in BUCKETS} - short
 
 
 def test_speeds_hold_for_all_sources_of_the_room(tmp_path: Path) -> None:
-    room = Path(str(speeds.__file__)).parent
+    room = Path(str(product_timings.__file__)).parent
     shutil.copytree(room, tmp_path / "room")
-    digests = {speeds.digest_of(room), speeds.digest_of(tmp_path / "room")}
+    digests = {product_timings.digest_of(room), product_timings.digest_of(tmp_path / "room")}
     assert len(digests) == 1
-    for name in ("ways.py", "kernels/products.py"):
+    for name in ("product_backends.py", "kernels/products.py"):
         source = tmp_path / "room" / name
         source.write_text(source.read_text() + "# mended")
-        digests.add(speeds.digest_of(tmp_path / "room"))
+        digests.add(product_timings.digest_of(tmp_path / "room"))
     assert len(digests) == 3
 
 
@@ -282,7 +282,7 @@ def test_speeds_hold_for_all_sources_of_the_room(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_holds_no_speeds(tmp_path: Path, text: str) -> None:
     path = tmp_path / "speeds.json"
     path.write_text(text)
-    assert speeds.read(path) == speeds.read(tmp_path / "missing") == {}
+    assert product_timings.read(path) == product_timings.read(tmp_path / "missing") == {}
 
 
 def test_rows_of_a_pass_go_to_the_library_in_numbers_that_were_tried() -> None:

@@ -64,7 +64,7 @@ class NativeBase:
     whole_sums = False
 
     def __init__(self, base: LoraModel, library: ctypes.CDLL, arithmetic: int) -> None:
-        """`base` must be covered (see `motet.kernels.cover`)."""
+        """`base` must be covered (see `motet.kernels.supported_bases`)."""
         self.base, self._library, self._arithmetic = base, library, arithmetic
         self.math = OwnMath(library, lambda: self.n_threads)
         self.attention: AttentionBackend = NativeAttention(base.block_size)

@@ -40,7 +40,7 @@ class CudaBase:
         products_of: Callable[[Sequence[ProductWeight]], Products],
         recorder: Recorder | None = None,
     ) -> None:
-        """`base` must be covered (see `motet.kernels.cuda.cover`); `products_of` makes the products with its weights.
+        """`base` must be covered (see `motet.kernels.cuda.supported_bases`); `products_of` makes the products with its weights.
 
         `recorder` is the one with which ways to multiply were tried: steps are recorded on its stream.
         """

@@ -26,8 +26,8 @@ from motet.kernels.cuda.kernels.norms import norm_after_add, norm_before_add
 from motet.kernels.cuda.kernels.rotary import rotate_and_write
 from motet.kernels.cuda.launches import launch
 from motet.kernels.cuda.layers import DecoderPlan, LayerPlan
+from motet.kernels.cuda.product_backends import shrink
 from motet.kernels.cuda.products import Products
-from motet.kernels.cuda.ways import shrink
 
 QKV, OUTPUT, GATE_UP, DOWN = range(len(PARTS))
 _COLUMNS = 256

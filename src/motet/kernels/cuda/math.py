@@ -18,7 +18,7 @@ from torch import Tensor
 from motet.core.batch import AdamW, Optimizer
 from motet.core.types import SamplingParams
 from motet.kernels.cuda import adapter_steps
-from motet.kernels.cuda.draws import Drawn, Head, Rows, Truncation
+from motet.kernels.cuda.sampling import Drawn, Head, Rows, Truncation
 from motet.model.accelerator import send
 from motet.model.adapter_step import AdapterStep, StepNorms
 from motet.model.distribution import LogitChanges

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from motet.kernels.cuda.ways import Adapters, ProductShape, ProductWeight, Way, WayTable, shrink
+from motet.kernels.cuda.product_backends import Adapters, ProductShape, ProductWeight, Way, WayTable, shrink
 
 __all__ = ["ProductWeight", "Products"]
 

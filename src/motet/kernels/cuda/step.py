@@ -23,12 +23,12 @@ from torch import Tensor
 from motet.core.types import BoolArray
 from motet.kernels.cuda.adapters import AdapterTables, Places, most_tiles, widths_of
 from motet.kernels.cuda.attention import PIECE, CudaAttention, CudaPass
-from motet.kernels.cuda.draws import Drawn, Head, RowSettings, Truncation, draw
-from motet.kernels.cuda.kernels import steps as kernels
+from motet.kernels.cuda.kernels import step as kernels
 from motet.kernels.cuda.launches import launch
 from motet.kernels.cuda.layers import DecoderPlan
+from motet.kernels.cuda.product_backends import ROWS_OF_DECODING
+from motet.kernels.cuda.sampling import Drawn, Head, RowSettings, Truncation, draw
 from motet.kernels.cuda.step_memory import AdapterSlots, Changes, StepMemory
-from motet.kernels.cuda.ways import ROWS_OF_DECODING
 from motet.model.accelerator import Recorder, WorkQueue, cause_of, device_of, kernel_failures, reason_of
 from motet.model.arithmetic import round_up
 from motet.model.attention import AttentionBackend

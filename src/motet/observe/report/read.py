@@ -19,11 +19,11 @@ from motet.core.errors import RunError
 from motet.core.plain_yaml import mapping_in
 from motet.rewards.reward_elsewhere import weights_of
 from motet.runtime.checkpoint import Committed, JobDirectory
+from motet.runtime.diagnoses import Diagnoses
 from motet.runtime.evaluations import CHANCE, Evaluations
 from motet.runtime.held_out import ACCURACY, LOG_LIKELIHOOD, REWARD, named_best, newest_commit, recommended, rule_text
 from motet.runtime.metrics import BESIDE
 from motet.runtime.settings import Setting, setting_of, settings
-from motet.runtime.signs import Signs
 
 Line = Mapping[str, Any]
 MAX_POINTS = 600
@@ -108,15 +108,15 @@ class JobRecord:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Warnings from the metrics."""
-        signs, timings = signs_of(self.job), {number(line.get("step")): line for line in self.timings}
-        signs.choose(self.committed.best_version if self.committed else None)
+        diagnoses, timings = diagnoses_of(self.job), {number(line.get("step")): line for line in self.timings}
+        diagnoses.choose(self.committed.best_version if self.committed else None)
         for line in self.steps:
             step = number(line.get("step"))
             timed = timings.get(step, {})
-            signs.see({**line, **{name: timed.get(name) for name in BESIDE}})
+            diagnoses.see({**line, **{name: timed.get(name) for name in BESIDE}})
             if step is not None and isinstance(evaluation := line.get("eval"), Mapping):
-                signs.see_evaluation(int(step), evaluation)
-        return tuple(signs.warnings.values())
+                diagnoses.see_evaluation(int(step), evaluation)
+        return tuple(diagnoses.warnings.values())
 
     @property
     def done(self) -> int:
@@ -349,9 +349,9 @@ def _text(path: Path) -> str:
         return ""
 
 
-def signs_of(job: Mapping[str, Any]) -> Signs:
+def diagnoses_of(job: Mapping[str, Any]) -> Diagnoses:
     """For the lines of a job with these settings."""
-    return Signs(_weights(job), job)
+    return Diagnoses(_weights(job), job)
 
 
 def _weights(job: Mapping[str, Any]) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import GraderError
-from motet.core.section import Described, named
+from motet.core.settings import Described, named
 from motet.rewards.graders import formula, similarity, template
 
 Text = Annotated[str, Field(max_length=100_000)]

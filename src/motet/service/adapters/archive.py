@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn
 
 from motet.core.checksums import check_version
 from motet.core.errors import AdapterError, DataError, MotetError
-from motet.core.tensor_header import check_header
+from motet.core.safetensors_header import check_header
 from motet.core.types import ADAPTER_CONFIG, ADAPTER_FILES, ADAPTER_WEIGHTS
 from motet.process.isolated_calls import call
 from motet.process.isolated_process import WorkLimits

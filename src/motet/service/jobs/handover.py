@@ -15,7 +15,7 @@ from motet.core.types import JobState, Wanted
 from motet.hosts.hosts import Hosts
 from motet.hosts.messages import AddJob, ChangeJob, Held, Nudge, ReleaseJob, SetRule, SteerJob, ToHost
 from motet.rewards.sent_rewards import REFUSED, names_code
-from motet.runtime.opening import RULES, Stored
+from motet.runtime.directory_checks import RULES, Stored
 from motet.runtime.slots import Claim, Rule
 from motet.service.bases import Bases
 from motet.service.database.store import OPEN, Store

@@ -24,8 +24,8 @@ from motet.config.service import ANY_SIZE, Largest
 from motet.core import plain_yaml
 from motet.core.errors import ConfigError, RewardError
 from motet.core.json_text import storable
-from motet.core.near import close_matches
 from motet.core.plain_json import check_plain
+from motet.core.suggestions import close_matches
 from motet.data.row_files import OF_A_JOB
 from motet.data.row_problems import parts_of
 from motet.data.sources import check_toy

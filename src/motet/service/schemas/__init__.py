@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints
 
 from motet.config.service import TENANT_NAME
-from motet.core.section import Described
+from motet.core.settings import Described
 from motet.service.schemas.faults import FewFaults
 
 

@@ -21,7 +21,7 @@ from sqlalchemy import bindparam, case, event, func, or_, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from motet.runtime.meter import COMPLETIONS, IDLE
+from motet.runtime.device_usage import COMPLETIONS, IDLE
 from motet.service.database.store import AWAY, Store, find_job
 from motet.service.database.tables import MeterReading, StoredJob, Tenant, Usage
 from motet.service.schemas.usage import By, UsageLine

@@ -21,7 +21,7 @@ from motet.algorithms.registry import Choice
 from motet.config import AdapterConfig
 from motet.core.batch import Batch, Loss
 from motet.core.errors import MotetError
-from motet.kernels.cover import load_as_configured
+from motet.kernels.supported_bases import load_as_configured
 from motet.model import lean_import
 from motet.model.accelerator import place_of, take, wait_for
 from motet.model.experts import NEED_OWN_SAMPLING

@@ -17,7 +17,7 @@ import numpy as np
 
 from motet.core.types import Branch, Message, Rollout, Turn
 from motet.runtime.checkpoint import dump_line
-from motet.runtime.steps import SampledStep
+from motet.runtime.step_records import SampledStep
 
 _DIGITS = 8
 """Of the sum of a field, which tells where a file was edited; that it was, the receipt's sum of the file tells."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from motet.chat.completer import Block
-from motet.chat.forms.reading import Shown, TurnReader
-from motet.chat.forms.turns import ReadsTurns, Tools
+from motet.chat.turn_formats.parser import Shown, TurnReader
+from motet.chat.turn_formats.turns import ReadsTurns, Tools
 from motet.core.types import Chunk, FinishReason, IntArray, ToolCall, TurnParts
 
 _LONG = 512

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from motet.chat.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
-from motet.chat.forms.calls import CallsRead, Following, between
-from motet.chat.forms.json_in_tags import CLOSES, OPENS
-from motet.chat.forms.letters import Tag, joined, merged
+from motet.chat.turn_formats.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
+from motet.chat.turn_formats.calls import CallsRead, Following, between
+from motet.chat.turn_formats.json_in_tags import CLOSES, OPENS
+from motet.chat.turn_formats.token_text import Tag, joined, merged
 from motet.core.types import ToolCall
 
 _FUNCTION, _END, _PARAMETER_END = "<function=", "</function>", "</parameter>"

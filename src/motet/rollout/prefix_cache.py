@@ -34,7 +34,7 @@ class KeptSequence:
     """Host copy that replaces blocks and slot after eviction."""
 
 
-class KeptSequences:
+class PrefixCache:
     """Kept sequences of episodes between two turns, in a part of a cache."""
 
     def __init__(self, cache: KVCache, host: HostCache, most_blocks: int, *, stateful: bool) -> None:

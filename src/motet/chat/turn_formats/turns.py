@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from motet.chat.forms.arguments import schemas_of
-from motet.chat.forms.letters import Vocabulary
-from motet.chat.forms.reading import TurnForm, TurnReader
-from motet.chat.forms.table import HERMES, find_form
+from motet.chat.turn_formats.arguments import schemas_of
+from motet.chat.turn_formats.detect import HERMES, find_form
+from motet.chat.turn_formats.parser import TurnForm, TurnReader
+from motet.chat.turn_formats.token_text import Vocabulary
 from motet.core.types import Chunk, FinishReason, IntArray, TurnParts
 
 Tools = Sequence[Mapping[str, Any]]

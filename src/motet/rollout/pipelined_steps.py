@@ -25,9 +25,9 @@ from motet.model.device_steps import GROUPS, MASKED, PLAIN, DeviceStep, DrawnTok
 from motet.model.kv_cache import KVCache
 from motet.model.lora import AdapterWeights
 from motet.rollout.block_allocator import BlockAllocator
+from motet.rollout.decode_steps import AheadExecutor, Landed
 from motet.rollout.sequences import SampledSequence
 from motet.rollout.step_table import StepTable
-from motet.rollout.steps import AheadExecutor, Landed
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ _NEVER = 2**40
 _NOBODY = _Rows((), np.empty(0, np.int64), (), np.empty(0, np.bool_), (), (), truncates=False)
 
 
-class StepsAhead:
+class PipelinedSteps:
     """`Steps` of an executor that runs ahead."""
 
     def __init__(

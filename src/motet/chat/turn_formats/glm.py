@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from motet.chat.forms.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
-from motet.chat.forms.calls import CallsRead, Following, between
-from motet.chat.forms.json_in_tags import CLOSES, OPENS
-from motet.chat.forms.letters import Tag, joined
+from motet.chat.turn_formats.arguments import UNREADABLE, Schemas, TypedTexts, broken, written_texts
+from motet.chat.turn_formats.calls import CallsRead, Following, between
+from motet.chat.turn_formats.json_in_tags import CLOSES, OPENS
+from motet.chat.turn_formats.token_text import Tag, joined
 from motet.core.types import ToolCall
 
 _KEY, _KEY_ENDS, _VALUE, _VALUE_ENDS = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from motet.model.exactness import packed_logits
-from motet.model.judge import FLOOR, gap, spread, spread_of_all
+from motet.model.reference_model import Part, outputs_replaced, parts_recorded
 from motet.model.shards import layers_of
-from motet.model.stock import Part, outputs_replaced, parts_recorded
+from motet.model.tolerance import FLOOR, gap, spread, spread_of_all
 
 if TYPE_CHECKING:
     from motet.model.lora_model import LoraModel
-    from motet.model.stock import Stock
+    from motet.model.reference_model import Stock
 
 _log = logging.getLogger(__name__)
 

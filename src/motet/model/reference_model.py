@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from motet.model.experts import compute_experts_one_by_one
-from motet.model.judge import gap
 from motet.model.mixers import in_plain_torch
 from motet.model.shards import layers_of
 from motet.model.text_only import decoder_of
+from motet.model.tolerance import gap
 
 _log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from motet.chat.forms.reading import TurnForm
-from motet.chat.forms.table import CALL_STYLES, HERMES
-from motet.chat.forms.thoughts import GIVE_THOUGHT, THOUGHTS, Given, GiveThought
 from motet.chat.template_errors import let_go
+from motet.chat.turn_formats.detect import CALL_STYLES, HERMES
+from motet.chat.turn_formats.parser import TurnForm
+from motet.chat.turn_formats.thoughts import GIVE_THOUGHT, THOUGHTS, Given, GiveThought
 from motet.core.errors import BaseModelError
 from motet.core.types import Message, ToolCall, TurnParts
 

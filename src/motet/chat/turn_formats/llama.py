@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from motet.chat.forms.arguments import UNREADABLE, Schemas, broken, call_of, written_json
-from motet.chat.forms.calls import CallsRead, Following, outside_strings
-from motet.chat.forms.letters import Tag, joined
+from motet.chat.turn_formats.arguments import UNREADABLE, Schemas, broken, call_of, written_json
+from motet.chat.turn_formats.calls import CallsRead, Following, outside_strings
+from motet.chat.turn_formats.token_text import Tag, joined
 from motet.core.types import ToolCall
 
 _TAG = "<|python_tag|>"

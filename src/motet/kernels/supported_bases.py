@@ -14,7 +14,7 @@ from motet.kernels.cpu.base import NativeBase
 from motet.kernels.cpu.choice import Choice, for_device
 from motet.kernels.cpu.library import ARITHMETICS
 from motet.kernels.cpu.plan import GATE_NUMBERS
-from motet.kernels.cuda import cover
+from motet.kernels.cuda import supported_bases
 from motet.model.accelerator import free_memory, give_back, place_of
 from motet.model.covered_decoder import angle_bytes, gate_of, refusal_of
 from motet.model.load import load_base
@@ -101,7 +101,7 @@ def against(base: LoraModel, config: EngineConfig) -> str:
         return f"its files are quantised ({base.quantised}), and own kernels read whole numbers"
     if config.kernels == "auto" and base.has_experts:
         return "own kernels have no adapters on experts"
-    return cover.refusal(base) if base.device.type == "cuda" else refusal(base)
+    return supported_bases.refusal(base) if base.device.type == "cuda" else refusal(base)
 
 
 def hand_over(base: LoraModel, config: EngineConfig, choice: Choice) -> None:
@@ -176,7 +176,7 @@ def compute_with(base: LoraModel, kernels: NamedKernels) -> None:
     if kernels == "torch":
         return
     if kernels == "triton":
-        cover.compute_with(base)
+        supported_bases.compute_with(base)
         return
     native = library.load()
     arithmetic = "exact" if base.dtype == torch.float32 else _ARITHMETICS[kernels]

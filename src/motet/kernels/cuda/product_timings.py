@@ -20,7 +20,7 @@ from torch import Tensor
 from motet.kernels.cuda import kernels
 from motet.kernels.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
 from motet.kernels.cuda.decoder_shape import pieces_of
-from motet.kernels.cuda.ways import (
+from motet.kernels.cuda.product_backends import (
     A_COLUMNS,
     BUCKETS,
     Adapters,

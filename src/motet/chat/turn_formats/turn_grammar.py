@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from motet.chat.forms.arguments import schemas_of
-from motet.chat.forms.marks import Marks
-from motet.chat.forms.reading import TurnForm
-from motet.chat.forms.turns import ReadsTurns, Tools
+from motet.chat.turn_formats.arguments import schemas_of
+from motet.chat.turn_formats.grammar_tokens import Marks
+from motet.chat.turn_formats.parser import TurnForm
+from motet.chat.turn_formats.turns import ReadsTurns, Tools
 from motet.core.types import IntArray, SamplingParams, schema_of
 
 

@@ -17,7 +17,7 @@ from motet.model.lora_model import Kernels, LoraModel
 from motet.model.own_kernels import INSTEAD, compute_by
 from motet.model.own_kernels import refusal as refusal_of_all
 from motet.model.proof import check_training
-from motet.model.stock import proof_sequences
+from motet.model.reference_model import proof_sequences
 
 
 def refusal(base: LoraModel) -> str:
@@ -69,8 +69,8 @@ def _check_steps(base: LoraModel, sequence: Tensor) -> None:
 def _kernels(base: LoraModel) -> Kernels:
     # most machines without a GPU have no Triton
     from motet.kernels.cuda.base import CudaBase
+    from motet.kernels.cuda.bit_trial import tried_products
     from motet.kernels.cuda.products import Products, ProductWeight
-    from motet.kernels.cuda.trial import tried_products
 
     recorder = Recorder(base.device)
 

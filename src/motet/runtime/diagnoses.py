@@ -59,7 +59,7 @@ class Diagnosis:
 
 
 @dataclass
-class Signs:
+class Diagnoses:
     """The first and the newest steps of one job."""
 
     weights: Mapping[str, float] = field(default_factory=dict)

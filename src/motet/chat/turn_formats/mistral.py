@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from motet.chat.forms.arguments import UNREADABLE, Schemas, as_objects, broken, call_of, plain_arguments, written_json
-from motet.chat.forms.calls import CallsRead, Following, outside_strings
-from motet.chat.forms.letters import Tag, joined
+from motet.chat.turn_formats.arguments import (
+    UNREADABLE,
+    Schemas,
+    as_objects,
+    broken,
+    call_of,
+    plain_arguments,
+    written_json,
+)
+from motet.chat.turn_formats.calls import CallsRead, Following, outside_strings
+from motet.chat.turn_formats.token_text import Tag, joined
 from motet.core.types import ToolCall
 
 _TAG, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from motet.core.errors import BaseModelError
-from motet.kernels.cuda import speeds
+from motet.kernels.cuda import product_timings
 from motet.kernels.cuda.adapters import TILE, AdapterGroup, AdapterTables, Places
 from motet.kernels.cuda.decoder_shape import pieces_of
-from motet.kernels.cuda.products import Products
-from motet.kernels.cuda.ways import (
+from motet.kernels.cuda.product_backends import (
     A_COLUMNS,
     BUCKETS,
     REFERENCE,
@@ -36,6 +35,7 @@ from motet.kernels.cuda.ways import (
     shrink,
     table_for,
 )
+from motet.kernels.cuda.products import Products
 from motet.model.accelerator import kernel_failures, reason_of
 
 _KINDS = 3
@@ -83,7 +83,7 @@ def tried_products(
     if device.type == "cpu":
         return Products(table), []
     library = Library() if dtype == torch.bfloat16 else None
-    speeds.bring(table, weights, library, recorder.capture, device, speeds.seconds_to_measure())
+    product_timings.bring(table, weights, library, recorder.capture, device, product_timings.seconds_to_measure())
     trial = Trial(device, dtype, recorder)
     shapes = {ProductShape.of(weight, back=back) for weight in weights for back in (False, True)}
     trial.run(table, shapes, library)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from motet.chat.forms.arguments import Schemas
-from motet.chat.forms.calls import CallsRead, CallStyle, Parting
-from motet.chat.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined, merged
-from motet.chat.forms.marks import ONE_LAYOUT, SPACE, Marks
+from motet.chat.turn_formats.arguments import Schemas
+from motet.chat.turn_formats.calls import CallsRead, CallStyle, Parting
+from motet.chat.turn_formats.grammar_tokens import ONE_LAYOUT, SPACE, Marks
+from motet.chat.turn_formats.token_text import Letters, Tag, TagScanner, Vocabulary, any_of, joined, merged
 from motet.core.conversation import OPEN_THOUGHT
 from motet.core.types import ToolCall, TurnParts
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from motet.chat.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
-from motet.chat.forms.calls import CallsRead
-from motet.chat.forms.letters import Letters, Tag, TagScanner, Vocabulary, any_of, joined
-from motet.chat.forms.marks import Marks
-from motet.chat.forms.reading import CALLS_CUT_OFF, Shown, TurnForm, TurnReader, open_thought, readable
+from motet.chat.turn_formats.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
+from motet.chat.turn_formats.calls import CallsRead
+from motet.chat.turn_formats.grammar_tokens import Marks
+from motet.chat.turn_formats.parser import CALLS_CUT_OFF, Shown, TurnForm, TurnReader, open_thought, readable
+from motet.chat.turn_formats.token_text import Letters, Tag, TagScanner, Vocabulary, any_of, joined
 from motet.core.types import ToolCall, TurnParts
 
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

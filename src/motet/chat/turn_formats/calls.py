@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from motet.chat.forms.arguments import MOST_CALLS, Schemas
-from motet.chat.forms.letters import Tag, joined, merged
+from motet.chat.turn_formats.arguments import MOST_CALLS, Schemas
+from motet.chat.turn_formats.token_text import Tag, joined, merged
 from motet.core.types import ToolCall
 
 Following = Callable[[], Callable[[str], bool]]

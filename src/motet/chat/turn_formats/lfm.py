@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from motet.chat.forms.arguments import (
+from motet.chat.turn_formats.arguments import (
     DEEPEST_CALL,
     PYTHON_VALUES,
     UNREADABLE,
@@ -20,8 +20,8 @@ from motet.chat.forms.arguments import (
     without_tags,
     written_json,
 )
-from motet.chat.forms.calls import CallsRead, Following, between
-from motet.chat.forms.letters import joined
+from motet.chat.turn_formats.calls import CallsRead, Following, between
+from motet.chat.turn_formats.token_text import joined
 from motet.core.types import ToolCall
 
 _OPENS, _CLOSES = "<|tool_call_start|>", "<|tool_call_end|>"

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from motet.chat.forms.arguments import UNREADABLE, Schemas, as_objects, broken, call_of, written_json
-from motet.chat.forms.calls import CallsRead, Following, between, outside_strings
-from motet.chat.forms.letters import joined
+from motet.chat.turn_formats.arguments import UNREADABLE, Schemas, as_objects, broken, call_of, written_json
+from motet.chat.turn_formats.calls import CallsRead, Following, between, outside_strings
+from motet.chat.turn_formats.token_text import joined
 from motet.core.types import ToolCall
 
 OPENS, CLOSES = "<tool_call>", "</tool_call>"

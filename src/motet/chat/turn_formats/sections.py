@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from motet.chat.forms.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
-from motet.chat.forms.calls import CallsRead, Following, between, outside_strings
-from motet.chat.forms.letters import Tag, joined
+from motet.chat.turn_formats.arguments import UNREADABLE, Schemas, broken, plain_arguments, written_json
+from motet.chat.turn_formats.calls import CallsRead, Following, between, outside_strings
+from motet.chat.turn_formats.token_text import Tag, joined
 from motet.core.types import ToolCall
 
 NameAndArguments = Callable[[str, str], tuple[str, str]]

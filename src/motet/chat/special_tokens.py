@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
-from motet.chat.wording import PART_TAGS
+from motet.chat.template_parts import PART_TAGS
 from motet.core.types import Message, ToolCall
 
 _TAG = re.compile(r"[<\[]\S*\w\S*[>\]]")
@@ -29,7 +29,7 @@ _SEAL = "7026170548063217"
 """Digits, which no template trims, escapes or writes otherwise."""
 
 
-class Spellings:
+class TokenEscaper:
     """The special tokens of a tokenizer, and the tags that its template writes around the parts of a turn."""
 
     def __init__(self, tokenizer: Any, source: str, form_tags: tuple[str, ...] = ()) -> None:
@@ -53,7 +53,7 @@ class Spellings:
         self._copy: Tokenizer | None = None
 
     @classmethod
-    def of(cls, tokenizer: Any, source: str, form_tags: tuple[str, ...] = ()) -> Spellings:
+    def of(cls, tokenizer: Any, source: str, form_tags: tuple[str, ...] = ()) -> TokenEscaper:
         """Those of a tokenizer, kept with it."""
         known, key = _KNOWN.setdefault(tokenizer, {}), (source, form_tags)
         if key not in known:
@@ -140,7 +140,7 @@ class Spellings:
         return list(whole[: next(starts, 0)])
 
 
-_KNOWN: WeakKeyDictionary[Any, dict[tuple[str, tuple[str, ...]], Spellings]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[str, tuple[str, ...]], TokenEscaper]] = WeakKeyDictionary()
 
 
 def plain(marked: str) -> str:

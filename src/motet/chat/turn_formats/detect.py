@@ -12,20 +12,20 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from motet.chat.forms.arguments import schemas_of
-from motet.chat.forms.calls import CallStyle
-from motet.chat.forms.glm import Glm
-from motet.chat.forms.harmony import Harmony
-from motet.chat.forms.json_in_tags import JsonInTags
-from motet.chat.forms.letters import Vocabulary
-from motet.chat.forms.lfm import Lfm
-from motet.chat.forms.llama import Llama
-from motet.chat.forms.mistral import Mistral
-from motet.chat.forms.reading import TurnForm
-from motet.chat.forms.sections import DEEPSEEK, KIMI
-from motet.chat.forms.thoughts import GIVE_THOUGHT, THOUGHTS
-from motet.chat.forms.xml_in_tags import XmlInTags
 from motet.chat.template_errors import let_go
+from motet.chat.turn_formats.arguments import schemas_of
+from motet.chat.turn_formats.calls import CallStyle
+from motet.chat.turn_formats.glm import Glm
+from motet.chat.turn_formats.harmony import Harmony
+from motet.chat.turn_formats.json_in_tags import JsonInTags
+from motet.chat.turn_formats.lfm import Lfm
+from motet.chat.turn_formats.llama import Llama
+from motet.chat.turn_formats.mistral import Mistral
+from motet.chat.turn_formats.parser import TurnForm
+from motet.chat.turn_formats.sections import DEEPSEEK, KIMI
+from motet.chat.turn_formats.thoughts import GIVE_THOUGHT, THOUGHTS
+from motet.chat.turn_formats.token_text import Vocabulary
+from motet.chat.turn_formats.xml_in_tags import XmlInTags
 from motet.core.types import ToolCall
 
 CALL_STYLES: Mapping[str, CallStyle] = {
