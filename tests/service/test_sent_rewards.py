@@ -193,19 +193,19 @@ def test_a_job_with_a_reward_of_its_own_makes_the_bytes_of_motet_run(service: Se
     alone = run_alone(tmp_path / "alone", own)
     assert made == weights_of(alone)["mine"]
     (receipt,) = service.directory.glob(f"run/{service.job('mine')['id']}/receipts/v3.json")
-    code = [code_in(receipt), code_in(alone.jobs["mine"].adapter / "receipt.json")]
-    assert b"BONUS" not in receipt.read_bytes()
-    assert code[0] == code[1]
-    assert [one["name"] for one in code[0]] == ["code/rewards.py"]
+    told = told_in(receipt)
+    assert told == told_in(alone.jobs["mine"].adapter / "receipt.json")
+    assert [one["name"] for one in told[0]] == ["code/rewards.py"]
     lines = {line["name"]: line["cpu_seconds"] for line in service.ask("GET", "/v1/usage?by=job")["data"]}
     assert lines["mine"] > 0.05
     tenants.close()
 
 
-def code_in(receipt: Path) -> list[Any]:
-    """The code that a receipt names."""
+def told_in(receipt: Path) -> tuple[list[Any], dict[str, Any]]:
+    """The code that a receipt names, and the settings but for the job's name on a service."""
     built = json.loads(receipt.read_bytes())["predicate"]["buildDefinition"]
-    return [one for one in built["resolvedDependencies"] if one["name"].startswith("code/")]
+    settings = {name: value for name, value in built["externalParameters"].items() if name not in ("name", "seed")}
+    return [one for one in built["resolvedDependencies"] if one["name"].startswith("code/")], settings
 
 
 HOSTILE = {
