@@ -350,9 +350,9 @@ def test_a_list_of_jobs_has_only_words_of_its_own(message: str, shown: str) -> N
         "spec": {},
     }
     job = Job(state="succeeded", message=message, **about)
-    assert str(job_cells(job, based=False, owned=False)[1]) == shown
+    assert str(job_cells(job, based=False, named=False, owned=False)[1]) == shown
     waits = Job(state="running", message="", progress={"phase": "waits for \x1b]0;theirs\x07"}, **about)
-    assert "\x1b" not in str(job_cells(waits, based=False, owned=False)[1])
+    assert "\x1b" not in str(job_cells(waits, based=False, named=False, owned=False)[1])
 
 
 @pytest.mark.parametrize("still", [True, False])

@@ -158,7 +158,7 @@ def pages(directory: JobDirectory, lines: list[dict[str, Any]], stored: Any) -> 
             for n in directory.versions()
         ]
         texts["show"] = details(served, versions, events).plain
-        texts["ls"] = " ".join(map(str, job_cells(served, based=False, owned=False)))
+        texts["ls"] = " ".join(map(str, job_cells(served, based=False, named=False, owned=False)))
     tuned = StoredJob(id="job-1", name="a", steps=done.step, created=0.0)
     entries = [Event(id=n, kind="step", time=0.0, data=line) for n, line in enumerate(lines)]
     texts["OpenAI events"] = "; ".join(_event(tuned, one).message for one in entries)

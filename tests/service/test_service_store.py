@@ -61,7 +61,7 @@ def test_no_sign_in_and_no_end_of_a_key_is_without_its_record(tmp_path: Path) ->
         who, tenants = person(store, "us"), store.tenants
         key, _ = tenants.sign_in("us", "ann", "member", now() + 60, "ann")
         assert tenants.revoke_key(key.id, who)
-        records = [(entry.action, entry.object, name) for entry, _, name in store.audit_entries()]
+        records = [(entry.action, entry.object, name) for entry, _, name, _ in store.audit_entries()]
         assert records == [("revoke key", key.id, who.name), ("sign in", key.id, "ann")]
         with store.transaction() as session:
             session.execute(text("DROP TABLE audit"))
@@ -125,7 +125,7 @@ def test_a_new_database_has_the_tables_and_can_be_opened_again(url: str) -> None
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
         assert set(inspect(connection).get_table_names()) == {*Table.metadata.tables, "alembic_version"}
-        assert context.get_current_revision() == "0004"
+        assert context.get_current_revision() == "0005"
         assert connection.execute(text("SELECT count(*) FROM keys")).scalar() == 1
     engine.dispose()
 
@@ -134,17 +134,8 @@ def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: s
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
         for table in Table.metadata.sorted_tables:
-            if table.name == "jobs":
-                lines = str(CreateTable(table).compile(connection)).splitlines()
-                lines = [line for line in lines if not re.search(r"\b(race|until)\b", line)]
-                connection.execute(text(re.sub(r",\s*\)\s*$", ")", "\n".join(lines))))
-                for index in table.indexes:
-                    if "race" not in str(index.name):
-                        index.create(connection)
-            elif table.name == "usage":
-                _usage_without_cpu(connection)
-            elif table.name != "races":
-                table.create(connection)
+            if table.name != "races":
+                _made_earlier(connection, table, "race", "until", "cpu_microseconds")
         connection.execute(text("DROP INDEX ix_keys_made_by"))
         connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
         connection.execute(text("INSERT INTO alembic_version VALUES ('0001')"))
@@ -163,27 +154,26 @@ def test_a_database_from_before_races_gets_their_table_and_keeps_its_jobs(url: s
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
-        assert context.get_current_revision() == "0004"
+        assert context.get_current_revision() == "0005"
     engine.dispose()
 
 
-def _usage_without_cpu(connection: Connection) -> None:
-    """The table as the last release made it."""
-    table = Table.metadata.tables["usage"]
-    lines = str(CreateTable(table).compile(connection)).splitlines()
-    connection.execute(text("\n".join(line for line in lines if "cpu_microseconds" not in line)))
+def _made_earlier(connection: Connection, table: Any, *left: str) -> None:
+    """A table as an earlier release made it, without columns that came later."""
+    later = re.compile(rf"\b({'|'.join((*left, 'account', 'submitter'))})\b")
+    lines = str(CreateTable(table).compile(connection)).replace(", account)", ")").splitlines()
+    lines = [line for line in lines if not later.search(line)]
+    connection.execute(text(re.sub(r",\s*\)\s*$", ")", "\n".join(lines))))
     for index in table.indexes:
-        index.create(connection)
+        if not later.search(str(index.name).replace("_", " ")):
+            index.create(connection)
 
 
 def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_new_limit(url: str) -> None:
     engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
     with engine.begin() as connection:
         for table in Table.metadata.sorted_tables:
-            if table.name == "usage":
-                _usage_without_cpu(connection)
-            else:
-                table.create(connection)
+            _made_earlier(connection, table, "cpu_microseconds")
         for line in (
             "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)",
             "INSERT INTO alembic_version VALUES ('0003')",
@@ -208,7 +198,53 @@ def test_a_database_of_the_last_release_keeps_its_rows_and_its_tenants_have_no_n
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, Table.metadata) == []
-        assert context.get_current_revision() == "0004"
+        assert context.get_current_revision() == "0005"
+    engine.dispose()
+
+
+def test_keys_from_before_submitters_are_of_whom_they_were_made_for(url: str) -> None:
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    people = "a" * 64
+    keys = (
+        ("key-1", "ann", "member", None, None),
+        ("key-2", "ci", "member", "key-1", None),
+        ("key-3", "", "member", "key-2", None),
+        ("key-4", "head", "tenant-admin", None, None),
+        ("key-5", "bob", "member", "key-4", None),
+        ("key-6", "Eve", "member", None, people),
+        ("key-7", "job", "member", "key-6", None),
+        ("key-8", "", "member", "gone", None),
+    )
+    with engine.begin() as connection:
+        for table in Table.metadata.sorted_tables:
+            _made_earlier(connection, table)
+        for line in (
+            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)",
+            "INSERT INTO alembic_version VALUES ('0004')",
+            "INSERT INTO tenants VALUES ('t', 'us', 0)",
+            "INSERT INTO jobs (id, tenant_id, name, spec, state, wanted, message, step, steps, created, waits) "
+            "VALUES ('job-1', 't', 'old', '{}', 'succeeded', 'run', '', 3, 3, 0, false)",
+        ):
+            connection.exec_driver_sql(line)
+        columns = ("id", "name", "role", "made_by", "person")
+        rows = [{"d": key[0], **dict(zip(columns, key, strict=True))} for key in keys]
+        named = ", ".join(columns), ", ".join(f":{name}" for name in columns)
+        connection.execute(
+            text(f"INSERT INTO keys (tenant_id, digest, created, {named[0]}) VALUES ('t', :d, 0, {named[1]})"), rows
+        )
+    store = Store(url)
+    assert {key.id: (key.account, key.submitter) for key, _ in store.tenants.keys_of(None)} == {
+        "key-1": ("key-1", "ann"), "key-2": ("key-1", "ann"), "key-3": ("key-1", "ann"), "key-4": ("key-4", "head"),
+        "key-5": ("key-5", "bob"), "key-6": (f"person-{people[:32]}", "Eve"), "key-7": (f"person-{people[:32]}", "Eve"),
+        "key-8": ("key-8", "key-8"),
+    }  # fmt: skip
+    job = store.job_by_id("job-1")
+    assert job is not None
+    assert (job.account, job.submitter) == (None, None)
+    store.close()
+    with engine.begin() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
+        assert compare_metadata(context, Table.metadata) == []
     engine.dispose()
 
 
@@ -610,7 +646,7 @@ def test_an_upload_and_its_record_are_one_write(store: Store) -> None:
     store.add_file(us, "file-1", "rows.jsonl", 7, 3)
     event.remove(inside.database(store), "commit", listen)
     assert len(writes) == 1
-    said = [(one.action, one.object) for one, _, _ in store.audit_entries(tenant_id=us.tenant_id)]
+    said = [(one.action, one.object) for one, *_ in store.audit_entries(tenant_id=us.tenant_id)]
     assert ("upload file", "file-1") in said
 
 

@@ -232,8 +232,8 @@ def owner_of(job: Job) -> str:
     return "" if job.tenant in (None, "local") else str(job.tenant)
 
 
-def job_cells(job: Job, *, based: bool, owned: bool) -> list[str | Text]:
-    """A job's row: name, state, steps, reward, the best version's figure, age, its base, and its tenant."""
+def job_cells(job: Job, *, based: bool, named: bool, owned: bool) -> list[str | Text]:
+    """A job's row: name, state, steps, reward, the best version's figure, age, its base, its submitter, and its tenant."""
     plain = glyphs_of(plain_console()).plain
     return [
         Text(plain(job.name), style="bold"),
@@ -243,6 +243,7 @@ def job_cells(job: Job, *, based: bool, owned: bool) -> list[str | Text]:
         _best(job),
         duration_text(time.time() - job.created),
         *([job.base or ""] if based else []),
+        *([plain(job.submitter or "–")] if named else []),
         *([owner_of(job)] if owned else []),
     ]
 
@@ -261,6 +262,7 @@ def details(job: Job, versions: Sequence[Version], events: Sequence[JobEvent]) -
         "steps": f"{job.step}/{job.steps}",
         "base": job.base or "",
         "tenant": owner_of(job),
+        "by": "" if job.tenant == "local" else job.submitter or "–",
         "now": _now(job),
         "reward": glyphs.to.join(map(reward_text, rewards)),
         "held-out": _held_out(job, progress, glyphs),

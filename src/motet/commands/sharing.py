@@ -46,11 +46,12 @@ def list_adapters(as_json: AsJson = False, url: Url = None, key: Key = None) -> 
     with motet.Client(url, key) as client:
         known = client.adapters()
     rows = [
-        (one.name, one.id, str(one.rank), f"{one.alpha:g}", f"{one.bytes / 2**20:.1f}", minute(one.created))
+        (one.name, one.id, str(one.rank), f"{one.alpha:g}", f"{one.bytes / 2**20:.1f}", minute(one.created),
+         one.submitter or "–")
         for one in known
-    ]
-    headings = "name, id, >rank, >alpha, >MB, uploaded"
-    print_answer(known, as_json, table(rows, headings, empty="no adapters", folds=("name",)))
+    ]  # fmt: skip
+    headings = "name, id, >rank, >alpha, >MB, uploaded, by"
+    print_answer(known, as_json, table(rows, headings, empty="no adapters", folds=("name", "by")))
 
 
 @adapters.command("rm", epilog="Example: motet adapters rm sort-v25")
@@ -114,6 +115,9 @@ def audit(
     """List who changed what, newest first. Needs an admin key."""
     with motet.Client(url, key) as client:
         changes = list(itertools.islice(client.audit(tenant), limit or None))
-    rows = [(minute(one.time), one.tenant, one.key_name or one.key, one.action, one.object) for one in changes]
-    headings, empty = "time, tenant, key, what, of", "nothing was changed yet"
-    print_answer(changes, as_json, table(rows, headings, empty=empty, folds=("tenant", "key", "of")))
+    rows = [
+        (minute(one.time), one.tenant, one.submitter or "–", one.key_name or one.key, one.action, one.object)
+        for one in changes
+    ]
+    headings, empty = "time, tenant, by, key, what, of", "nothing was changed yet"
+    print_answer(changes, as_json, table(rows, headings, empty=empty, folds=("tenant", "by", "key", "of")))

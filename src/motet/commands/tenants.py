@@ -262,7 +262,8 @@ def list_keys(as_json: AsJson = False, url: Url = None, key: Key = None) -> None
             state = "expired" if one.expires <= time.time() else f"until {day(one.expires)}"
         role = one.role if one.scope is None else f"{one.role}: {' '.join(one.scope)}"
         role += " (sign-in)" if one.signed_in else ""
-        rows.append((one.id, one.tenant, one.name, role, day(one.created), state))
+        name = one.name if one.submitter in (None, one.name, one.id) else f"{one.name} (of {one.submitter})"
+        rows.append((one.id, one.tenant, name, role, day(one.created), state))
     headings = "id, tenant, name, role, made, state"
     print_answer(known, as_json, table(rows, headings, empty="no keys", folds=("tenant", "name", "role")))
 

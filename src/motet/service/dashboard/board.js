@@ -97,5 +97,8 @@ export class Board {
   /** The name of a job, or of its usage, in lists without a column for its tenant. */
   named({name, tenant}) { return this.admin && tenant ? `${tenant}/${name}` : name; }
 
+  /** Whether a job says who submitted it. */
+  get team() { return this.jobs.some(job => job.submitter); }
+
   get admin() { return this.jobs.some(job => job.tenant !== null && job.tenant !== undefined); }
 }

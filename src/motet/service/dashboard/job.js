@@ -14,7 +14,7 @@ const MOST_EVENTS = 300;
 /** One entry of the list of events. */
 function eventLine(event) {
   const data = event.data;
-  let text = data.message || "";
+  let text = [data.message, data.submitter && `submitted by ${data.submitter}`].filter(Boolean).join(" · ");
   if (event.kind === "step") {
     const parts = [["reward", data.reward], ["held-out", data.eval?.reward], ["held-out accuracy", data.eval?.accuracy], ["held-out NLL", data.eval?.nll], ["length", data.length], ["loss", data.loss]];
     text = parts.filter(([, value]) => Number.isFinite(value)).map(([name, value]) => `${name} ${measured(value)}`).join(" · ");
@@ -130,7 +130,7 @@ function makeHead(context, refreshed, complain, leaving) {
     const rule = held && held.figure === "accuracy" && !held.best_by && "chosen by held-out loss, the rule of the release that began the job";
     say(detail, [`step ${count(job.step)} of ${count(job.steps)}`, waits ? waits[1] : progress?.phase, job.base && `base ${job.base}`, Number.isInteger(progress?.host) && `host ${progress.host}`,
       progress && `${count(progress.tokens_per_second)} tokens/s`, Number.isFinite(progress?.seconds_left) && `${span(progress.seconds_left)} to go`,
-      held && `held-out ${held.figure} ${measured(held.value)} (v${held.version})${best}`, rule, Number.isFinite(job.reward) && `training reward ${measured(job.reward)}`, job.tenant, `${age(job.created)} old`].filter(Boolean).join(" · "));
+      held && `held-out ${held.figure} ${measured(held.value)} (v${held.version})${best}`, rule, Number.isFinite(job.reward) && `training reward ${measured(job.reward)}`, job.tenant, context.keys && `by ${job.submitter || "–"}`, `${age(job.created)} old`].filter(Boolean).join(" · "));
     bar.className = `progress ${job.state}`;
     done.style.width = `${100 * Math.min(1, job.step / Math.max(job.steps, 1))}%`;
     const text = notes(job);

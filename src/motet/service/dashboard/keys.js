@@ -46,7 +46,8 @@ export function keysPage({me}) {
       await refresh();
     };
     return el("tr", {}, el("td", {class: "name"}, el("b", {}, key.name || key.id), own && el("span", {class: "badge"}, "you"), el("span", {class: "small faint id"}, key.id)),
-      el("td", {data: {label: "role"}}, key.role, key.scope && el("span", {class: "small soft"}, ` only ${key.scope.join(", ")}`), key.signed_in && el("span", {class: "small soft"}, " sign-in")),
+      el("td", {data: {label: "role"}}, key.role, key.scope && el("span", {class: "small soft"}, ` only ${key.scope.join(", ")}`), key.signed_in && el("span", {class: "small soft"}, " sign-in"),
+        key.submitter && key.submitter !== key.name && el("span", {class: "small soft"}, ` of ${key.submitter}`)),
       admin && el("td", {data: {label: "of"}}, key.tenant), el("td", {class: "number", data: {label: "made"}}, `${age(key.created)} ago`),
       el("td", {data: {label: "state"}}, state(key)),
       el("td", {class: "right"}, own || over || ended(key) ? null

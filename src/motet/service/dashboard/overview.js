@@ -67,7 +67,7 @@ class Rewards {
 
 /** A row of the table; its element stays the same while the job exists. */
 function makeRow(board, hidden, changed) {
-  const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 11})};
+  const row = {node: el("tr"), why: el("tr", {class: "why"}), reason: el("td", {colspan: 12})};
   row.why.append(row.reason);
   row.swatch = el("button", {type: "button", class: "swatch", onclick: () => {
     if (!hidden.delete(row.id)) hidden.add(row.id);
@@ -76,6 +76,7 @@ function makeRow(board, hidden, changed) {
   row.name = el("a");
   row.tenant = el("td", {class: "small soft", data: {label: "tenant"}});
   row.base = el("td", {class: "small soft", data: {label: "base"}});
+  row.by = el("td", {class: "small soft", data: {label: "by"}});
   row.state = el("span", {class: "state"});
   row.steps = el("span", {class: "number"});
   row.done = el("i");
@@ -105,6 +106,8 @@ function makeRow(board, hidden, changed) {
     say(row.age, age(job.created));
     if (job.base && !row.base.parentNode) row.age.after(row.base);
     say(row.base, job.base || "");
+    if (board.team && !row.by.parentNode) (row.base.parentNode ? row.base : row.age).after(row.by);
+    say(row.by, job.submitter || "–");
     if (board.admin && !row.tenant.parentNode) row.node.append(row.tenant);
     say(row.tenant, job.tenant || "");
     row.warnings = notes(job);
@@ -122,8 +125,8 @@ function empty(base, submits) {
     base ? el("p", {class: "small faint"}, `This service trains adapters of ${base}.`) : null);
 }
 
-function headings(bases, admin) {
-  const names = ["job", "state", "steps", ">reward", ">held-out", ">best", ">tokens/s", ">age", ...(bases ? ["base"] : []), ...(admin ? ["tenant"] : [])];
+function headings(bases, team, admin) {
+  const names = ["job", "state", "steps", ">reward", ">held-out", ">best", ">tokens/s", ">age", ...(bases ? ["base"] : []), ...(team ? ["by"] : []), ...(admin ? ["tenant"] : [])];
   return el("tr", {}, names.map(name => el("th", {scope: "col", class: name.startsWith(">") && "right"}, name.replace(">", ""))));
 }
 
@@ -209,8 +212,8 @@ export function overview({board, base, may}) {
     for (const job of listed.filter(job => job.step > 0 || job.state === "running").slice(0, AT_MOST)) rewards.want(job.id);
     stats.update(jobs);
     device.update();
-    const bases = jobs.some(job => job.base), columns = `${bases} ${board.admin}`;
-    if (headRow.dataset.columns !== columns) fill(headRow, headings(bases, board.admin));
+    const bases = jobs.some(job => job.base), columns = `${bases} ${board.team} ${board.admin}`;
+    if (headRow.dataset.columns !== columns) fill(headRow, headings(bases, board.team, board.admin));
     headRow.dataset.columns = columns;
     arrange(body, listed.flatMap(job => {
       if (!rows.has(job.id)) rows.set(job.id, makeRow(board, hidden, update));

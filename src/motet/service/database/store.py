@@ -174,10 +174,10 @@ class Store:
 
     def audit_entries(
         self, *, tenant_id: str | None = None, before: int | None = None, limit: int = 100
-    ) -> Sequence[tuple[AuditEntry, str, str]]:
-        """Entries before a given one, with tenant and key names, newest first."""
+    ) -> Sequence[tuple[AuditEntry, str, str, str | None]]:
+        """Entries before a given one, with the names of tenant, key and the key's submitter, newest first."""
         query = (
-            select(AuditEntry, Tenant.name, Key.name)
+            select(AuditEntry, Tenant.name, Key.name, Key.submitter)
             .join(Tenant, Tenant.id == AuditEntry.tenant_id, isouter=True)
             .join(Key, Key.id == AuditEntry.key_id, isouter=True)
             .order_by(AuditEntry.id.desc())
@@ -188,7 +188,7 @@ class Store:
         if before is not None:
             query = query.where(AuditEntry.id < before)
         with self.transaction() as session:
-            return [(entry, tenant or "", key or "") for entry, tenant, key in session.execute(query).all()]
+            return [(entry, tenant or "", key or "", whose) for entry, tenant, key, whose in session.execute(query)]
 
     def known_bases(self, places: Mapping[str, str]) -> dict[str, str]:
         """Record the bases, and return all recorded ones, oldest first."""
@@ -211,13 +211,15 @@ class Store:
         for job in jobs:
             job.id, job.tenant_id = job.id or new_id("job"), who.tenant_id
             job.state, job.wanted = JobState.QUEUED.value, Wanted.RUN.value
+            job.account, job.submitter = who.account, who.submitter
+        whose = {"submitter": who.submitter} if who.submitter else {}
         try:
             with self.transaction() as session:
                 self.wait_for_earlier_events(session)
                 for job in jobs:
                     session.add(job)
                     session.flush()
-                    data = {"state": job.state, "message": job.message or ""}
+                    data = {"state": job.state, "message": job.message or "", **whose}
                     session.add(Event(job_id=job.id, kind="state", key="0", data=data))
         except IntegrityError as error:
             raise StoreError(name_taken(" or ".join(job.name for job in jobs[:3]))) from error
@@ -337,7 +339,8 @@ class Store:
 
     def add_file(self, who: Principal, file_id: str, filename: str, size: int, rows: int) -> StoredFile:
         """Record an uploaded file, and who uploaded it."""
-        file = StoredFile(id=file_id, tenant_id=who.tenant_id, filename=filename, bytes=size, rows=rows)
+        about = {"filename": filename, "bytes": size, "rows": rows, **who.submitted}
+        file = StoredFile(id=file_id, tenant_id=who.tenant_id, **about)
         with self.transaction() as session:  # one write to the disk for both
             session.add_all((file, audit_entry(who, "upload file", file_id)))
         return file

@@ -67,7 +67,16 @@ class ClosedTenant(Table):
     time: Mapped[float] = mapped_column(default=now)
 
 
-class Key(Table):
+class Submitted:
+    """Columns that say who made a row; None without keys, and if an earlier release stored it."""
+
+    account: Mapped[str | None] = mapped_column(String(40))
+    """The person or key that may change it: `person-…`, or the id of the first of keys that replaced each other."""
+    submitter: Mapped[str | None] = mapped_column(String(100))
+    """Name of the person or key."""
+
+
+class Key(Submitted, Table):
     """An API key, stored as a digest."""
 
     __tablename__ = "keys"
@@ -87,7 +96,7 @@ class Key(Table):
     """Digest of the person's identity at the provider, for a sign-in. None for a key created by hand."""
 
 
-class StoredJob(Table):
+class StoredJob(Submitted, Table):
     """A submitted job and its state."""
 
     __tablename__ = "jobs"
@@ -166,7 +175,7 @@ class Event(Table):
     data: Mapped[dict[str, Any]] = mapped_column(JSON)
 
 
-class StoredFile(Table):
+class StoredFile(Submitted, Table):
     """An uploaded file of rows."""
 
     __tablename__ = "files"
@@ -199,7 +208,7 @@ class AuditEntry(Table):
     object: Mapped[str] = mapped_column(String(120))
 
 
-class UploadedAdapter(Table):
+class UploadedAdapter(Submitted, Table):
     """An uploaded PEFT directory."""
 
     __tablename__ = "adapters"

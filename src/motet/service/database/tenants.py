@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from motet.config.service import Role
 from motet.core.errors import StoreError
-from motet.service.database.tables import AuditEntry, ClosedTenant, Key, Tenant, new_id, now
+from motet.service.database.tables import AuditEntry, ClosedTenant, Key, Submitted, Tenant, new_id, now
 
 MOST_SIGN_INS = 20
 """Most open sign-ins per person."""
@@ -51,11 +51,23 @@ class Principal:
     """Name of the key; for a sign-in, of the person."""
     signed_in: bool = False
     """Whether the key comes from a sign-in."""
+    account: str | None = None
+    submitter: str | None = None
+    """Both as in `Submitted`."""
 
     @classmethod
     def member_of(cls, tenant_id: str) -> Principal:
         """A tenant as principal, without a key, for internal requests on its behalf."""
         return cls(tenant_id, "", "", "member")
+
+    @property
+    def submitted(self) -> dict[str, str | None]:
+        """Columns of what it makes."""
+        return {"account": self.account, "submitter": self.submitter}
+
+    def may_change(self, thing: Submitted) -> bool:
+        """Whether a job, an upload or an adapter of its tenant is its own, is nobody's, or it is an admin."""
+        return thing.account in (None, self.account) or self.role in ("tenant-admin", "admin")
 
     @property
     def admin(self) -> bool:
@@ -76,7 +88,18 @@ def _good(at: float | BindParameter[float] | None = None) -> ColumnElement[bool]
 
 
 _WHO = (
-    select(Key.tenant_id, Tenant.name, Key.id, Key.role, Key.scope, Key.expires, Key.name, Key.person)
+    select(
+        Key.tenant_id,
+        Tenant.name,
+        Key.id,
+        Key.role,
+        Key.scope,
+        Key.expires,
+        Key.name,
+        Key.person,
+        Key.account,
+        Key.submitter,
+    )
     .join(Tenant, Tenant.id == Key.tenant_id)
     .where(Key.digest == bindparam("digest"), _good(bindparam("at", type_=Float)))
 )
@@ -107,9 +130,10 @@ def _hold(session: Session, key_id: str) -> Key | None:
     return session.scalar(same.returning(Key))
 
 
-def _hold_maker(session: Session, key_id: str) -> None:
-    if _hold(session, key_id) is None:
+def _hold_maker(session: Session, key_id: str) -> Key:
+    if (maker := _hold(session, key_id)) is None:
         raise StoreError("the key that asks was revoked meanwhile")
+    return maker
 
 
 def hold_tenant(session: Session, tenant_id: str) -> None:
@@ -213,15 +237,18 @@ class Tenants:
     ) -> tuple[Key, str]:
         """Create a key, and its tenant if needed; returns the key and its text, which is shown once.
 
-        The new key ends with the key that has the id `made_by`. With `asker` or `person`, the audit log gets an entry.
+        The new key ends with the key that has the id `made_by`; that of a member is of the same account. With `asker` or
+        `person`, the audit log gets an entry.
 
         Raises:
             StoreError: that key was revoked, the tenant was erased, or it has too many keys.
         """
-        owner, text = self.made(tenant), PREFIX + secrets.token_urlsafe(32)
+        owner, text, key_id = self.made(tenant), PREFIX + secrets.token_urlsafe(32), new_id("key")
+        account, submitter = f"person-{person[:32]}" if person else key_id, name or key_id
         with self._transaction() as session:
             if made_by is not None:
-                _hold_maker(session, made_by)
+                if (maker := _hold_maker(session, made_by)).role == "member" and maker.account and maker.submitter:
+                    account, submitter = maker.account, maker.submitter
             elif person is not None:
                 self._check_open(session, tenant)
             else:
@@ -230,8 +257,9 @@ class Tenants:
                 hold_tenant(session, owner.id)
                 _check_number(session, owner)
             key = Key(
-                id=new_id("key"), tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires,
-                scope=None if scope is None else sorted(scope), made_by=made_by, person=person,
+                id=key_id, tenant_id=owner.id, digest=digest(text), name=name, role=role, expires=expires,
+                scope=None if scope is None else sorted(scope), made_by=made_by, person=person, account=account,
+                submitter=submitter,
             )  # fmt: skip
             session.add(key)
             _forget_ended(session, owner.id)
@@ -297,7 +325,7 @@ class Tenants:
     def rotate_key(
         self, key_id: str, made_by: str | None = None, asker: Principal | None = None
     ) -> tuple[Key, str] | None:
-        """Replace a key by a new one with another id and text; None if it does not exist or has ended.
+        """Replace a key by one of its account with another id and text; None if it does not exist or has ended.
 
         The new key ends with the key `made_by`, if given. With `asker`, the audit log gets an entry.
 
@@ -313,7 +341,17 @@ class Tenants:
                 return None
             kept = {
                 name: getattr(old, name)
-                for name in ("tenant_id", "name", "role", "expires", "scope", "made_by", "person")
+                for name in (
+                    "tenant_id",
+                    "name",
+                    "role",
+                    "expires",
+                    "scope",
+                    "made_by",
+                    "person",
+                    "account",
+                    "submitter",
+                )
             }
             kept |= {} if made_by is None else {"made_by": made_by}
             key = Key(id=new_id("key"), digest=digest(text), **kept)
@@ -345,9 +383,9 @@ class Tenants:
         self._of_keys.pop(hashed, None)
         if row is None:
             return None
-        tenant_id, tenant, key_id, role, scope, expires, name, person = row
+        tenant_id, tenant, key_id, role, scope, expires, name, person, *whose = row
         self._of_keys[hashed] = tenant_id
         if len(self._of_keys) > _MOST_KNOWN:
             self._of_keys.popitem(last=False)
         rights = None if scope is None else frozenset(scope)
-        return Principal(tenant_id, tenant, key_id, role, rights, expires, name, person is not None)
+        return Principal(tenant_id, tenant, key_id, role, rights, expires, name, person is not None, *whose)

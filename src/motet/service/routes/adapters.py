@@ -106,7 +106,7 @@ async def upload(
         shape = await _examined(service.hosts, directory, of_base, who.tenant_id)
         adapter = UploadedAdapter(
             id=adapter_id, tenant_id=who.tenant_id, name=name or adapter_id, bytes=size, rank=shape.rank,
-            alpha=shape.alpha, target_modules=shape.target_modules, base=of_base,
+            alpha=shape.alpha, target_modules=shape.target_modules, base=of_base, **who.submitted,
         )  # fmt: skip
         with_room = service.quotas.storing(who.tenant_id, size)
         landed = service.storage.landed(directory, path)

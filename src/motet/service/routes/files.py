@@ -127,5 +127,5 @@ def delete(who: Asker, service: ServiceDep, stored: NamedFile) -> FileDeleted:
 def _shown(stored: StoredFile) -> File:
     return File(
         id=stored.id, filename=stored.filename, bytes=stored.bytes, rows=stored.rows, created=stored.created,
-        created_at=int(stored.created),
+        created_at=int(stored.created), submitter=stored.submitter,
     )  # fmt: skip

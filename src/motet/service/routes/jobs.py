@@ -43,7 +43,7 @@ def _shown(who: Principal, service: Service, job: StoredJob) -> Job:
         id=job.id, name=job.name, tenant=service.store.tenants.name_of(job.tenant_id) if who.admin else None,
         state=job.state, message=job.message, step=job.step, steps=job.steps, created=job.created, ended=job.ended,
         spec=spec, reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [],
-        at=job.start_at, progress=_progress(service, job.id), base=service.bases.shown(job.base),
+        at=job.start_at, progress=_progress(service, job.id), base=service.bases.shown(job.base), submitter=job.submitter,
     )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def _key(request: Request, sign_ins: SignIns, person: Person) -> NewKey:
     asked.key, asked.tenant = key.id, person.tenant
     return NewKey(
         id=key.id, tenant=person.tenant, name=key.name, role=key.role, created=key.created, expires=key.expires,
-        revoked=None, signed_in=True, key=text,
+        revoked=None, signed_in=True, submitter=key.submitter, key=text,
     )  # fmt: skip
 
 

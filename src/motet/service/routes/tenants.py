@@ -101,9 +101,9 @@ def list_entries(
     before = None if after is None else int(after)
     entries = service.store.audit_entries(tenant_id=None if known is None else known.id, before=before, limit=limit + 1)
     shown = [
-        AuditEntry(id=entry.id, time=entry.time, tenant=name, key=entry.key_id, key_name=key, action=entry.action,
-                   object=entry.object)
-        for entry, name, key in entries[:limit]
+        AuditEntry(id=entry.id, time=entry.time, tenant=name, key=entry.key_id, key_name=key, submitter=whose,
+                   action=entry.action, object=entry.object)
+        for entry, name, key, whose in entries[:limit]
     ]  # fmt: skip
     return AuditEntries(data=shown, next=str(shown[-1].id) if len(entries) > limit else None)
 
@@ -228,5 +228,5 @@ def _visible(store: Store, who: Principal, key_id: str, *, ends: bool = False) -
 def _shown(key: Key, tenant: str) -> ApiKey:
     return ApiKey(
         id=key.id, tenant=tenant, name=key.name, role=key.role, created=key.created, expires=key.expires, revoked=key.revoked,
-        scope=key.scope, signed_in=key.person is not None,
+        scope=key.scope, signed_in=key.person is not None, submitter=key.submitter,
     )  # fmt: skip

@@ -49,6 +49,8 @@ class Job(Answer):
     name: str
     tenant: str | None = None
     """Name of the owner; shown to admins only."""
+    submitter: str | None = None
+    """Name of the person or key that submitted it; null without keys, and if an earlier release stored it."""
     state: str
     """`queued`, `running`, `paused`, `succeeded`, `failed` or `cancelled`."""
     message: str
@@ -92,7 +94,7 @@ class JobEvent(Answer):
     time: float
     """Unix seconds."""
     data: dict[str, Any]
-    """For `step`, a line of metrics.jsonl with tokens and seconds; for `state`, `state` and `message`."""
+    """For `step`, a line of metrics.jsonl with tokens and seconds; for `state`, `state`, `message` and at first `submitter`."""
 
 
 class Events(Answer):
@@ -202,6 +204,8 @@ class File(Answer):
     purpose: Literal["fine-tune"] = "fine-tune"
     status: Literal["processed"] = "processed"
     """Every row has been checked before the response."""
+    submitter: str | None = None
+    """Name of the person or key that uploaded it; null without keys, and if an earlier release stored it."""
 
 
 class Files(Answer):
@@ -237,6 +241,8 @@ class ApiKey(Answer):
     """The subset of its role's rights that it has; null for all."""
     signed_in: bool = False
     """Whether a sign-in created it."""
+    submitter: str | None = None
+    """The name that jobs, files and adapters show which are made with it."""
 
 
 class NewKey(ApiKey):
@@ -283,6 +289,8 @@ class AuditEntry(Answer):
     key: str
     """The key's id."""
     key_name: str
+    submitter: str | None = None
+    """Name of the person or key to whom the key belongs."""
     action: str
     """The action: `submit`, `cancel`, `create key`, …"""
     object: str

@@ -20,6 +20,8 @@ class Adapter(Answer):
     """Linear layers that it changes."""
     base: str | None = None
     """Its base, if the service has several."""
+    submitter: str | None = None
+    """Name of the person or key that uploaded it; null without keys, and if an earlier release stored it."""
     bytes: int
     created: float
     """Unix seconds."""
