@@ -10,30 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fastapi.routing import APIRoute
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import OperationalError
 
-from motet.service.app import ROUTES
 from motet.service.database.tables import Key, new_id, now
 from motet.service.database.tenants import MOST_KEYS
 from motet.service.http.rights import ROLES, needed
 from tests.support.house import House, error_of
+from tests.support.keyed_routes import operations
 from tests.support.service_run import Json
 
 pytestmark = pytest.mark.tier1
 
-OPEN = (
-    "/healthz",
-    "/readyz",
-    "/dashboard",
-    "/episodes/",
-    "/tinker/api/v1/healthz",
-    "/tinker/api/v1/downloads/",
-    "/login",
-    "/v1/login",
-)
 EXPECTED = {
     "completions": {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/tinker/api/v1/asample"},
     "files": {"/v1/files", "/v1/adapters", "/v1/shares"},
@@ -43,14 +32,6 @@ EXPECTED = {
     "read": {"/v1/check", "/tinker/api/v1/retrieve_future"},
 }  # fmt: skip
 """Routes with POST that show what each right is for."""
-
-
-def operations() -> Iterator[tuple[str, str]]:
-    """Method and path of every route that a key is asked for."""
-    for route in (one for module in ROUTES for one in module.router.routes):
-        if isinstance(route, APIRoute) and route.path != "/" and not route.path.startswith(OPEN):
-            for method in route.methods or ():
-                yield method, route.path
 
 
 def filled(path: str) -> str:

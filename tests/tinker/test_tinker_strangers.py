@@ -116,6 +116,38 @@ def test_what_is_anothers_is_not_there(house: House) -> None:
             cancel_of_another(house, answer.json()["request_id"])
 
 
+def test_a_colleague_sees_a_model_and_changes_nothing_of_it(house: House) -> None:
+    _, house.keys["colleague"] = house.store.tenants.create_key("us", "colleague", "member")
+    model = made(house)
+    place, kept = saved(house, model), journal(house, model)
+    kept.put(1, encode(Nothing()))
+    kept.answer(1, Done())
+    before = sorted(kept.path.iterdir())
+    shown = {
+        *(("POST", path) for path in ("/get_info", "/weights_info", "/create_sampling_session", "/asample")),
+        *(("POST", path) for path in ("/retrieve_future", "/load_weights", "/copy_weights")),
+        *(one for one in naming(model) if one[0] == "GET"),
+    }
+    """A new model from a colleague's checkpoint is the asker's own."""
+    for (method, path), body in naming(model).items():
+        answer = asked(house, "colleague", method, path, model, body)
+        refused = answer.status_code == 403 and "was submitted by 'ours'" in answer.text
+        assert (refused, answer.status_code < 400) == ((method, path) not in shown, (method, path) in shown), (
+            path,
+            answer.text,
+        )
+    assert sent(house, request(model).SerializeToString(), "colleague").status_code == 403
+    session = model.partition(":")[0]
+    again = {"session_id": session, "model_seq_id": 0, "base_model": "base", "lora_config": {"rank": 4}}
+    for path, wanted in (
+        ("cancel_future", {"request_id": f"{model}/2"}), (f"sessions/{session}/finish", {}), ("create_model", again),
+    ):  # fmt: skip
+        house.refused(403, "POST", f"{PREFIX}/{path}", "colleague", json=wanted)
+    assert (sorted(kept.path.iterdir()), json.loads((place / ABOUT).read_text())) == (before, {"number": 9})
+    assert not kept.cancelled(2)
+    assert house.ask("GET", f"/v1/jobs/{job_of(model)}").json()["state"] == "queued"
+
+
 def test_lists_read_what_they_show(house: House) -> None:
     """A tenant may have thousands of models, and each has its whole configuration."""
     models = [made(house) for _ in range(3)]

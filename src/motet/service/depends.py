@@ -19,6 +19,7 @@ from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
 from motet.service.http.opened import opened_by
+from motet.service.http.rights import check_change
 
 Result = TypeVar("Result")
 
@@ -108,3 +109,12 @@ def _named_job(job: str, who: Asker, service: ServiceDep) -> StoredJob:
 
 NamedJob = Annotated[StoredJob, Depends(_named_job)]
 """The job named in the path, among those of the requester."""
+
+
+async def _own_job(who: Asker, job: NamedJob) -> StoredJob:
+    check_change(who, job, f"job {job.name!r}")
+    return job
+
+
+OwnJob = Annotated[StoredJob, Depends(_own_job)]
+"""`NamedJob` of a request that changes it."""

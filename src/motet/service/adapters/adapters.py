@@ -228,14 +228,17 @@ class Adapters:
                 session.add(share)
         return self._shares(same)[0]
 
-    def unshare(self, who: Principal, share_id: str) -> Share | None:
-        """Delete a share of the tenant (an admin: any); None if there is none."""
+    def given(self, who: Principal, share_id: str) -> Share | None:
+        """A share of the tenant (an admin: any); None if there is none."""
         with self._store.transaction() as session:
             share = session.get(Share, share_id)
-            if share is None or not (who.admin or share.tenant_id == who.tenant_id):
-                return None
-            session.delete(share)
-            return share
+        return share if share is not None and (who.admin or share.tenant_id == who.tenant_id) else None
+
+    def unshare(self, share: Share) -> bool:
+        """Delete a share; False if it is gone."""
+        with self._store.transaction() as session:
+            gone = delete(Share).where(Share.id == share.id).returning(Share.id)
+            return session.scalar(gone) is not None
 
     def listed(self, who: Principal, after: str | None, limit: int) -> tuple[list[Shared], list[Shared], str | None]:
         """Shares by a tenant (an admin: all), then those of others with it, oldest first; `after` matches `PLACE_OF_SHARE`.

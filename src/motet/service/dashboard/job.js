@@ -137,7 +137,7 @@ function makeHead(context, refreshed, complain, leaving) {
     note.hidden = !text;
     note.className = `note ${job.state}`;
     explain(note, text);
-    const ended = FINAL.includes(job.state), steers = context.may("jobs");
+    const ended = FINAL.includes(job.state), steers = context.may("jobs") && job.may_change;
     buttons.pause.hidden = !steers || !["running", "queued"].includes(job.state);
     buttons.resume.hidden = !steers || !["paused", "failed"].includes(job.state);
     buttons.cancel.hidden = !steers || ended;

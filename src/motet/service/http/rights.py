@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
+from motet.service.database.tables import Submitted
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal
 
@@ -62,6 +63,15 @@ def check(who: Principal, method: str, path: str) -> None:
         raise Refusal(403, "this needs an admin's key")
     has = ", ".join(sorted(rights(who))) or "nothing"
     raise Refusal(403, f"this needs the right {right!r}, and the key may do: {has}; ask with a key that has it")
+
+
+def check_change(who: Principal, thing: Submitted, name: str) -> None:
+    """Check that a key may change or delete a job, an upload or an adapter of its tenant. Raises Refusal if it may not."""
+    if not who.may_change(thing):
+        raise Refusal(
+            403,
+            f"{name} was submitted by {thing.submitter!r}, who may change it, as may admins of the tenant; ask one of them",
+        )
 
 
 def check_new(who: Principal, role: str, expires: float | None) -> None:

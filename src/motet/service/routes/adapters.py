@@ -27,6 +27,7 @@ from motet.service.database.tenants import Principal
 from motet.service.depends import After, Asker, NamedJob, ServiceDep, read, worked
 from motet.service.errors import Refusal, existing
 from motet.service.http.pages import page
+from motet.service.http.rights import check_change
 from motet.service.routing import TenantRoute
 from motet.service.schemas import Version, Versions
 from motet.service.schemas.adapters import Adapter, Adapters, Share, ShareRequest, Shares
@@ -155,6 +156,7 @@ def show(who: Asker, service: ServiceDep, adapter: str) -> Adapter:
 def delete(who: Asker, service: ServiceDep, adapter: str) -> None:
     """Delete an uploaded adapter. Jobs that started from it continue."""
     uploaded = _uploaded(service.adapters, who, adapter)
+    check_change(who, uploaded, f"adapter {uploaded.name!r}")
     service.adapters.remove(uploaded)
     service.store.audit(who, "delete adapter", uploaded.id)
 
@@ -235,6 +237,7 @@ def share(who: Asker, service: ServiceDep, wanted: ShareRequest) -> Share:
     thing = service.store.job(who, wanted.name) or service.adapters.uploaded(who, wanted.name)
     if thing is None:
         raise Refusal(404, f"there is no job or uploaded adapter {wanted.name!r}", "name")
+    check_change(who, thing, repr(wanted.name))
     known = service.store.tenants.find(wanted.tenant)
     other = ALL if wanted.tenant == ALL else None if known is None else known.id
     if other is None:
@@ -264,5 +267,10 @@ def list_shares(
 @router.delete("/shares/{share}", status_code=204)
 def unshare(who: Asker, service: ServiceDep, share: str) -> None:
     """Delete a share. Jobs that started from it continue."""
-    ended = existing(service.adapters.unshare(who, share), f"there is no share {share!r}")
-    service.store.audit(who, "unshare", f"{ended.id} {ended.object}")
+    missing = f"there is no share {share!r}"
+    given = existing(service.adapters.given(who, share), missing)
+    if (thing := service.adapters.by_id(given.object)) is not None:
+        check_change(who, thing, repr(thing.name))
+    if not service.adapters.unshare(given):
+        raise Refusal(404, missing)
+    service.store.audit(who, "unshare", f"{given.id} {given.object}")

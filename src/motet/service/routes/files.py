@@ -19,6 +19,7 @@ from motet.service.depends import Asker, ServiceDep, read, while_there, worked
 from motet.service.errors import Refusal, bad_field, existing
 from motet.service.http.downloads import Download
 from motet.service.http.pages import page
+from motet.service.http.rights import check_change
 from motet.service.routing import TenantRoute
 from motet.service.schemas import File, FileDeleted, Files
 
@@ -117,6 +118,7 @@ def content(service: ServiceDep, stored: NamedFile) -> Download:
 @router.delete("/{file}")
 def delete(who: Asker, service: ServiceDep, stored: NamedFile) -> FileDeleted:
     """Delete a file; jobs that name it fail when they resume."""
+    check_change(who, stored, f"file {stored.filename!r}")
     service.store.delete_file(stored.id)
     with contextlib.suppress(OSError):
         service.storage.upload(stored.id, stored.filename).unlink()

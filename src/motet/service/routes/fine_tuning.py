@@ -26,6 +26,7 @@ from motet.service.composition import Service
 from motet.service.database.tables import Event, FineTuning, StoredJob
 from motet.service.depends import Asker, ServiceDep, while_there
 from motet.service.errors import Refusal, bad_field, existing
+from motet.service.http.rights import check_change
 from motet.service.jobs.submissions import GivenJob
 from motet.service.routing import TenantRoute
 from motet.service.schemas import fine_tuning as s
@@ -131,6 +132,7 @@ def retrieve(service: ServiceDep, made: NamedMade) -> s.FineTuningJob:
 def steer(who: Asker, service: ServiceDep, made: NamedMade, word: Word) -> s.FineTuningJob:
     """Pause (after the current step), resume or cancel a job; its commits stay."""
     job, asked = made
+    check_change(who, job, f"job {job.name!r}")
     try:
         service.submissions.steer(job, Wanted.of(word))
     except StoreError as error:

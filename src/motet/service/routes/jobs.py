@@ -18,7 +18,7 @@ from motet.service.composition import Service
 from motet.service.database.store import jobs_of, size_of
 from motet.service.database.tables import StoredJob
 from motet.service.database.tenants import Principal
-from motet.service.depends import After, Asker, NamedJob, ServiceDep, while_there
+from motet.service.depends import After, Asker, NamedJob, OwnJob, ServiceDep, while_there
 from motet.service.errors import Refusal
 from motet.service.http.bodies import hold
 from motet.service.http.pages import page
@@ -44,6 +44,7 @@ def _shown(who: Principal, service: Service, job: StoredJob) -> Job:
         state=job.state, message=job.message, step=job.step, steps=job.steps, created=job.created, ended=job.ended,
         spec=spec, reward=job.reward, held_out=job.held_out and HeldOut(**job.held_out), after=job.after or [],
         at=job.start_at, progress=_progress(service, job.id), base=service.bases.shown(job.base), submitter=job.submitter,
+        may_change=who.may_change(job),
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def show(who: Asker, service: ServiceDep, job: NamedJob) -> Job:
 
 
 @router.post("/jobs/{job}/{word}", status_code=202)
-def steer(who: Asker, service: ServiceDep, job: NamedJob, word: Word) -> Job:
+def steer(who: Asker, service: ServiceDep, job: OwnJob, word: Word) -> Job:
     """Pause (after the current step), resume or cancel a job; its commits stay."""
     service.submissions.steer(job, Wanted.of(word))
     service.store.audit(who, word, job.id)
@@ -137,7 +138,7 @@ def steer(who: Asker, service: ServiceDep, job: NamedJob, word: Word) -> Job:
 
 
 @router.patch("/jobs/{job}")
-def change(who: Asker, service: ServiceDep, job: NamedJob, wanted: JobChange) -> Job:
+def change(who: Asker, service: ServiceDep, job: OwnJob, wanted: JobChange) -> Job:
     """Change the budget or priority of a job that has not ended, from the next step on."""
     service.submissions.change(job, wanted.model_dump(exclude_unset=True))
     service.store.audit(who, "change", job.id)
@@ -145,7 +146,7 @@ def change(who: Asker, service: ServiceDep, job: NamedJob, wanted: JobChange) ->
 
 
 @router.delete("/jobs/{job}", status_code=204)
-def delete(who: Asker, service: ServiceDep, job: NamedJob) -> None:
+def delete(who: Asker, service: ServiceDep, job: OwnJob) -> None:
     """Delete a job that has ended, with its versions, rollouts and events."""
     service.submissions.delete(job)
     service.store.audit(who, "delete", job.id)

@@ -51,6 +51,8 @@ class Job(Answer):
     """Name of the owner; shown to admins only."""
     submitter: str | None = None
     """Name of the person or key that submitted it; null without keys, and if an earlier release stored it."""
+    may_change: bool = True
+    """Whether it is the requester's own or nobody's, or they are an admin; others of the tenant only see it."""
     state: str
     """`queued`, `running`, `paused`, `succeeded`, `failed` or `cancelled`."""
     message: str

@@ -31,7 +31,7 @@ from motet.service.http.open_bytes import OpenBytes
 from motet.service.storage import Storage
 from motet.service.tenants.quotas import Quotas
 from motet.service.tenants.stored import SAMPLES, blocks
-from motet.service.tinker.models import Models
+from motet.service.tinker.models import Models, own_model
 from motet.service.tinker.requests import Sample
 from motet.service.tinker.samplers import MAX_TOKENS, Sampler, Samplers
 from motet.service.tinker.samples import OpenSample, OpenSamples
@@ -157,7 +157,7 @@ class Futures:
             self._cancel(request_id)
         if self.trains(request_id):
             model_id, _, number = request_id.rpartition("/")
-            job = await asyncio.to_thread(self._models.find, who, model_id)
+            job = await asyncio.to_thread(own_model, self._models, who, model_id)
             await asyncio.to_thread(self._models.cancel, job, int(number))
 
     def trains(self, request_id: str) -> bool:

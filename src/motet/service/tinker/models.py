@@ -24,6 +24,7 @@ from motet.service.database.store import Store
 from motet.service.database.tables import OF_CLIENTS, StoredJob, new_id
 from motet.service.database.tenants import Principal
 from motet.service.errors import Refusal, existing
+from motet.service.http.rights import check_change
 from motet.service.jobs.submissions import GivenJob, Submissions
 from motet.service.secrets import Secrets
 from motet.service.storage import Storage
@@ -144,6 +145,7 @@ class Models:
         }
         fresh = self._store.submitted(who, model_id) is None
         job = self._submissions.submit(who, [GivenJob(tree, driven=True)], model_id)[0]
+        check_change(who, job, f"model {model_id!r}")
         if fresh:
             self._store.audit(who, "job.submit", job.id)
         journal = self.journal(job)
@@ -312,6 +314,12 @@ class Models:
         """End a model: its job succeeds when its commands are done, or fails if the `reason` is an error."""
         self.journal(job).finish(reason)
         self._hosts.send(Nudge(job.id))
+
+
+def own_model(models: Models, who: Principal, model_id: str) -> StoredJob:
+    """`find` for a request that changes the model. Raises `Refusal` if another member of the tenant made it."""
+    check_change(who, job := models.find(who, model_id), f"model {model_id!r}")
+    return job
 
 
 def _models(who: Principal, begin: str = OF_CLIENTS) -> tuple[ColumnElement[bool], ...]:

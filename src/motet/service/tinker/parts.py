@@ -21,7 +21,7 @@ from motet.service.routing import TenantRoute
 from motet.service.tinker.checkpoints import Checkpoints
 from motet.service.tinker.futures import Futures
 from motet.service.tinker.leases import Leases
-from motet.service.tinker.models import Models
+from motet.service.tinker.models import Models, own_model
 from motet.service.tinker.samplers import Samplers
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -64,7 +64,7 @@ async def use_up(who: Principal, tinker: Tinker, model: str, number: int) -> Non
 
     def refuse() -> None:
         with contextlib.suppress(MotetError, Refusal):
-            tinker.models.refuse(tinker.models.find(who, model), number)
+            tinker.models.refuse(own_model(tinker.models, who, model), number)
 
     if 0 < number < 2**31:
         await tinker.write_threads.run(who.tenant_id, refuse)

@@ -21,6 +21,7 @@ from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal, existing
 from motet.service.http.downloads import Download
 from motet.service.http.opened import opened_by
+from motet.service.http.rights import check_change
 from motet.service.tenants.stored import measured
 from motet.service.tinker.checkpoints import SAMPLER, WEIGHTS, Checkpoint, Checkpoints, archive_into, files_of, iso
 from motet.service.tinker.models import Models
@@ -63,7 +64,16 @@ def _named(who: Asker, tinker: TinkerDep, run: str, kind: str, name: str) -> Che
 
 
 NamedCheckpoint = Annotated[Checkpoint, Depends(_named)]
-"""The checkpoint named in the path, of one of the requester's models."""
+"""The checkpoint named in the path, of one of the tenant's models."""
+
+
+async def _own(who: Asker, checkpoint: NamedCheckpoint) -> Checkpoint:
+    check_change(who, checkpoint.job, f"model {checkpoint.job.idempotency_key!r}")
+    return checkpoint
+
+
+OwnCheckpoint = Annotated[Checkpoint, Depends(_own)]
+"""`NamedCheckpoint` of a request that changes it."""
 _CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
@@ -121,21 +131,21 @@ def weights_info(who: Asker, tinker: TinkerDep, wanted: WeightsInfo) -> dict[str
 
 
 @router.delete(_CHECKPOINT, status_code=204)
-def delete_checkpoint(tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
+def delete_checkpoint(tinker: TinkerDep, checkpoint: OwnCheckpoint) -> Response:
     """Delete a checkpoint."""
     tinker.checkpoints.remove(checkpoint)
     return Response(status_code=204)
 
 
 @router.put(f"{_CHECKPOINT}/ttl")
-def set_ttl(tinker: TinkerDep, checkpoint: NamedCheckpoint, wanted: Ttls) -> dict[str, Any]:
+def set_ttl(tinker: TinkerDep, checkpoint: OwnCheckpoint, wanted: Ttls) -> dict[str, Any]:
     """Set the lifetime of a checkpoint."""
     tinker.checkpoints.expire(checkpoint, wanted.ttl_seconds)
     return checkpoint.shown()
 
 
 @router.post(f"{_CHECKPOINT}/publish", status_code=204)
-def publish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
+def publish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: OwnCheckpoint) -> Response:
     """Let every tenant sample and start from a checkpoint."""
     tinker.checkpoints.publish(checkpoint, True)
     service.store.audit(who, "publish checkpoint", checkpoint.path)
@@ -143,7 +153,7 @@ def publish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: Name
 
 
 @router.delete(f"{_CHECKPOINT}/publish", status_code=204)
-def unpublish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: NamedCheckpoint) -> Response:
+def unpublish(who: Asker, service: ServiceDep, tinker: TinkerDep, checkpoint: OwnCheckpoint) -> Response:
     """Make a checkpoint private again."""
     tinker.checkpoints.publish(checkpoint, False)
     service.store.audit(who, "unpublish checkpoint", checkpoint.path)

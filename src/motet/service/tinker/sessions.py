@@ -11,6 +11,7 @@ from motet.core.errors import ContextFull
 from motet.hosts.hosts import longest_prompt
 from motet.service.depends import Asker, ServiceDep
 from motet.service.errors import Refusal
+from motet.service.http.rights import check_change
 from motet.service.tinker.parts import TinkerDep, new_router
 from motet.service.tinker.requests import Anything, CreateSampling, CreateSession, FinishSession, Heartbeat, Sample
 from motet.service.tinker.samplers import base_part, path_part, sampler_id
@@ -76,8 +77,10 @@ def telemetry(who: Asker, wanted: Anything) -> dict[str, str]:
 def finish(who: Asker, tinker: TinkerDep, session_id: str, wanted: FinishSession) -> Response:
     """Finish the models of a session, which later heartbeats are told."""
     tinker.models.check_session(who, session_id)
+    for job in (jobs := tinker.models.of_session(who, session_id)):
+        check_change(who, job, f"model {job.idempotency_key!r}")
     tinker.leases.finish(session_id)
-    for job in tinker.models.of_session(who, session_id):
+    for job in jobs:
         tinker.models.finish(job, wanted.told)
     return Response(status_code=204)
 

@@ -21,6 +21,7 @@ from motet.service.faults import failed_future
 from motet.service.http.bodies import MOST_GRADIENT, hold, take
 from motet.service.http.rights import check
 from motet.service.tinker.checkpoints import EXTERNAL, SAMPLER, WEIGHTS, Checkpoint, about_of
+from motet.service.tinker.models import own_model
 from motet.service.tinker.parts import Tinker, TinkerDep, new_router, numbered, use_up
 from motet.service.tinker.requests import (
     CreateModel,
@@ -106,7 +107,7 @@ def get_info(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, Any]:
 @router.post("/unload_model")
 def unload_model(who: Asker, tinker: TinkerDep, wanted: OfModel) -> dict[str, Any]:
     """Finish a model."""
-    job = tinker.models.find(who, wanted.model_id)
+    job = own_model(tinker.models, who, wanted.model_id)
     tinker.models.finish(job)
     return _promise(f"{wanted.model_id}/0", model_id=wanted.model_id)
 
@@ -123,7 +124,7 @@ async def forward_backward(who: Asker, tinker: TinkerDep, service: ServiceDep, r
     asked: AskedGradient | None = None
 
     def order(asked: AskedGradient) -> dict[str, Any]:
-        job = tinker.models.find(who, asked.model_id)
+        job = own_model(tinker.models, who, asked.model_id)
         if asked.seq_id < 1:
             raise Refusal(400, f"seq_id {asked.seq_id} is not from 1 on")
         if not asked.command:
@@ -169,7 +170,7 @@ def optim_step(who: Asker, tinker: TinkerDep, wanted: Annotated[Step, Depends(nu
     command = OptimStep(
         adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm or None
     )
-    return _promise(tinker.models.order(tinker.models.find(who, wanted.model_id), wanted.seq_id, command))
+    return _promise(tinker.models.order(own_model(tinker.models, who, wanted.model_id), wanted.seq_id, command))
 
 
 @router.post("/save_weights")
@@ -178,7 +179,7 @@ def save_weights(
     who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveWeights, Depends(numbered(SaveWeights))]
 ) -> dict[str, Any]:
     """Save weights, moments and an accumulated gradient, to continue from."""
-    job = tinker.models.find(who, wanted.model_id)
+    job = own_model(tinker.models, who, wanted.model_id)
     tinker.checkpoints.check_free(job, WEIGHTS, wanted.path, wanted.seq_id, overwrite=wanted.overwrite)
     service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, wanted.user_metadata)
@@ -196,7 +197,7 @@ def save_for_sampler(
     wanted: Annotated[SaveForSampler, Depends(numbered(SaveForSampler))],
 ) -> dict[str, Any]:
     """Save weights to sample from."""
-    job, number = tinker.models.find(who, wanted.model_id), wanted.seq_id
+    job, number = own_model(tinker.models, who, wanted.model_id), wanted.seq_id
     service.quotas.check_storage(who.tenant_id, 0)
     answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
     about = about_of(number, wanted.ttl_seconds, wanted.user_metadata)
@@ -222,7 +223,7 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load a checkpoint into an existing or a new model."""
     if wanted.model_id is not None and wanted.seq_id is not None:
-        job = tinker.models.find(who, wanted.model_id)
+        job = own_model(tinker.models, who, wanted.model_id)
         source = tinker.checkpoints.find(who, wanted.path)
         if (base := tinker.models.bases.of(source.job.base)) != tinker.models.bases.of(job.base):
             raise Refusal(400, f"path: {wanted.path} is of a model on another base, {base!r}")
@@ -251,7 +252,7 @@ def save_external(
     who: Asker, tinker: TinkerDep, service: ServiceDep, wanted: Annotated[SaveExternal, Depends(numbered(SaveExternal))]
 ) -> dict[str, Any]:
     """Save a PEFT directory to download."""
-    job = tinker.models.find(who, wanted.model_id)
+    job = own_model(tinker.models, who, wanted.model_id)
     tinker.checkpoints.check_free(job, EXTERNAL, wanted.path, wanted.seq_id)
     service.quotas.check_storage(who.tenant_id, 0)
     about = about_of(wanted.seq_id, wanted.ttl_seconds, None)
